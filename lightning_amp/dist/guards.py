@@ -4,12 +4,13 @@ A `torch.autograd.Function` unpacks its tensors in C++, so autograd would see th
 `torch.autograd.grad` of values that every rank has would return one rank's share of a gradient.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_amp.dist.collectives import all_reduce
@@ -23,15 +24,14 @@ PASSED_ON = ("RegisterPostBackwardFunction",)
 
 
 @contextmanager
-def guarded(axes: Sequence[MeshAxis], parameters: Iterable[Tensor] = ()) -> Iterator[None]:
+def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
     """During a step: Functions of the user are refused, gradients taken by hand are whole, nothing is compiled.
 
     Args:
         axes: All axes that tensors of the step may be split over.
-        parameters: Whole tensors whose gradients are averaged over the ranks after a backward pass.
     """
     apply, engine = torch.autograd.Function.__dict__["apply"], autograd._engine_run_backward
-    AXES_OF_STEP[:], known = axes, set(map(id, parameters))
+    AXES_OF_STEP[:] = axes
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
         handler = AUTOGRAD_FUNCTIONS.get(cls)
@@ -57,7 +57,7 @@ def guarded(axes: Sequence[MeshAxis], parameters: Iterable[Tensor] = ()) -> Iter
         """Of `torch.autograd.grad` of whole values, whatever name it was imported under, and of backward()."""
         if kwargs.get("accumulate_grad"):
             if not inputs:
-                _refuse_other_leaves(outputs, known)
+                _refuse_other_leaves(outputs)
             return engine(outputs, seeds, retain, create, inputs, *args, **kwargs)
         call = lambda o, i, s: engine(o, s, retain, create, i, *args, **kwargs)  # noqa: E731
         return _gradients(axes, outputs, inputs, seeds, call)
@@ -84,7 +84,7 @@ def guarded(axes: Sequence[MeshAxis], parameters: Iterable[Tensor] = ()) -> Iter
         FUNCTIONS.pop(torch.autograd.grad, None)
 
 
-def _refuse_other_leaves(outputs: Sequence[Tensor], known: set[int]) -> None:
+def _refuse_other_leaves(outputs: Sequence[Tensor]) -> None:
     """Refuse a backward pass that would leave one rank's share of a gradient on a whole tensor."""
     nodes, seen = [t.grad_fn for t in outputs], set[Any]()
     while nodes:
@@ -94,10 +94,9 @@ def _refuse_other_leaves(outputs: Sequence[Tensor], known: set[int]) -> None:
         seen.add(node)
         nodes += [other for other, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and id(leaf) not in known and not hasattr(leaf, "is_part"):
-            why = (
-                "it would leave one rank's share of a gradient on a tensor that is no parameter of the module"
-            )
+        # gradients of parameters are averaged after the backward pass
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Parameter) and not hasattr(leaf, "is_part"):
+            why = "it would leave one rank's share of a gradient on a tensor that is no parameter"
             raise shard_error(
                 Tensor.backward, [leaf], why, remedy="take its gradient with torch.autograd.grad"
             )

@@ -28,7 +28,7 @@ def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..
 
     @wraps(step)
     def split(module: nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with guarded(how.axes, module.parameters()), whole_in_metrics(module):
+        with guarded(how.axes), whole_in_metrics(module):
             found = step(module, how.batch(batch), *args, **kwargs)
             loss = found.get("loss") if isinstance(found, dict) else found
             if name == "training_step" and isinstance(loss, ShardedTensor) and loss.splits:
