@@ -217,9 +217,9 @@ def _attending_back(s: RankSizes) -> int:
     inputs = (4 - s.gathered - s.in_kernels) * s.latents
     if s.decoder.full:
         values = s.latents * (keeps_val(s) or (s.decoder.chained and s.streamed))
-        # gradients of the own queries, keys and values that are here with their gradients, and what is on its way; with
-        # two ranks no block is both preceded and followed by a step of the ring with keys
-        made = (3 if not s.by_nodes else 8 + (s.ranks > 2)) * s.latents
+        # around a ring: keys and values that are here, and that arrive while a rank after the next has some; gradients
+        # of these that were sent and that arrive; of the own queries; and the three that the block makes
+        made = (3 if not s.by_nodes else 10 + 2 * (s.ranks > 2)) * s.latents
         return sum(attention_terms(s).values()) + s.element * (inputs + values + made)
     if s.in_kernels:
         values = s.latents * (keeps_val(s) + (s.decoder.chained and s.streamed) + s.by_nodes)
