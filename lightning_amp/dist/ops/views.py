@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.by_rule import result_shapes, splits_with_whole, view_of
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
