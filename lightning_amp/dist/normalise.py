@@ -56,13 +56,13 @@ def union_statistics(x: Tensor, dims: Sequence[int], axes: Axes, *, centre: bool
         axes: The ranks.
         centre: Whether deviations are those from the mean; else from zero.
     """
-    x = x.to(_precise(x))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     groups, n = prod(size for d, size in enumerate(x.shape) if d not in dims), prod(x.shape[d] for d in dims)
     if not n:
         mean = m2 = x.new_zeros(groups)
     elif not centre:
         mean, m2 = x.new_zeros(groups), x.square().sum(list(dims)).flatten()
-    elif x.device.type == "cpu" and list(dims) == _channel_dims(x):
+    elif x.device.type == "cpu" and _by_channel(x, dims):
         # torch.var over these dims takes five times as long there
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
         m2 = var * n
@@ -93,11 +93,8 @@ def normalised(
         weight, bias: With as many dims as x, of size 1 where they are broadcast.
         eps: Added to the variance.
     """
-    mean, m2, count = union_statistics(x, dims, axes, centre=centre)
-    form = [1 if d in dims else n for d, n in enumerate(x.shape)]
-    rstd = (m2 / count + eps).rsqrt()
-    given = (mean.view(form), rstd.view(form), count, tuple(dims), tuple(axes), centre)
-    return cast(Tensor, _Normalise.apply(x, weight, bias, *given))
+    statistics = union_statistics(x, dims, axes, centre=centre)
+    return cast(Tensor, _Normalise.apply(x, weight, bias, *statistics, eps, dims, axes, centre))
 
 
 def batch_normalised(
@@ -120,16 +117,21 @@ def batch_normalised(
             the backward pass: a second pass may end there.
     """
     splits, part = splits_of(x), local_of(x)
+    dims = [0, *range(2, part.dim())]
     channels = splits.at(1)
     own = Splits.of([channels._replace(dim=0)] if channels else [])
     axes = [*(split.axis for split in splits if split.dim != 1), *over]
-    mean, m2, count = once(lambda: union_statistics(part, _channel_dims(part), axes))
+    mean, m2, count = once(lambda: union_statistics(part, dims, axes))
     whole_mean, whole_m2 = (part_in(wrap(value, own), WHOLE) for value in (mean, m2))
     track(whole_mean, whole_m2, count)
-    parameters = (None if p is None else part_in(p, own) for p in (weight, bias))
-    given = (mean, m2, count, eps, tuple(axes))
-    found = _ByChannel.apply(part, *parameters, *given)
-    return wrap(found, splits)
+    form = [1, -1, *[1] * (part.dim() - 2)]
+    parameters = (None if p is None else part_in(p, own).view(form) for p in (weight, bias))
+    return wrap(_Normalise.apply(part, *parameters, mean, m2, count, eps, dims, axes, True), splits)
+
+
+def _by_channel(x: Tensor, dims: Sequence[int]) -> bool:
+    """Whether the dims are all but the second: torch's kernels of batch_norm take fewer passes over the values."""
+    return x.dim() > 1 and list(dims) == [0, *range(2, x.dim())]
 
 
 class _Normalise(torch.autograd.Function):
@@ -140,15 +142,22 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         mean: Tensor,
-        rstd: Tensor,
+        m2: Tensor,
         count: Tensor,
-        dims: tuple[int, ...],
+        eps: float,
+        dims: Sequence[int],
         axes: Axes,
         centre: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, mean, rstd, count)
-        ctx.of = dims, axes, centre, None if bias is None else bias.shape
-        y = (x.to(mean.dtype) - mean).mul_(rstd)
+        var = m2 / count
+        ctx.save_for_backward(x, weight, mean, var, count)
+        ctx.of = eps, dims, axes, centre, None if bias is None else bias.shape
+        own = x.to(mean.dtype)
+        if _by_channel(x, dims):
+            scale, shift = (None if p is None else p.flatten() for p in (weight, bias))
+            return batch_norm(own, mean, var, scale, shift, eps=eps).to(x.dtype)
+        form = [1 if d in dims else n for d, n in enumerate(x.shape)]
+        y = (own - mean.view(form)).mul_((var + eps).rsqrt().view(form))
         y = y if weight is None else y.mul_(weight)
         y = y if bias is None else y.add_(bias)
         return y.to(x.dtype)
@@ -156,95 +165,37 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, rstd, count = ctx.saved_tensors
-        dims, axes, centre, bias_shape = ctx.of
-        grad = grad.to(mean.dtype)
-        normal = (x.to(mean.dtype) - mean).mul_(rstd)
-        of_weight = None if weight is None else _summed_to(grad * normal, weight.shape).to(weight.dtype)
-        of_bias = None if bias_shape is None else _summed_to(grad, bias_shape)
-        # the same on all ranks, for all have the same graph: no rank waits for one that has left
-        if not ctx.needs_input_grad[0]:
-            return None, of_weight, of_bias, *[None] * 6
-        inner = grad if weight is None else grad * weight
-        sums = torch.stack([inner.sum(dims, keepdim=True) * centre, (inner * normal).sum(dims, keepdim=True)])
+        x, weight, mean, var, count = ctx.saved_tensors
+        eps, dims, axes, centre, bias_shape = ctx.of
+        own, grad, rstd = x.to(mean.dtype), grad.to(mean.dtype), (var + eps).rsqrt()
+        form = [1 if d in dims else n for d, n in enumerate(x.shape)]
+        # torch's kernel divides by the number of values
+        by_channel = _by_channel(x, dims) and bool(x.numel())
+        if by_channel:
+            factor = None if weight is None else weight.flatten().to(mean.dtype)
+            # as if mean and var did not depend on x
+            of_x, tilt, total = torch.ops.aten.native_batch_norm_backward(
+                grad, own, factor, mean, var, None, None, False, eps, [True, True, True]
+            )
+            of_weight, of_bias = tilt.view(form), total.view(form)
+            sums = torch.stack([total, tilt])
+            sums = sums if factor is None else sums.mul_(factor)
+        else:
+            normal = (own - mean.view(form)).mul_(rstd.view(form))
+            inner = grad if weight is None else grad * weight
+            of_weight, of_bias = grad * normal, grad
+            sums = torch.stack([inner.sum(dims).flatten() * centre, (inner * normal).sum(dims).flatten()])
         for axis in axes:
             sums = reduce_now(sums, axis)
         average, slope = sums / count
-        of_x = (inner - average).sub_(normal.mul_(slope)).mul_(rstd)
-        return of_x.to(x.dtype), of_weight, of_bias, *[None] * 6
-
-
-class _ByChannel(torch.autograd.Function):
-    """By statistics over all dims but the second.
-
-    Passes over x, which are what it takes on a CPU, are few: torch's kernel for given statistics has the sums of dy and
-    dx without the sums of all ranks, and what is taken off that dx is one more normalisation of x.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        m2: Tensor,
-        count: Tensor,
-        eps: float,
-        axes: Axes,
-    ) -> Tensor:
-        var = m2 / count
-        ctx.save_for_backward(x, weight, mean, var, count)
-        ctx.eps, ctx.axes = eps, axes
-        return batch_norm(x.to(mean.dtype), mean, var, weight, bias, eps=eps).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, var, count = ctx.saved_tensors
-        own = x.to(mean.dtype)
-        factor = None if weight is None else weight.to(mean.dtype)
-        dx, tilt, total = _with_given_statistics(grad.to(mean.dtype), own, factor, mean, var, ctx.eps)
-        sums = torch.cat([tilt, total])
-        for axis in ctx.axes:
-            sums = reduce_now(sums, axis)
-        tilts, totals = sums.chunk(2)
-        rstd = torch.rsqrt(var + ctx.eps)
-        per_value = (rstd if factor is None else rstd * factor) / count
-        dx.sub_(batch_norm(own, mean, var, per_value * tilts, per_value * totals, eps=ctx.eps))
-        of_weight = of_bias = None
-        if weight is not None:
-            of_weight, of_bias = tilt.to(weight.dtype), total.to(weight.dtype)
-        return dx.to(x.dtype), of_weight, of_bias, *[None] * 5
-
-
-def _with_given_statistics(
-    dy: Float[Tensor, "cell channel *position"],
-    x: Float[Tensor, "cell channel *position"],
-    weight: Float[Tensor, " channel"] | None,
-    mean: Float[Tensor, " channel"],
-    var: Float[Tensor, " channel"],
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias as if mean and var did not depend on x; of one rank's values."""
-    if not x.numel():
-        # torch's kernel divides by their number
-        return dy.clone(), torch.zeros_like(mean), torch.zeros_like(mean)
-    dx, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
-        dy, x, weight, mean, var, None, None, False, eps, [True, True, True]
-    )
-    return dx, d_weight, d_bias
-
-
-def _channel_dims(x: Tensor) -> list[int]:
-    """All dims but the second."""
-    return [0, *range(2, x.dim())]
-
-
-def _precise(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _summed_to(x: Tensor, shape: Sequence[int]) -> Tensor:
-    dims = [d for d, n in enumerate(shape) if n == 1 and x.shape[d] != 1]
-    return x.sum(dims, keepdim=True) if dims else x
+        if by_channel:
+            # one more normalisation of x, by other parameters
+            of_x.sub_(batch_norm(own, mean, var, slope * rstd, average * rstd, eps=eps))
+        else:
+            of_x = (inner - average.view(form)).sub_(normal.mul_(slope.view(form))).mul_(rstd.view(form))
+        return (
+            of_x.to(x.dtype),
+            None if weight is None else of_weight.sum_to_size(weight.shape).to(weight.dtype),
+            None if bias_shape is None else of_bias.sum_to_size(bias_shape),
+            *[None] * 7,
+        )
