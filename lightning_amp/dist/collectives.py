@@ -188,25 +188,41 @@ def _reduce_scatter(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tens
 def _exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
     send, take, order = _route(owners, wanted, axis.rank)
     rows = x.movedim(dim, 0)
-    pieces = [pick(rows, 0, ranges) for ranges in send]
-    return pick(torch.cat(_all_to_all(pieces, take, axis)), 0, order).movedim(0, dim)
+    got = _all_to_all([pick(rows, 0, ranges) for ranges in send], take, axis)
+    if order == [range(sum(take))]:
+        # as of a halo: along the dim itself, for to copy the own rows in another order takes several times as long
+        found = [piece.movedim(0, dim) for piece in got if len(piece)]
+        return found[0] if len(found) == 1 else torch.cat(found, dim)
+    return pick(torch.cat(got), 0, order).movedim(0, dim)
 
 
 def _exchange_back(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
     """What was exchanged goes back to its owner, who adds it up."""
     send, take, order = _route(owners, wanted, axis.rank)
     rows = x.movedim(dim, 0)
-    # as it had arrived, one rank after the other
-    arrived, given = rows.new_empty((sum(take), *rows.shape[1:])), 0
-    for ordered in order:
-        arrived[slice(ordered.start, ordered.stop)] = rows[given : given + len(ordered)]
-        given += len(ordered)
-    total = rows.new_zeros((owners.counts[axis.rank], *rows.shape[1:]))
-    got = _all_to_all(arrived.split(take), [_total(ranges) for ranges in send], axis)
+    if order != [range(sum(take))]:
+        # as it had arrived, one rank after the other
+        arrived, given = rows.new_empty((sum(take), *rows.shape[1:])), 0
+        for ordered in order:
+            arrived[slice(ordered.start, ordered.stop)] = rows[given : given + len(ordered)]
+            given += len(ordered)
+        rows = arrived
+    got = _all_to_all(rows.split(take), [_total(ranges) for ranges in send], axis)
+    n, own = owners.counts[axis.rank], got[axis.rank]
+    if send[axis.rank] == [range(n)]:
+        total = own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+        send = [[] if rank == axis.rank else ranges for rank, ranges in enumerate(send)]
+    else:
+        total = x.new_zeros([n if d == dim else size for d, size in enumerate(x.shape)])
     for ranges, piece in zip(send, got, strict=True):
-        if ranges:
-            total.index_add_(0, _positions(ranges, piece.device), piece)
-    return total.movedim(0, dim)
+        lengths = [len(r) for r in ranges]
+        for r, part in zip(ranges, piece.split(lengths) if ranges else (), strict=True):
+            added = part.movedim(0, dim)
+            if r.step > 0:
+                total[(slice(None),) * dim + (slice(r.start, r.stop, r.step),)] += added
+            else:
+                total.index_add_(dim, _positions([r], x.device), added)
+    return total
 
 
 def _swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[int, Owners]) -> Tensor:

@@ -33,6 +33,8 @@ from lightning_amp.dist.splits import WHOLE, MeshAxis, Splits
 from lightning_amp.shapes import Scalar
 
 Axes = Sequence[MeshAxis]
+LARGE = 16
+"""Values of a channel from which on parameters may be written out for every channel of every sample."""
 Statistics = tuple[Float[Tensor, " group"], Float[Tensor, " group"], Scalar]
 """Mean, sum of squared deviations and number of values of each group."""
 
@@ -47,7 +49,9 @@ def union_moments(
 
 
 @torch.no_grad()
-def union_statistics(x: Tensor, dims: Sequence[int], axes: Axes, *, centre: bool = True) -> Statistics:
+def union_statistics(
+    x: Tensor, dims: Sequence[int], axes: Axes, *, centre: bool = True, per: int = 1
+) -> Statistics:
     """Mean, sum of squared deviations and number of the values over some dims of all ranks.
 
     Args:
@@ -55,6 +59,7 @@ def union_statistics(x: Tensor, dims: Sequence[int], axes: Axes, *, centre: bool
         dims: Of the values that have one mean.
         axes: The ranks.
         centre: Whether deviations are those from the mean; else from zero.
+        per: Channels of a group, where the dims are all but the second, that of the channels.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     groups, n = prod(size for d, size in enumerate(x.shape) if d not in dims), prod(x.shape[d] for d in dims)
@@ -69,7 +74,12 @@ def union_statistics(x: Tensor, dims: Sequence[int], axes: Axes, *, centre: bool
     else:
         var, mean = torch.var_mean(x, list(dims), correction=0)
         mean, m2 = mean.flatten(), var.flatten() * n
-    count = x.new_full((), n)
+    if per > 1:
+        # channels of as many values
+        each, groups = mean.view(-1, per), groups // per
+        mean = each.mean(1)
+        m2 = torch.addcmul(m2.view(-1, per), each - mean[:, None], each - mean[:, None], value=n).sum(1)
+    count = x.new_full((), n * per)
     for axis in axes:
         parts = stacked(torch.cat([mean, m2, count[None]]), axis)
         mean, m2, count = union_moments(*torch.split(parts, [groups, groups, 1], dim=1))
@@ -93,8 +103,18 @@ def normalised(
         weight, bias: With as many dims as x, of size 1 where they are broadcast.
         eps: Added to the variance.
     """
-    statistics = union_statistics(x, dims, axes, centre=centre)
-    return cast(Tensor, _Normalise.apply(x, weight, bias, *statistics, eps, dims, axes, centre))
+    first, shape, per, parameters = min(dims), x.shape, 1, [weight, bias]
+    flat = all(p is None or not any(n > 1 for n in p.shape[first + 1 :]) for p in parameters)
+    large = x.numel() >= LARGE * prod(shape[: first + 1]) > 0
+    if centre and flat and large and list(dims) == list(range(first, x.dim())):
+        # torch's kernels for channels take fewer passes: an entry of the first of the dims is one, of a group of them
+        rows, per, dims = shape[: first + 1], shape[first], (0, 2)
+        x = x.reshape(1, prod(rows), -1)
+        ones = [1] * (len(shape) - first - 1)
+        parameters = [None if p is None else p.expand(*rows, *ones).reshape(1, -1, 1) for p in parameters]
+    statistics = union_statistics(x, dims, axes, centre=centre, per=per)
+    given = (*statistics, eps, tuple(dims), axes, centre, per)
+    return cast(Tensor, _Normalise.apply(x, *parameters, *given)).view(shape)
 
 
 def batch_normalised(
@@ -126,7 +146,7 @@ def batch_normalised(
     track(whole_mean, whole_m2, count)
     form = [1, -1, *[1] * (part.dim() - 2)]
     parameters = (None if p is None else part_in(p, own).view(form) for p in (weight, bias))
-    return wrap(_Normalise.apply(part, *parameters, mean, m2, count, eps, dims, axes, True), splits)
+    return wrap(_Normalise.apply(part, *parameters, mean, m2, count, eps, dims, axes, True, 1), splits)
 
 
 def _by_channel(x: Tensor, dims: Sequence[int]) -> bool:
@@ -148,10 +168,12 @@ class _Normalise(torch.autograd.Function):
         dims: Sequence[int],
         axes: Axes,
         centre: bool,
+        per: int,
     ) -> Tensor:
         var = m2 / count
         ctx.save_for_backward(x, weight, mean, var, count)
-        ctx.of = eps, dims, axes, centre, None if bias is None else bias.shape
+        ctx.of = eps, dims, axes, centre, per, None if bias is None else bias.shape
+        mean, var = (value.repeat_interleave(per) for value in (mean, var)) if per > 1 else (mean, var)
         own = x.to(mean.dtype)
         if _by_channel(x, dims):
             scale, shift = (None if p is None else p.flatten() for p in (weight, bias))
@@ -166,7 +188,8 @@ class _Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var, count = ctx.saved_tensors
-        eps, dims, axes, centre, bias_shape = ctx.of
+        eps, dims, axes, centre, per, bias_shape = ctx.of
+        mean, var = (value.repeat_interleave(per) for value in (mean, var)) if per > 1 else (mean, var)
         own, grad, rstd = x.to(mean.dtype), grad.to(mean.dtype), (var + eps).rsqrt()
         form = [1 if d in dims else n for d, n in enumerate(x.shape)]
         # torch's kernel divides by the number of values
@@ -185,17 +208,19 @@ class _Normalise(torch.autograd.Function):
             inner = grad if weight is None else grad * weight
             of_weight, of_bias = grad * normal, grad
             sums = torch.stack([inner.sum(dims).flatten() * centre, (inner * normal).sum(dims).flatten()])
+        sums = sums.view(2, -1, per).sum(2) if per > 1 else sums
         for axis in axes:
             sums = reduce_now(sums, axis)
-        average, slope = sums / count
+        sums = sums.repeat_interleave(per, 1) if per > 1 else sums
+        average, slope = (sums / count).mul_(rstd)
         if by_channel:
             # one more normalisation of x, by other parameters
-            of_x.sub_(batch_norm(own, mean, var, slope * rstd, average * rstd, eps=eps))
+            of_x.sub_(batch_norm(own, mean, var, slope, average, eps=eps))
         else:
-            of_x = (inner - average.view(form)).sub_(normal.mul_(slope.view(form))).mul_(rstd.view(form))
+            of_x = (inner * rstd.view(form)).sub_(average.view(form)).sub_(normal.mul_(slope.view(form)))
         return (
             of_x.to(x.dtype),
             None if weight is None else of_weight.sum_to_size(weight.shape).to(weight.dtype),
             None if bias_shape is None else of_bias.sum_to_size(bias_shape),
-            *[None] * 7,
+            *[None] * 8,
         )

@@ -81,11 +81,11 @@ def with_rows(part: Tensor, split: Split, rows: Sequence[Rows], fill: float = 0.
 
 def padded(part: Tensor, dim: int, before: int, after: int, fill: float | None = 0.0) -> Tensor:
     """A part with rows of one value before and after a dim."""
-    return (
-        F.pad(part, [*[0, 0] * (part.dim() - 1 - dim), before, after], value=fill)
-        if before or after
-        else part
-    )
+    # F.pad would fill all rows first, and copy the gradient
+    sizes = [[n if d == dim else size for d, size in enumerate(part.shape)] for n in (before, after)]
+    first, last = (part.new_full(size, fill or 0.0) if size[dim] else None for size in sizes)
+    found = [rows for rows in (first, part, last) if rows is not None]
+    return part if len(found) == 1 else torch.cat(found, dim)
 
 
 def _read(outputs: Owners, stride: int, padding: int, span: int, n: int) -> list[Rows]:
