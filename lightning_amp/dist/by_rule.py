@@ -213,9 +213,9 @@ def _chosen(
     )
     label = labels.get((k, lead.dim))
     if mutable:
-        # value by value: every dim of the first tensor is one of the result
-        assert label is not None
-        assert label not in taken, f"{func} in place"
+        if label is None or label in taken:
+            why = f"it needs dim {lead.dim} whole, in place"
+            raise shard_error(func, tensors, why, remedy="use it out of place")
         return label, lead.owners
     # dims of the result first, then those that are summed over
     free = [

@@ -162,6 +162,15 @@ def _twice(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return found if keep else found.squeeze(gone)
 
 
+@operator("norm", "frobenius_norm")
+def _norm(
+    func: Any, x: Tensor, p: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    if name_of(func) == "frobenius_norm":
+        p, dim, keepdim = 2, p, bool(dim)
+    return torch.linalg.vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
 @operator("equal")
 def _equal(func: Any, x: Tensor, other: Tensor) -> bool:
     return shape_of(x) == shape_of(other) and bool((x == other).all())
