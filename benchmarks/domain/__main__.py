@@ -1,8 +1,9 @@
 """What a rank holds and sends when samples are split over 1 to 16 ranks, counted without starting any.
 
-    python -m benchmarks.domain [--ranks 1 2 4 8 16] [--format json]
+    python -m benchmarks.domain [--ranks 1 2 4 8 16] [--weak] [--format json]
 
-Steps run on fake tensors in one process, as `lightning-amp plan` counts them; about two minutes.
+Steps run on fake tensors in one process, as `lightning-amp plan` counts them; about two minutes. With --weak samples
+grow with the ranks.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import json
 import warnings
 from typing import Any
 
-from benchmarks.domain.models import CASES, Case
+from benchmarks.domain.models import CASES, GROWING, Case
 from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
@@ -35,9 +36,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--weak", action="store_true", help="samples that grow with the ranks")
     parser.add_argument("--format", choices=("table", "json"), default="table")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
+    if asked.weak:
+        print("| sample of one rank | " + " | ".join(f"{n} ranks" for n in asked.ranks) + " |")
+        print("|---" * (len(asked.ranks) + 1) + "|")
+        for name, grown in GROWING.items():
+            held = [counted(grown(ranks), ranks)["activations"] for ranks in asked.ranks]
+            print(f"| {name} | " + " | ".join(f"{n / held[0]:.2f}" for n in held) + " |", flush=True)
+        return
     found = {name: [counted(case, ranks) for ranks in asked.ranks] for name, case in CASES.items()}
     if asked.format == "json":
         print(json.dumps(found, indent=2))

@@ -188,3 +188,8 @@ CASES = {
     "U-Net, 512 x 512": Case(UNet, lambda: torch.randn(1, 3, 512, 512), "batch:2"),
     "Transolver, 65,536 points": Case(Points, lambda: torch.randn(1, 65536, 3), "batch:1"),
 }
+GROWING: dict[str, Callable[[int], Case]] = {
+    "U-Net, 512 x 512": lambda n: Case(UNet, lambda: torch.randn(1, 3, 512 * n, 512), "batch:2"),
+    "Transolver, 65,536 points": lambda n: Case(Points, lambda: torch.randn(1, 65536 * n, 3), "batch:1"),
+}
+"""By the number of ranks: every rank has a sample of one size."""
