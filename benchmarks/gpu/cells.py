@@ -68,7 +68,7 @@ class _Table(CellTable):
     """Cells of one modality that were never in a file."""
 
     def __init__(self, modality: str, counts: sp.csr_matrix) -> None:
-        self.modality, self.counts = modality, counts
+        self.modality, self.counts, self.columns = modality, counts, None
         self.n_cells, self.n_features = counts.shape
         self.contacts = np.asarray(counts.sum(axis=1, dtype=np.float64)).ravel()
         self.batch, self.n_batches = np.zeros(self.n_cells, dtype=np.int64), 1
