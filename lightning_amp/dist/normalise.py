@@ -94,7 +94,7 @@ def normalised(
         eps: Added to the variance.
     """
     statistics = union_statistics(x, dims, axes, centre=centre)
-    return cast(Tensor, _Normalise.apply(x, weight, bias, *statistics, eps, dims, axes, centre))
+    return cast(Tensor, _Normalise.apply(x, weight, bias, *statistics, eps, tuple(dims), axes, centre))
 
 
 def batch_normalised(
@@ -187,12 +187,12 @@ class _Normalise(torch.autograd.Function):
             sums = torch.stack([inner.sum(dims).flatten() * centre, (inner * normal).sum(dims).flatten()])
         for axis in axes:
             sums = reduce_now(sums, axis)
-        average, slope = sums / count
+        average, slope = (sums / count).mul_(rstd)
         if by_channel:
             # one more normalisation of x, by other parameters
-            of_x.sub_(batch_norm(own, mean, var, slope * rstd, average * rstd, eps=eps))
+            of_x.sub_(batch_norm(own, mean, var, slope, average, eps=eps))
         else:
-            of_x = (inner - average.view(form)).sub_(normal.mul_(slope.view(form))).mul_(rstd.view(form))
+            of_x = (inner * rstd.view(form)).sub_(average.view(form)).sub_(normal.mul_(slope.view(form)))
         return (
             of_x.to(x.dtype),
             None if weight is None else of_weight.sum_to_size(weight.shape).to(weight.dtype),

@@ -12,14 +12,7 @@ from lightning_amp.dist.collectives import exchange, pick
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
 from lightning_amp.dist.registry import BY_RULE, LOST, function, name_of, operator, shard_error
-from lightning_amp.dist.sharded_tensor import (
-    dim_of,
-    local_of,
-    redistribute,
-    shape_of,
-    splits_of,
-    wrap,
-)
+from lightning_amp.dist.sharded_tensor import dim_of, local_of, redistribute, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import Split, Splits
 from lightning_amp.graph.flow import RULES
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp.dist.collectives import all_reduce, reduce_scatter
-from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
+from lightning_amp.dist.registry import BY_RULE, composed, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
     dim_of,
     local_of,
@@ -168,29 +168,15 @@ def _at(x: Tensor, dim: int, index: Tensor) -> list[Tensor | None]:
     return [*[None] * dim_of(x, dim), index]
 
 
-@operator("index_select")
-def _index_select(func: Any, x: Tensor, dim: int, index: Tensor) -> Tensor:
-    return _index(func, x, _at(x, dim, index.reshape(-1)))
-
-
-@operator("index_add")
-def _index_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
-    return _index_put(func, x, _at(x, dim, index), source * alpha, True)
-
-
-@operator("index_copy")
-def _index_copy(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    return _index_put(func, x, _at(x, dim, index), source)
-
-
-@operator("index_fill")
-def _index_fill(func: Any, x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    return _index_put(func, x, _at(x, dim, index), torch.as_tensor(value, dtype=x.dtype, device=x.device))
-
-
-@operator("take")
-def _take(func: Any, x: Tensor, index: Tensor) -> Tensor:
-    return _index(func, x.flatten(), [index])
+composed(
+    index_select=lambda x, dim, i: _index(aten.index.Tensor, x, _at(x, dim, i.reshape(-1))),
+    index_add=lambda x, dim, i, y, *, alpha=1: _index_put(aten.index_put, x, _at(x, dim, i), y * alpha, True),
+    index_copy=lambda x, dim, i, y: _index_put(aten.index_put, x, _at(x, dim, i), y),
+    index_fill=lambda x, dim, i, y: _index_put(
+        aten.index_put, x, _at(x, dim, i), torch.as_tensor(y, dtype=x.dtype, device=x.device)
+    ),
+    take=lambda x, i: _index(aten.index.Tensor, x.flatten(), [i]),
+)
 
 
 @operator("embedding")
@@ -275,12 +261,6 @@ def _bincount(func: Any, x: Tensor, weights: Tensor | None = None, minlength: in
     n = max(int(x.max()) + 1, minlength)
     ones = torch.ones_like(x) if weights is None else weights
     return torch.zeros(n, dtype=ones.dtype, device=ones.device).index_add(0, x, ones)
-
-
-@operator("one_hot")
-def _one_hot(func: Any, x: Tensor, num_classes: int = -1) -> Tensor:
-    n = int(x.max()) + 1 if num_classes == -1 else num_classes
-    return (x[..., None] == torch.arange(n, device=x.device)).to(torch.int64)
 
 
 @operator("diagonal", "diagonal_copy")

@@ -162,11 +162,6 @@ def _twice(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return found if keep else found.squeeze(gone)
 
 
-@operator("equal")
-def _equal(func: Any, x: Tensor, other: Tensor) -> bool:
-    return shape_of(x) == shape_of(other) and bool((x == other).all())
-
-
 @operator("histc")
 def _histc(func: Any, x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     if min == max:

@@ -213,39 +213,19 @@ def _pool(func: Any, x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0,
         return BY_RULE
     names = ("dilation", "ceil_mode") if is_max else ("ceil_mode", "count_include_pad", "divisor")
     more = dict(zip(names, rest, strict=False))
+    ceil = bool(more.get("ceil_mode"))
+    if not is_max and more.get("divisor") is None and (ceil or not more.get("count_include_pad", True)):
+        # windows at the border count fewer values
+        return BY_RULE
     kernel, dilation = each(kernel, n), each(more.get("dilation", 1), n)
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     strides = each(stride, n) if stride not in ((), []) else kernel
     windows = [Window(*w) for w in zip(spans, strides, each(padding, n), strict=True)]
-    size, ceil = shape_of(x)[first:], bool(more.get("ceil_mode"))
-    n_out = [w.outputs(m, ceil) for w, m in zip(windows, size, strict=True)]
-    counts_all = more.get("count_include_pad", True)
-    uneven = not is_max and more.get("divisor") is None and (ceil or not counts_all)
-    if uneven:
-        # windows at the border count fewer values: means of full windows, times a factor for every dim
-        ends = [
-            max(0, (out - 1) * w.stride + w.span - m - w.padding)
-            for w, m, out in zip(windows, size, n_out, strict=True)
-        ]
-        x = F.pad(
-            x, [side for w, end in zip(windows[::-1], ends[::-1], strict=True) for side in (w.padding, end)]
-        )
-        windows, rest = [w._replace(padding=0) for w in windows], ()
+    n_out = [w.outputs(m, ceil) for w, m in zip(windows, shape_of(x)[first:], strict=True)]
     x, parts = in_parts(x, range(first, first + n), n_out)
     part, left, done = _with_windows(x, parts, first, windows, -torch.inf if is_max else 0.0)
-    y = wrap(
-        func(part, kernel, strides, left, *rest),
-        Splits.of([*splits_of(x).without(*range(first, first + n)), *done]),
-    )
-    for i, (w, p, m, out) in enumerate(zip(windows, each(padding, n), size, n_out, strict=True)):
-        if uneven:
-            starts = [o * w.stride - p for o in range(out)]
-            counts = [
-                min(a + w.span, m + p) - a if counts_all else min(a + w.span, m) - max(a, 0) for a in starts
-            ]
-            factors = torch.tensor([w.span / count for count in counts], dtype=y.dtype, device=y.device)
-            y = y * factors.view([-1, *[1] * (n - 1 - i)])
-    return y
+    rest_of_x = splits_of(x).without(*range(first, first + n))
+    return wrap(func(part, kernel, strides, left, *rest), Splits.of([*rest_of_x, *done]))
 
 
 @operator("unfold")
