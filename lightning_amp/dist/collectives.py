@@ -168,21 +168,21 @@ def _sends(x: Tensor, axis: MeshAxis) -> bool:
 
 
 def _gather(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
-    most, rows = max(owners.period_counts), _periods_last(x, dim, owners)
+    most, rows = max(owners.period_counts), periods_first(x, dim, owners)
     if rows.shape[0] < most:
         rows = torch.cat([rows, rows.new_zeros((most - rows.shape[0], *rows.shape[1:]))])
     parts = stacked(rows, axis).flatten(0, 1)
     place = [rank * most for rank in range(axis.size)]
-    return _periods_back(pick(parts, 0, _in_order(owners.runs, place)), dim, owners)
+    return periods_back(pick(parts, 0, _in_order(owners.runs, place)), dim, owners)
 
 
 def _reduce_scatter(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
-    rows = _periods_last(x, dim, owners)
+    rows = periods_first(x, dim, owners)
     pieces = [pick(rows, 0, spans) for spans in owners.one_period.spans]
     record(axis, "reduce_scatter", rows.nbytes)
     # gloo has no reduce-scatter that sends less than an all-reduce: every rank adds up what it gets
     got = _all_to_all(pieces, [owners.period_counts[axis.rank]] * axis.size, axis, counted=False)
-    return _periods_back(sum(got[1:], start=got[0]), dim, owners)
+    return periods_back(sum(got[1:], start=got[0]), dim, owners)
 
 
 def _exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
@@ -284,14 +284,15 @@ def _sendable(x: Tensor) -> Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.view(SENT_AS.get(x.dtype, x.dtype))
 
 
-def _periods_last(x: Tensor, dim: int, owners: Owners) -> Tensor:
-    """The dim first, with its periods as a dim of their own: all periods are sent alike."""
+def periods_first(x: Tensor, dim: int, owners: Owners) -> Tensor:
+    """A dim as the first one; its periods, which are all treated in the same way, as a further dim."""
     if owners.repeat == 1:
         return x.movedim(dim, 0)
     return x.unflatten(dim, (owners.repeat, -1)).movedim(dim + 1, 0)
 
 
-def _periods_back(rows: Tensor, dim: int, owners: Owners) -> Tensor:
+def periods_back(rows: Tensor, dim: int, owners: Owners) -> Tensor:
+    """The reverse of `periods_first`."""
     if owners.repeat == 1:
         return rows.movedim(0, dim)
     return rows.movedim(0, dim + 1).flatten(dim, dim + 1)

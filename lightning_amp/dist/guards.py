@@ -98,9 +98,8 @@ def _refuse_other_leaves(outputs: Sequence[Tensor], known: set[int]) -> None:
             why = (
                 "it would leave one rank's share of a gradient on a tensor that is no parameter of the module"
             )
-            raise shard_error(
-                Tensor.backward, [leaf], why, remedy="take its gradient with torch.autograd.grad"
-            )
+            remedy = "take its gradient with torch.autograd.grad"
+            raise shard_error(Tensor.backward, [leaf], why, remedy=remedy)
 
 
 def _gradients(
@@ -115,20 +114,17 @@ def _gradients(
     Every rank differentiates its copy of a whole output, so a copy counts as one of R. The gradient of a whole input is
     the sum of what the ranks find; that of a split one is its owner's.
     """
-    parts = list[Tensor]()
+    seed_parts = list[Tensor]()
     for out, seed in zip(outputs, seeds, strict=True):
         given = torch.ones_like(local_of(out)) if seed is None else part_in(seed, splits_of(out))
         for axis in axes:
             given = given if splits_of(out).on(axis) is not None else given / axis.size
-        parts.append(given)
+        seed_parts.append(given)
+    outs, ins = (tuple(map(local_of, tensors)) for tensors in (outputs, inputs))
     found = list[Tensor | None]()
-    for value, one in zip(run(_parts(outputs), _parts(inputs), tuple(parts)), inputs, strict=True):
+    for value, one in zip(run(outs, ins, tuple(seed_parts)), inputs, strict=True):
         for axis in axes:
             if value is not None and splits_of(one).on(axis) is None:
                 value = all_reduce(value, axis)
         found.append(None if value is None else wrap(value, splits_of(one)))
     return tuple(found)
-
-
-def _parts(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(map(local_of, tensors))

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_amp.dist.collectives import all_reduce, reduce_scatter
 from lightning_amp.dist.registry import BY_RULE, composed, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
+    axes_of,
     dim_of,
     local_of,
     part_in,
@@ -39,10 +40,6 @@ def own_positions(index: Tensor, split: Split) -> tuple[Tensor, Tensor]:
     return found.clamp(min=0), found >= 0
 
 
-def _axes(*tensors: Tensor) -> list[MeshAxis]:
-    return sorted({s.axis for t in tensors for s in splits_of(t)}, key=lambda axis: axis.name)
-
-
 # --- x[indices] ---
 
 
@@ -65,7 +62,7 @@ class _Indexing:
         adjacent = self.used == list(range(self.used[0], self.used[0] + len(self.used)))
         self.at, self.rank = self.used[0] if adjacent else 0, len(shape)
         self.splits = WHOLE
-        for axis in _axes(*given):
+        for axis in axes_of(*given):
             # the positions are few: they follow the largest of them that is split
             split = max((s for t in self.indices if (s := splits_of(t).on(axis))), key=lambda s: s.owners.n)
             if self.splits.at(split.dim) is None:
@@ -96,7 +93,7 @@ class _Indexing:
 @operator("index")
 def _index(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     how = _Indexing(func, x, indices)
-    for axis in _axes(x):
+    for axis in axes_of(x):
         have = splits_of(x).on(axis)
         if have is not None and how.splits.on(axis) is not None:
             if have.dim in how.used:
@@ -132,7 +129,7 @@ def _index_put(
             how.splits = how.splits.replaced(split.axis, split)
     if accumulate and how.splits:
         zeros = torch.zeros_like(redistribute(x, splits_of(x).without(*how.used)))
-        for axis in _axes(zeros):
+        for axis in axes_of(zeros):
             if how.splits.on(axis) is not None:
                 zeros = redistribute(zeros, splits_of(zeros).replaced(axis, None))
         part = part_in(values, how.of_values(splits_of(zeros)))
@@ -205,7 +202,7 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
         if d != dim and shape_of(x)[d] != n:
             x = x.narrow(d, 0, n)
     splits = WHOLE
-    for axis in _axes(x, index):
+    for axis in axes_of(x, index):
         have = splits_of(x).on(axis)
         split = have if have is not None and have.dim != dim else splits_of(index).on(axis) or have
         assert split is not None, "one of them is split"
@@ -230,7 +227,7 @@ def _scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
     given = [x, index, source] if isinstance(source, Tensor) else [x, index]
     # splits of dims that all have in full
     splits = WHOLE
-    for axis in _axes(*given):
+    for axis in axes_of(*given):
         split = next((s for t in given if (s := splits_of(t).on(axis)) and s.dim != dim), None)
         if split is not None and shape[split.dim] == shape_of(x)[split.dim] and splits.at(split.dim) is None:
             splits = splits.replaced(axis, split)
