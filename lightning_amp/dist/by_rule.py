@@ -21,7 +21,7 @@ from lightning_amp.dist.plans import PLANS, Layout, Plan, keep, key_of, run
 from lightning_amp.dist.registry import mapped, name_of, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import (
     ShardedTensor,
-    axes_of,
+    axes_in,
     held_by,
     is_view,
     meta_of,
@@ -162,7 +162,7 @@ def plan_of(
     taken: dict[int, MeshAxis] = {}
     targets: list[list[Split]] = [[] for _ in tensors]
     result, sums = list[Split](), list[MeshAxis]()
-    for axis in axes_of(*tensors):
+    for axis in axes_in(*tensors):
         chosen = _chosen(func, tensors, labels, axis, taken, shapes[0])
         if chosen is None:
             continue

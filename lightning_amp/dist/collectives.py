@@ -34,7 +34,7 @@ from lightning_amp.dist.splits import MeshAxis, record
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Map = Callable[..., Tensor]
 Wanted = tuple[tuple[range, ...], ...]
-"""For every rank the ranges of a dim that it is to have, in the order in which it is to have them."""
+"""For every rank the ranges of a dim that it gets, in order."""
 
 
 class _Linear(Function):
@@ -78,7 +78,7 @@ def swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[in
 
 
 def _arriving(x: Tensor, shape: Sequence[int], axis: MeshAxis) -> Tensor:
-    """Memory for what other ranks send; zeros in a dry run, of which a second pass has to give the same."""
+    """Memory for what other ranks send; zeros in a dry run, so that a second pass gives the same."""
     return x.new_zeros(list(shape)) if axis.group is None else x.new_empty(list(shape))
 
 
@@ -205,7 +205,7 @@ def _exchange_back(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: 
     got = _all_to_all(arrived.split(take), [_total(ranges) for ranges in send], axis)
     for ranges, piece in zip(send, got, strict=True):
         if ranges:
-            total.index_add_(0, _positions(ranges, piece.device), piece)
+            total.index_add_(0, positions(ranges, piece.device), piece)
     return total.movedim(0, dim)
 
 
@@ -232,17 +232,18 @@ def pick(x: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:
         return x
     if len(ranges) > 16:
         # not cached: the positions may be fake tensors of a dry run
-        return x.index_select(dim, _positions(ranges, x.device))
+        return x.index_select(dim, positions(ranges, x.device))
     found = [
         x[(slice(None),) * dim + (slice(r.start, r.stop, r.step),)]
         if r.step > 0
-        else x.index_select(dim, _positions([r], x.device))
+        else x.index_select(dim, positions([r], x.device))
         for r in ranges
     ]
     return found[0] if len(found) == 1 else torch.cat(found, dim)
 
 
-def _positions(ranges: Sequence[range], device: torch.device) -> Tensor:
+def positions(ranges: Sequence[range], device: torch.device) -> Tensor:
+    """The indices of some ranges."""
     return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])
 
 

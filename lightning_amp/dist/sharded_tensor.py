@@ -298,7 +298,7 @@ def wrap(
     return ShardedTensor(local, splits, copied, strides) if splits or copied else local
 
 
-def axes_of(*tensors: Tensor) -> list[MeshAxis]:
+def axes_in(*tensors: Tensor) -> list[MeshAxis]:
     """The axes that some tensors are split over, in the order of their names."""
     return sorted({s.axis for t in tensors for s in splits_of(t)}, key=lambda axis: axis.name)
 

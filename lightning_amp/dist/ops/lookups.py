@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp.dist.collectives import all_reduce, reduce_scatter
+from lightning_amp.dist.collectives import all_reduce, positions, reduce_scatter
 from lightning_amp.dist.registry import BY_RULE, composed, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
-    axes_of,
+    axes_in,
     dim_of,
     local_of,
     part_in,
@@ -29,13 +29,11 @@ aten = torch.ops.aten
 
 
 def own_positions(index: Tensor, split: Split) -> tuple[Tensor, Tensor]:
-    """Positions in this rank's part of global positions along a dim, 0 for others' positions; which are its own."""
+    """Where global positions along a dim lie in this rank's part, 0 for those of others; which are its own."""
     axis, _, owners = split
     place = torch.full((owners.n,), -1, dtype=torch.int64, device=index.device)
-    start = 0
-    for span in owners.spans[axis.rank]:
-        place[span.start : span.stop] = torch.arange(start, start + len(span), device=index.device)
-        start += len(span)
+    own = positions(owners.spans[axis.rank], index.device)
+    place[own] = torch.arange(len(own), device=index.device)
     found = place[index]
     return found.clamp(min=0), found >= 0
 
@@ -62,7 +60,7 @@ class _Indexing:
         adjacent = self.used == list(range(self.used[0], self.used[0] + len(self.used)))
         self.at, self.rank = self.used[0] if adjacent else 0, len(shape)
         self.splits = WHOLE
-        for axis in axes_of(*given):
+        for axis in axes_in(*given):
             # the positions are few: they follow the largest of them that is split
             split = max((s for t in self.indices if (s := splits_of(t).on(axis))), key=lambda s: s.owners.n)
             if self.splits.at(split.dim) is None:
@@ -93,7 +91,7 @@ class _Indexing:
 @operator("index")
 def _index(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     how = _Indexing(func, x, indices)
-    for axis in axes_of(x):
+    for axis in axes_in(x):
         have = splits_of(x).on(axis)
         if have is not None and how.splits.on(axis) is not None:
             if have.dim in how.used:
@@ -129,7 +127,7 @@ def _index_put(
             how.splits = how.splits.replaced(split.axis, split)
     if accumulate and how.splits:
         zeros = torch.zeros_like(redistribute(x, splits_of(x).without(*how.used)))
-        for axis in axes_of(zeros):
+        for axis in axes_in(zeros):
             if how.splits.on(axis) is not None:
                 zeros = redistribute(zeros, splits_of(zeros).replaced(axis, None))
         part = part_in(values, how.of_values(splits_of(zeros)))
@@ -202,7 +200,7 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
         if d != dim and shape_of(x)[d] != n:
             x = x.narrow(d, 0, n)
     splits = WHOLE
-    for axis in axes_of(x, index):
+    for axis in axes_in(x, index):
         have = splits_of(x).on(axis)
         split = have if have is not None and have.dim != dim else splits_of(index).on(axis) or have
         assert split is not None, "one of them is split"
@@ -227,7 +225,7 @@ def _scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
     given = [x, index, source] if isinstance(source, Tensor) else [x, index]
     # splits of dims that all have in full
     splits = WHOLE
-    for axis in axes_of(*given):
+    for axis in axes_in(*given):
         split = next((s for t in given if (s := splits_of(t).on(axis)) and s.dim != dim), None)
         if split is not None and shape[split.dim] == shape_of(x)[split.dim] and splits.at(split.dim) is None:
             splits = splits.replaced(axis, split)

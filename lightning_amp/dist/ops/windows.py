@@ -59,16 +59,14 @@ def in_parts(
     """
     found = list[tuple[Split, Owners]]()
     for split in splits_of(x):
-        if split.dim not in dims:
-            continue
-        axis, n = split.axis, n_out[dims.index(split.dim)]
-        if n < axis.size:
-            x = redistribute(x, splits_of(x).replaced(axis, None))
-            continue
-        x = in_order(x, split.dim)
-        split = splits_of(x).at(split.dim) or split
-        outputs = split.owners.proportional(n)
-        found.append((split, outputs if min(outputs.counts) else Owners.even(n, axis.size)))
+        n = n_out[dims.index(split.dim)] if split.dim in dims else None
+        if n is not None and n < split.axis.size:
+            x = redistribute(x, splits_of(x).replaced(split.axis, None))
+        elif n is not None:
+            x = in_order(x, split.dim)
+            split = splits_of(x).at(split.dim) or split
+            outputs = split.owners.proportional(n)
+            found.append((split, outputs if min(outputs.counts) else Owners.even(n, split.axis.size)))
     return x, found
 
 
@@ -81,18 +79,16 @@ def with_rows(part: Tensor, split: Split, rows: Sequence[Rows], fill: float = 0.
 
 def padded(part: Tensor, dim: int, before: int, after: int, fill: float | None = 0.0) -> Tensor:
     """A part with rows of one value before and after a dim."""
-    return (
-        F.pad(part, [*[0, 0] * (part.dim() - 1 - dim), before, after], value=fill)
-        if before or after
-        else part
-    )
+    pad = [*[0, 0] * (part.dim() - 1 - dim), before, after]
+    return F.pad(part, pad, value=fill) if before or after else part
 
 
-def _read(outputs: Owners, stride: int, padding: int, span: int, n: int) -> list[Rows]:
-    """The rows that a window of `span` rows reads at each rank's outputs."""
+def _read(outputs: Owners, window: Window, n: int) -> list[Rows]:
+    """The rows, of n, that windows read at each rank's outputs."""
     found = list[Rows]()
     for (out,) in outputs.spans:
-        low, high = out.start * stride - padding, (out.stop - 1) * stride - padding + span
+        low = out.start * window.stride - window.padding
+        high = (out.stop - 1) * window.stride - window.padding + window.span
         inside = range(min(max(low, 0), n), max(min(high, n), 0))
         inside = inside or range(inside.start, inside.start)
         found.append(Rows(inside, max(0, min(-low, high - low)), max(0, high - max(n, low))))
@@ -102,11 +98,10 @@ def _read(outputs: Owners, stride: int, padding: int, span: int, n: int) -> list
 def _with_windows(
     x: Tensor, parts: Sequence[tuple[Split, Owners]], first: int, windows: Sequence[Window], fill: float = 0.0
 ) -> tuple[Tensor, list[int], list[Split]]:
-    """The rows of own outputs, the padding that is left along each dim from `first` on, and the outputs' splits."""
+    """The rows that the own outputs read, the padding that is left along each dim, and the splits of the outputs."""
     part, size, padding, done = local_of(x), shape_of(x), [w.padding for w in windows], list[Split]()
     for split, outputs in parts:
-        window = windows[split.dim - first]
-        rows = _read(outputs, window.stride, window.padding, window.span, size[split.dim])
+        rows = _read(outputs, windows[split.dim - first], size[split.dim])
         part = with_rows(part, split, rows, fill)
         padding[split.dim - first] = 0
         done.append(split._replace(owners=outputs))

@@ -53,19 +53,16 @@ def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | 
 
 def axes_of(mesh: DeviceMesh | MeshAxis, grid: str) -> tuple[MeshAxis, ...]:
     """The axes that dims are split over: the mesh, or the two axes of a grid of its ranks."""
+    sizes = read_grid(grid, mesh.size if isinstance(mesh, MeshAxis) else mesh.size())
+    if len(sizes) == 1:
+        return (axis_of(mesh),)
     if isinstance(mesh, MeshAxis):
-        sizes = read_grid(grid, mesh.size)
-        if len(sizes) == 1:
-            return (mesh,)
-        # of a dry run
+        # in a dry run
         ranks = divmod(mesh.rank, sizes[1])
         return tuple(
             MeshAxis(f"{mesh.name}{i}", n, rank, None, sent=mesh.sent)
             for i, (n, rank) in enumerate(zip(sizes, ranks, strict=True))
         )
-    sizes = read_grid(grid, mesh.size())
-    if len(sizes) == 1:
-        return (axis_of(mesh),)
     both = mesh._unflatten(0, sizes, ("rows", "columns"))
     return tuple(axis_of(both[name]) for name in ("rows", "columns"))
 
