@@ -137,21 +137,12 @@ def _by_channel(x: Tensor, dims: Sequence[int]) -> bool:
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        m2: Tensor,
-        count: Tensor,
-        eps: float,
-        dims: Sequence[int],
-        axes: Axes,
-        centre: bool,
+        ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Tensor, m2: Tensor, count: Tensor, *of: Any
     ) -> Tensor:
+        eps, dims, _, _ = of
         var = m2 / count
         ctx.save_for_backward(x, weight, mean, var, count)
-        ctx.of = eps, dims, axes, centre, None if bias is None else bias.shape
+        ctx.of = *of, None if bias is None else bias.shape
         own = x.to(mean.dtype)
         if _by_channel(x, dims):
             scale, shift = (None if p is None else p.flatten() for p in (weight, bias))

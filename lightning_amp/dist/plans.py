@@ -60,25 +60,20 @@ class Plan:
 
 
 def plan_of_call(
-    func: Any,
-    arguments: Sequence[Splits],
-    splits: Splits,
-    shape: Sequence[int],
-    *call: Any,
-    view: bool = False,
+    func: Any, given: Sequence[Splits], splits: Splits, shape: Sequence[int], *call: Any, view: bool = False
 ) -> Plan:
     """The plan that calls a function in place of an operator.
 
     Args:
         func: The operator.
-        arguments: The splits that its tensors are brought to.
+        given: The splits that its tensors are brought to.
         splits, shape: Splits and global shape of the result.
         call: The function and its arguments, in which TENSOR stands for the next tensor.
         view: Whether torch's schema says that it returns a view of the first tensor.
     """
     return Plan(
         name=name_of(func),
-        arguments=tuple(arguments),
+        arguments=tuple(given),
         result=splits,
         shapes=(tuple(splits.local_shape(shape)),),
         call=call[0],

@@ -58,16 +58,7 @@ class _SplitColumns(torch.autograd.Function):
 
 @operator("scaled_dot_product_attention")
 def _attention(
-    func: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any,
-    p: float,
-    causal: bool,
-    *,
-    scale: Any,
-    enable_gqa: bool,
+    func: Any, q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, *, scale: Any, enable_gqa: bool
 ) -> Any:
     n, scale = len(shape_of(q)), shape_of(q)[-1] ** -0.5 if scale is None else scale
     if causal and mask is not None:

@@ -155,15 +155,7 @@ def _computed(plan: Plan, call: Any, *parameters: Tensor | None) -> Tensor:
 
 @operator("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _transposed(
-    func: Any,
-    x: Tensor,
-    w: Tensor,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    more: Any,
-    groups: int,
-    dilation: Any,
+    func: Any, x: Any, w: Any, bias: Any, stride: Any, padding: Any, more: Any, groups: int, dilation: Any
 ) -> Any:
     """Every rank computes from all inputs that reach its outputs, and keeps these."""
     kernel = shape_of(w)[2:]
