@@ -47,21 +47,10 @@ __all__ = [
     "skip_one_torch_function",
 ]
 
-_KEYS = (
-    *(
-        "AutogradCPU",
-        "AutogradCUDA",
-        "AutogradOther",
-        "AutogradMeta",
-        "AutogradFunctionality",
-        "ADInplaceOrView",
-    ),
-    *("AutocastCPU", "AutocastCUDA"),
-)
-AUTOGRAD_AND_AUTOCAST = DispatchKeySet(DispatchKey.AutogradCPU)
-for _name in _KEYS:
-    if hasattr(DispatchKey, _name):
-        AUTOGRAD_AND_AUTOCAST = AUTOGRAD_AND_AUTOCAST | DispatchKeySet(getattr(DispatchKey, _name))
+_DEVICES = ("CPU", "CUDA", "Other", "Meta", "Functionality")
+AUTOGRAD_AND_AUTOCAST = DispatchKeySet(DispatchKey.ADInplaceOrView)
+for _name in (*(f"Autograd{device}" for device in _DEVICES), "AutocastCPU", "AutocastCUDA"):
+    AUTOGRAD_AND_AUTOCAST = AUTOGRAD_AND_AUTOCAST | DispatchKeySet(getattr(DispatchKey, _name))
 
 
 def is_composite(func: OpOverload) -> bool:

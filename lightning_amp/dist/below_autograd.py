@@ -25,27 +25,21 @@ class OnItsWay:
 
     Attributes:
         include, exclude: Dispatch keys of the caller.
-        modes: Dispatch modes of the caller.
+        modes: Dispatch modes of the caller while they are off.
         n_operators: How many operators have arrived.
-        plan: Of the last one, if it was computed by a plan.
-        tensors: Of the last one.
+        plan, tensors: The plan of the last operator, if it has one, and its tensors.
     """
 
     include: Any
     exclude: Any
-    modes: list[Any]
+    modes: list[Any] = field(default_factory=list)
     n_operators: int = 0
     plan: Any = None
     tensors: list[Any] = field(default_factory=list)
 
 
 class _State(threading.local):
-    """The calls of one thread that are on their way.
-
-    Attributes:
-        calls: The last one is the innermost.
-        open: Whether autograd is off, so that operators may arrive at `__torch_dispatch__`.
-    """
+    """The calls of one thread, innermost last, and whether operators may arrive at `__torch_dispatch__`."""
 
     def __init__(self) -> None:
         self.calls: list[OnItsWay] = []
@@ -56,26 +50,33 @@ STATE = _State()
 
 
 def below_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, OnItsWay]:
-    """Call an operator so that it arrives at `__torch_dispatch__` whole and with its schema.
-
-    A dispatch mode, such as a fake mode or a meter, is to see what is computed on parts, so it is off until then.
-    """
-    call = OnItsWay(
-        included_keys(), excluded_keys(), [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
-    )
+    """Call an operator so that it arrives at `__torch_dispatch__` whole and with its schema."""
+    call = OnItsWay(included_keys(), excluded_keys())
     STATE.calls.append(call)
+    try:
+        with taken_apart():
+            return func(*args, **kwargs), call
+    finally:
+        STATE.calls.pop()
+
+
+@contextmanager
+def taken_apart() -> Iterator[None]:
+    """Autograd and the dispatch modes are off: modes, such as a fake mode, see only what is computed on parts."""
+    call = STATE.calls[-1]
     before, STATE.open = STATE.open, True
+    call.modes = [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
     try:
         with (
             disable_torch_function(),
             force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST),
         ):
-            return func(*args, **kwargs), call
+            yield
     finally:
-        STATE.calls.pop()
         STATE.open = before
         for mode in reversed(call.modes):
             push_dispatch_mode(mode)
+        call.modes = []
 
 
 @contextmanager
@@ -92,22 +93,3 @@ def above_autograd() -> Iterator[OnItsWay]:
         call.modes, STATE.open = modes, True
         for _ in modes:
             pop_dispatch_mode()
-
-
-@contextmanager
-def taken_apart() -> Iterator[None]:
-    """Inside `above_autograd`: autograd off again, for the operators that a composite one consists of."""
-    call = STATE.calls[-1]
-    STATE.open = True
-    call.modes = [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
-    try:
-        with (
-            disable_torch_function(),
-            force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST),
-        ):
-            yield
-    finally:
-        STATE.open = False
-        for mode in reversed(call.modes):
-            push_dispatch_mode(mode)
-        call.modes = []

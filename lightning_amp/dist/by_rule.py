@@ -21,6 +21,7 @@ from lightning_amp.dist.plans import PLANS, Layout, Plan, keep, key_of, run
 from lightning_amp.dist.registry import mapped, name_of, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import (
     ShardedTensor,
+    axes_in,
     held_by,
     is_view,
     meta_of,
@@ -38,7 +39,7 @@ IN_PLACE = ("copy_", "fill_", "zero_")
 
 
 def by_rule(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of an operator that has a rule."""
+    """Compute an operator that has a rule."""
     tensors = list[Tensor]()
     key = key_of(func, args, kwargs, tensors)
     if key not in PLANS:
@@ -53,9 +54,7 @@ def rule_plan(
 ) -> Plan | None:
     """The plan of an operator; None where no rule says what it does.
 
-    Args:
-        func, args, kwargs, tensors: The operator, and the tensors among its arguments.
-        but: Dims of the first tensor that the caller splits, and the plan does not.
+    The caller, not the plan, splits the dims `but` of the first tensor. `tensors` are those among the arguments.
     """
     call, results = call_of(func, args, kwargs, tensors)
     if call is None:
@@ -74,11 +73,7 @@ def rule_plan(
 def call_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
 ) -> tuple[Call | None, list[tuple[int, ...]]]:
-    """An operator's call as rules see it, and the shapes of its results; None where no rule says what it does.
-
-    Args:
-        func, args, kwargs, tensors: The operator, and the tensors among its arguments.
-    """
+    """An operator's call as rules see it, and the shapes of its results; None where no rule says what it does."""
     name, mutable = name_of(func), func._schema.is_mutable
     op = name.removesuffix("_") if mutable and name.removesuffix("_") in RULES else name
     if op not in RULES:
@@ -160,15 +155,14 @@ def plan_of(
 
     Args:
         func, tensors: The operator and its tensors.
-        labels: Of the dims of arguments: the dim of the result that follows it, or a negative number where it is
-            summed over; dims with one number are split together. What has none has to be whole.
-        shapes: Of the results, which are split in the same way.
+        labels: By dim of an argument the dim of the result that follows it, or a negative number where it is summed
+            over. Dims with the same label are split together; a dim without one has to be whole.
+        shapes: Shapes of the results, which are all split in the same way.
     """
-    name, mutable = name_of(func), func._schema.is_mutable
     taken: dict[int, MeshAxis] = {}
     targets: list[list[Split]] = [[] for _ in tensors]
     result, sums = list[Split](), list[MeshAxis]()
-    for axis in sorted({s.axis for t in tensors for s in splits_of(t)}, key=lambda a: a.name):
+    for axis in axes_in(*tensors):
         chosen = _chosen(func, tensors, labels, axis, taken, shapes[0])
         if chosen is None:
             continue
@@ -183,13 +177,13 @@ def plan_of(
             sums.append(axis)
     splits = Splits.of(result)
     return Plan(
-        name=name,
+        name=name_of(func),
         arguments=tuple(map(Splits.of, targets)),
         result=splits,
         shapes=tuple(tuple(splits.local_shape(shape)) for shape in shapes),
         sums=tuple(sums),
         view=view_of(func),
-        mutable=mutable,
+        mutable=func._schema.is_mutable,
     )
 
 
@@ -249,21 +243,15 @@ def needs_whole(func: Any, args: Any, x: Tensor, split: Split) -> Exception:
     )
 
 
-def with_whole(func: Any, x: Tensor, dims: Sequence[int], stay: Sequence[int] = ()) -> Tensor:
-    """A tensor with some dims whole: another one is split instead, or it is gathered where the axis allows that.
-
-    Args:
-        func: The operator that needs them, for the error.
-        x, dims: The tensor and its dims.
-        stay: Further dims that are not to be split.
-    """
-    return redistribute(x, splits_with_whole(func, x, splits_of(x), dims, stay))
+def with_whole(func: Any, x: Tensor, dims: Sequence[int]) -> Tensor:
+    """A tensor with the dims whole that an operator needs."""
+    return redistribute(x, splits_with_whole(func, x, splits_of(x), dims))
 
 
 def splits_with_whole(
     func: Any, x: Tensor, splits: Splits, dims: Sequence[int], stay: Sequence[int] = ()
 ) -> Splits:
-    """The splits of `with_whole`."""
+    """Splits with some dims whole: another dim, not one of `stay`, is split instead, or the tensor is gathered."""
     shape = shape_of(x)
     for split in [s for s in splits if s.dim in dims]:
         axis = split.axis
@@ -281,7 +269,7 @@ def splits_with_whole(
 
 
 def plan_without(func: Any, x: Tensor, dims: Sequence[int], *args: Any) -> Plan:
-    """The plan of an operator on a tensor with some dims, which are split by other means, as if they were whole."""
+    """The plan of an operator on a tensor as if some of its dims, which the caller splits, were whole."""
     rest = splits_of(x).without(*dims)
     with no_modes():
         part = torch.empty(rest.local_shape(shape_of(x)), dtype=held_by(x).dtype, device="meta")

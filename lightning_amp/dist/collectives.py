@@ -34,7 +34,7 @@ from lightning_amp.dist.splits import MeshAxis, record
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Map = Callable[..., Tensor]
 Wanted = tuple[tuple[range, ...], ...]
-"""For every rank the ranges of a dim that it is to have, in the order in which it is to have them."""
+"""For every rank the ranges of a dim that it gets, in order."""
 
 
 class _Linear(Function):
@@ -78,7 +78,7 @@ def swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[in
 
 
 def _arriving(x: Tensor, shape: Sequence[int], axis: MeshAxis) -> Tensor:
-    """Memory for what other ranks send; zeros in a dry run, of which a second pass has to give the same."""
+    """Memory for what other ranks send; zeros in a dry run, so that a second pass gives the same."""
     return x.new_zeros(list(shape)) if axis.group is None else x.new_empty(list(shape))
 
 
@@ -168,21 +168,21 @@ def _sends(x: Tensor, axis: MeshAxis) -> bool:
 
 
 def _gather(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
-    most, rows = max(owners.period_counts), _periods_last(x, dim, owners)
+    most, rows = max(owners.period_counts), periods_first(x, dim, owners)
     if rows.shape[0] < most:
         rows = torch.cat([rows, rows.new_zeros((most - rows.shape[0], *rows.shape[1:]))])
     parts = stacked(rows, axis).flatten(0, 1)
     place = [rank * most for rank in range(axis.size)]
-    return _periods_back(pick(parts, 0, _in_order(owners.runs, place)), dim, owners)
+    return periods_back(pick(parts, 0, _in_order(owners.runs, place)), dim, owners)
 
 
 def _reduce_scatter(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
-    rows = _periods_last(x, dim, owners)
+    rows = periods_first(x, dim, owners)
     pieces = [pick(rows, 0, spans) for spans in owners.one_period.spans]
     record(axis, "reduce_scatter", rows.nbytes)
     # gloo has no reduce-scatter that sends less than an all-reduce: every rank adds up what it gets
     got = _all_to_all(pieces, [owners.period_counts[axis.rank]] * axis.size, axis, counted=False)
-    return _periods_back(sum(got[1:], start=got[0]), dim, owners)
+    return periods_back(sum(got[1:], start=got[0]), dim, owners)
 
 
 def _exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wanted) -> Tensor:
@@ -221,7 +221,7 @@ def _exchange_back(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: 
             if r.step > 0:
                 total[(slice(None),) * dim + (slice(r.start, r.stop, r.step),)] += added
             else:
-                total.index_add_(dim, _positions([r], x.device), added)
+                total.index_add_(dim, positions([r], x.device), added)
     return total
 
 
@@ -248,17 +248,18 @@ def pick(x: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:
         return x
     if len(ranges) > 16:
         # not cached: the positions may be fake tensors of a dry run
-        return x.index_select(dim, _positions(ranges, x.device))
+        return x.index_select(dim, positions(ranges, x.device))
     found = [
         x[(slice(None),) * dim + (slice(r.start, r.stop, r.step),)]
         if r.step > 0
-        else x.index_select(dim, _positions([r], x.device))
+        else x.index_select(dim, positions([r], x.device))
         for r in ranges
     ]
     return found[0] if len(found) == 1 else torch.cat(found, dim)
 
 
-def _positions(ranges: Sequence[range], device: torch.device) -> Tensor:
+def positions(ranges: Sequence[range], device: torch.device) -> Tensor:
+    """The indices of some ranges."""
     return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])
 
 
@@ -300,14 +301,15 @@ def _sendable(x: Tensor) -> Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.view(SENT_AS.get(x.dtype, x.dtype))
 
 
-def _periods_last(x: Tensor, dim: int, owners: Owners) -> Tensor:
-    """The dim first, with its periods as a dim of their own: all periods are sent alike."""
+def periods_first(x: Tensor, dim: int, owners: Owners) -> Tensor:
+    """A dim as the first one; its periods, which are all treated in the same way, as a further dim."""
     if owners.repeat == 1:
         return x.movedim(dim, 0)
     return x.unflatten(dim, (owners.repeat, -1)).movedim(dim + 1, 0)
 
 
-def _periods_back(rows: Tensor, dim: int, owners: Owners) -> Tensor:
+def periods_back(rows: Tensor, dim: int, owners: Owners) -> Tensor:
+    """The reverse of `periods_first`."""
     if owners.repeat == 1:
         return rows.movedim(0, dim)
     return rows.movedim(0, dim + 1).flatten(dim, dim + 1)

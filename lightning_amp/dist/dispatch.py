@@ -12,16 +12,7 @@ from lightning_amp.dist._torch import is_composite
 from lightning_amp.dist.below_autograd import OnItsWay, above_autograd, below_autograd, taken_apart
 from lightning_amp.dist.by_rule import IN_PLACE, layout_of, rule_plan, view_of
 from lightning_amp.dist.plans import PLANS, Plan, keep, key_of, laid_out, run, run_on
-from lightning_amp.dist.registry import (
-    BY_RULE,
-    LOST,
-    OPERATORS,
-    Handler,
-    mapped,
-    name_of,
-    shard_error,
-    tensors_in,
-)
+from lightning_amp.dist.registry import BY_RULE, LOST, OPERATORS, mapped, name_of, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import (
     COMPUTE,
     ShardedTensor,
@@ -30,7 +21,7 @@ from lightning_amp.dist.sharded_tensor import (
     held_by,
     is_view,
     local_of,
-    redistribute,
+    part_in,
     splits_of,
     wrap,
 )
@@ -46,12 +37,12 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan, stays = PLANS.get(key, (None, False))
     except TypeError:
         key = plan = None
-    if plan is not None and not in_transform():
+    if in_transform():
+        raise shard_error(func, [args], "it is called inside a transform of torch.func, such as vmap")
+    if plan is not None:
         if stays:
             return run_on([local_of(t) for t in tensors], plan, func, args, kwargs, tensors)
         return run(plan, func, args, kwargs, tensors)
-    if in_transform():
-        raise shard_error(func, [args], "it is called inside a transform of torch.func, such as vmap")
     if getattr(func, "__name__", "") == "__set__":
         raise shard_error(
             func, args, "it sets an attribute, of which the part would not hear", remedy="use copy_"
@@ -89,61 +80,51 @@ def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: OnItsWay) -> Any:
-    name, tensors = name_of(func), call.tensors
+    name, tensors, mutable = name_of(func), call.tensors, func._schema.is_mutable
     handler = OPERATORS.get(name)
     with because(name):
-        if handler is None and func._schema.is_mutable and not _is_by_value(func, name):
-            return _by_copy(func, args, kwargs)
-        found = BY_RULE if handler is None else _handled(handler, func, args, kwargs)
+        if handler is None and mutable and name not in IN_PLACE:
+            by_value = torch.Tag.pointwise in func.tags and name.removesuffix("_") not in OPERATORS
+            if not by_value:
+                return _by_copy(func, args, kwargs)
+        found: Any = BY_RULE
+        if handler is not None:
+            # a handler gets all arguments, with their defaults
+            rest = func._schema.arguments[len(args) :]
+            by_place = [kwargs.get(a.name, a.default_value) for a in rest if not a.kwarg_only]
+            by_name = {a.name: kwargs.get(a.name, a.default_value) for a in rest if a.kwarg_only}
+            found = handler(func, *args, *by_place, **by_name)
         plan = rule_plan(func, args, kwargs, tensors) if found is BY_RULE else found
         if type(plan) is Plan:
             if not plan.mutable:
                 plan = replace(plan, layout=layout_of(func, args, kwargs))
             call.plan = plan
             return run(plan, func, args, kwargs, tensors)
-        if found is not BY_RULE:
-            if func._schema.is_mutable:
-                return found
-            if not view_of(func) and not name.startswith("unsafe_"):
-                found = mapped(found, lambda t: _unshared(t, tensors))
-            # the order in memory of what attention returns is up to its kernel
-            if name == "scaled_dot_product_attention":
-                return mapped(found, lambda t: wrap(local_of(t), splits_of(t), strides=dense_like(t)))
+        if found is BY_RULE:
+            apart = _composite if is_composite(func) else _gathered
+            return apart(func, args, kwargs)
+        if mutable:
+            return found
+        if name == "scaled_dot_product_attention":
+            # the order in memory of its result depends on its kernel
+            strides = iter([dense_like(found)])
+        else:
             layout = layout_of(func, args, kwargs)
             strides = iter(layout.strides if layout else ())
-            return mapped(found, lambda t: _with_strides(t, next(strides, None), tensors, view=view_of(func)))
-        return (
-            _composite(func, args, kwargs) if is_composite(func) else _gathered(func, args, kwargs, tensors)
-        )
+        view = view_of(func) or name.startswith("unsafe_")
+        return mapped(found, lambda t: _as_in_torch(t, next(strides, None), tensors, view))
 
 
-def _unshared(x: Tensor, tensors: list[Tensor]) -> Tensor:
-    """A result that shares no memory with an argument, unless it is that argument, as dropout's in evaluation."""
-    if any(t is x for t in tensors) or not any(is_view(local_of(x), held_by(t)) for t in tensors):
-        return x
-    return wrap(local_of(x).clone(), splits_of(x))
-
-
-def _with_strides(x: Tensor, strides: tuple[int, ...] | None, tensors: list[Tensor], *, view: bool) -> Tensor:
-    """A result with the strides that it would have in torch, unless it is an argument."""
+def _as_in_torch(x: Tensor, strides: tuple[int, ...] | None, tensors: list[Tensor], view: bool) -> Tensor:
+    """A result of a handler with the strides that torch gives it; unless it is a view, it shares no memory."""
+    # dropout in evaluation returns its argument
     if any(t is x for t in tensors):
         return x
+    if not view and any(is_view(local_of(x), held_by(t)) for t in tensors):
+        x = wrap(local_of(x).clone(), splits_of(x))
     if type(x) is not ShardedTensor:
         return laid_out(x, strides, view)
     return copy_of(tensors[0], wrap(x.held, x.splits, x.copied, strides))
-
-
-def _handled(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a handler makes of all arguments of an operator, with their defaults."""
-    rest = func._schema.arguments[len(args) :]
-    by_place = [kwargs.get(a.name, a.default_value) for a in rest if not a.kwarg_only]
-    by_name = {a.name: kwargs.get(a.name, a.default_value) for a in rest if a.kwarg_only}
-    return handler(func, *args, *by_place, **by_name)
-
-
-def _is_by_value(func: Any, name: str) -> bool:
-    """Whether an operator in place works value by value, and its form out of place has no handler."""
-    return name in IN_PLACE or (torch.Tag.pointwise in func.tags and name.removesuffix("_") not in OPERATORS)
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
@@ -181,13 +162,18 @@ def _by_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].copy_(new(*args, **kwargs))
 
 
-def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator on whole tensors, if all of their axes allow that."""
+    tensors = tensors_in((args, kwargs))
     if any(s.axis.unknown == "error" for t in tensors for s in splits_of(t)) or func._schema.is_mutable:
         values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
         why = "its result depends on values that lie on several ranks" if values else ""
         raise shard_error(func, tensors, why or "no rule says what it does to a sharded tensor")
     return func(*mapped(args, _whole), **mapped(kwargs, _whole))
+
+
+def _whole(x: Tensor) -> Tensor:
+    return part_in(x, WHOLE)
 
 
 def _wrapped(x: Tensor) -> Tensor:
@@ -196,10 +182,6 @@ def _wrapped(x: Tensor) -> Tensor:
 
 def _plain(x: Tensor) -> Tensor:
     return x.local if type(x) is ShardedTensor and not x.splits and not x.copied else x
-
-
-def _whole(x: Tensor) -> Tensor:
-    return local_of(redistribute(x, WHOLE))
 
 
 COMPUTE.update(function=function, operator=operator)

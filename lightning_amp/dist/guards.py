@@ -4,7 +4,7 @@ A `torch.autograd.Function` unpacks its tensors in C++, so autograd would see th
 `torch.autograd.grad` of values that every rank has would return one rank's share of a gradient.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_amp.dist.collectives import all_reduce
-from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, shard_error, tensors_in
+from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, part_in, splits_of, wrap
 from lightning_amp.dist.splits import AXES_OF_STEP, MeshAxis
 
@@ -54,24 +54,30 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
     def run(
         outputs: Any, seeds: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Of `torch.autograd.grad` of whole values, whatever name it was imported under, and of backward()."""
+        """Of `torch.autograd.grad`, whatever name it was imported under, and of backward().
+
+        Every rank differentiates its copy of a whole output, so a copy counts as one of R. The gradient of a whole
+        input is the sum of what the ranks find; that of a split one is its owner's.
+        """
         if kwargs.get("accumulate_grad"):
             if not inputs:
                 _refuse_other_leaves(outputs)
             return engine(outputs, seeds, retain, create, inputs, *args, **kwargs)
-        call = lambda o, i, s: engine(o, s, retain, create, i, *args, **kwargs)  # noqa: E731
-        return _gradients(axes, outputs, inputs, seeds, call)
+        parts = list[Any]()
+        for out, seed in zip(outputs, seeds, strict=True):
+            part = None if seed is None else part_in(seed, splits_of(out))
+            for axis in axes:
+                part = part if part is None or splits_of(out).on(axis) else part / axis.size
+            parts.append(part)
+        outs, ins = (tuple(map(local_of, tensors)) for tensors in (outputs, inputs))
+        found = list[Any]()
+        values = engine(outs, tuple(parts), retain, create, ins, *args, **kwargs)
+        for value, one in zip(values, inputs, strict=True):
+            for axis in axes:
+                value = value if value is None or splits_of(one).on(axis) else all_reduce(value, axis)
+            found.append(None if value is None else wrap(value, splits_of(one)))
+        return tuple(found)
 
-    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
-        outs, ins = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, inputs))
-        seeds = [grad_outputs] * len(outs) if isinstance(grad_outputs, Tensor | None) else list(grad_outputs)
-        autograd._engine_run_backward = engine
-        try:
-            return _gradients(axes, outs, ins, seeds, lambda o, i, s: torch.autograd.grad(o, i, s, **kwargs))
-        finally:
-            autograd._engine_run_backward = run
-
-    FUNCTIONS[torch.autograd.grad] = grad
     try:
         torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment,method-assign]
         autograd._engine_run_backward = run
@@ -81,7 +87,6 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         autograd._engine_run_backward = engine
-        FUNCTIONS.pop(torch.autograd.grad, None)
 
 
 def _refuse_other_leaves(outputs: Sequence[Tensor]) -> None:
@@ -97,37 +102,5 @@ def _refuse_other_leaves(outputs: Sequence[Tensor]) -> None:
         # gradients of parameters are averaged after the backward pass
         if isinstance(leaf, Tensor) and not isinstance(leaf, Parameter) and not hasattr(leaf, "is_part"):
             why = "it would leave one rank's share of a gradient on a tensor that is no parameter"
-            raise shard_error(
-                Tensor.backward, [leaf], why, remedy="take its gradient with torch.autograd.grad"
-            )
-
-
-def _gradients(
-    axes: Sequence[MeshAxis],
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    seeds: Sequence[Tensor | None],
-    run: Callable[[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]], Sequence[Tensor | None]],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of values inside a step.
-
-    Every rank differentiates its copy of a whole output, so a copy counts as one of R. The gradient of a whole input is
-    the sum of what the ranks find; that of a split one is its owner's.
-    """
-    parts = list[Tensor]()
-    for out, seed in zip(outputs, seeds, strict=True):
-        given = torch.ones_like(local_of(out)) if seed is None else part_in(seed, splits_of(out))
-        for axis in axes:
-            given = given if splits_of(out).on(axis) is not None else given / axis.size
-        parts.append(given)
-    found = list[Tensor | None]()
-    for value, one in zip(run(_parts(outputs), _parts(inputs), tuple(parts)), inputs, strict=True):
-        for axis in axes:
-            if value is not None and splits_of(one).on(axis) is None:
-                value = all_reduce(value, axis)
-        found.append(None if value is None else wrap(value, splits_of(one)))
-    return tuple(found)
-
-
-def _parts(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(map(local_of, tensors))
+            remedy = "take its gradient with torch.autograd.grad"
+            raise shard_error(Tensor.backward, [leaf], why, remedy=remedy)

@@ -60,25 +60,20 @@ class Plan:
 
 
 def plan_of_call(
-    func: Any,
-    arguments: Sequence[Splits],
-    splits: Splits,
-    shape: Sequence[int],
-    *call: Any,
-    view: bool = False,
+    func: Any, given: Sequence[Splits], splits: Splits, shape: Sequence[int], *call: Any, view: bool = False
 ) -> Plan:
-    """The plan that brings tensors to some splits, and calls a function for a result of a global shape.
+    """The plan that calls a function in place of an operator.
 
     Args:
-        func: The operator that is planned.
-        arguments: Splits of its tensors.
-        splits, shape: Of the result.
+        func: The operator.
+        given: The splits that its tensors are brought to.
+        splits, shape: Splits and global shape of the result.
         call: The function and its arguments, in which TENSOR stands for the next tensor.
-        view: As in a plan.
+        view: Whether torch's schema says that it returns a view of the first tensor.
     """
     return Plan(
         name=name_of(func),
-        arguments=tuple(arguments),
+        arguments=tuple(given),
         result=splits,
         shapes=(tuple(splits.local_shape(shape)),),
         call=call[0],
@@ -132,7 +127,7 @@ def keep(key: Any, plan: Plan, tensors: Sequence[Tensor]) -> None:
 
 
 def run(plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
-    """The result of a call by its plan."""
+    """Compute a call by its plan."""
     with because(plan.name):
         parts = [part_in(t, splits) for t, splits in zip(tensors, plan.arguments, strict=True)]
         return run_on(parts, plan, func, args, kwargs, tensors)
@@ -146,14 +141,12 @@ def run_on(
     kwargs: dict[str, Any],
     tensors: Sequence[Tensor],
 ) -> Any:
-    """The result of a call, given the parts of its tensors."""
+    """Compute a call by its plan, given the parts of its tensors."""
     rest = iter(parts)
     if plan.call is not None:
         found = plan.call(*_filled(plan.args, rest))
-    elif kwargs:
-        found = func(*_filled(args, rest), **dict(zip(kwargs, _filled(kwargs.values(), rest), strict=True)))
     else:
-        found = func(*_filled(args, rest))
+        found = func(*_filled(args, rest), **dict(zip(kwargs, _filled(kwargs.values(), rest), strict=True)))
     if plan.mutable:
         return tensors[0]
     if isinstance(found, Tensor):
@@ -202,11 +195,10 @@ def _finished(part: Tensor, plan: Plan, i: int, parts: list[Tensor], tensors: Se
 
 def laid_out(whole: Tensor, strides: tuple[int, ...] | None, view: bool) -> Tensor:
     """A new whole tensor in the order in memory that torch gives it; a view is left as it is."""
-    if view or strides is None or whole.stride() == strides or whole.numel() < 2:
+    if view or strides is None or whole.numel() < 2:
         return whole
-    if all(n == 1 or a == b for n, a, b in zip(whole.shape, whole.stride(), strides, strict=True)):
-        return whole
-    return whole.new_empty_strided(whole.shape, strides).copy_(whole)
+    same = all(n == 1 or a == b for n, a, b in zip(whole.shape, whole.stride(), strides, strict=True))
+    return whole if same else whole.new_empty_strided(whole.shape, strides).copy_(whole)
 
 
 def _settled(splits: Splits) -> Splits | None:

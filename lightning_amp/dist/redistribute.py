@@ -2,17 +2,15 @@
 
 from torch import Tensor
 
-from lightning_amp.dist.collectives import exchange, gather, pick, swap
+from lightning_amp.dist.collectives import exchange, gather, periods_back, periods_first, pick, swap
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.splits import MeshAxis, Split, Splits
 
 
 def own_part(whole: Tensor, dim: int, owners: Owners, rank: int) -> Tensor:
     """A rank's indices of a dim of a whole tensor; the gradient of others' is zero."""
-    if owners.repeat == 1:
-        return pick(whole, dim, owners.spans[rank])
-    periods = whole.unflatten(dim, (owners.repeat, -1))
-    return pick(periods, dim + 1, owners.one_period.spans[rank]).flatten(dim, dim + 1)
+    own = pick(periods_first(whole, dim, owners), 0, owners.one_period.spans[rank])
+    return periods_back(own, dim, owners)
 
 
 def resplit(local: Tensor, have: Splits, want: Splits) -> Tensor:
@@ -42,7 +40,7 @@ def _on_axis(local: Tensor, have: Splits, axis: MeshAxis, want: Split | None) ->
     if want is not None:
         other = have.at(want.dim)
         if other is not None:
-            # this dim is split over another axis, which is to have another dim or none
+            # another axis, which gets another dim or none, splits this dim
             local, have = _on_axis(local, have, other.axis, None)
         local, have = own_part(local, want.dim, want.owners, axis.rank), have.replaced(axis, want)
     return local, have

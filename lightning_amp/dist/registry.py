@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,15 @@ def operator(*names: str) -> Callable[[AnyHandler], AnyHandler]:
         return handler
 
     return add
+
+
+def composed(**table: Handler) -> None:
+    """Add operators that are compositions of others; each is called without the operator."""
+
+    def handler(func: Any, *args: Any, _call: Handler, **kwargs: Any) -> Any:
+        return _call(*args, **kwargs)
+
+    OPERATORS.update({name: partial(handler, _call=call) for name, call in table.items()})
 
 
 def function(*functions: Any) -> Callable[[AnyHandler], AnyHandler]:

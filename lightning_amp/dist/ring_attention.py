@@ -156,18 +156,8 @@ def _seen(mask: Tensor | None, causal: bool, rows: range, columns: range, device
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-        axis: MeshAxis,
-        rows: Sequence[range],
-        columns: Sequence[range],
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *of: Any) -> Tensor:
+        causal, scale, axis, rows, columns = ctx.of = of
         out: Tensor | None = None
         log_sums = q.new_empty(0)
         held = [k, v]
@@ -185,10 +175,10 @@ class _Ring(torch.autograd.Function):
             if arrive is not None:
                 held = arrive()
         if out is None:
+            # no row sees a column
             out, log_sums = torch.zeros_like(q[..., : v.shape[-1]]), q.new_full(q.shape[:3], -math.inf)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, mask, out, log_sums)
-        ctx.of = causal, scale, axis, rows, columns
         return out
 
     @staticmethod

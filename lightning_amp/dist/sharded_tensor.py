@@ -62,10 +62,7 @@ class ShardedTensor(Tensor):
         shape = torch.Size(splits.global_shape(local.shape))
         if strides is None:
             strides = _contiguous(shape) if splits else local.stride()
-        made = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=local.dtype, device=local.device)
-        made.held, made.splits, made.whole_shape, made.strides = local, splits, shape, strides
-        made.copied, made.source, made._make = copied, None, None
-        return made
+        return _wrapper(local, splits, shape, strides, copied, None)
 
     @staticmethod
     def made_when_read(
@@ -78,15 +75,7 @@ class ShardedTensor(Tensor):
             held: What it is made from.
             shape, splits: The global shape, and how it is split.
         """
-        made = Tensor._make_wrapper_subclass(ShardedTensor, shape, dtype=held.dtype, device=held.device)
-        made.held, made.splits, made.whole_shape, made.strides = (
-            held,
-            splits,
-            torch.Size(shape),
-            _contiguous(shape),
-        )
-        made.copied, made.source, made._make = True, None, make
-        return made
+        return _wrapper(held, splits, torch.Size(shape), _contiguous(shape), True, make)
 
     @property
     def local(self) -> Tensor:
@@ -229,11 +218,18 @@ class ShardedTensor(Tensor):
     ) -> Any:
         """Compute an operator on the parts, with autograd."""
         if not STATE.open:
-            why = (
-                "it reached a sharded tensor below autograd, as inside a transform of torch.func such as vmap"
-            )
+            why = "it reached a sharded tensor below autograd, as inside a torch.func transform such as vmap"
             raise shard_error(func, args, why)
         return COMPUTE["operator"](func, args, kwargs or {})
+
+
+def _wrapper(
+    held: Tensor, splits: Splits, shape: torch.Size, strides: tuple[int, ...], copied: bool, make: Any
+) -> ShardedTensor:
+    made = Tensor._make_wrapper_subclass(ShardedTensor, shape, strides, dtype=held.dtype, device=held.device)
+    made.held, made.splits, made.whole_shape, made.strides = held, splits, shape, strides
+    made.copied, made.source, made._make = copied, None, make
+    return made
 
 
 def splits_of(x: Any) -> Splits:
@@ -256,29 +252,22 @@ def shape_of(x: Tensor) -> torch.Size:
     return x.whole_shape if type(x) is ShardedTensor else x.shape
 
 
-def strides_of(x: Tensor) -> tuple[int, ...]:
-    """The strides of the whole."""
-    return x.strides if type(x) is ShardedTensor else x.stride()
-
-
 def copy_of(x: Tensor, copy: Tensor) -> Tensor:
     """A copy of a tensor that is a view of it in torch, or a view of such a copy; it is not read after a write."""
     if type(copy) is ShardedTensor and copy.copied:
         held = held_by(x)
-        copy.source = (
-            x.source
-            if type(x) is ShardedTensor and x.copied
+        if type(x) is ShardedTensor and x.copied:
+            copy.source = x.source
+        elif not held.is_inference():
             # memory of inference mode counts no writes
-            else None
-            if held.is_inference()
-            else (held, held._version)
-        )
+            copy.source = held, held._version
     return copy
 
 
 def meta_of(x: Tensor) -> Tensor:
     """The whole without values, with its strides."""
-    return torch.empty_strided(shape_of(x), strides_of(x), dtype=held_by(x).dtype, device="meta")
+    strides = x.strides if type(x) is ShardedTensor else x.stride()
+    return torch.empty_strided(shape_of(x), strides, dtype=held_by(x).dtype, device="meta")
 
 
 def dense_like(x: Tensor) -> tuple[int, ...]:
@@ -298,11 +287,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dim_of(x: Tensor, dim: int) -> int:
-    """A dim as a number from 0 on.
-
-    Raises:
-        IndexError: There is no such dim.
-    """
+    """A dim as a number from 0 on, or an IndexError."""
     return range(len(shape_of(x)))[dim]
 
 
@@ -311,6 +296,11 @@ def wrap(
 ) -> Tensor:
     """A tensor of a part; a plain one where it is whole, unless writes to it have to be refused."""
     return ShardedTensor(local, splits, copied, strides) if splits or copied else local
+
+
+def axes_in(*tensors: Tensor) -> list[MeshAxis]:
+    """The axes that some tensors are split over, in the order of their names."""
+    return sorted({s.axis for t in tensors for s in splits_of(t)}, key=lambda axis: axis.name)
 
 
 def part_in(x: Tensor, splits: Splits) -> Tensor:

@@ -58,16 +58,7 @@ class _SplitColumns(torch.autograd.Function):
 
 @operator("scaled_dot_product_attention")
 def _attention(
-    func: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any,
-    p: float,
-    causal: bool,
-    *,
-    scale: Any,
-    enable_gqa: bool,
+    func: Any, q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, *, scale: Any, enable_gqa: bool
 ) -> Any:
     n, scale = len(shape_of(q)), shape_of(q)[-1] ** -0.5 if scale is None else scale
     if causal and mask is not None:
@@ -75,7 +66,15 @@ def _attention(
             func, [q, k, v, mask], "it has a mask and is causal", remedy="put both into the mask"
         )
     if n != 4:
-        return _with_four_dims(func, q, k, v, mask, p, causal, scale, enable_gqa)
+        lead = shape_of(q)[:-2]
+        if n < 4:
+            q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+        else:
+            q, k, v = (t.flatten(0, n - 4) for t in (q, k, v))
+            if mask is not None and len(shape_of(mask)) > 3:
+                mask = mask.expand([*lead, *shape_of(mask)[-2:]]).flatten(0, n - 4)
+        found = F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
+        return found.squeeze(0) if n < 4 else found.unflatten(0, lead[:-1])
     q, k, v = (with_whole(func, t, [3]) for t in (q, k, v))
     if enable_gqa and shape_of(q)[1] != shape_of(k)[1]:
         k, v = (t.repeat_interleave(shape_of(q)[1] // shape_of(k)[1], 1) for t in (k, v))
@@ -94,7 +93,10 @@ def _attention(
         most = max(shape_of(q)[3], shape_of(v)[3])
         q, k, w = (F.pad(t, (0, most - shape_of(t)[3])) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, w, mask, 0.0, causal, scale=scale)[..., : shape_of(v)[3]]
-    mask = None if mask is None else _mask_of(mask, splits_of(q))
+    if mask is not None:
+        # own rows, heads and samples, and all columns
+        mask = mask.view([*[1] * (4 - len(shape_of(mask))), *shape_of(mask)])
+        mask = part_in(mask, splits_of(q).without(*[d for d, m in enumerate(shape_of(mask)) if m == 1]))
     # the kernel reads the features of a head as they lie in memory
     parts = [computed_in(local_of(t)) for t in (q, k, v)]
     a, b, c = (part if part.stride(3) == 1 else part.contiguous() for part in parts)
@@ -117,34 +119,6 @@ def _attention(
         a, b, c, axis=of_q.axis, rows=every_row, columns=every_column, scale=scale, mask=mask, causal=causal
     )
     return wrap(found, splits_of(q))
-
-
-def _with_four_dims(
-    func: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    p: float,
-    causal: bool,
-    scale: float,
-    gqa: bool,
-) -> Tensor:
-    lead = shape_of(q)[:-2]
-    if len(lead) < 2:
-        q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-    else:
-        q, k, v = (t.flatten(0, len(lead) - 2) for t in (q, k, v))
-        if mask is not None and len(shape_of(mask)) > 3:
-            mask = mask.expand([*lead, *shape_of(mask)[-2:]]).flatten(0, len(lead) - 2)
-    found = F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=gqa)
-    return found.squeeze(0) if len(lead) < 2 else found.unflatten(0, lead[:-1])
-
-
-def _mask_of(mask: Tensor, splits: Splits) -> Tensor:
-    """The part of a mask for own rows, all columns, own heads and samples."""
-    mask = mask.view([*[1] * (4 - len(shape_of(mask))), *shape_of(mask)])
-    return part_in(mask, splits.without(*[d for d, n in enumerate(shape_of(mask)) if n == 1]))
 
 
 def _with_weights(

@@ -82,12 +82,7 @@ for _name in ("retain_grad", "is_pinned", *NEW):
 def _register_hook(x: ShardedTensor, hook: Any) -> Any:
     # not the tensor itself: a hook lives as long as the graph, and would keep it
     splits = x.splits
-
-    def on_part(grad: Tensor) -> Tensor | None:
-        found = hook(wrap(grad, splits))
-        return None if found is None else local_of(found)
-
-    return x.local.register_hook(on_part)
+    return x.local.register_hook(lambda grad: local_of(hook(wrap(grad, splits))))
 
 
 @function(Tensor.backward, torch.autograd.backward)

@@ -1,6 +1,7 @@
 """Operators that cut, turn and join dims: plans in which each rank keeps the indices that it owns."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from types import EllipsisType
 from typing import Any
 
@@ -12,14 +13,7 @@ from lightning_amp.dist.collectives import exchange, pick
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
 from lightning_amp.dist.registry import BY_RULE, LOST, function, name_of, operator, shard_error
-from lightning_amp.dist.sharded_tensor import (
-    dim_of,
-    local_of,
-    redistribute,
-    shape_of,
-    splits_of,
-    wrap,
-)
+from lightning_amp.dist.sharded_tensor import dim_of, local_of, redistribute, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import Split, Splits
 from lightning_amp.graph.flow import RULES
 
@@ -51,23 +45,21 @@ def _slice(func: Any, x: Tensor, dim: int = 0, start: Any = None, end: Any = Non
 
 @operator("narrow")
 def _narrow(func: Any, x: Tensor, dim: int, start: Any, length: int) -> Plan:
-    dim, start = dim_of(x, dim), int(start)
-    indices = range(shape_of(x)[dim])[start:][:length]
+    dim = dim_of(x, dim)
+    indices = range(shape_of(x)[dim])[int(start) :][:length]
     if len(indices) < length:
-        raise IndexError(f"narrow of {length} indices from {start} on, of {shape_of(x)[dim]}")
+        raise IndexError(f"narrow of {length} indices from {int(start)} on, of {shape_of(x)[dim]}")
     return take(func, x, dim, [indices], True)
 
 
 @operator("select")
-def _select(func: Any, x: Tensor, dim: int, index: int) -> Tensor | Plan:
+def _select(func: Any, x: Tensor, dim: int, index: int) -> Any:
     """One index of a dim; of a split dim its owner sends it to every rank."""
     dim = dim_of(x, dim)
     index = range(shape_of(x)[dim])[index]
     split, splits = splits_of(x).at(dim), splits_of(x).without(dim).mapped(lambda d: d - (d > dim))
     if split is None:
-        shape = [n for d, n in enumerate(shape_of(x)) if d != dim]
-        call = torch.select, TENSOR, dim, index
-        return plan_of_call(func, [splits_of(x)], splits, shape, *call, view=True)
+        return BY_RULE
     wanted = ((range(index, index + 1),),) * split.axis.size
     row = exchange(local_of(x), split.axis, dim, split.owners, wanted)
     return wrap(row.select(dim, 0), splits, copied=True)
@@ -80,8 +72,7 @@ def _unbind(func: Any, x: Tensor, dim: int = 0) -> Any:
     if splits_of(x).at(dim) is None:
         return BY_RULE
     whole = redistribute(x, splits_of(x).without(dim))
-    found = torch.unbind(whole, dim)
-    return [wrap(local_of(t), splits_of(t), copied=True) for t in found]
+    return [wrap(local_of(t), splits_of(t), copied=True) for t in torch.unbind(whole, dim)]
 
 
 @operator("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk")
@@ -89,20 +80,15 @@ def _split(func: Any, x: Tensor, sizes: Any, dim: int = 0) -> Any:
     dim = dim_of(x, dim)
     if splits_of(x).at(dim) is None and name_of(func) in RULES:
         return BY_RULE
-    found, start = list[Tensor](), 0
     with no_modes():
-        pieces = func(torch.empty(shape_of(x)[dim], device="meta"), sizes, 0)
-    for piece in pieces:
-        found.append(x.narrow(dim, start, len(piece)))
-        start += len(piece)
-    return found
+        lengths = [len(piece) for piece in func(torch.empty(shape_of(x)[dim], device="meta"), sizes, 0)]
+    return [x.narrow(dim, end - n, n) for n, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
 @operator("flip")
 def _flip(func: Any, x: Tensor, dims: Sequence[int]) -> Any:
     *others, dim = [dim_of(x, d) for d in dims]
-    n = shape_of(x)[dim]
-    return take(func, x, dim, [range(n)[::-1]]) if not others else x.flip(dim).flip(others)
+    return x.flip(dim).flip(others) if others else take(func, x, dim, [range(shape_of(x)[dim])[::-1]])
 
 
 @operator("roll")
@@ -149,8 +135,8 @@ def _owners_between(tensors: Sequence[Tensor], i: int, dim: int, split: Split) -
     if n >= axis.size:
         return Owners.even(n, axis.size)
     cut = [(j, s.owners) for j, t in enumerate(tensors) if (s := splits_of(t).on(axis)) and s.dim == dim]
-    before = [list(owners.expanded())[-1].rank for j, owners in cut if j < i]
-    after = [next(owners.expanded()).rank for j, owners in cut if j > i]
+    before = [owners.runs[-1].rank for j, owners in cut if j < i]
+    after = [owners.runs[0].rank for j, owners in cut if j > i]
     return Owners.from_vector([(before[-1:] + after)[0]] * n, axis.size)
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp.dist.collectives import all_reduce, reduce_scatter
-from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
+from lightning_amp.dist.collectives import all_reduce, positions, reduce_scatter
+from lightning_amp.dist.registry import BY_RULE, composed, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
+    axes_in,
     dim_of,
     local_of,
     part_in,
@@ -28,19 +29,13 @@ aten = torch.ops.aten
 
 
 def own_positions(index: Tensor, split: Split) -> tuple[Tensor, Tensor]:
-    """Positions in this rank's part of global positions along a dim, 0 for others' positions; which are its own."""
+    """Where global positions along a dim lie in this rank's part, 0 for those of others; which are its own."""
     axis, _, owners = split
     place = torch.full((owners.n,), -1, dtype=torch.int64, device=index.device)
-    start = 0
-    for span in owners.spans[axis.rank]:
-        place[span.start : span.stop] = torch.arange(start, start + len(span), device=index.device)
-        start += len(span)
+    own = positions(owners.spans[axis.rank], index.device)
+    place[own] = torch.arange(len(own), device=index.device)
     found = place[index]
     return found.clamp(min=0), found >= 0
-
-
-def _axes(*tensors: Tensor) -> list[MeshAxis]:
-    return sorted({s.axis for t in tensors for s in splits_of(t)}, key=lambda axis: axis.name)
 
 
 # --- x[indices] ---
@@ -65,7 +60,7 @@ class _Indexing:
         adjacent = self.used == list(range(self.used[0], self.used[0] + len(self.used)))
         self.at, self.rank = self.used[0] if adjacent else 0, len(shape)
         self.splits = WHOLE
-        for axis in _axes(*given):
+        for axis in axes_in(*given):
             # the positions are few: they follow the largest of them that is split
             split = max((s for t in self.indices if (s := splits_of(t).on(axis))), key=lambda s: s.owners.n)
             if self.splits.at(split.dim) is None:
@@ -96,7 +91,7 @@ class _Indexing:
 @operator("index")
 def _index(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     how = _Indexing(func, x, indices)
-    for axis in _axes(x):
+    for axis in axes_in(x):
         have = splits_of(x).on(axis)
         if have is not None and how.splits.on(axis) is not None:
             if have.dim in how.used:
@@ -132,7 +127,7 @@ def _index_put(
             how.splits = how.splits.replaced(split.axis, split)
     if accumulate and how.splits:
         zeros = torch.zeros_like(redistribute(x, splits_of(x).without(*how.used)))
-        for axis in _axes(zeros):
+        for axis in axes_in(zeros):
             if how.splits.on(axis) is not None:
                 zeros = redistribute(zeros, splits_of(zeros).replaced(axis, None))
         part = part_in(values, how.of_values(splits_of(zeros)))
@@ -168,29 +163,15 @@ def _at(x: Tensor, dim: int, index: Tensor) -> list[Tensor | None]:
     return [*[None] * dim_of(x, dim), index]
 
 
-@operator("index_select")
-def _index_select(func: Any, x: Tensor, dim: int, index: Tensor) -> Tensor:
-    return _index(func, x, _at(x, dim, index.reshape(-1)))
-
-
-@operator("index_add")
-def _index_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
-    return _index_put(func, x, _at(x, dim, index), source * alpha, True)
-
-
-@operator("index_copy")
-def _index_copy(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    return _index_put(func, x, _at(x, dim, index), source)
-
-
-@operator("index_fill")
-def _index_fill(func: Any, x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    return _index_put(func, x, _at(x, dim, index), torch.as_tensor(value, dtype=x.dtype, device=x.device))
-
-
-@operator("take")
-def _take(func: Any, x: Tensor, index: Tensor) -> Tensor:
-    return _index(func, x.flatten(), [index])
+composed(
+    index_select=lambda x, dim, i: _index(aten.index.Tensor, x, _at(x, dim, i.reshape(-1))),
+    index_add=lambda x, dim, i, y, *, alpha=1: _index_put(aten.index_put, x, _at(x, dim, i), y * alpha, True),
+    index_copy=lambda x, dim, i, y: _index_put(aten.index_put, x, _at(x, dim, i), y),
+    index_fill=lambda x, dim, i, y: _index_put(
+        aten.index_put, x, _at(x, dim, i), torch.as_tensor(y, dtype=x.dtype, device=x.device)
+    ),
+    take=lambda x, i: _index(aten.index.Tensor, x.flatten(), [i]),
+)
 
 
 @operator("embedding")
@@ -219,7 +200,7 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
         if d != dim and shape_of(x)[d] != n:
             x = x.narrow(d, 0, n)
     splits = WHOLE
-    for axis in _axes(x, index):
+    for axis in axes_in(x, index):
         have = splits_of(x).on(axis)
         split = have if have is not None and have.dim != dim else splits_of(index).on(axis) or have
         assert split is not None, "one of them is split"
@@ -244,7 +225,7 @@ def _scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
     given = [x, index, source] if isinstance(source, Tensor) else [x, index]
     # splits of dims that all have in full
     splits = WHOLE
-    for axis in _axes(*given):
+    for axis in axes_in(*given):
         split = next((s for t in given if (s := splits_of(t).on(axis)) and s.dim != dim), None)
         if split is not None and shape[split.dim] == shape_of(x)[split.dim] and splits.at(split.dim) is None:
             splits = splits.replaced(axis, split)
@@ -275,12 +256,6 @@ def _bincount(func: Any, x: Tensor, weights: Tensor | None = None, minlength: in
     n = max(int(x.max()) + 1, minlength)
     ones = torch.ones_like(x) if weights is None else weights
     return torch.zeros(n, dtype=ones.dtype, device=ones.device).index_add(0, x, ones)
-
-
-@operator("one_hot")
-def _one_hot(func: Any, x: Tensor, num_classes: int = -1) -> Tensor:
-    n = int(x.max()) + 1 if num_classes == -1 else num_classes
-    return (x[..., None] == torch.arange(n, device=x.device)).to(torch.int64)
 
 
 @operator("diagonal", "diagonal_copy")

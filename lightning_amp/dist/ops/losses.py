@@ -24,8 +24,10 @@ def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
     x, target, weight = tensors[0], tensors[1], given.get("weight")
     n_dims = len(shape_of(x))
-    if name in BY_CLASS and splits_of(x).at(min(1, n_dims - 1)) and _is_plain(given):
-        return _over_classes(given)
+    if name in BY_CLASS and splits_of(x).at(min(1, n_dims - 1)):
+        plain = not target.is_floating_point() and weight is None and not given.get("label_smoothing")
+        if plain:
+            return _over_classes(given)
     if given["reduction"] != MEAN:
         return BY_RULE
     if name in BY_ROW:
@@ -40,13 +42,8 @@ def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     return total / count.sum()
 
 
-def _is_plain(given: dict[str, Any]) -> bool:
-    target = given["target"]
-    return not target.is_floating_point() and given["weight"] is None and not given.get("label_smoothing")
-
-
 def _over_classes(given: dict[str, Any]) -> Tensor:
-    """Logits or their logarithms of whose classes ranks have some: two numbers per row are sent, never the logits."""
+    """The loss of logits whose classes are split: two numbers per row are sent, never the logits."""
     x, target, ignored = given["self"], given["target"], given["ignore_index"]
     dim = min(1, len(shape_of(x)) - 1)
     kept = target != ignored

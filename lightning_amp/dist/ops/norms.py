@@ -14,14 +14,7 @@ from lightning_amp.dist.sharded_tensor import local_of, part_in, shape_of, split
 def _normalised(
     x: Tensor, dims: Sequence[int], eps: float, *parameters: Tensor | None, centre: bool = True
 ) -> Tensor:
-    """A normalised tensor.
-
-    Args:
-        x, dims: The tensor, and the dims that statistics go over.
-        eps: Added to the variance.
-        parameters: Weight and bias with as many dims as the tensor, of size 1 where they are broadcast.
-        centre: Whether the mean is subtracted.
-    """
+    """See `normalised`; the statistics are those over some dims of the whole tensor."""
     splits = splits_of(x)
     weight, bias = [
         None if p is None else part_in(p, splits.without(*[d for d, n in enumerate(shape_of(p)) if n == 1]))
@@ -60,8 +53,6 @@ def _instance_norm(
 ) -> Any:
     if mean is not None:
         raise shard_error(func, [x], "it has running statistics of instances")
-    if not training:
-        return BY_RULE
     n, eps = len(shape_of(x)), rest[1]
     parameters = [None if p is None else p.view([1, -1, *[1] * (n - 2)]) for p in (weight, bias)]
     return _normalised(x, range(2, n), eps, *parameters)

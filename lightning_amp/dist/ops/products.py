@@ -9,16 +9,8 @@ from torch import Tensor
 from lightning_amp.dist.by_rule import by_rule
 from lightning_amp.dist.collectives import gather, reduce_scatter
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
-from lightning_amp.dist.sharded_tensor import (
-    computed_in,
-    local_of,
-    part_in,
-    redistribute,
-    shape_of,
-    splits_of,
-    wrap,
-)
+from lightning_amp.dist.registry import BY_RULE, composed, name_of, operator, shard_error
+from lightning_amp.dist.sharded_tensor import computed_in, local_of, part_in, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import WHOLE, MeshAxis
 
 
@@ -106,36 +98,29 @@ def _recurrent(func: Any, x: Tensor, *args: Any) -> Any:
 
 @operator("_linalg_check_errors")
 def _check_errors(func: Any, info: Tensor, *args: Any, **kwargs: Any) -> None:
-    func(local_of(redistribute(info, WHOLE)), *args, **kwargs)
+    func(part_in(info, WHOLE), *args, **kwargs)
 
 
-COMPOSED: dict[str, Any] = {
-    "allclose": lambda x, y, *args, **kwargs: bool(torch.isclose(x, y, *args, **kwargs).all()),
-    "_nested_tensor_from_mask_left_aligned": lambda x, mask: False,
-    "bilinear": lambda x, y, w, b=None: _plus(torch.einsum("...i,oij,...j->...o", x, w, y), b),
-    "dist": lambda x, y, p=2: torch.linalg.vector_norm(x - y, p),
-    "dot": lambda a, b: (a * b).sum(),
-    "ger": lambda a, b: a[:, None] * b,
-    "inner": lambda a, b: torch.tensordot(a, b, ([-1], [-1])),
-    "isin": lambda x, among, **how: _is_in(x, among, **how),
-    "mv": torch.matmul,
-    "outer": lambda a, b: a[:, None] * b,
-    "rot90": lambda x, k=1, dims=(0, 1): _turned(x.clone(), k % 4, dims),
-    "tril": lambda x, k=0: x.masked_fill(~_triangle(x).tril(k), 0),
-    "triu": lambda x, k=0: x.masked_fill(~_triangle(x).triu(k), 0),
-    "trace": lambda x: x.diagonal().sum(),
-    "vdot": lambda a, b: (a.conj() * b).sum(),
-}
-"""Operators in terms of others, by name."""
+composed(
+    _nested_tensor_from_mask_left_aligned=lambda x, mask: False,
+    allclose=lambda x, y, *args, **kwargs: bool(torch.isclose(x, y, *args, **kwargs).all()),
+    bilinear=lambda x, y, w, b=None: torch.einsum("...i,oij,...j->...o", x, w, y) + (0 if b is None else b),
+    dist=lambda x, y, p=2: torch.linalg.vector_norm(x - y, p),
+    dot=lambda a, b: (a * b).sum(),
+    equal=lambda x, y: shape_of(x) == shape_of(y) and bool((x == y).all()),
+    mv=torch.matmul,
+    rot90=lambda x, k=1, dims=(0, 1): _turned(x.clone(), k % 4, dims),
+    tril=lambda x, k=0: x.masked_fill(~_triangle(x).tril(k), 0),
+    triu=lambda x, k=0: x.masked_fill(~_triangle(x).triu(k), 0),
+    trace=lambda x: x.diagonal().sum(),
+    vdot=lambda a, b: (a.conj() * b).sum(),
+)
 
 
-def _is_in(x: Any, among: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
+@operator("isin")
+def _is_in(func: Any, x: Any, among: Any, *, assume_unique: bool = False, invert: bool = False) -> Tensor:
     among = part_in(among, WHOLE) if isinstance(among, Tensor) else among
     return wrap(torch.isin(local_of(x), among, invert=invert), splits_of(x))
-
-
-def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x + bias
 
 
 def _turned(x: Tensor, quarters: int, dims: Any) -> Tensor:
@@ -144,7 +129,3 @@ def _turned(x: Tensor, quarters: int, dims: Any) -> Tensor:
 
 def _triangle(x: Tensor) -> Tensor:
     return torch.ones(shape_of(x)[-2:], dtype=torch.bool, device=x.device)
-
-
-for _name, _composed in COMPOSED.items():
-    operator(_name)(lambda func, *args, _composed=_composed, **kwargs: _composed(*args, **kwargs))

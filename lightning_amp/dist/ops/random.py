@@ -104,9 +104,7 @@ def _filled(func: Any, x: Tensor, *args: Any, generator: Any = None) -> Tensor:
 
 
 @operator("rrelu")
-def _rrelu(
-    func: Any, x: Tensor, low: float = 1 / 8, high: float = 1 / 3, training: bool = False, *_: Any
-) -> Tensor:
+def _rrelu(func: Any, x: Tensor, low: float, high: float, training: bool, *_: Any) -> Tensor:
     return _refused(func, x, training) if training else torch.nn.functional.leaky_relu(x, (low + high) / 2)
 
 

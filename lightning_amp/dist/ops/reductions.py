@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp.dist.by_rule import with_whole
-from lightning_amp.dist.collectives import all_reduce, reduce_now, stacked
+from lightning_amp.dist.collectives import reduce_now, stacked
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, name_of, operator
 from lightning_amp.dist.sharded_tensor import dim_of, local_of, redistribute, shape_of, splits_of, wrap
@@ -48,13 +48,7 @@ def _mean(func: Any, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtyp
 
 @operator("var", "std", "var_mean", "std_mean")
 def _variance(
-    func: Any,
-    x: Tensor,
-    dim: Any = None,
-    unbiased: bool = True,
-    keepdim: bool = False,
-    *,
-    correction: Any = None,
+    func: Any, x: Any, dim: Any = None, unbiased: Any = True, keepdim: bool = False, *, correction: Any = None
 ) -> Any:
     shape, name = shape_of(x), name_of(func)
     if isinstance(dim, bool):
@@ -80,27 +74,24 @@ def _extreme(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False) -> An
     largest = name.endswith("max")
     if isinstance(dim, Tensor):
         return torch.maximum(x, dim) if largest else torch.minimum(x, dim)
-    gone, splits = dims_of(dim, len(shape_of(x))), splits_of(x)
+    gone = dims_of(dim, len(shape_of(x)))
     if not _crosses(x, gone):
         return BY_RULE
     if name in ("max", "min") and dim is not None:
         place = (torch.argmax if largest else torch.argmin)(x.detach(), dim, True)
         value = torch.gather(x, dim, place)
         return (value, place) if keepdim else (value.squeeze(dim), place.squeeze(dim))
-    axes, local = [s.axis for s in splits if s.dim in gone], local_of(x)
     reduce = torch.amax if largest else torch.amin
-    best = reduce(local.detach(), gone, True)
-    for axis in axes:
+    best = reduce(local_of(x).detach(), gone, True)
+    for split in splits_of(x):
         # gathered: an all-reduce of maxima drops what is not a number
-        best = reduce(stacked(best, axis), 0)
-    if not local.requires_grad:
-        return wrap(best if keepdim else best.squeeze(gone), after(splits, gone, keepdim))
-    # as torch: what is largest more than once shares the gradient
-    hit = (local.detach() == best) | (local.detach().isnan() & best.isnan())
-    count, found = hit.to(best.dtype).sum(gone, keepdim), torch.where(hit, local, 0).sum(gone, keepdim)
-    for axis in axes:
-        count, found = reduce_now(count, axis), all_reduce(found, axis)
-    return wrap(found / count, after(splits, gone, keepdim))
+        best = reduce(stacked(best, split.axis), 0) if split.dim in gone else best
+    best = wrap(best, splits_of(x).without(*gone))
+    if not x.requires_grad:
+        return best if keepdim else best.squeeze(gone)
+    # as in torch, equal values share the gradient
+    hit = (x.detach() == best) | (x.detach().isnan() & best.isnan())
+    return torch.where(hit, x, 0).sum(gone, keepdim) / hit.sum(gone, keepdim)
 
 
 @operator("argmax", "argmin")
@@ -169,11 +160,6 @@ def _norm(
     if name_of(func) == "frobenius_norm":
         p, dim, keepdim = 2, p, bool(dim)
     return torch.linalg.vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
-
-
-@operator("equal")
-def _equal(func: Any, x: Tensor, other: Tensor) -> bool:
-    return shape_of(x) == shape_of(other) and bool((x == other).all())
 
 
 @operator("histc")

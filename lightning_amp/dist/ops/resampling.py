@@ -1,4 +1,4 @@
-"""Interpolation and adaptive pooling: along a split dim every output is a weighted sum of a few inputs."""
+"""Interpolation: along a split dim every output is a weighted sum of a few inputs. Adaptive pooling to one value."""
 
 from collections.abc import Sequence
 from functools import lru_cache, reduce
@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_amp.dist.by_rule import by_rule
 from lightning_amp.dist.ops.windows import Rows, in_parts, with_rows
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, name_of, operator
-from lightning_amp.dist.sharded_tensor import local_of, redistribute, shape_of, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import local_of, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import Split, Splits
 
 aten = torch.ops.aten
@@ -31,12 +30,12 @@ def taps(mode: str, n_in: int, n_out: int, step: float, corners: bool) -> Taps:
     """The inputs and weights of torch's resampling of one dim.
 
     Args:
-        mode: "nearest", "nearest-exact", "linear", "cubic", or "mean" for adaptive averages.
+        mode: "nearest", "nearest-exact", "linear" or "cubic".
         n_in, n_out: Inputs and outputs.
         step: Inputs per output.
         corners: Whether the first and the last values of both lie on each other.
     """
-    places, weights, most = list[list[int]](), list[list[float]](), -(-n_in // n_out) + 1
+    places, weights = list[list[int]](), list[list[float]]()
     for o in range(n_out):
         at = o * step if corners else (o + 0.5) * step - 0.5
         if mode.startswith("nearest"):
@@ -44,10 +43,6 @@ def taps(mode: str, n_in: int, n_out: int, step: float, corners: bool) -> Taps:
             exact = 0.5 if mode == "nearest-exact" else 0.0
             places.append([floor(np.float32(o + exact) * np.float32(step))])
             weights.append([1.0])
-        elif mode == "mean":
-            start, stop = o * n_in // n_out, -(-(o + 1) * n_in // n_out)
-            places.append([*range(start, stop), *[start] * (most - stop + start)])
-            weights.append([1 / (stop - start)] * (stop - start) + [0.0] * (most - stop + start))
         elif mode == "linear":
             low = floor(max(at, 0.0))
             share = max(at, 0.0) - low
@@ -123,40 +118,10 @@ def _resample(func: Any, x: Tensor, size: Any, *rest: Any) -> Any:
         local[i], scales[i] = outputs.counts[split.axis.rank], None
     if local != list(part.shape[2:]):
         part = getattr(aten, name).default(part, local, *corners, *scales)
-    return with_outputs(part, x, parts)
-
-
-def with_outputs(part: Tensor, x: Tensor, parts: Sequence[tuple[Split, Owners]]) -> Tensor:
-    """A result's part, split as a tensor is, with the owners of outputs along some dims."""
-    rest = splits_of(x).without(*[split.dim for split, _ in parts])
-    return wrap(part, Splits.of([*rest, *[split._replace(owners=outputs) for split, outputs in parts]]))
+    others = splits_of(x).without(*[split.dim for split, _ in parts])
+    return wrap(part, Splits.of([*others, *[split._replace(owners=outputs) for split, outputs in parts]]))
 
 
 @operator("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 def _adaptive_mean(func: Any, x: Tensor, size: Sequence[int]) -> Any:
-    """Along a split dim with few outputs a product with the matrix of averages, added up over the ranks."""
-    first = len(shape_of(x)) - len(size)
-    if not any(d >= first for d in splits_of(x).dims):
-        return BY_RULE
-    size = [m if n is None else n for n, m in zip(size, shape_of(x)[first:], strict=True)]
-    for split in splits_of(x):
-        if split.dim >= first and size[split.dim - first] < split.axis.size:
-            found = taps("mean", split.owners.n, size[split.dim - first], 1.0, False)
-            matrix = local_of(x).new_zeros((len(found.places), split.owners.n))
-            for row, places, weights in zip(matrix, *found, strict=True):
-                row.index_add_(0, torch.tensor(places, device=row.device), row.new_tensor(weights))
-            x = torch.matmul(x.movedim(split.dim, -1), matrix.T).movedim(-1, split.dim)
-    x, parts = in_parts(x, range(first, len(shape_of(x))), size)
-    part, local = local_of(x), list(size)
-    for split, outputs in parts:
-        if split.owners.n != outputs.n:
-            part = resampled(part, split, outputs, taps("mean", split.owners.n, outputs.n, 1.0, False))
-        local[split.dim - first] = outputs.counts[split.axis.rank]
-    return with_outputs(func(part, local), x, parts)
-
-
-@operator("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
-def _adaptive_max(func: Any, x: Tensor, size: Sequence[int]) -> Any:
-    """Positions of largest values are those of the whole: split positions are gathered."""
-    first = len(shape_of(x)) - len(size)
-    return by_rule(func, redistribute(x, splits_of(x).without(*range(first, first + len(size)))), size)
+    return torch.mean(x, [*range(-len(size), 0)], True) if set(size) == {1} else BY_RULE

@@ -1,4 +1,4 @@
-"""Plans of operators that merge, split, reorder, add or drop dims; nothing is sent, unless borders lie inside a dim."""
+"""Operators that merge, split, add or drop dims. Nothing is sent, unless parts end inside of a new dim."""
 
 from collections.abc import Sequence
 from math import prod
@@ -50,7 +50,7 @@ def _view(func: Any, x: Tensor, *args: Any) -> Plan:
     result = Splits.of([s for split in splits if (s := _reshaped(split, old, new, pairs))])
     more = [t for t in args if isinstance(t, Tensor)]
     part = tuple(result.local_shape(new))
-    call = (lambda part, shape, *_: part.reshape(shape)), TENSOR, part, *[TENSOR for _ in more]
+    call = (lambda part, shape, *_: part.reshape(shape)), TENSOR, part, *[TENSOR] * len(more)
     return plan_of_call(func, [splits, *map(splits_of, more)], result, new, *call, view=view_of(func))
 
 
@@ -67,31 +67,32 @@ def _one_split_per_group(func: Any, x: Tensor, pairs: Groups) -> Splits:
     return splits
 
 
+def _through(owners: Owners, sizes: Sequence[int], i: int, others: Sequence[int], j: int) -> Owners | None:
+    """Owners of dim j after dims of some sizes, of which dim i has owners, are reshaped to other sizes."""
+    merged = owners.widened(prod(sizes[i + 1 :])).repeated(prod(sizes[:i]))
+    found = merged.inner(prod(others[:j]))
+    return found and found.outer(prod(others[j + 1 :]))
+
+
 def _reshaped(split: Split, old: Sequence[int], new: Sequence[int], pairs: Groups) -> Split | None:
     """A split of the new shape; None where no new dim has it."""
     before, after = _group_of(split.dim, pairs)
-    at = before.index(split.dim)
-    merged = split.owners.widened(prod(old[d] for d in before[at + 1 :]))
-    merged = merged.repeated(prod(old[d] for d in before[:at]))
+    sizes, others = [old[d] for d in before], [new[d] for d in after]
     for i, dim in enumerate(after):
-        found = merged.inner(prod(new[d] for d in after[:i]))
-        found = found and found.outer(prod(new[d] for d in after[i + 1 :]))
-        if found is not None:
-            return split._replace(dim=dim, owners=found)
+        owners = _through(split.owners, sizes, before.index(split.dim), others, i)
+        if owners is not None:
+            return split._replace(dim=dim, owners=owners)
     return None
 
 
 def _other_borders(split: Split, old: Sequence[int], new: Sequence[int], pairs: Groups) -> Split | None:
-    """The split of the old shape that one of the new dims can have, with as few indices moved as an even split has."""
-    axis, (before, after) = split.axis, _group_of(split.dim, pairs)
-    at = before.index(split.dim)
-    for i, dim in enumerate(after):
-        merged = Owners.even(new[dim], axis.size).widened(prod(new[d] for d in after[i + 1 :]))
-        merged = merged.repeated(prod(new[d] for d in after[:i]))
-        own = merged.inner(prod(old[d] for d in before[:at]))
-        own = own and own.outer(prod(old[d] for d in before[at + 1 :]))
-        if own is not None and min(own.period_counts):
-            return split._replace(owners=own)
+    """The split of the same dim whose borders are those of an even split of a new dim; None if there is none."""
+    before, after = _group_of(split.dim, pairs)
+    sizes, others = [old[d] for d in before], [new[d] for d in after]
+    for i, n in enumerate(others):
+        owners = _through(Owners.even(n, split.axis.size), others, i, sizes, before.index(split.dim))
+        if owners is not None and min(owners.period_counts):
+            return split._replace(owners=owners)
     return None
 
 

@@ -59,16 +59,14 @@ def in_parts(
     """
     found = list[tuple[Split, Owners]]()
     for split in splits_of(x):
-        if split.dim not in dims:
-            continue
-        axis, n = split.axis, n_out[dims.index(split.dim)]
-        if n < axis.size:
-            x = redistribute(x, splits_of(x).replaced(axis, None))
-            continue
-        x = in_order(x, split.dim)
-        split = splits_of(x).at(split.dim) or split
-        outputs = split.owners.proportional(n)
-        found.append((split, outputs if min(outputs.counts) else Owners.even(n, axis.size)))
+        n = n_out[dims.index(split.dim)] if split.dim in dims else None
+        if n is not None and n < split.axis.size:
+            x = redistribute(x, splits_of(x).replaced(split.axis, None))
+        elif n is not None:
+            x = in_order(x, split.dim)
+            split = splits_of(x).at(split.dim) or split
+            outputs = split.owners.proportional(n)
+            found.append((split, outputs if min(outputs.counts) else Owners.even(n, split.axis.size)))
     return x, found
 
 
@@ -88,11 +86,12 @@ def padded(part: Tensor, dim: int, before: int, after: int, fill: float | None =
     return part if len(found) == 1 else torch.cat(found, dim)
 
 
-def _read(outputs: Owners, stride: int, padding: int, span: int, n: int) -> list[Rows]:
-    """The rows that a window of `span` rows reads at each rank's outputs."""
+def _read(outputs: Owners, window: Window, n: int) -> list[Rows]:
+    """The rows, of n, that windows read at each rank's outputs."""
     found = list[Rows]()
     for (out,) in outputs.spans:
-        low, high = out.start * stride - padding, (out.stop - 1) * stride - padding + span
+        low = out.start * window.stride - window.padding
+        high = (out.stop - 1) * window.stride - window.padding + window.span
         inside = range(min(max(low, 0), n), max(min(high, n), 0))
         inside = inside or range(inside.start, inside.start)
         found.append(Rows(inside, max(0, min(-low, high - low)), max(0, high - max(n, low))))
@@ -102,11 +101,10 @@ def _read(outputs: Owners, stride: int, padding: int, span: int, n: int) -> list
 def _with_windows(
     x: Tensor, parts: Sequence[tuple[Split, Owners]], first: int, windows: Sequence[Window], fill: float = 0.0
 ) -> tuple[Tensor, list[int], list[Split]]:
-    """The rows of own outputs, the padding that is left along each dim from `first` on, and the outputs' splits."""
+    """The rows that the own outputs read, the padding that is left along each dim, and the splits of the outputs."""
     part, size, padding, done = local_of(x), shape_of(x), [w.padding for w in windows], list[Split]()
     for split, outputs in parts:
-        window = windows[split.dim - first]
-        rows = _read(outputs, window.stride, window.padding, window.span, size[split.dim])
+        rows = _read(outputs, windows[split.dim - first], size[split.dim])
         part = with_rows(part, split, rows, fill)
         padding[split.dim - first] = 0
         done.append(split._replace(owners=outputs))
@@ -160,15 +158,7 @@ def _computed(plan: Plan, call: Any, *parameters: Tensor | None) -> Tensor:
 
 @operator("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _transposed(
-    func: Any,
-    x: Tensor,
-    w: Tensor,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    more: Any,
-    groups: int,
-    dilation: Any,
+    func: Any, x: Any, w: Any, bias: Any, stride: Any, padding: Any, more: Any, groups: int, dilation: Any
 ) -> Any:
     """Every rank computes from all inputs that reach its outputs, and keeps these."""
     kernel = shape_of(w)[2:]
@@ -213,39 +203,19 @@ def _pool(func: Any, x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0,
         return BY_RULE
     names = ("dilation", "ceil_mode") if is_max else ("ceil_mode", "count_include_pad", "divisor")
     more = dict(zip(names, rest, strict=False))
+    ceil = bool(more.get("ceil_mode"))
+    if not is_max and more.get("divisor") is None and (ceil or not more.get("count_include_pad", True)):
+        # windows at the border count fewer values
+        return BY_RULE
     kernel, dilation = each(kernel, n), each(more.get("dilation", 1), n)
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     strides = each(stride, n) if stride not in ((), []) else kernel
     windows = [Window(*w) for w in zip(spans, strides, each(padding, n), strict=True)]
-    size, ceil = shape_of(x)[first:], bool(more.get("ceil_mode"))
-    n_out = [w.outputs(m, ceil) for w, m in zip(windows, size, strict=True)]
-    counts_all = more.get("count_include_pad", True)
-    uneven = not is_max and more.get("divisor") is None and (ceil or not counts_all)
-    if uneven:
-        # windows at the border count fewer values: means of full windows, times a factor for every dim
-        ends = [
-            max(0, (out - 1) * w.stride + w.span - m - w.padding)
-            for w, m, out in zip(windows, size, n_out, strict=True)
-        ]
-        x = F.pad(
-            x, [side for w, end in zip(windows[::-1], ends[::-1], strict=True) for side in (w.padding, end)]
-        )
-        windows, rest = [w._replace(padding=0) for w in windows], ()
+    n_out = [w.outputs(m, ceil) for w, m in zip(windows, shape_of(x)[first:], strict=True)]
     x, parts = in_parts(x, range(first, first + n), n_out)
     part, left, done = _with_windows(x, parts, first, windows, -torch.inf if is_max else 0.0)
-    y = wrap(
-        func(part, kernel, strides, left, *rest),
-        Splits.of([*splits_of(x).without(*range(first, first + n)), *done]),
-    )
-    for i, (w, p, m, out) in enumerate(zip(windows, each(padding, n), size, n_out, strict=True)):
-        if uneven:
-            starts = [o * w.stride - p for o in range(out)]
-            counts = [
-                min(a + w.span, m + p) - a if counts_all else min(a + w.span, m) - max(a, 0) for a in starts
-            ]
-            factors = torch.tensor([w.span / count for count in counts], dtype=y.dtype, device=y.device)
-            y = y * factors.view([-1, *[1] * (n - 1 - i)])
-    return y
+    rest_of_x = splits_of(x).without(*range(first, first + n))
+    return wrap(func(part, kernel, strides, left, *rest), Splits.of([*rest_of_x, *done]))
 
 
 @operator("unfold")

@@ -103,7 +103,7 @@ def has_batch_norms(module: nn.Module) -> bool:
 def statistics_bytes(module: nn.Module) -> int:
     """Most bytes that shared statistics add to a training step: of every layer how many values it has seen and, where
     it runs again, its statistics until then, 2 numbers per channel; of one layer in its backward pass, per channel, 6
-    numbers (2 of `sums`, `rstd`, `per_value`, 2 products) and 2 gradients.
+    numbers (2 of `sums`, their averages, `rstd`, `weight` where its type is shorter) and 2 gradients.
 
     Known limit: what is taken off dx, as large as the layer's input, is not among them; nothing else is made at that
     moment that is not freed by an activation's backward pass just before.

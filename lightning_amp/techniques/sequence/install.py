@@ -13,12 +13,7 @@ from lightning_amp.dist._torch import skip_one_torch_function
 from lightning_amp.dist.splits import MeshAxis, axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.sequence.row import SequenceParallel, written_dims
-from lightning_amp.techniques.sequence.split_batch import (
-    HowToSplit,
-    read_dims,
-    read_grid,
-    tensors,
-)
+from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims, read_grid, tensors
 from lightning_amp.techniques.sequence.step import STEPS, step_of
 
 MOST_TRIED = 6
@@ -58,19 +53,16 @@ def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | 
 
 def axes_of(mesh: DeviceMesh | MeshAxis, grid: str) -> tuple[MeshAxis, ...]:
     """The axes that dims are split over: the mesh, or the two axes of a grid of its ranks."""
+    sizes = read_grid(grid, mesh.size if isinstance(mesh, MeshAxis) else mesh.size())
+    if len(sizes) == 1:
+        return (axis_of(mesh),)
     if isinstance(mesh, MeshAxis):
-        sizes = read_grid(grid, mesh.size)
-        if len(sizes) == 1:
-            return (mesh,)
-        # of a dry run
+        # in a dry run
         ranks = divmod(mesh.rank, sizes[1])
         return tuple(
             MeshAxis(f"{mesh.name}{i}", n, rank, None, sent=mesh.sent)
             for i, (n, rank) in enumerate(zip(sizes, ranks, strict=True))
         )
-    sizes = read_grid(grid, mesh.size())
-    if len(sizes) == 1:
-        return (axis_of(mesh),)
     both = mesh._unflatten(0, sizes, ("rows", "columns"))
     return tuple(axis_of(both[name]) for name in ("rows", "columns"))
 

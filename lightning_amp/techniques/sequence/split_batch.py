@@ -92,14 +92,9 @@ def causal_sizes(n: int, size: int) -> tuple[int, ...]:
 
 def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a batch, with their paths."""
-    found = list[tuple[str, Tensor]]()
-
-    def note(path: str, x: Tensor) -> Tensor:
-        found.append((path, x))
-        return x
-
-    mapped(batch, note)
-    return iter(found)
+    found = dict[str, Tensor]()
+    mapped(batch, found.setdefault)
+    return iter(found.items())
 
 
 def mapped(value: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:

@@ -198,8 +198,17 @@ LAYERS = [
     case("rms_norm", lambda x, w: F.rms_norm(x, (6,), w), X, (6,)),
     case("rms_norm over it", lambda x, w: F.rms_norm(x, (9, 6), w, eps=0.1), X, (9, 6)),
     case("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), IMAGE, (4,), (4,), at=2),
-    case("group_norm of many rows", lambda x, w, b: F.group_norm(x, 2, w, b), (2, 4, 40, 3), (4,), (4,), at=2),
-    case("instance_norm of many rows", lambda x, w, b: F.instance_norm(x, None, None, w, b), (2, 4, 40, 3), (4,), (4,), at=2),
+    case(
+        "group_norm of many rows", lambda x, w, b: F.group_norm(x, 2, w, b), (2, 4, 40, 3), (4,), (4,), at=2
+    ),
+    case(
+        "instance_norm of many rows",
+        lambda x, w, b: F.instance_norm(x, None, None, w, b),
+        (2, 4, 40, 3),
+        (4,),
+        (4,),
+        at=2,
+    ),
     case("group_norm of split channels", lambda x, w, b: F.group_norm(x, 4, w, b), (2, 8, 3), (8,), (8,)),
     case(
         "group_norm of channels split inside groups",
