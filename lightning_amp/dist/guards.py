@@ -100,8 +100,6 @@ def _refuse_other_leaves(outputs: Sequence[Tensor], known: set[int]) -> None:
         nodes += [other for other, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor) and id(leaf) not in known and not hasattr(leaf, "is_part"):
-            why = (
-                "it would leave one rank's share of a gradient on a tensor that is no parameter of the module"
-            )
+            why = "it would leave one rank's share of a gradient on a tensor that is no parameter"
             remedy = "take its gradient with torch.autograd.grad"
             raise shard_error(Tensor.backward, [leaf], why, remedy=remedy)
