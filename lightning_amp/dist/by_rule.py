@@ -195,16 +195,14 @@ def _chosen(
     taken: dict[int, MeshAxis],
     result: tuple[int, ...],
 ) -> tuple[int, Owners] | None:
-    """The label that is split over an axis, and its owners; None where all tensors are whole on it."""
+    """The label that is split over an axis, and its owners; None if all tensors are to be whole on the axis."""
     split = [(k, s) for k, t in enumerate(tensors) if (s := splits_of(t).on(axis)) is not None]
     mutable = func._schema.is_mutable
     if mutable and split[0][0] != 0:
         why = "it writes sharded values into a tensor that is not split in this way"
         raise shard_error(func, tensors, why, remedy="use the operator that returns a new tensor")
     # the largest tensor stays where it is; the first one where torch writes into it
-    k, lead = (
-        split[0] if mutable else max(split, key=lambda found: (prod(shape_of(tensors[found[0]])), -found[0]))
-    )
+    k, lead = split[0] if mutable else max(split, key=lambda s: (prod(shape_of(tensors[s[0]])), -s[0]))
     label = labels.get((k, lead.dim))
     if mutable:
         if label is None or label in taken:
@@ -223,7 +221,7 @@ def _chosen(
     follows, size, other = max(free, default=(False, 0, 0))
     even = -other, Owners.even(size, axis.size)
     if label is not None and label not in taken:
-        # a sum leaves the result whole on every rank: where that is large, another dim is split instead
+        # a sum leaves the result whole on every rank; if it is large, another dim is split instead
         large = prod(result) * axis.size > prod(shape_of(tensors[k]))
         return even if label < 0 and large and follows and axis.unknown == "error" else (label, lead.owners)
     if free:

@@ -30,7 +30,7 @@ from lightning_amp.errors import ShardError
 
 
 def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a function of torch: by its plan, if it has been called in this way before."""
+    """Compute a function of torch: by its plan, if it was called in this way before."""
     tensors = list[Tensor]()
     try:
         key = key_of(func, args, kwargs, tensors)
@@ -44,9 +44,7 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return run_on([local_of(t) for t in tensors], plan, func, args, kwargs, tensors)
         return run(plan, func, args, kwargs, tensors)
     if getattr(func, "__name__", "") == "__set__":
-        raise shard_error(
-            func, args, "it sets an attribute, of which the part would not hear", remedy="use copy_"
-        )
+        raise shard_error(func, args, "it would set an attribute of the wrapper alone", remedy="use copy_")
     found, call = below_autograd(func, args, kwargs)
     same = len(tensors) == len(call.tensors) and all(map(is_, tensors, call.tensors))
     if key is not None and call.n_operators == 1 and call.plan is not None and same:
@@ -57,10 +55,10 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operator, with autograd.
+    """Compute an operator, with autograd.
 
-    Whole results are wrapped too: autograd is off on the level of the caller, which may be a function of several
-    operators. What would be done there to a plain tensor would have no gradient.
+    Whole results are wrapped too: the caller may be a function of several operators, and autograd is off there, so
+    operators on a plain tensor would have no gradient.
     """
     with above_autograd() as call:
         call.n_operators += 1
@@ -143,7 +141,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> N
 
 
 def _composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operators that one consists of; whole tensors take part as sharded ones, for autograd is off there."""
+    """Compute the operators that one consists of; whole tensors are wrapped, because autograd is off there."""
     try:
         with taken_apart():
             return func.decompose(*mapped(args, _wrapped), **mapped(kwargs, _wrapped))
@@ -152,7 +150,7 @@ def _composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _by_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator in place by the one that returns a new tensor."""
+    """Compute an operator in place by the one that returns a new tensor."""
     space, _, name = func._schema.name.partition("::")
     # "add_", and "__iand__" of "&="
     name = name.replace("__i", "__") if name.startswith("__i") else name[:-1]
@@ -163,7 +161,7 @@ def _by_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator on whole tensors, if all of their axes allow that."""
+    """Compute an operator on gathered tensors, if all of their axes allow that."""
     tensors = tensors_in((args, kwargs))
     if any(s.axis.unknown == "error" for t in tensors for s in splits_of(t)) or func._schema.is_mutable:
         values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)

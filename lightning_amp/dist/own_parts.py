@@ -1,7 +1,6 @@
-"""Read only a rank's part of a batch: which indices the rank reads, and the sharded tensor that its part becomes.
+"""Read only a rank's part of a batch: `own_part` says which indices to read, `as_sharded` wraps the part.
 
-A loader yields plain tensors with the own indices of a dim. Once they are on the device, `as_sharded` wraps them;
-nothing is sent. A tensor that was read whole stays as it is, so that the same data module serves one process.
+Nothing is sent. A tensor that was read whole is returned as it is, so that the same data module runs in one process.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +21,8 @@ class OwnParts:
 
     Attributes:
         rank, size: This rank, and ranks of the model axis; size 0 where a plan is still to find it.
-        axis: Gives the axis; None where no technique splits the batches of the run.
-        dims: Tensors of the batch that a person has named to be split evenly, and along which dims.
+        axis: Returns the axis; None if no technique splits the batches of the run.
+        dims: By path of a tensor in the batch, the dims that the user has named to be split evenly.
     """
 
     rank: int = 0
@@ -61,7 +60,7 @@ class OwnParts:
         return ShardedTensor.from_local(local, self.model_axis(), dim=dim, sizes=sizes)
 
     def model_axis(self) -> MeshAxis:
-        """The axis that the batches of the run are split over, or a ShardError."""
+        """Return the axis that batches are split over, or raise a ShardError."""
         if self.axis is None:
             raise ShardError(
                 "the batch has a tensor that is split over the model axis, and no technique of this run splits batches;"
@@ -71,29 +70,29 @@ class OwnParts:
 
 
 def own_part(length: int, trainer: Any) -> slice:
-    """The indices of a dim that this rank reads, when the dim is split evenly over the model axis.
+    """Return the indices of a dim that this rank reads when the dim is split evenly over the model axis.
 
     Args:
-        length: Of the whole dim.
-        trainer: The Trainer; all indices are own under another strategy than "amp", and without a Trainer.
+        length: Length of the whole dim.
+        trainer: The Trainer; without one, or under another strategy than "amp", a rank reads all indices.
 
     Raises:
-        ShardError: The number of ranks of the model axis is left to the plan, or larger than the dim is long.
+        ShardError: The number of ranks of the model axis is not known before the plan, or is larger than the length.
     """
     return _of(trainer).part(length)
 
 
 def as_sharded(local: Tensor, trainer: Any, *, dim: int, length: int) -> Tensor:
-    """The sharded tensor of which every rank of the model axis has read its own part; for `on_after_batch_transfer`.
+    """Wrap the part that this rank has read as a sharded tensor; call it in `on_after_batch_transfer`.
 
     Args:
-        local: The own part, on the device; a tensor that is whole is returned as it is.
+        local: The part, on the device; a whole tensor is returned as it is.
         trainer: The Trainer.
         dim: The dim that is split.
-        length: Of the whole dim.
+        length: Length of the whole dim.
 
     Raises:
-        ShardError: Another part than `own_part` gives, or the run does not split batches over the model axis.
+        ShardError: The part is not that of `own_part`, or the run does not split batches over the model axis.
     """
     return _of(trainer).sharded(local, dim=dim, length=length)
 

@@ -176,10 +176,8 @@ def _finished(part: Tensor, plan: Plan, i: int, parts: list[Tensor], tensors: Se
         part = all_reduce(part, axis)
     splits = plan.result
     if (plan.call is not None or plan.view) and not view and is_view(part, parts[0]):
-        # such as all indices of a dim, or rows that are next to each other on this rank alone: torch copies
+        # torch copies where this rank has a view, as of all indices of a dim
         part = part.clone()
-    if plan.settled is None and not view and splits:
-        return ShardedTensor(part, splits, False, strides)
     if plan.settled is not None:
         part, splits = resplit(part, splits, plan.settled), plan.settled
     copied = False
@@ -189,8 +187,7 @@ def _finished(part: Tensor, plan: Plan, i: int, parts: list[Tensor], tensors: Se
         copied = moved or (getattr(tensors[0], "copied", False) if shares else part.device == parts[0].device)
     if not splits and not copied:
         return laid_out(part, strides, view)
-    found = ShardedTensor(part, splits, copied, strides)
-    return copy_of(tensors[0], found) if copied else found
+    return copy_of(tensors[0], ShardedTensor(part, splits, copied, strides))
 
 
 def laid_out(whole: Tensor, strides: tuple[int, ...] | None, view: bool) -> Tensor:
@@ -202,9 +199,9 @@ def laid_out(whole: Tensor, strides: tuple[int, ...] | None, view: bool) -> Tens
 
 
 def _settled(splits: Splits) -> Splits | None:
-    """Splits in place of some that leave ranks without an index, which no operator has to expect; None if none do.
+    """Splits in which every rank has an index, in place of some that leave ranks without one; None if none do.
 
-    Where there are enough indices they are split evenly, else every rank has the whole of the dim.
+    A dim with enough indices is split evenly; otherwise every rank has the whole dim.
     """
     found = splits
     for split in splits:

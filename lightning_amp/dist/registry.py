@@ -1,4 +1,4 @@
-"""The tables of functions and operators that know sharded tensors, and the error for those that do not."""
+"""The tables of functions and operators that support sharded tensors, and the error for those that do not."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ AnyHandler = TypeVar("AnyHandler", bound=Handler)
 
 LOST = "it writes into a copy, which is a view of a tensor in torch; other ranks would not see the write"
 BY_RULE = object()
-"""What a handler returns where the rules of flow say what happens."""
+"""What a handler returns to have the operator computed by the rules of lightning_amp.graph."""
 OPERATORS: dict[str, Handler] = {}
 """By name, "linear" of aten and "namespace::name" of others: (operator, *args, **kwargs) -> result, plan or BY_RULE."""
 FUNCTIONS: dict[Any, Handler] = {}
@@ -68,7 +68,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
-    """Nested arguments with those of a kind, which are tensors, changed."""
+    """Nested arguments with those of a kind, by default tensors, changed."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):

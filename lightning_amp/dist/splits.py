@@ -20,9 +20,8 @@ class MeshAxis:
         name: For messages and plans.
         size, rank: Ranks of the axis, and this process's place among them.
         group: Its process group; None in a dry run, in which nothing is sent.
-        unknown: What happens to a tensor split over this axis in an operator without a handler: an error, or the tensor
-            is gathered and every rank computes the whole.
-        sent: Collectives that this rank has issued over the axis; None where they are not counted.
+        unknown: What an operator does that cannot be computed on parts: raise an error, or gather its tensors.
+        sent: Collectives that this rank has issued over the axis; None if they are not counted.
     """
 
     name: str
@@ -34,7 +33,7 @@ class MeshAxis:
 
 
 AXES_OF_STEP: list[MeshAxis] = []
-"""All axes that tensors of the last step may be split over."""
+"""All axes that tensors of the current or last step may be split over."""
 _AXES: dict[Any, MeshAxis] = {}
 
 
@@ -62,9 +61,9 @@ class Sent(NamedTuple):
 
     Attributes:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "ring".
-        n_bytes: Bytes that the rank hands in; of an all-to-all and a ring those for other ranks.
+        n_bytes: Bytes that the rank passes in; for an all-to-all and a ring, only those for other ranks.
         backward: Whether it belongs to the backward pass.
-        why: The operator that needs it, "" where it is a rule of autograd.
+        why: The operator that needs it; "" in the backward pass.
         ranks: Of the axis.
     """
 

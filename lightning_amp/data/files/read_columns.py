@@ -1,7 +1,6 @@
-"""Reads some columns of the matrix of an h5ad, in memory that falls with the columns.
+"""Reads some columns of the matrix of an h5ad, in memory proportional to the columns.
 
-Of CSC the own columns are read alone. Of CSR every entry is read, a few rows at a time, and of a dense matrix the own
-columns, a few rows at a time.
+From CSC and dense matrices only these columns are read; from CSR every entry is, a few rows at a time.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from lightning_amp.data.files.h5ad_header import shape_of
 from lightning_amp.data.files.hdf5 import open_h5ad
 
 BLOCK = 2**19
-"""Entries that are read together."""
+"""Number of entries that are read together."""
 
 
 def read_columns(path: Path, source: str, columns: slice) -> sparse.csr_matrix:
@@ -25,8 +24,8 @@ def read_columns(path: Path, source: str, columns: slice) -> sparse.csr_matrix:
 
     Args:
         path: The h5ad.
-        source: Where in it the matrix lies, such as "X" or "layers/counts".
-        columns: The first and one past the last.
+        source: Path of the matrix in the file, such as "X" or "layers/counts".
+        columns: The columns, as whole numbers from the first to one past the last.
 
     Raises:
         DataError: The file cannot be read.
@@ -43,7 +42,7 @@ def read_columns(path: Path, source: str, columns: slice) -> sparse.csr_matrix:
         else:
             most = len(matrix["data"]) if isinstance(matrix, h5py.Group) else int(np.prod(found.shape))
         place = np.cumsum(lengths) - lengths
-        # where nothing is written no memory is taken
+        # pages that nothing is written to take no memory
         data, indices = np.empty(most, np.float32), np.empty(most, np.int32)
         for row, column, block in _blocks(matrix, columns):
             each, where = np.diff(block.indptr), np.arange(n, n + block.nnz)
@@ -55,7 +54,7 @@ def read_columns(path: Path, source: str, columns: slice) -> sparse.csr_matrix:
             data[where], indices[where] = block.data, block.indices + column
             n += block.nnz
     ends = np.concatenate([[0], np.cumsum(lengths)])
-    # set, for the constructor looks at all indices
+    # set here, because the constructor checks all indices
     found.data, found.indices, found.has_canonical_format = data[:n], indices[:n], True
     found.indptr = ends.astype(np.int32 if n < 2**31 else np.int64)
     return found
@@ -73,7 +72,7 @@ def read_totals(path: Path, source: str) -> NDArray[np.float64]:
 
 def is_by_columns(matrix: Any) -> bool:
     """Whether a matrix is stored as CSC."""
-    # late: cells that are made in memory need no reader of files
+    # imported late: cells in memory need no reader of files
     from anndata.io import sparse_dataset
 
     return isinstance(matrix, h5py.Group) and sparse_dataset(matrix).format == "csc"

@@ -1,4 +1,4 @@
-"""Data sets of the cells of a file, of which a rank reads its own columns or bins alone."""
+"""Data sets that read only a rank's own columns or bins of the cells in a file."""
 
 import os
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ from lightning_amp.errors import DataError
 class OwnColumns(Dataset[Tensor]):
     """Some columns of the cells of an h5ad; an item is a float32 tensor [own column].
 
-    Of a dense matrix rows are read when they are asked for, by every worker for itself. Of a sparse one the own columns
-    are read once and stay in memory; where it is CSR the whole file is read for that, a few rows at a time.
+    Each worker reads the rows of a dense matrix when they are needed. The own columns of a sparse matrix are read once
+    and stay in memory; from CSR, this reads the whole file, a few rows at a time.
 
     Args:
         path: The h5ad.
         columns: As `lightning_amp.own_part` gives them; None is all.
-        source: Where in the file the matrix lies: "X" or, for example, "layers/counts".
+        source: Path of the matrix in the file: "X" or, for example, "layers/counts".
 
     Raises:
-        DataError: There is no such matrix, or no such columns.
+        DataError: The file has no such matrix or columns.
     """
 
     def __init__(self, path: str | Path, columns: slice | None = None, *, source: str = "X") -> None:
@@ -51,36 +51,36 @@ class OwnColumns(Dataset[Tensor]):
         return self.rows([cell])[0]
 
     def __getitems__(self, cells: Sequence[int]) -> list[Tensor]:
-        """The items of a batch, in one go."""
+        """The items of a batch, in one read."""
         return [*self.rows(cells)]
 
     def rows(self, cells: Sequence[int] | np.ndarray) -> Tensor:
-        """Some cells as [cell, own column], in the order asked, repeats allowed."""
+        """Read cells as [cell, own column], in the given order; a cell may be repeated."""
         if self._counts is not None:
             return torch.from_numpy(self._counts[cells].toarray())
-        # an open file that is taken into another process reads wrong bytes there
+        # a file that was opened in another process reads wrong bytes
         if self._open is None or self._open[0] != os.getpid():
             self._open = os.getpid(), h5py.File(self.path, "r")[self.source]
         unique, where = np.unique(np.asarray(cells), return_inverse=True)
         return torch.from_numpy(self._open[1][unique, self.columns][where].astype(np.float32, copy=False))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, as a worker that is not forked gets it."""
+        """Leave the open file out of the copy for a worker that is not forked."""
         return {**vars(self), "_open": None}
 
 
 class OwnBins(Dataset[Tensor]):
-    """Contacts of the cells of a .scool from own bins upwards; an item is a float32 tensor [stratum, own bin].
+    """Contacts of own bins with later bins for the cells of a .scool; an item is a float32 tensor [stratum, own bin].
 
     Element (k, i) counts the contacts of the i-th own bin with the k-th bin after it on its chromosome.
 
     Args:
         path: The .scool.
         bins: As `lightning_amp.own_part` gives them; None is all.
-        strata: How many.
+        strata: Number of strata.
 
     Raises:
-        DataError: It is no .scool, or has no such bins.
+        DataError: The file is not a .scool, or has no such bins.
     """
 
     def __init__(self, path: str | Path, bins: slice | None = None, *, strata: int) -> None:

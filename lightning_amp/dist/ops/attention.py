@@ -31,7 +31,7 @@ from lightning_amp.dist.splits import MeshAxis, Splits
 
 
 class _SplitColumns(torch.autograd.Function):
-    """Whole queries, split keys and values: every rank's result, merged over the ranks."""
+    """Whole queries, split keys and values: the results of all ranks are merged."""
 
     @staticmethod
     def forward(
@@ -124,7 +124,7 @@ def _attention(
 def _with_weights(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float
 ) -> Tensor:
-    """Scores of own rows are made, for dropout of weights and for masks that are trained; columns are gathered."""
+    """Attention that computes all scores of the own rows, for dropout and for masks that are trained."""
     scores = torch.matmul(q, k.mT) * scale
     if causal:
         mask = torch.ones(shape_of(scores)[-2:], dtype=torch.bool, device=q.device).tril()

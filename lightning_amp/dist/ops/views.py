@@ -39,8 +39,12 @@ def _view(func: Any, x: Tensor, *args: Any) -> Plan:
         splits = splits_with_whole(func, x, splits_of(x), whole)
         return plan_of_call(func, [splits], splits, new, Tensor.view, TENSOR, *args, view=True)
     pairs = groups(old, new)
-    # of an empty tensor nothing is to be split
-    splits = _one_split_per_group(func, x, pairs) if prod(old) else WHOLE
+    # an empty tensor is not split
+    splits = splits_of(x) if prod(old) else WHOLE
+    for before, _ in pairs:
+        # of dims that are merged, only the first one that is split stays split
+        others = [d for d in before if splits.at(d)][1:]
+        splits = splits_with_whole(func, x, splits, others, stay=before)
     changed = [d for before, after in pairs if len(before) > 1 or len(after) != 1 for d in before]
     for split in splits:
         if _reshaped(split, old, new, pairs) is None:
@@ -56,15 +60,6 @@ def _view(func: Any, x: Tensor, *args: Any) -> Plan:
 
 def _group_of(dim: int, pairs: Groups) -> tuple[list[int], list[int]]:
     return next((pair for pair in pairs if dim in pair[0]), ([dim], []))
-
-
-def _one_split_per_group(func: Any, x: Tensor, pairs: Groups) -> Splits:
-    """Of dims that are merged the first that is split stays so."""
-    splits = splits_of(x)
-    for before, _ in pairs:
-        more = [d for d in before if splits.at(d)][1:]
-        splits = splits_with_whole(func, x, splits, more, stay=before)
-    return splits
 
 
 def _through(owners: Owners, sizes: Sequence[int], i: int, others: Sequence[int], j: int) -> Owners | None:

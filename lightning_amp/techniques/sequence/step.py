@@ -35,12 +35,12 @@ def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..
                 raise ShardError(
                     f"{name!r} returned a loss with {loss.splits}; a loss is a number: take the mean or the sum of it"
                 )
-            return mapped(found, lambda _, x: _whole(x))
+            return mapped(found, _whole)
 
     return split
 
 
-def _whole(x: Tensor) -> Tensor:
+def _whole(path: str, x: Tensor) -> Tensor:
     if not isinstance(x, ShardedTensor):
         return x
     # what callbacks and loggers get is not trained on
@@ -55,10 +55,7 @@ def whole_in_metrics(module: nn.Module) -> Iterator[None]:
     updates = [metric.update for metric in metrics]
 
     def with_whole(update: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return update(*mapped(args, lambda _, x: _whole(x)), **mapped(kwargs, lambda _, x: _whole(x)))
-
-        return call
+        return lambda *args, **kwargs: update(*mapped(args, _whole), **mapped(kwargs, _whole))
 
     for metric, update in zip(metrics, updates, strict=True):
         metric.update = with_whole(update)  # type: ignore[method-assign]
