@@ -33,7 +33,7 @@ from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.read_directory import Stored, fill
 from lightning_amp.lightning.checkpoints.tensor_parts import Part, part_of
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter, is_split, local
-from lightning_amp.parallel.fsdp.fully_sharded import FullySharded
+from lightning_amp.parallel.contract.units import Units
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.check_region import check_region
 
@@ -51,7 +51,7 @@ class Shards:
         sharded: Those that were replaced by this rank's shard.
         partial: Whole ones of which a rank's gradient is a part.
         apart: Whether ranks of the model axis have parameters of their own, whose gradients the step itself completes.
-        units: What fsdp has installed; None without it.
+        units: What fsdp, or a technique with steps, has installed; None without it.
     """
 
     apart = False
@@ -62,7 +62,7 @@ class Shards:
         sharded: Sequence[ShardedParameter] = (),
         partial: Sequence[nn.Parameter] = (),
         *,
-        units: FullySharded | None = None,
+        units: Units | None = None,
     ) -> None:
         self.sharded, self.partial, self.units = tuple(sharded), tuple(partial), units
         self._module = module if module is not None else nn.Module()
@@ -84,12 +84,12 @@ class Shards:
     @property
     def over_model(self) -> list[ShardedParameter]:
         """Those that lie over the model axis."""
-        return [parameter for parameter in self.sharded if not parameter.by_torch]
+        return [parameter for parameter in self.sharded if not parameter.by_units]
 
     @property
     def reduced(self) -> list[nn.Parameter]:
         """Parameters whose gradients are averaged over ranks when a backward pass has ended; torch's are by then."""
-        others = {id(parameter.shard) for parameter in self.sharded if parameter.by_torch}
+        others = {id(parameter.shard) for parameter in self.sharded if parameter.by_units}
         return [parameter for parameter in self._parameters if id(parameter) not in others]
 
     def check(self, loss: Tensor) -> None:
@@ -149,6 +149,8 @@ class Shards:
             return lambda: None
         try:
             check_optimizers(trainer.optimizers, self.sharded)
+            if self.units is not None:
+                self.units.optimizers_made(trainer.optimizers)
         except InstallError:
             # all ranks have made the same optimisers, and have nothing but rows any more
             if self.units is not None:
@@ -235,7 +237,7 @@ class Shards:
         return converted
 
 
-def _tell_updates(optimizers: Iterable[Optimizer], units: FullySharded) -> Iterator[RemovableHandle]:
+def _tell_updates(optimizers: Iterable[Optimizer], units: Units) -> Iterator[RemovableHandle]:
     """Whoever calls the step of an optimiser, Lightning or the user."""
     for optimizer in optimizers:
         yield optimizer.register_step_pre_hook(lambda *_: units.before_update())
@@ -249,7 +251,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
         InstallError: An optimiser of `COUPLED` has a sharded parameter, or one was made before it was sharded.
     """
     shards = {id(parameter.shard) for parameter in sharded}
-    replaced = {id(parameter.whole) for parameter in sharded}
+    replaced = {id(parameter.whole) for parameter in sharded if not parameter.in_place}
     for optimizer in optimizers:
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
         if stale := sum(p in replaced for p in held):
@@ -312,7 +314,7 @@ def restore(sharded: Sequence[ShardedParameter], *, complete: bool) -> None:
     for parameter in lost:
         parameter.restore_own()
     if lost:
-        sizes = [tuple(parameter.whole.shape) for parameter in lost]
+        sizes = [tuple(parameter.shape) for parameter in lost]
         rank_zero_warn(
             f"The run ended early, and {len(lost)} parameters, of shapes such as {sizes[:3]!r}, which {_who(lost)} had"
             " split over the ranks, could not be collected: what other ranks have trained is nan now. Load a checkpoint"
@@ -353,12 +355,12 @@ def _part(parameter: ShardedParameter, value: Tensor, name: str) -> Part:
 
 def _who(sharded: Iterable[ShardedParameter]) -> str:
     """The technique that has split some parameters."""
-    return "fsdp" if any(parameter.by_torch for parameter in sharded) else "S2"
+    return next(parameter.technique for parameter in sharded)
 
 
 def _own(parameter: ShardedParameter, value: Any, name: str) -> Tensor:
-    shape = tuple(parameter.whole.shape)
-    if not isinstance(value, Tensor | Stored) or value.shape != parameter.whole.shape:
+    shape = tuple(parameter.shape)
+    if not isinstance(value, Tensor | Stored) or value.shape != parameter.shape:
         found = tuple(value.shape) if isinstance(value, Tensor | Stored) else value
         raise DataError(
             f"state for {name!r} was to be loaded, found {found!r}; the whole parameter of shape {shape!r} is needed,"

@@ -1,7 +1,7 @@
 """Run a technique's steps as rank 0 of a model axis without other ranks, to count what that rank holds and sends."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import wraps
 from importlib import import_module
@@ -49,6 +49,7 @@ class DrySteps:
     def __init__(self, name: str, spec: Spec, ranks: int, *, chosen: bool = True) -> None:
         self.name, self.spec, self.ranks, self.chosen = name, spec, ranks, chosen
         self.sent: list[Sent] = []
+        self._looking: Mapping[str, Callable[..., Any]] = {}
         self.axis = MeshAxis("model", ranks, 0, None, sent=self.sent)
 
     @classmethod
@@ -67,6 +68,8 @@ class DrySteps:
 
     def put(self, module: LightningModule) -> Callable[[], None]:
         """Put the steps in the place of a module's; returns what undoes it."""
+        if self._looking:
+            return _put(module, {name: MethodType(step, module) for name, step in self._looking.items()})
         undo = put_steps(module, self.name, self.spec, self.axis)
         step = vars(module).get("training_step")
         if step is not None:
@@ -91,7 +94,16 @@ class DrySteps:
         """
         if self.chosen:
             return
-        options = import_module(STRATEGIES[self.name].steps).options(batch, self.spec, self.ranks)
+
+        def look(steps: Mapping[str, Callable[..., Any]]) -> None:
+            """Run the step once with other functions in the place of the module's."""
+            self._looking = steps
+            try:
+                peak_of()
+            finally:
+                self._looking = {}
+
+        options = import_module(STRATEGIES[self.name].steps).options(batch, self.spec, self.ranks, look)
         peaks, refused = list[tuple[int, Spec]](), list[str]()
         for spec in options:
             self.spec = spec
@@ -136,6 +148,10 @@ def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Call
         mesh: The ranks of the model axis.
     """
     changed: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh)
+    return _put(module, changed)
+
+
+def _put(module: LightningModule, changed: Mapping[str, Any]) -> Callable[[], None]:
     vars(module).update(changed)
 
     def undo() -> None:

@@ -29,7 +29,7 @@ from torchmetrics import Metric
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.parallel.contract.sharded_parameter import is_split, local
+from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter, is_split, local
 from lightning_amp.parallel.s1_data.batch_norm import is_local, is_shared
 
 TOLERANCE = 1e-5
@@ -55,7 +55,7 @@ SHARE_STATISTIC = (
 
 def warn_of_differences(
     module: nn.Module,
-    sharded: Iterable[nn.Parameter],
+    sharded: Iterable[ShardedParameter],
     mesh: DeviceMesh,
     *,
     step: int,
@@ -66,7 +66,7 @@ def warn_of_differences(
 
     Args:
         module: With the same parameters and buffers, by name, on every rank.
-        sharded: Parameters of which a rank of the model axis has its shard.
+        sharded: Parameters of which a rank has its shard.
         mesh: With the axes "data" and "model".
         apart: Whether parameters are on some ranks of the model axis only, and on the device "meta" elsewhere.
         groups: With the axes "replicate", "shard" and "model", where parameters lie over parts of the data axis; where
@@ -74,9 +74,10 @@ def warn_of_differences(
     """
     if mesh.size() == 1:
         return
-    named: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if not is_split(p)}
+    parts = {id(parameter.shard) for parameter in sharded if not parameter.by_units}
+    split = {id(parameter.shard) for parameter in sharded if parameter.by_units}
+    named: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if id(p) not in split}
     held = {**named, **common_buffers(module)}
-    parts = {id(parameter) for parameter in sharded}
     if apart:
         held, parts = _of_stages(held)
     found = differing(held, mesh, parts)

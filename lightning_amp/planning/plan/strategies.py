@@ -15,6 +15,7 @@ from lightning_amp.planning.plan import specs
 from lightning_amp.planning.plan.block_sizes import block_cells, chunk_buckets
 from lightning_amp.planning.plan.specs import Spec
 from lightning_amp.techniques.sequence.row import ROW as SEQUENCE
+from lightning_amp.techniques.tensor3d.row import ROW as TENSOR3D
 
 if TYPE_CHECKING:
     from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape
@@ -39,7 +40,8 @@ class StrategyInfo:
             whose techniques `parallel/install.py` knows.
         steps: Module whose `install(module, spec, mesh)` gives what takes the place of a LightningModule's steps, by
             name: a technique that lies in one folder, and that the Lightning strategy carries out. Gradients of its
-            steps are averaged over the model axis too. "" for all others.
+            steps are averaged over the model axis too, unless its `split_parameters` gives what splits and reduces
+            them. "" for all others.
         together: Of such a technique: the strategies that it goes together with.
         asked: Of such a technique: its spec with the options that a person has given, and whether they say all of it.
         shape_after: Of a strategy from outside: shape of the model and ranks of the model axis -> shape that the
@@ -224,6 +226,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         specs=(specs.ChunkBlock,),
     ),
     "sequence": StrategyInfo(**SEQUENCE),
+    "tensor3d": StrategyInfo(**TENSOR3D),
 }
 
 ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"

@@ -35,12 +35,13 @@ def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..
                 raise ShardError(
                     f"{name!r} returned a loss with {loss.splits}; a loss is a number: take the mean or the sum of it"
                 )
-            return mapped(found, lambda _, x: _whole(x))
+            return mapped(found, lambda _, x: whole(x))
 
     return split
 
 
-def _whole(x: Tensor) -> Tensor:
+def whole(x: Tensor) -> Tensor:
+    """A tensor without splits; it is not trained on."""
     if not isinstance(x, ShardedTensor):
         return x
     # what callbacks and loggers get is not trained on
@@ -56,7 +57,7 @@ def whole_in_metrics(module: nn.Module) -> Iterator[None]:
 
     def with_whole(update: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return update(*mapped(args, lambda _, x: _whole(x)), **mapped(kwargs, lambda _, x: _whole(x)))
+            return update(*mapped(args, lambda _, x: whole(x)), **mapped(kwargs, lambda _, x: whole(x)))
 
         return call
 
