@@ -66,6 +66,7 @@ class Shards:
     ) -> None:
         self.sharded, self.partial, self.units = tuple(sharded), tuple(partial), units
         self._module = module if module is not None else nn.Module()
+        self._trains = False
         # of all modules now: in a step of fsdp's some have other, whole parameters
         self._parameters = tuple(self._module.parameters())
         for parameter in self.sharded:
@@ -147,6 +148,7 @@ class Shards:
         """Check the optimisers, and let clipping by norm see the shards of all ranks; returns what undoes it."""
         if not self.sharded:
             return lambda: None
+        self._trains = True
         try:
             check_optimizers(trainer.optimizers, self.sharded)
             if self.units is not None:
@@ -184,6 +186,8 @@ class Shards:
         if not self.sharded:
             return
         whole = {id(parameter.shard): parameter.whole for parameter in self.sharded}
+        # those of a fit before have states for whole parameters
+        optimizers = optimizers if self._trains else ()
         held = [o for o in optimizers if any(id(p) in whole for g in o.param_groups for p in g["params"])]
         states = (
             [self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in held] if complete else []

@@ -161,8 +161,13 @@ def _put(module: LightningModule, changed: Mapping[str, Any]) -> Callable[[], No
     return undo
 
 
-def with_spec(plan: Plan, steps: DrySteps | None) -> Plan:
+def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:
     """The plan with what a request, a plan or the first batch says of how the technique is done.
+
+    Args:
+        plan: Without it.
+        steps: The technique; None without one.
+        why: The step could not be counted.
 
     Raises:
         PlanError: Nobody has said it.
@@ -171,8 +176,8 @@ def with_spec(plan: Plan, steps: DrySteps | None) -> Plan:
         return plan
     if not steps.chosen:
         raise PlanError(
-            f"{steps.name} was asked for in a run whose step cannot be counted, so that its dims are not found; name"
-            " them, as in AMPStrategy(sequence_dim={'ids': 1})"
+            f"{steps.name} was asked for, and how it splits is found when the step of the first batch is counted; found"
+            f" {why or 'a run whose step is not counted'!r}. {STRATEGIES[steps.name].without_step}"
         )
     rules = (replace(rule, spec=steps.spec) if rule.strategy == steps.name else rule for rule in plan.rules)
     return replace(plan, rules=tuple(rules))

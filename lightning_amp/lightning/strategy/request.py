@@ -155,7 +155,14 @@ class Request:
         if not (
             isinstance(grid, tuple | list) and len(grid) == 3 and all(type(n) is int and n > 0 for n in grid)
         ):
-            raise PlanError(f"tensor_grid={grid!r} was given; allowed are three whole numbers of ranks, as (2, 1, 2)")
+            raise PlanError(
+                f"tensor_grid={grid!r} was given; allowed are three whole numbers of ranks, as (2, 1, 2)"
+            )
+        if self.save_distributed_checkpoint:
+            raise PlanError(
+                f"save_distributed_checkpoint=True was given with tensor_grid={tuple(grid)!r}, whose parts are not saved"
+                " by themselves; leave it out: a checkpoint is one file that fits any grid"
+            )
         ranks = grid[0] * grid[1]
         if self.model_parallel_size not in ("auto", ranks):
             raise PlanError(

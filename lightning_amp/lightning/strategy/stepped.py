@@ -80,7 +80,9 @@ def in_parts(
         make: Makes a plan without a profile, of `asked` strategies, `size` of the model axis and `steps`.
         rates, here: Of the device, of the run.
     """
-    for name in (name for name, row in STRATEGIES.items() if row.steps and not row.data_axis and here.node_ranks > 1):
+    for name in (
+        name for name, row in STRATEGIES.items() if row.steps and not row.data_axis and here.node_ranks > 1
+    ):
         steps = DrySteps.asked((name,), SimpleNamespace(), here.node_ranks)
         assert steps is not None, "it has steps"
         counted = step.with_steps(steps)

@@ -44,6 +44,7 @@ class StrategyInfo:
             them. "" for all others.
         together: Of such a technique: the strategies that it goes together with.
         asked: Of such a technique: its spec with the options that a person has given, and whether they say all of it.
+        without_step: Of such a technique: what to do where the first step cannot be counted.
         shape_after: Of a strategy from outside: shape of the model and ranks of the model axis -> shape that the
             memory model is to see instead; None leaves its savings out.
     """
@@ -60,6 +61,7 @@ class StrategyInfo:
     steps: str = ""
     together: tuple[str, ...] = ()
     asked: "Callable[[Any, Any], tuple[Spec, bool]] | None" = None
+    without_step: str = ""
     shape_after: "Callable[[ModelShape, int], ModelShape] | None" = None
 
     @property

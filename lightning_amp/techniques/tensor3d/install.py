@@ -158,4 +158,3 @@ def _optimizers_in(found: Any) -> Iterator[Optimizer]:
     elif isinstance(found, list | tuple):
         for one in found:
             yield from _optimizers_in(one)
-

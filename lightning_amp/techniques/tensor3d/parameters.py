@@ -216,7 +216,8 @@ def forgetting_gathered() -> Iterator[None]:
     """Let autograd keep where a gathered parameter came from, instead of its values."""
 
     def pack(x: Tensor) -> Any:
-        known = _WHENCE.get(x.untyped_storage()._cdata)
+        # what checkpoints save may be sharded
+        known = None if type(x) is ShardedTensor else _WHENCE.get(x.untyped_storage()._cdata)
         if known is None:
             return x
         return known[1], known[1].parameter._version, x.shape, x.stride(), x.storage_offset()

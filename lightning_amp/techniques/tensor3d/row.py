@@ -1,6 +1,6 @@
 """The row of `tensor3d` in the table of strategies, and the spec that its rule has in a plan."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -17,7 +17,7 @@ class TensorParallel3D:
     """
 
     grid: str
-    layouts: str = ""
+    layouts: str = field(default="", repr=False)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -56,4 +56,5 @@ ROW: dict[str, Any] = {
     "steps": "lightning_amp.techniques.tensor3d.install",
     "together": ("S1",),
     "asked": asked,
+    "without_step": "Give a plan of a fit (plan=), or make the step run on fake tensors",
 }

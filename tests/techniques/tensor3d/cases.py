@@ -48,7 +48,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, width = x.shape
-        q, k, v = self.qkv(self.first(x)).view(b, n, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.first(x)).view(b, n, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        )
         found = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(found.transpose(1, 2).reshape(b, n, width))
         return x + self.mlp(self.second(x))
@@ -64,9 +66,12 @@ class GPT(Trained):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
         self.head.weight = self.embed.weight
 
+    def body(self, x: Tensor) -> Tensor:
+        return self.blocks(x)  # type: ignore[no-any-return]
+
     def loss(self, batch: Any) -> Tensor:
         x = self.embed(batch[:, :-1]) + self.place
-        logits = self.head(self.norm(self.blocks(x)))
+        logits = self.head(self.norm(self.body(x)))
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
