@@ -160,8 +160,8 @@ class Request:
             )
         if self.save_distributed_checkpoint:
             raise PlanError(
-                f"save_distributed_checkpoint=True was given with tensor_grid={tuple(grid)!r}, whose parts are not saved"
-                " by themselves; leave it out: a checkpoint is one file that fits any grid"
+                f"save_distributed_checkpoint=True was given with tensor_grid={tuple(grid)!r}, whose parts are not"
+                " saved by themselves; leave it out: a checkpoint is one file that fits any grid"
             )
         ranks = grid[0] * grid[1]
         if self.model_parallel_size not in ("auto", ranks):

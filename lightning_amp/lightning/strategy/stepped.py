@@ -41,8 +41,8 @@ def dry_steps(request: Request, here: ThisRank, trained: Plan | None) -> DryStep
     needed = 1 if steps is None else getattr(steps.spec, "ranks", 1)
     if here.n_ranks % needed:
         raise PlanError(
-            f"a grid of {needed} ranks was given for {here.n_ranks} ranks, which are no multiple of it; change the grid,"
-            " or `devices` of the Trainer"
+            f"a grid of {needed} ranks was given for {here.n_ranks} ranks, which are no multiple of it; change the"
+            " grid, or `devices` of the Trainer"
         )
     return steps
 

@@ -57,7 +57,7 @@ class Agreement:
         dist.all_gather_object(everyones, what, group=self._mesh.get_group())
         ranks = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(everyones))
         return (
-            f"under {self._technique} all ranks use the same blocks in the same order, for a block's parameters lie on all of them;"
-            f" found: {ranks}. Let every rank run every block, a block that it does not need times zero, or train with"
+            f"under {self._technique} all ranks use the same blocks in the same order, for a block's parameters lie on"
+            f" all of them; found: {ranks}. Let every rank run every block, a block that it does not need times zero, or train with"
             " strategies='S1'"
         )

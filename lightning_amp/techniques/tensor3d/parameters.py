@@ -27,9 +27,11 @@ from lightning_amp.dist.splits import WHOLE, MeshAxis, Splits
 from lightning_amp.errors import ModelError
 from lightning_amp.techniques.tensor3d.grid import Grid
 
+IN_FLIGHT = 2
+"""Gradients that are summed at a time, which bounds the memory that they need."""
 STRAY = (
-    "a backward pass was begun by loss.backward() or torch.autograd.grad, and under tensor3d the Trainer has to begin it,"
-    " to weigh the loss; return the loss from training_step, or train with strategies='S1'"
+    "a backward pass was begun by loss.backward() or torch.autograd.grad, and under tensor3d the Trainer has to begin"
+    " it, to weigh the loss; return the loss from training_step, or train with strategies='S1'"
 )
 
 
@@ -41,11 +43,24 @@ class InStep:
         agree: Called with what this rank is about to do; a collective that fails where ranks differ.
         begun: Whether a backward pass is that of the strategy, which weighs the loss.
         on_their_way: What waits for the gradients that are being summed, and returns their parameters.
+        reached: Parameters whose gradients have arrived, by id.
     """
 
     agree: Callable[[str], None] = lambda what: None
     begun: bool = False
     on_their_way: list[Callable[[], nn.Parameter]] = field(default_factory=list)
+    reached: dict[int, nn.Parameter] = field(default_factory=dict)
+
+    def arrive(self, left: int = 0) -> None:
+        """Wait for gradients until so many are left on their way."""
+        while len(self.on_their_way) > left:
+            parameter = self.on_their_way.pop(0)()
+            self.reached[id(parameter)] = parameter
+
+    def forget(self) -> None:
+        """The step has ended, or failed."""
+        self.on_their_way.clear()
+        self.reached.clear()
 
 
 class GridParameter:
@@ -151,6 +166,8 @@ class GridParameter:
         if not self._in_step.begun:
             raise ModelError(STRAY)
         self._in_step.agree(f"adds up the gradient of {self.name!r}")
+        # each holds a whole gradient
+        self._in_step.arrive(IN_FLIGHT - 1)
         self._in_step.on_their_way.append(self.keep(grad))
 
     def keep(self, grad: Tensor) -> Callable[[], nn.Parameter]:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -154,7 +153,7 @@ class GridUnits:
             self._in_step.agree("ends the backward pass")
             self.end_backward()
         except BaseException:
-            self._in_step.on_their_way.clear()
+            self._in_step.forget()
             raise
         finally:
             self._in_step.begun = self._dry
@@ -162,13 +161,10 @@ class GridUnits:
 
     def end_backward(self) -> None:
         """Wait for gradients, and put the parameters back."""
-        waiting, reached = self._in_step.on_their_way, dict[int, Tensor]()
-        while waiting:
-            parameter = waiting.pop(0)()
-            assert parameter.grad is not None, "it has just arrived"
-            reached[id(parameter)] = parameter.grad
+        self._in_step.arrive()
         if self._grid.replicas is not None:
-            average([*reached.values()], self._grid.replicas)
+            average([p.grad for p in self._in_step.reached.values() if p.grad is not None], self._grid.replicas)
+        self._in_step.forget()
         self._put_back()
 
     def before_update(self) -> None:
