@@ -23,13 +23,16 @@ from lightning_amp.dist._torch import (
     skip_one_torch_function,
 )
 from lightning_amp.dist.splits import MeshAxis
-from lightning_amp.errors import InstallError
+from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.techniques.tensor3d.grid import Grid, grid_mesh
-from lightning_amp.techniques.tensor3d.layouts import written
+from lightning_amp.techniques.tensor3d.layouts import largest_rank, written
+from lightning_amp.techniques.tensor3d.parameters import STRAY
 from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 from lightning_amp.techniques.tensor3d.units import GridUnits
 
+NO_GRADIENT = "does not require grad"
+"""What torch says of a backward pass where nothing is differentiated."""
 _GRIDS: dict[Any, Grid] = {}
 """By the ranks of the run: process groups are never given back."""
 
@@ -44,7 +47,8 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
     refuse(module)
     if not isinstance(mesh, MeshAxis):
         return {}
-    grid = Grid.dry(spec.sizes, sent=mesh.sent)
+    largest = [largest_rank(spec.layouts, axis) for axis in ("x", "y")]
+    grid = Grid.dry(spec.sizes, ranks=(largest[0], largest[1], 0), sent=mesh.sent)
     units: dict[int, GridUnits] = {}
 
     def configure_optimizers(module: LightningModule) -> Any:
@@ -80,8 +84,13 @@ def options(
         step = MethodType(type(module).training_step, module)
         if not found:
             planner = LayoutPlanner(list(module.named_parameters()), {"x": x, "y": y})
-            with planner, force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST):
-                step(*args, **kwargs)
+            try:
+                with planner, force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST):
+                    step(*args, **kwargs)
+            except RuntimeError as error:
+                if NO_GRADIENT not in str(error):
+                    raise
+                raise ModelError(STRAY) from error
             found.append(written(planner))
         return step(*args, **kwargs)
 

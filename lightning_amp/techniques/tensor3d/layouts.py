@@ -1,6 +1,7 @@
 """How the dims of parameters are split over x and y: found by one forward pass, kept as JSON in a plan."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
@@ -30,6 +31,16 @@ def written(planner: LayoutPlanner) -> str:
                 runs = [n for rank, run in groupby(ranks) for n in (rank, len(list(run)))]
                 found.setdefault(name, {})[axis] = [dims[0], runs]
     return json.dumps(found, separators=(",", ":"))
+
+
+def largest_rank(layouts: str, axis: str) -> int:
+    """The rank of an axis that has most entries of the parameters' dims, where they are split unevenly."""
+    entries = Counter[int]()
+    for split in json.loads(layouts or "{}").values():
+        _, runs = split.get(axis, (0, []))
+        for rank, n in zip(runs[::2], runs[1::2], strict=True):
+            entries[rank] += n
+    return max(sorted(entries), key=entries.__getitem__, default=0)
 
 
 def splits_in(layouts: str, module: nn.Module, grid: Grid) -> dict[str, Splits]:

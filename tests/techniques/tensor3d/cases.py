@@ -91,8 +91,8 @@ class Gated(Trained):
 class Convolutional(Trained):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.norm = nn.Conv2d(2, 8, 3, padding=1), nn.GroupNorm(4, 8)
-        self.two, self.out = nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.Linear(8, 3)
+        self.one, self.norm = nn.Conv2d(2, 16, 3, padding=1), nn.GroupNorm(4, 16)
+        self.two, self.out = nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.Linear(16, 3)
 
     def loss(self, batch: Any) -> Tensor:
         x = functional.silu(self.norm(self.one(batch)))
@@ -109,5 +109,5 @@ class Case(NamedTuple):
 CASES = {
     "gpt": Case(GPT, lambda: torch.randint(0, 11, (4, 7))),
     "gated": Case(Gated, lambda: torch.randn(4, 5).double()),
-    "convolutional": Case(Convolutional, lambda: torch.randn(4, 2, 6, 5).double()),
+    "convolutional": Case(Convolutional, lambda: torch.randn(4, 2, 10, 9).double()),
 }

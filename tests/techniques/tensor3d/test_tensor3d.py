@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
+from lightning_amp.planning.plan.plan import Plan
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
@@ -35,9 +36,9 @@ def run(
     if grid is not None:
         x, y, _ = grid
         samplers = ranks // (x * y)
-        rows = 4 // samplers
+        rows = max(1, 4 // max(1, samplers))
         batches = [batch[rank // (x * y) * rows :][:rows] for batch in batches]
-        plan = AMPStrategy(strategies="tensor3d", tensor_grid=grid, **options or {})
+        plan = AMPStrategy(**{"strategies": "tensor3d", "tensor_grid": grid, **(options or {})})
         strategy = {"strategy": plan, "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
     loader, meter = DataLoader(batches, batch_size=None), Meter()  # type: ignore[arg-type]
     trainer = Trainer(
@@ -78,7 +79,7 @@ def on_grids(rank: int, ranks: int, grids: list[Grid]) -> dict[Any, Any]:
     "grids", [[(2, 1, 1), (1, 2, 1), (1, 1, 2)], [(2, 2, 1), (2, 1, 2), (1, 2, 1)]], ids=["2", "4"]
 )
 def test_modules_train_as_one_process_does(tmp_path: Path, grids: list[Grid]) -> None:
-    """Losses, parameters and metrics; a grid of two ranks on four has two copies."""
+    """Losses, parameters and metrics, with the predicted peak; a grid of two ranks on four has two copies."""
     ranks = max(x * y * z for x, y, z in grids)
     found = run_ranks(on_grids, ranks, tmp_path, grids)
     for name, case in CASES.items():
@@ -89,3 +90,6 @@ def test_modules_train_as_one_process_does(tmp_path: Path, grids: list[Grid]) ->
             for one in found:
                 assert one[name, grid]["valid"] == pytest.approx(right["valid"], rel=1e-10)
                 torch.testing.assert_close(one[name, grid]["state"], right["state"], rtol=1e-10, atol=1e-10)
+            predicted = Plan.from_json(found[0][name, grid]["plan"]).predicted_peak_bytes
+            peak = max(one[name, grid]["peak"] for one in found)
+            assert peak == pytest.approx(predicted, rel=0.05), (name, grid)
