@@ -174,7 +174,9 @@ def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:
     """
     if steps is None:
         return plan
-    if not steps.chosen:
+    # outside of a fit no step is counted, and one that splits parameters needs no dims to hold its part of them
+    needed = bool(why) or not STRATEGIES[steps.name].data_axis
+    if not steps.chosen and needed:
         raise PlanError(
             f"{steps.name} was asked for, and how it splits is found when the step of the first batch is counted; found"
             f" {why or 'a run whose step is not counted'!r}. {STRATEGIES[steps.name].without_step}"

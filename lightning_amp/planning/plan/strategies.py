@@ -353,7 +353,9 @@ def not_together(name: str) -> str:
     """Why a strategy does not go together with `name`, which has steps, and what to do instead."""
     others = [other for other in STRATEGIES[name].together if other != "S1"]
     less = f"with {' and '.join(others)}, and with more ranks of the model axis (model_parallel_size)"
-    return f"it is not supported together with {name}; a rank holds less {less if others else 'on more ranks'}"
+    return (
+        f"it is not supported together with {name}; a rank holds less {less if others else 'on more ranks'}"
+    )
 
 
 def specs_by_name() -> dict[str, type[Spec]]:

@@ -115,6 +115,10 @@ def split_parameters(
         fitting: Whether optimisers will be made.
         agree: As of `GridUnits`.
     """
+    if mesh.size() % spec.ranks:
+        raise InstallError(
+            f"the plan has a grid of {spec.grid} ranks for {mesh.size()} ranks, which are no multiple of it; make it anew"
+        )
     key = dist.group.WORLD, spec.sizes
     if key not in _GRIDS:
         _GRIDS[key] = Grid.of(grid_mesh(mesh.device_type, spec.sizes, mesh.size()))

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.splits import Split, Splits
+from lightning_amp.errors import PlanError
 from lightning_amp.techniques.tensor3d.atoms import varying
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
@@ -44,14 +45,23 @@ def largest_rank(layouts: str, axis: str) -> int:
 
 
 def splits_in(layouts: str, module: nn.Module, grid: Grid) -> dict[str, Splits]:
-    """The splits of a module's parameters, by name; those without any are flat over all axes."""
+    """The splits of a module's parameters, by name; those without any are flat over all axes.
+
+    Raises:
+        PlanError: The layouts are those of another module.
+    """
     read: Mapping[str, Mapping[str, Any]] = json.loads(layouts or "{}")
     found = {}
-    for name, _ in module.named_parameters():
+    for name, parameter in module.named_parameters():
         splits = list[Split]()
         for axis_name, (dim, runs) in read.get(name, {}).items():
             axis = getattr(grid, axis_name)
             ranks = [rank for rank, n in zip(runs[::2], runs[1::2], strict=True) for _ in range(n)]
+            if dim >= parameter.dim() or parameter.shape[dim] != len(ranks) or max(ranks) >= axis.size:
+                raise PlanError(
+                    f"the plan splits dim {dim} of {name!r} in {len(ranks)} entries, which has shape"
+                    f" {tuple(parameter.shape)!r}; make the plan anew for this module"
+                )
             splits.append(Split(axis, dim, Owners.from_vector(ranks, axis.size)))
         found[name] = Splits.of(splits)
     return found

@@ -163,7 +163,9 @@ class GridUnits:
         """Wait for gradients, and put the parameters back."""
         self._in_step.arrive()
         if self._grid.replicas is not None:
-            average([p.grad for p in self._in_step.reached.values() if p.grad is not None], self._grid.replicas)
+            average(
+                [p.grad for p in self._in_step.reached.values() if p.grad is not None], self._grid.replicas
+            )
         self._in_step.forget()
         self._put_back()
 

@@ -101,10 +101,22 @@ def trained(
     return {"state": state, "norms": module.norms, "valid": valid, "predicted": predicted}
 
 
+def first_validated(grid: Grid | None, rank: int = 0, ranks: int = 1) -> float:
+    """Of a strategy that has not trained, so that no layouts are known."""
+    seed_everything(5, verbose=False)
+    given: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "use_distributed_sampler": False}
+    if grid is not None:
+        given |= {"devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
+        given["strategy"] = AMPStrategy(strategies="tensor3d", tensor_grid=grid)
+    loader: Any = DataLoader([CASES["gpt"].batch()], batch_size=None)  # type: ignore[arg-type]
+    return Trainer(**QUIET | given).validate(GPT().double(), loader, verbose=False)[0]["valid"]
+
+
 def on_ranks(rank: int, ranks: int, folder: str) -> dict[Any, Any]:
     found: dict[Any, Any] = {
         (name, grid): trained(grid, rank, ranks, **OPTIONS[name]) for name, grid in GRIDS
     }
+    found["first"] = first_validated((2, 1, 1), rank, ranks)
     found["saved"] = trained((2, 1, 1), rank, ranks, save=f"{folder}/grid.ckpt")
     found["resumed"] = trained((1, 1, 2), rank, ranks, ckpt=f"{folder}/grid.ckpt", epochs=2)
     found["from one"] = trained((1, 2, 1), rank, ranks, ckpt=f"{folder}/one.ckpt", epochs=2)
@@ -141,7 +153,9 @@ def test_what_a_trainer_does_around_a_step_is_exact(tmp_path: Path) -> None:
     shapes = [p.shape for p in GPT().parameters()]
     assert [states["state"][i]["exp_avg"].shape for i in range(len(shapes))] == shapes
     close(trained(None, ckpt=str(tmp_path / "grid.ckpt"), epochs=2)["state"], two["state"], "on one process")
+    first = first_validated(None)
     for found in ranks:
+        assert found["first"] == pytest.approx(first, rel=1e-10)
         close(found["saved"]["state"], one["state"], "after saving")
         close(found["resumed"]["state"], two["state"], "on another grid")
         close(found["from one"]["state"], two["state"], "from one process")
