@@ -354,6 +354,11 @@ def _whole(parameter: ShardedParameter, value: Tensor, name: str) -> Tensor:
 
 
 def _part(parameter: ShardedParameter, value: Tensor, name: str) -> Part:
+    if parameter.in_place:
+        raise PlanError(
+            f"save_distributed_checkpoint=True was given together with {parameter.technique}, which is not supported;"
+            " leave it out"
+        )
     return part_of(parameter, local(value))
 
 

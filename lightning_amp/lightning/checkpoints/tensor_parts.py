@@ -59,11 +59,6 @@ class Part:
 
 def part_of(parameter: ShardedParameter, own: Tensor) -> Part:
     """What this rank has of a tensor with the shape of a sharded parameter: its values, or an optimiser's state."""
-    if parameter.in_place:
-        raise DataError(
-            f"a distributed checkpoint was to be written of parameters that {parameter.technique} has split, which is"
-            " not supported; leave save_distributed_checkpoint out"
-        )
     shape = parameter.whole.shape
     runs = [_runs(_coordinates(parameter, dim)) for dim in range(len(shape))]
     boxes = (Box(*(tuple(run[i] for run in block) for i in range(3))) for block in product(*runs))

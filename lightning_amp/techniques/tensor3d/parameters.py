@@ -248,7 +248,7 @@ def forgetting_gathered() -> Iterator[None]:
                 f"under tensor3d the parameter {of.name!r} was changed between the forward pass that reads it and the"
                 " backward pass, which would read other values; change it after the backward pass"
             )
-        return of.gather().as_strided(shape, stride, offset)
+        return cast(Tensor, of.gather().as_strided(shape, stride, offset))
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

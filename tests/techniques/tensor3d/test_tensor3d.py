@@ -38,8 +38,8 @@ def run(
         samplers = ranks // (x * y)
         rows = max(1, 4 // max(1, samplers))
         batches = [batch[rank // (x * y) * rows :][:rows] for batch in batches]
-        plan = AMPStrategy(**{"strategies": "tensor3d", "tensor_grid": grid, **(options or {})})
-        strategy = {"strategy": plan, "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
+        made = AMPStrategy(**{"strategies": "tensor3d", "tensor_grid": grid, **(options or {})})
+        strategy = {"strategy": made, "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
     loader, meter = DataLoader(batches, batch_size=None), Meter()  # type: ignore[arg-type]
     trainer = Trainer(
         **{
