@@ -29,7 +29,7 @@ from torchmetrics import Metric
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter, is_split, local
+from lightning_amp.parallel.contract.sharded_parameter import is_split, local
 from lightning_amp.parallel.s1_data.batch_norm import is_local, is_shared
 
 TOLERANCE = 1e-5
@@ -55,28 +55,31 @@ SHARE_STATISTIC = (
 
 def warn_of_differences(
     module: nn.Module,
-    sharded: Iterable[ShardedParameter],
+    sharded: Iterable[nn.Parameter],
     mesh: DeviceMesh,
     *,
     step: int,
     apart: bool = False,
     groups: DeviceMesh | None = None,
+    in_place: Iterable[nn.Parameter] = (),
 ) -> None:
     """Warn where ranks no longer have the parameters and buffers that they should have in common; all ranks call it.
 
     Args:
         module: With the same parameters and buffers, by name, on every rank.
-        sharded: Parameters of which a rank has its shard.
+        sharded: Parameters of which a rank of the model axis has its shard.
         mesh: With the axes "data" and "model".
         apart: Whether parameters are on some ranks of the model axis only, and on the device "meta" elsewhere.
         groups: With the axes "replicate", "shard" and "model", where parameters lie over parts of the data axis; where
             they lie over all of it, no two ranks have the same, and nothing is compared.
+        in_place: Parameters that have a rank's part as their values, which are not compared.
     """
     if mesh.size() == 1:
         return
-    parts = {id(parameter.shard) for parameter in sharded if not parameter.by_units}
-    split = {id(parameter.shard) for parameter in sharded if parameter.by_units}
-    named: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if id(p) not in split}
+    parts, elsewhere = {id(parameter) for parameter in sharded}, {id(parameter) for parameter in in_place}
+    named: dict[str, Tensor] = {
+        name: p for name, p in module.named_parameters() if not is_split(p) and id(p) not in elsewhere
+    }
     held = {**named, **common_buffers(module)}
     if apart:
         held, parts = _of_stages(held)

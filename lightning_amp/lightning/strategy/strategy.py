@@ -302,9 +302,15 @@ class AMPStrategy(MeshStrategy):
         module, trainer = self.lightning_module, trainer_of(self.lightning_module)
         if self._step is None or module is None or trainer is None or trainer.interrupted:
             return
-        shards = self._shards.sharded
-        apart, groups = self._shards.apart, self._shards.groups
-        warn_of_differences(module, shards, self.mesh, step=trainer.global_step, apart=apart, groups=groups)
+        warn_of_differences(
+            module,
+            [parameter.shard for parameter in self._shards.sharded],
+            self.mesh,
+            step=trainer.global_step,
+            apart=self._shards.apart,
+            groups=self._shards.groups,
+            in_place=[parameter.shard for parameter in self._shards.sharded if parameter.in_place],
+        )
 
     # --- a step ---
 

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_amp._torch import is_compiled
@@ -139,7 +137,7 @@ def refuse(module: LightningModule) -> None:
             " strategies='fsdp'"
         )
     for name, child in module.named_modules():
-        if isinstance(child, _BatchNorm):
+        if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm):
             raise InstallError(
                 f"tensor3d: {name!r} is a {type(child).__name__}, which is not supported; use GroupNorm, or leave"
                 " tensor3d out"
@@ -164,8 +162,8 @@ def refuse(module: LightningModule) -> None:
 
 def _optimizers_in(found: Any) -> Iterator[Optimizer]:
     """The optimisers that `configure_optimizers` has returned in one of Lightning's forms."""
-    if isinstance(found, Optimizer | LightningOptimizer):
-        yield found  # type: ignore[misc]
+    if isinstance(found, Optimizer):
+        yield found
     elif isinstance(found, Mapping):
         yield from _optimizers_in(found.get("optimizer"))
     elif isinstance(found, list | tuple):
