@@ -137,6 +137,8 @@ class DrySteps:
             f"{format_bytes(n)} for {why}" for why, n in by_operator.most_common(MOST_SHOWN) if why
         )
         whole = format_bytes(sum(one.n_bytes for one in self.sent))
+        if STRATEGIES[self.name].data_axis:
+            return f"over its grid a rank sends {whole} a batch ({told}); most: {most}"
         return f"over the model axis a rank sends {whole} a batch beside gradients ({told}); most: {most}"
 
 

@@ -75,13 +75,8 @@ class GridUnits:
             for name, parameter in child._parameters.items()
             if parameter is not None
         ]
-        self._inside, self._depth = False, 0
+        self._inside = False
         self._undo: list[Callable[[], None]] = []
-
-    @property
-    def places(self) -> list[tuple[nn.Module, str, GridParameter]]:
-        """Where the parameters are: module, name there, parameter; a shared one has several places."""
-        return self._places
 
     def cut(self, optimizers: Iterable[Optimizer] = ()) -> None:
         """Give every parameter this rank's part; optimisers that have state of it already get theirs."""
