@@ -115,7 +115,8 @@ def split_parameters(
     """
     if mesh.size() % spec.ranks:
         raise InstallError(
-            f"the plan has a grid of {spec.grid} ranks for {mesh.size()} ranks, which are no multiple of it; make it anew"
+            f"the plan has a grid of {spec.grid} ranks for {mesh.size()} ranks, which are no multiple of it; make it"
+            " anew"
         )
     key = dist.group.WORLD, spec.sizes
     if key not in _GRIDS:
