@@ -88,7 +88,7 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
         schedule=options.get("schedule"),
         count=step.count,
     )
-    made = with_spec(made, steps)
+    made = with_spec(made, steps, "")
     if not share:
         made = without_shared_statistics(made)
     code = step.code(made.rules) if getattr(arguments, "show_code", False) else ""

@@ -149,15 +149,16 @@ def start_reduce_scatter(rows: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
         rows: One row for each rank.
     """
     record(axis, "reduce_scatter", rows.nbytes)
-    if axis.group is None:
-        return lambda: torch.zeros_like(rows[0])
-    found = torch.empty_like(rows)
-    # gloo has no reduce-scatter that sends less than an all-reduce
-    work = dist.all_to_all_single(found, rows.contiguous(), group=axis.group, async_op=True)
+    found, sent, work = torch.empty_like(rows), [rows.contiguous()], None
+    if axis.group is not None:
+        # gloo has no reduce-scatter that sends less than an all-reduce
+        work = dist.all_to_all_single(found, sent[0], group=axis.group, async_op=True)
 
     def arrive() -> Tensor:
-        assert work is not None, "this rank is one of the group"
-        work.wait()
+        if work is not None:
+            work.wait()
+        # kept until here, as by the collective
+        sent.clear()
         return found.sum(0)
 
     return arrive

@@ -13,7 +13,7 @@ here returns what it was given, and nothing communicates.
 
 Exact for optimisers whose update of an element needs nothing but that element's gradient and state (RMSprop, Adam,
 SGD). Others see the shard where one device sees the whole: `check_optimizers` refuses those of torch.
-Known limit: an optimiser from elsewhere is noticed only when its state has neither the shard's shape nor one element.
+One from elsewhere is tried on a small parameter (probe_optimizer.py).
 """
 
 import copy
@@ -30,10 +30,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_amp.errors import DataError, InstallError, PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements
 from lightning_amp.lightning.checkpoints.read_directory import Stored, fill
 from lightning_amp.lightning.checkpoints.tensor_parts import Part, part_of
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter, is_split, local
-from lightning_amp.parallel.fsdp.fully_sharded import FullySharded
+from lightning_amp.parallel.contract.units import Units
 from lightning_amp.parallel.ranks import collectives
 from lightning_amp.parallel.ranks.check_region import check_region
 
@@ -51,7 +52,7 @@ class Shards:
         sharded: Those that were replaced by this rank's shard.
         partial: Whole ones of which a rank's gradient is a part.
         apart: Whether ranks of the model axis have parameters of their own, whose gradients the step itself completes.
-        units: What fsdp has installed; None without it.
+        units: What fsdp, or a technique with steps, has installed; None without it.
     """
 
     apart = False
@@ -62,10 +63,11 @@ class Shards:
         sharded: Sequence[ShardedParameter] = (),
         partial: Sequence[nn.Parameter] = (),
         *,
-        units: FullySharded | None = None,
+        units: Units | None = None,
     ) -> None:
         self.sharded, self.partial, self.units = tuple(sharded), tuple(partial), units
         self._module = module if module is not None else nn.Module()
+        self._trains = False
         # of all modules now: in a step of fsdp's some have other, whole parameters
         self._parameters = tuple(self._module.parameters())
         for parameter in self.sharded:
@@ -84,12 +86,12 @@ class Shards:
     @property
     def over_model(self) -> list[ShardedParameter]:
         """Those that lie over the model axis."""
-        return [parameter for parameter in self.sharded if not parameter.by_torch]
+        return [parameter for parameter in self.sharded if not parameter.by_units]
 
     @property
     def reduced(self) -> list[nn.Parameter]:
         """Parameters whose gradients are averaged over ranks when a backward pass has ended; torch's are by then."""
-        others = {id(parameter.shard) for parameter in self.sharded if parameter.by_torch}
+        others = {id(parameter.shard) for parameter in self.sharded if parameter.by_units}
         return [parameter for parameter in self._parameters if id(parameter) not in others]
 
     def check(self, loss: Tensor) -> None:
@@ -147,8 +149,11 @@ class Shards:
         """Check the optimisers, and let clipping by norm see the shards of all ranks; returns what undoes it."""
         if not self.sharded:
             return lambda: None
+        self._trains = True
         try:
             check_optimizers(trainer.optimizers, self.sharded)
+            if self.units is not None:
+                self.units.optimizers_made(trainer.optimizers)
         except InstallError:
             # all ranks have made the same optimisers, and have nothing but rows any more
             if self.units is not None:
@@ -182,6 +187,8 @@ class Shards:
         if not self.sharded:
             return
         whole = {id(parameter.shard): parameter.whole for parameter in self.sharded}
+        # those of a fit before have states for whole parameters
+        optimizers = optimizers if self._trains else ()
         held = [o for o in optimizers if any(id(p) in whole for g in o.param_groups for p in g["params"])]
         states = (
             [self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in held] if complete else []
@@ -235,7 +242,7 @@ class Shards:
         return converted
 
 
-def _tell_updates(optimizers: Iterable[Optimizer], units: FullySharded) -> Iterator[RemovableHandle]:
+def _tell_updates(optimizers: Iterable[Optimizer], units: Units) -> Iterator[RemovableHandle]:
     """Whoever calls the step of an optimiser, Lightning or the user."""
     for optimizer in optimizers:
         yield optimizer.register_step_pre_hook(lambda *_: units.before_update())
@@ -249,7 +256,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
         InstallError: An optimiser of `COUPLED` has a sharded parameter, or one was made before it was sharded.
     """
     shards = {id(parameter.shard) for parameter in sharded}
-    replaced = {id(parameter.whole) for parameter in sharded}
+    replaced = {id(parameter.whole) for parameter in sharded if not parameter.in_place}
     for optimizer in optimizers:
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
         if stale := sum(p in replaced for p in held):
@@ -262,7 +269,16 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
             kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")
         }
         own = sum(p in shards for p in held)
-        if own and kinds & set(COUPLED):
+        coupled: bool | None = bool(kinds & set(COUPLED))
+        if own and not coupled and not type(optimizer).__module__.startswith("torch.optim"):
+            coupled = mixes_elements(optimizer, flat=any(parameter.in_place for parameter in sharded))
+        if own and coupled is None:
+            rank_zero_warn(
+                f"The optimizer {type(optimizer).__name__!r} was given parameters that {_who(sharded)} splits over"
+                " ranks, and it could not be tried whether it mixes a parameter's elements: if it does, it trains"
+                f" otherwise than on one device. Leave {_who(sharded)} out if you do not know it."
+            )
+        if own and coupled:
             raise InstallError(
                 f"the optimizer {type(optimizer).__name__!r} was given {own!r} parameters that {_who(sharded)} splits"
                 f" over ranks; its update mixes the elements of a parameter, as those of {COUPLED!r} do, and would see"
@@ -312,7 +328,7 @@ def restore(sharded: Sequence[ShardedParameter], *, complete: bool) -> None:
     for parameter in lost:
         parameter.restore_own()
     if lost:
-        sizes = [tuple(parameter.whole.shape) for parameter in lost]
+        sizes = [tuple(parameter.shape) for parameter in lost]
         rank_zero_warn(
             f"The run ended early, and {len(lost)} parameters, of shapes such as {sizes[:3]!r}, which {_who(lost)} had"
             " split over the ranks, could not be collected: what other ranks have trained is nan now. Load a checkpoint"
@@ -348,17 +364,22 @@ def _whole(parameter: ShardedParameter, value: Tensor, name: str) -> Tensor:
 
 
 def _part(parameter: ShardedParameter, value: Tensor, name: str) -> Part:
+    if parameter.in_place:
+        raise PlanError(
+            f"save_distributed_checkpoint=True was given together with {parameter.technique}, which is not supported;"
+            " leave it out"
+        )
     return part_of(parameter, local(value))
 
 
 def _who(sharded: Iterable[ShardedParameter]) -> str:
     """The technique that has split some parameters."""
-    return "fsdp" if any(parameter.by_torch for parameter in sharded) else "S2"
+    return next(parameter.technique for parameter in sharded)
 
 
 def _own(parameter: ShardedParameter, value: Any, name: str) -> Tensor:
-    shape = tuple(parameter.whole.shape)
-    if not isinstance(value, Tensor | Stored) or value.shape != parameter.whole.shape:
+    shape = tuple(parameter.shape)
+    if not isinstance(value, Tensor | Stored) or value.shape != parameter.shape:
         found = tuple(value.shape) if isinstance(value, Tensor | Stored) else value
         raise DataError(
             f"state for {name!r} was to be loaded, found {found!r}; the whole parameter of shape {shape!r} is needed,"

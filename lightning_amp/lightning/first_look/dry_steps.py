@@ -1,7 +1,7 @@
 """Run a technique's steps as rank 0 of a model axis without other ranks, to count what that rank holds and sends."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import wraps
 from importlib import import_module
@@ -49,6 +49,7 @@ class DrySteps:
     def __init__(self, name: str, spec: Spec, ranks: int, *, chosen: bool = True) -> None:
         self.name, self.spec, self.ranks, self.chosen = name, spec, ranks, chosen
         self.sent: list[Sent] = []
+        self._looking: Mapping[str, Callable[..., Any]] = {}
         self.axis = MeshAxis("model", ranks, 0, None, sent=self.sent)
 
     @classmethod
@@ -67,6 +68,8 @@ class DrySteps:
 
     def put(self, module: LightningModule) -> Callable[[], None]:
         """Put the steps in the place of a module's; returns what undoes it."""
+        if self._looking:
+            return _put(module, {name: MethodType(step, module) for name, step in self._looking.items()})
         undo = put_steps(module, self.name, self.spec, self.axis)
         step = vars(module).get("training_step")
         if step is not None:
@@ -91,7 +94,16 @@ class DrySteps:
         """
         if self.chosen:
             return
-        options = import_module(STRATEGIES[self.name].steps).options(batch, self.spec, self.ranks)
+
+        def look(steps: Mapping[str, Callable[..., Any]]) -> None:
+            """Run the step once with other functions in the place of the module's."""
+            self._looking = steps
+            try:
+                peak_of()
+            finally:
+                self._looking = {}
+
+        options = import_module(STRATEGIES[self.name].steps).options(batch, self.spec, self.ranks, look)
         peaks, refused = list[tuple[int, Spec]](), list[str]()
         for spec in options:
             self.spec = spec
@@ -125,6 +137,8 @@ class DrySteps:
             f"{format_bytes(n)} for {why}" for why, n in by_operator.most_common(MOST_SHOWN) if why
         )
         whole = format_bytes(sum(one.n_bytes for one in self.sent))
+        if STRATEGIES[self.name].data_axis:
+            return f"over its grid a rank sends {whole} a batch ({told}); most: {most}"
         return f"over the model axis a rank sends {whole} a batch beside gradients ({told}); most: {most}"
 
 
@@ -136,6 +150,10 @@ def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Call
         mesh: The ranks of the model axis.
     """
     changed: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh)
+    return _put(module, changed)
+
+
+def _put(module: LightningModule, changed: Mapping[str, Any]) -> Callable[[], None]:
     vars(module).update(changed)
 
     def undo() -> None:
@@ -145,18 +163,25 @@ def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Call
     return undo
 
 
-def with_spec(plan: Plan, steps: DrySteps | None) -> Plan:
+def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:
     """The plan with what a request, a plan or the first batch says of how the technique is done.
+
+    Args:
+        plan: Without it.
+        steps: The technique; None without one.
+        why: The step could not be counted.
 
     Raises:
         PlanError: Nobody has said it.
     """
     if steps is None:
         return plan
-    if not steps.chosen:
+    # outside of a fit no step is counted, and one that splits parameters needs no dims to hold its part of them
+    needed = bool(why) or not STRATEGIES[steps.name].data_axis
+    if not steps.chosen and needed:
         raise PlanError(
-            f"{steps.name} was asked for in a run whose step cannot be counted, so that its dims are not found; name"
-            " them, as in AMPStrategy(sequence_dim={'ids': 1})"
+            f"{steps.name} was asked for, and how it splits is found when the step of the first batch is counted; found"
+            f" {why or 'a run whose step is not counted'!r}. {STRATEGIES[steps.name].without_step}"
         )
     rules = (replace(rule, spec=steps.spec) if rule.strategy == steps.name else rule for rule in plan.rules)
     return replace(plan, rules=tuple(rules))

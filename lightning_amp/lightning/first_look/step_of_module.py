@@ -155,7 +155,8 @@ class StepOfModule:
         return Seen(
             profile=step.profile,
             chain=step.chain,
-            units=units_of(self._module),
+            # what splits parameters too averages no whole gradients
+            units=() if STRATEGIES[steps.name].data_axis else units_of(self._module),
             rates=rates,
             no_stages=why,
             refused={**refused_techniques(self._module, step, values=self._trains), **others},

@@ -61,6 +61,7 @@ def warn_of_differences(
     step: int,
     apart: bool = False,
     groups: DeviceMesh | None = None,
+    in_place: Iterable[nn.Parameter] = (),
 ) -> None:
     """Warn where ranks no longer have the parameters and buffers that they should have in common; all ranks call it.
 
@@ -71,12 +72,15 @@ def warn_of_differences(
         apart: Whether parameters are on some ranks of the model axis only, and on the device "meta" elsewhere.
         groups: With the axes "replicate", "shard" and "model", where parameters lie over parts of the data axis; where
             they lie over all of it, no two ranks have the same, and nothing is compared.
+        in_place: Parameters that have a rank's part as their values, which are not compared.
     """
     if mesh.size() == 1:
         return
-    named: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if not is_split(p)}
+    parts, elsewhere = {id(parameter) for parameter in sharded}, {id(parameter) for parameter in in_place}
+    named: dict[str, Tensor] = {
+        name: p for name, p in module.named_parameters() if not is_split(p) and id(p) not in elsewhere
+    }
     held = {**named, **common_buffers(module)}
-    parts = {id(parameter) for parameter in sharded}
     if apart:
         held, parts = _of_stages(held)
     found = differing(held, mesh, parts)

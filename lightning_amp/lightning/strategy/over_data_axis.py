@@ -1,6 +1,8 @@
 """What a plan asks for over the ranks that average gradients: shared batch statistics, and fsdp."""
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
@@ -8,11 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
+from lightning_amp.parallel.fsdp.agreement import Agreement
 from lightning_amp.parallel.fsdp.fully_sharded import FullySharded
 from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.sharding import sharding_of
 from lightning_amp.planning.plan.specs import FullyShard, ShareBatchStatistics
+from lightning_amp.planning.plan.strategies import STRATEGIES, with_steps
 
 Undo = list[Callable[[], None]]
 
@@ -54,8 +59,19 @@ def shard_fully(
         fn: What the Trainer is doing.
         undo: Gets what takes it back.
     """
+    if fn == TrainerFn.PREDICTING:
+        return shards
+    if (name := with_steps(plan.strategies)) and (units := _units_of(name, plan, model, mesh, fn)):
+        undo.append(units.undo)
+        own = tuple(
+            ShardedParameter(
+                whole=one.parameter, shard=one.parameter, module=model, name=one.name, parts=one, version=0
+            )
+            for one in units.parameters
+        )
+        return Shards(model, own, units=units)
     spec = sharding_of(plan.rules)
-    if spec is None or fn == TrainerFn.PREDICTING:
+    if spec is None:
         return shards
     fqns = [rule.fqn for rule in plan.rules if isinstance(rule.spec, FullyShard)]
     n = spec.shard_ranks or mesh.size()
@@ -63,3 +79,12 @@ def shard_fully(
     units = FullySharded(model, fqns, mesh, groups=groups, offload=spec.offload)
     undo.append(units.undo)
     return Shards(model, (*shards.sharded, *units.parameters), shards.partial, units=units)
+
+
+def _units_of(name: str, plan: Plan, model: nn.Module, mesh: DeviceMesh, fn: TrainerFn | None) -> Any:
+    """The units of a technique with steps that splits parameters too; None of one that does not."""
+    split = getattr(import_module(STRATEGIES[name].steps), "split_parameters", None)
+    if split is None:
+        return None
+    spec = next(rule.spec for rule in plan.rules if rule.strategy == name)
+    return split(model, spec, mesh, fitting=fn == TrainerFn.FITTING, agree=Agreement(mesh, name).on)

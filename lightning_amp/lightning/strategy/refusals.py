@@ -21,7 +21,8 @@ from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, FullyShard, ShareBatchStatistics
+from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, ShareBatchStatistics
+from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.quantities import format_bytes
 
@@ -35,7 +36,7 @@ LEAVES_LAYERS = (DataParallel, ShareBatchStatistics, BalanceCells)
 COPIES_BUFFERS = ("WeightAveraging",)
 AVERAGED = ("StochasticWeightAveraging", "WeightAveraging")
 KEEPS_LAYERS = ("ModelPruning",)
-FSDP = "fsdp"
+ALL = "all parameters"
 
 
 def announce(plan: Plan, request: Request, *, held: bool) -> None:
@@ -103,7 +104,7 @@ def check_callbacks(installed: "Installed", callbacks: Sequence[object], plan: P
                 f"{type(callback).__name__} was asked for, which averages whole parameters, together with {who}, which"
                 f" has sharded {what}; leave one of the two out"
             )
-        if who == FSDP and is_named(callback, KEEPS_LAYERS):
+        if what == ALL and is_named(callback, KEEPS_LAYERS):
             raise PlanError(
                 f"{type(callback).__name__} was asked for, which masks whole parameters, together with {who}, which has"
                 f" sharded {what}; leave one of the two out"
@@ -130,7 +131,7 @@ def check_rescue(plan: Plan, trainer: "pl.Trainer", *, n_ranks: int) -> None:
         reasons.append("gradients of batches before would be lost, which accumulate_grad_batches adds up")
     if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         reasons.append("LBFGS changes parameters between the passes of one step")
-    if plan.mesh.model > 1 or "fsdp" in plan.strategies:
+    if plan.mesh.model > 1 or any(STRATEGIES[name].data_axis for name in plan.strategies):
         reasons.append("ranks wait for each other within a pass, by what the plan splits over them")
     if n_ranks > 1 and any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules):
         reasons.append("ranks share batch statistics within a pass; share_batch_statistics=False does not")
@@ -152,8 +153,9 @@ def is_named(thing: object, names: tuple[str, ...]) -> bool:
 
 def _sharding(installed: "Installed", plan: Plan) -> tuple[str, str]:
     """Who shards parameters, and which; "" where nobody does."""
-    if any(isinstance(rule.spec, FullyShard) for rule in plan.rules):
-        return FSDP, "all parameters"
+    everywhere = next((rule.strategy for rule in plan.rules if STRATEGIES[rule.strategy].data_axis), "")
+    if everywhere:
+        return everywhere, ALL
     return ("S2", _names(installed)) if installed.sharded else ("", "")
 
 

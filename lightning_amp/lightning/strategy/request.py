@@ -35,6 +35,7 @@ OPTIONS_OF = {
     "sequence_dim": "sequence",
     "sequence_sizes": "sequence",
     "sequence_grid": "sequence",
+    "tensor_grid": "tensor3d",
 }
 """Options that say how one strategy is done, which has to be asked for by name."""
 
@@ -72,12 +73,14 @@ class Request:
     sequence_dim: Mapping[str, int | Sequence[int]] | str = "auto"
     sequence_sizes: str | Sequence[int] = "even"
     sequence_grid: str = ""
+    tensor_grid: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             one_of(name, getattr(self, name), allowed)
         self._check_numbers()
         self._check_plan()
+        self._check_grid()
         for name, what in (
             ("rates", "of a file that `lightning-amp calibrate` wrote"),
             ("data_dir", "of a data directory"),
@@ -143,6 +146,30 @@ class Request:
                 raise PlanError(
                     f"{name}={value!r} was asked for; allowed is a number of seconds above 0, .inf for never"
                 )
+
+    def _check_grid(self) -> None:
+        """Two axes of a grid are the model axis."""
+        grid = self.tensor_grid
+        if grid is None:
+            return
+        if not (
+            isinstance(grid, tuple | list) and len(grid) == 3 and all(type(n) is int and n > 0 for n in grid)
+        ):
+            raise PlanError(
+                f"tensor_grid={grid!r} was given; allowed are three whole numbers of ranks, as (2, 1, 2)"
+            )
+        if self.save_distributed_checkpoint:
+            raise PlanError(
+                f"save_distributed_checkpoint=True was given with tensor_grid={tuple(grid)!r}, whose parts are not"
+                " saved by themselves; leave it out: a checkpoint is one file that fits any grid"
+            )
+        ranks = grid[0] * grid[1]
+        if self.model_parallel_size not in ("auto", ranks):
+            raise PlanError(
+                f"model_parallel_size={self.model_parallel_size!r} was given with tensor_grid={tuple(grid)!r}, of which"
+                f" it is x * y = {ranks}; leave model_parallel_size out"
+            )
+        object.__setattr__(self, "model_parallel_size", ranks)
 
     def _check_plan(self) -> None:
         chosen = () if self.strategies is None else parse_strategies(self.strategies)

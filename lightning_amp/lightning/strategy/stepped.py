@@ -37,7 +37,14 @@ def dry_steps(request: Request, here: ThisRank, trained: Plan | None) -> DryStep
         return DrySteps(name, _rule_of(name, plan.rules).spec, plan.mesh.model)
     size = request.model_parallel_size
     ranks = here.node_ranks if size == "auto" else int(size)
-    return DrySteps.asked(parse_strategies(request.strategies or "S1"), request, ranks)
+    steps = DrySteps.asked(parse_strategies(request.strategies or "S1"), request, ranks)
+    needed = 1 if steps is None else getattr(steps.spec, "ranks", 1)
+    if here.n_ranks % needed:
+        raise PlanError(
+            f"a grid of {needed} ranks was given for {here.n_ranks} ranks, which are no multiple of it; change the"
+            " grid, or `devices` of the Trainer"
+        )
+    return steps
 
 
 def own_parts_of(request: Request, plan: Plan | None, here: ThisRank) -> OwnParts:
@@ -73,7 +80,9 @@ def in_parts(
         make: Makes a plan without a profile, of `asked` strategies, `size` of the model axis and `steps`.
         rates, here: Of the device, of the run.
     """
-    for name in (name for name, row in STRATEGIES.items() if row.steps and here.node_ranks > 1):
+    for name in (
+        name for name, row in STRATEGIES.items() if row.steps and not row.data_axis and here.node_ranks > 1
+    ):
         steps = DrySteps.asked((name,), SimpleNamespace(), here.node_ranks)
         assert steps is not None, "it has steps"
         counted = step.with_steps(steps)

@@ -117,6 +117,7 @@ class AMPStrategy(MeshStrategy):
         sequence_dim: Mapping[str, int | Sequence[int]] | str = "auto",
         sequence_sizes: str | Sequence[int] = "even",
         sequence_grid: str = "",
+        tensor_grid: tuple[int, int, int] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -146,6 +147,7 @@ class AMPStrategy(MeshStrategy):
             fsdp_ranks: Of `strategies="fsdp"`: ranks of a group that splits parameters, as a node's; None is all.
             fsdp_offload: Of `strategies="fsdp"`: whether a rank's parts of them lie in the host's memory.
             device_speeds: "measure" deals stages and strata to ranks by what each reaches; None takes ranks as alike.
+            tensor_grid: Of `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
             sequence_dim, sequence_sizes, sequence_grid: Of `strategies="sequence"`: dims that are split, and how.
 
         Raises:
@@ -300,9 +302,15 @@ class AMPStrategy(MeshStrategy):
         module, trainer = self.lightning_module, trainer_of(self.lightning_module)
         if self._step is None or module is None or trainer is None or trainer.interrupted:
             return
-        shards = [parameter.shard for parameter in self._shards.sharded]
-        apart, groups = self._shards.apart, self._shards.groups
-        warn_of_differences(module, shards, self.mesh, step=trainer.global_step, apart=apart, groups=groups)
+        warn_of_differences(
+            module,
+            [parameter.shard for parameter in self._shards.sharded],
+            self.mesh,
+            step=trainer.global_step,
+            apart=self._shards.apart,
+            groups=self._shards.groups,
+            in_place=[parameter.shard for parameter in self._shards.sharded if parameter.in_place],
+        )
 
     # --- a step ---
 

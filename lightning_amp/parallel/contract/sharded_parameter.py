@@ -67,6 +67,22 @@ class ShardedParameter:
         """The mesh axis."""
         return self.parts.mesh
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the shard is the parameter itself, with this rank's part as its values."""
+        return self.shard is self.whole
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        parts: Any = self.parts
+        return parts.shape if self.in_place else self.whole.shape
+
+    @property
+    def technique(self) -> str:
+        """The strategy that has split it."""
+        return getattr(self.parts, "technique", "fsdp" if is_split(self.shard) else "S2")
+
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor with the shape of the whole parameter, a view or a copy."""
         return self.parts.own(whole)
@@ -77,7 +93,7 @@ class ShardedParameter:
 
     def like_shard(self, own: Tensor) -> Tensor:
         """This rank's part of a tensor as the shard is kept: as a DTensor where torch keeps it."""
-        if not self.by_torch:
+        if not is_split(self.shard):
             return own
         shard: Any = self.shard
         whole: Any = type(shard).from_local(
@@ -85,16 +101,16 @@ class ShardedParameter:
             shard.device_mesh,
             shard.placements,
             run_check=False,
-            shape=self.whole.shape,
+            shape=self.shape,
             stride=shard.stride(),
         )
         # torch has brought it to the ranks' devices
         return cast(Tensor, whole.to(self.shard.device))
 
     @property
-    def by_torch(self) -> bool:
-        """Whether torch has split it, over the data axis, and reduces its gradient."""
-        return is_split(self.shard)
+    def by_units(self) -> bool:
+        """Whether the units that have split it, over the data axis too, reduce its gradient."""
+        return is_split(self.shard) or self.in_place
 
     @property
     def dropped(self) -> bool:
@@ -104,6 +120,9 @@ class ShardedParameter:
     @property
     def trained(self) -> bool:
         """Whether this rank's shard may differ from its part of the whole parameter."""
+        if self.in_place:
+            parts: Any = self.parts
+            return bool(parts.is_cut)
         if self.dropped:
             return True
         # both: an optimiser may write through `.data`, which is not counted, and a step may change nothing
@@ -112,7 +131,7 @@ class ShardedParameter:
 
     def offload(self) -> None:
         """Keep the whole parameter in the host's memory from now on; without values there is nothing to keep."""
-        if not self.whole.is_meta and not self.dropped:
+        if not self.whole.is_meta and not self.dropped and not self.in_place:
             self.whole.data = self.whole.data.cpu()
 
     def drop(self) -> None:
@@ -123,18 +142,21 @@ class ShardedParameter:
     @torch.no_grad()
     def restore(self) -> None:
         """Write the trained values of all ranks into the whole parameter, where the shard lies; a collective."""
-        self._replace(self.join(self.shard).to(self.shard.device))
+        if not self.in_place or self.trained:
+            self._replace(self.join(self.shard).to(self.shard.device))
 
     @torch.no_grad()
     def restore_own(self) -> None:
         """Write the trained values of this rank into the whole parameter, and nan elsewhere; no collective."""
-        whole = torch.full(self.whole.shape, torch.nan, dtype=self.whole.dtype, device=self.shard.device)
+        whole = torch.full(self.shape, torch.nan, dtype=self.whole.dtype, device=self.shard.device)
         self.parts.put(whole, local(self.shard))
         self._replace(whole)
 
     def _replace(self, values: Tensor) -> None:
         self.whole.data = values.to(self.whole.dtype)
         vars(self.whole).pop(DROPPED, None)
+        if self.in_place:
+            vars(self.parts)["is_cut"] = False
         self.whole.requires_grad_(self.shard.requires_grad)
 
 

@@ -22,8 +22,8 @@ from lightning_amp.parallel.ranks.collectives import wait_in_all_reduce
 class Agreement:
     """What the ranks of a mesh axis are about to do, compared."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: DeviceMesh, technique: str = "fsdp") -> None:
+        self._mesh, self._technique = mesh, technique
         self._unseen: list[tuple[str, Tensor]] = []
 
     def on(self, what: str) -> None:
@@ -57,7 +57,7 @@ class Agreement:
         dist.all_gather_object(everyones, what, group=self._mesh.get_group())
         ranks = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(everyones))
         return (
-            f"under fsdp all ranks use the same blocks in the same order, for a block's parameters lie on all of them;"
-            f" found: {ranks}. Let every rank run every block, a block that it does not need times zero, or train with"
-            " strategies='S1'"
+            f"under {self._technique} all ranks use the same blocks in the same order, for a block's parameters lie on"
+            f" all of them; found: {ranks}. Let every rank run every block, a block that it does not need times"
+            " zero, or train with strategies='S1'"
         )

@@ -162,6 +162,9 @@ class FullySharded:
             # the pass has let go of the root's
             self._gather_root()
 
+    def optimizers_made(self, optimizers: object) -> None:
+        """Nothing: they were made of the rows."""
+
     def before_update(self) -> None:
         """Refuse, with a ModelError, gradients that have not reached the rows that an optimiser is to change."""
         if self._root.has_gradients():

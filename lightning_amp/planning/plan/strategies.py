@@ -15,6 +15,7 @@ from lightning_amp.planning.plan import specs
 from lightning_amp.planning.plan.block_sizes import block_cells, chunk_buckets
 from lightning_amp.planning.plan.specs import Spec
 from lightning_amp.techniques.sequence.row import ROW as SEQUENCE
+from lightning_amp.techniques.tensor3d.row import ROW as TENSOR3D
 
 if TYPE_CHECKING:
     from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape
@@ -39,9 +40,11 @@ class StrategyInfo:
             whose techniques `parallel/install.py` knows.
         steps: Module whose `install(module, spec, mesh)` gives what takes the place of a LightningModule's steps, by
             name: a technique that lies in one folder, and that the Lightning strategy carries out. Gradients of its
-            steps are averaged over the model axis too. "" for all others.
+            steps are averaged over the model axis too, unless its `split_parameters` gives what splits and reduces
+            them. "" for all others.
         together: Of such a technique: the strategies that it goes together with.
         asked: Of such a technique: its spec with the options that a person has given, and whether they say all of it.
+        without_step: Of such a technique: what to do where the first step cannot be counted.
         shape_after: Of a strategy from outside: shape of the model and ranks of the model axis -> shape that the
             memory model is to see instead; None leaves its savings out.
     """
@@ -58,6 +61,7 @@ class StrategyInfo:
     steps: str = ""
     together: tuple[str, ...] = ()
     asked: "Callable[[Any, Any], tuple[Spec, bool]] | None" = None
+    without_step: str = ""
     shape_after: "Callable[[ModelShape, int], ModelShape] | None" = None
 
     @property
@@ -224,6 +228,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         specs=(specs.ChunkBlock,),
     ),
     "sequence": StrategyInfo(**SEQUENCE),
+    "tensor3d": StrategyInfo(**TENSOR3D),
 }
 
 ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"
@@ -347,9 +352,9 @@ def with_steps(strategies: Iterable[str]) -> str:
 def not_together(name: str) -> str:
     """Why a strategy does not go together with `name`, which has steps, and what to do instead."""
     others = [other for other in STRATEGIES[name].together if other != "S1"]
+    less = f"with {' and '.join(others)}, and with more ranks of the model axis (model_parallel_size)"
     return (
-        f"it is not supported together with {name}; a rank holds less with {' and '.join(others)}, and with more ranks"
-        " of the model axis (model_parallel_size)"
+        f"it is not supported together with {name}; a rank holds less {less if others else 'on more ranks'}"
     )
 
 

@@ -197,15 +197,17 @@ def _mesh(chosen: tuple[str, ...], request: Request) -> MeshShape:
     """All ranks of a node on the model axis where a strategy needs it, else on data."""
     devices, node_devices = request.devices, request.node_devices
     sharding = [s for s in chosen if STRATEGIES[s].model_axis]
+    # one that has a grid over both axes may have one rank here
+    must = [s for s in sharding if not STRATEGIES[s].data_axis]
     model = model_ranks_of(chosen, request)
     _check_divides(model, devices)
-    if sharding and model < 2 <= devices and node_devices == 1 and request.model_parallel_size == "auto":
+    if must and model < 2 <= devices and node_devices == 1 and request.model_parallel_size == "auto":
         raise PlanError(
             f"{', '.join(sharding)} split a module over the model axis, which stays inside a node, and a node has"
             f" {node_devices} device; set model_parallel_size={devices} to let it cross nodes, or leave these"
             " strategies out"
         )
-    if sharding and model < 2:
+    if must and model < 2:
         why, remedy = _one_model_rank(sharding, request)
         raise PlanError(
             f"{', '.join(sharding)} split a module over the model axis, and {why}; {remedy}, or leave these strategies"

@@ -67,7 +67,7 @@ def axes_of(mesh: DeviceMesh | MeshAxis, grid: str) -> tuple[MeshAxis, ...]:
     return tuple(axis_of(both[name]) for name in ("rows", "columns"))
 
 
-def options(batch: Any, spec: SequenceParallel, ranks: int) -> list[SequenceParallel]:
+def options(batch: Any, spec: SequenceParallel, ranks: int, look: object = None) -> list[SequenceParallel]:
     """Specs that split a batch over so many ranks: all tensors with a dim of one length, longest first.
 
     The first dim of a tensor is that of the samples, unless no other one is long enough.

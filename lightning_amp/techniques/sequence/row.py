@@ -80,4 +80,5 @@ ROW: dict[str, Any] = {
     "steps": "lightning_amp.techniques.sequence.install",
     "together": ("S1", "recompute", "fsdp"),
     "asked": asked,
+    "without_step": "Name the dims, as in AMPStrategy(sequence_dim={'ids': 1})",
 }

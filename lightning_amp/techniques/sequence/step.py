@@ -35,12 +35,13 @@ def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..
                 raise ShardError(
                     f"{name!r} returned a loss with {loss.splits}; a loss is a number: take the mean or the sum of it"
                 )
-            return mapped(found, _whole)
+            return mapped(found, lambda _, x: whole(x))
 
     return split
 
 
-def _whole(path: str, x: Tensor) -> Tensor:
+def whole(x: Tensor) -> Tensor:
+    """A tensor without splits; it is not trained on."""
     if not isinstance(x, ShardedTensor):
         return x
     # what callbacks and loggers get is not trained on
@@ -55,7 +56,10 @@ def whole_in_metrics(module: nn.Module) -> Iterator[None]:
     updates = [metric.update for metric in metrics]
 
     def with_whole(update: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: update(*mapped(args, _whole), **mapped(kwargs, _whole))
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return update(*mapped(args, lambda _, x: whole(x)), **mapped(kwargs, lambda _, x: whole(x)))
+
+        return call
 
     for metric, update in zip(metrics, updates, strict=True):
         metric.update = with_whole(update)  # type: ignore[method-assign]

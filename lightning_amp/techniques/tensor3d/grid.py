@@ -39,9 +39,20 @@ class Grid:
         return self.x.size * self.y.size * self.z.size
 
     @staticmethod
-    def dry(sizes: tuple[int, int, int], *, sent: Any = None) -> "Grid":
-        """The first rank of a grid whose collectives send nothing."""
-        x, y, z = (MeshAxis(name, n, 0, None, "gather", sent) for name, n in zip(AXES, sizes, strict=True))
+    def dry(
+        sizes: tuple[int, int, int], *, ranks: tuple[int, int, int] = (0, 0, 0), sent: Any = None
+    ) -> "Grid":
+        """One rank of a grid whose collectives send nothing.
+
+        Args:
+            sizes: Ranks of the axes.
+            ranks: Its place along each of them.
+            sent: Gets the collectives that it would issue.
+        """
+        x, y, z = (
+            MeshAxis(name, n, rank, None, "gather", sent)
+            for name, n, rank in zip(AXES, sizes, ranks, strict=True)
+        )
         return Grid(x=x, y=y, z=z)
 
     @staticmethod

@@ -10,19 +10,57 @@ The gathered part is not kept for the backward pass: `forgetting_gathered` saves
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_amp.dist.collectives import reduce_now, stacked, start_reduce_scatter
 from lightning_amp.dist.redistribute import own_part
 from lightning_amp.dist.sharded_tensor import ShardedTensor, part_in, wrap
 from lightning_amp.dist.splits import WHOLE, MeshAxis, Splits
+from lightning_amp.errors import ModelError
 from lightning_amp.techniques.tensor3d.grid import Grid
+
+IN_FLIGHT = 2
+"""Gradients that are summed at a time, which bounds the memory that they need."""
+STRAY = (
+    "a backward pass was begun by loss.backward() or torch.autograd.grad, and under tensor3d the Trainer has to begin"
+    " it, to weigh the loss; return the loss from training_step, or train with strategies='S1'"
+)
+
+
+@dataclass
+class InStep:
+    """What the parameters of a module have in common in a step.
+
+    Attributes:
+        agree: Called with what this rank is about to do; a collective that fails where ranks differ.
+        begun: Whether a backward pass is that of the strategy, which weighs the loss.
+        on_their_way: What waits for the gradients that are being summed, and returns their parameters.
+        reached: Parameters whose gradients have arrived, by id.
+    """
+
+    agree: Callable[[str], None] = lambda what: None
+    begun: bool = False
+    on_their_way: list[Callable[[], nn.Parameter]] = field(default_factory=list)
+    reached: dict[int, nn.Parameter] = field(default_factory=dict)
+
+    def arrive(self, left: int = 0) -> None:
+        """Wait for gradients until so many are left on their way."""
+        while len(self.on_their_way) > left:
+            parameter = self.on_their_way.pop(0)()
+            self.reached[id(parameter)] = parameter
+
+    def forget(self) -> None:
+        """The step has ended, or failed."""
+        self.on_their_way.clear()
+        self.reached.clear()
 
 
 class GridParameter:
@@ -32,13 +70,27 @@ class GridParameter:
         parameter: It keeps its identity; `cut` gives it this rank's part.
         grid: The ranks.
         splits: Its dims that are split over x and y.
+        name: In the module.
+        in_step: What it has in common with the others.
 
     Attributes:
         shape: Of the whole parameter.
+        is_cut: Whether the parameter has this rank's part.
     """
 
-    def __init__(self, parameter: nn.Parameter, grid: Grid, splits: Splits) -> None:
+    technique = "tensor3d"
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        grid: Grid,
+        splits: Splits,
+        *,
+        name: str = "",
+        in_step: InStep | None = None,
+    ) -> None:
         self.parameter, self.grid, self.splits = parameter, grid, splits
+        self.name, self._in_step, self.is_cut = name, in_step or InStep(), False
         self.shape = torch.Size(parameter.shape)
         self._block = splits.local_shape(self.shape)
         self._flat: list[tuple[MeshAxis, int]] = []
@@ -48,6 +100,16 @@ class GridParameter:
                 self._flat.append((axis, n))
                 n = -(-n // axis.size)
         self.n_own = n
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks of the grid, each of which has other entries."""
+        return cast(DeviceMesh, self.grid.block)
+
+    def cut(self) -> None:
+        """Give the parameter this rank's part."""
+        self.parameter.data = self.own(self.parameter.data).clone()
+        self.is_cut = True
 
     # --- parts of whole tensors with the parameter's shape: itself, an optimiser's state ---
 
@@ -68,6 +130,7 @@ class GridParameter:
 
     def put(self, whole: Tensor, own: Tensor) -> None:
         """Write this rank's part into a whole tensor."""
+        # padding is zero
         place = self.own(torch.arange(1, prod(self.shape) + 1).view(self.shape))
         there = place > 0
         whole.view(-1)[(place[there] - 1).to(whole.device)] = own[there.to(own.device)].to(whole.dtype)
@@ -90,9 +153,24 @@ class GridParameter:
 
     def gather(self) -> Tensor:
         """The entries of the split dims, without a gradient."""
+        if self._flat:
+            self._in_step.agree(f"gathers {self.name!r}")
         return self._joined(self.parameter.detach()).view(self._block)
 
-    def keep(self, grad: Tensor) -> Callable[[], None]:
+    def begin_to_sum(self, grad: Tensor) -> None:
+        """Begin to sum a gradient of the gathered part over the ranks, of which this rank's part goes to `grad`.
+
+        Raises:
+            ModelError: The backward pass is not that of the strategy.
+        """
+        if not self._in_step.begun:
+            raise ModelError(STRAY)
+        self._in_step.agree(f"adds up the gradient of {self.name!r}")
+        # each holds a whole gradient
+        self._in_step.arrive(IN_FLIGHT - 1)
+        self._in_step.on_their_way.append(self.keep(grad))
+
+    def keep(self, grad: Tensor) -> Callable[[], nn.Parameter]:
         """Begin to sum a gradient of the gathered part; the returned function adds what is this rank's to `grad`."""
         part = grad.reshape(-1) / self.grid.size
         last: Callable[[], Tensor] | None = None
@@ -103,10 +181,11 @@ class GridParameter:
             else:
                 part = arrive()
 
-        def add() -> None:
+        def add() -> nn.Parameter:
             found = part if last is None else last()
             leaf = self.parameter
-            leaf.grad = found.clone() if leaf.grad is None else leaf.grad.add_(found)
+            leaf.grad = found if leaf.grad is None else leaf.grad.add_(found)
+            return leaf
 
         return add
 
@@ -127,14 +206,14 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, of: GridParameter) -> Tensor:
         ctx.of = of
-        found = CACHE.take(of)
+        found = of.gather()
         _remember(found, of)
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        ON_THEIR_WAY.append(ctx.of.keep(grad))
+        ctx.of.begin_to_sum(grad)
         return None, None
 
 
@@ -149,32 +228,27 @@ def _remember(x: Tensor, of: GridParameter) -> None:
     _WHENCE[storage._cdata] = StorageWeakRef(storage), of  # type: ignore[no-untyped-call]
 
 
-ON_THEIR_WAY: list[Callable[[], None]] = []
-
-
-class _Cache:
-    """Gathered parameters."""
-
-    def take(self, of: GridParameter) -> Tensor:
-        return of.gather()
-
-
-CACHE = _Cache()
-
-
 @contextmanager
 def forgetting_gathered() -> Iterator[None]:
     """Let autograd keep where a gathered parameter came from, instead of its values."""
 
     def pack(x: Tensor) -> Any:
-        known = _WHENCE.get(x.untyped_storage()._cdata)
-        return x if known is None else (known[1], x.shape, x.stride(), x.storage_offset())
+        # what checkpoints save may be sharded
+        known = None if type(x) is ShardedTensor else _WHENCE.get(x.untyped_storage()._cdata)
+        if known is None:
+            return x
+        return known[1], known[1].parameter._version, x.shape, x.stride(), x.storage_offset()
 
     def unpack(kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        of, shape, stride, offset = kept
-        return CACHE.take(of).as_strided(shape, stride, offset)
+        of, version, shape, stride, offset = kept
+        if of.parameter._version != version:
+            raise ModelError(
+                f"under tensor3d the parameter {of.name!r} was changed between the forward pass that reads it and the"
+                " backward pass, which would read other values; change it after the backward pass"
+            )
+        return cast(Tensor, of.gather().as_strided(shape, stride, offset))
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

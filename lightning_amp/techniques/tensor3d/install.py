@@ -1,0 +1,172 @@
+"""Install `tensor3d`: in a dry run as steps of the module, in a run as units that hold its parameters."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_amp._torch import is_compiled
+from lightning_amp.dist._torch import (
+    AUTOGRAD_AND_AUTOCAST,
+    excluded_keys,
+    force_dispatch_keys,
+    included_keys,
+    skip_one_torch_function,
+)
+from lightning_amp.dist.splits import MeshAxis
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.techniques.tensor3d.grid import Grid, grid_mesh
+from lightning_amp.techniques.tensor3d.layouts import largest_rank, written
+from lightning_amp.techniques.tensor3d.parameters import STRAY
+from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
+from lightning_amp.techniques.tensor3d.row import TensorParallel3D
+from lightning_amp.techniques.tensor3d.units import GridUnits
+
+NO_GRADIENT = "does not require grad"
+"""What torch says of a backward pass where nothing is differentiated."""
+_GRIDS: dict[Any, Grid] = {}
+"""By the ranks of the run: process groups are never given back."""
+
+
+def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | MeshAxis) -> dict[str, Any]:
+    """What takes the place of the module's methods while a rank is counted; in a run nothing, for optimisers are made
+    of whole parameters, and `split_parameters` follows.
+
+    Raises:
+        InstallError: A module that it does not support.
+    """
+    refuse(module)
+    if not isinstance(mesh, MeshAxis):
+        return {}
+    largest = [largest_rank(spec.layouts, axis) for axis in ("x", "y")]
+    grid = Grid.dry(spec.sizes, ranks=(largest[0], largest[1], 0), sent=mesh.sent)
+    units: dict[int, GridUnits] = {}
+
+    def configure_optimizers(module: LightningModule) -> Any:
+        found = type(module).configure_optimizers(module)
+        # of the copy that is counted
+        units[id(module)] = GridUnits(module, spec.layouts, grid, begun=True)
+        units[id(module)].cut(_optimizers_in(found))
+        return found
+
+    def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+        step = MethodType(type(module).training_step, module)
+        return units[id(module)].run("training_step", step, *args, **kwargs)
+
+    def on_after_backward(module: LightningModule) -> None:
+        units[id(module)].end_backward()
+        type(module).on_after_backward(module)
+
+    made = (configure_optimizers, training_step, on_after_backward)
+    return {function.__name__: MethodType(function, module) for function in made}
+
+
+def options(
+    batch: Any,
+    spec: TensorParallel3D,
+    ranks: int,
+    look: Callable[[Mapping[str, Callable[..., Any]]], None],
+) -> list[TensorParallel3D]:
+    """The spec with layouts, found by one forward pass of the step's copy."""
+    found = list[str]()
+    x, y, _ = spec.sizes
+
+    def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+        step = MethodType(type(module).training_step, module)
+        if not found:
+            planner = LayoutPlanner(list(module.named_parameters()), {"x": x, "y": y})
+            try:
+                with planner, force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST):
+                    step(*args, **kwargs)
+            except RuntimeError as error:
+                if NO_GRADIENT not in str(error):
+                    raise
+                raise ModelError(STRAY) from error
+            found.append(written(planner))
+        return step(*args, **kwargs)
+
+    look({"training_step": training_step})
+    return [replace(spec, layouts=layouts) for layouts in found]
+
+
+def split_parameters(
+    module: nn.Module,
+    spec: TensorParallel3D,
+    mesh: DeviceMesh,
+    *,
+    fitting: bool,
+    agree: Callable[[str], None],
+) -> GridUnits:
+    """Split a module's parameters over the grid; in a fit once there are optimisers.
+
+    Args:
+        module: Whole, equal on all ranks.
+        spec: The grid and the layouts.
+        mesh: All ranks.
+        fitting: Whether optimisers will be made.
+        agree: As of `GridUnits`.
+    """
+    if mesh.size() % spec.ranks:
+        raise InstallError(
+            f"the plan has a grid of {spec.grid} ranks for {mesh.size()} ranks, which are no multiple of it; make it"
+            " anew"
+        )
+    key = dist.group.WORLD, spec.sizes
+    if key not in _GRIDS:
+        _GRIDS[key] = Grid.of(grid_mesh(mesh.device_type, spec.sizes, mesh.size()))
+    units = GridUnits(module, spec.layouts, _GRIDS[key], agree=agree)
+    units.wrap_steps()
+    if not fitting:
+        units.cut()
+    return units
+
+
+def refuse(module: LightningModule) -> None:
+    """Refuse, with an InstallError, a module that would not train as it does on one device."""
+    if skip_one_torch_function is None:
+        raise InstallError(f"tensor3d requires torch 2.13 or newer, found {torch.__version__}; leave it out")
+    if not module.automatic_optimization:
+        raise InstallError(
+            "tensor3d: automatic_optimization=False is not supported; let the Trainer optimise, or train with"
+            " strategies='fsdp'"
+        )
+    for name, child in module.named_modules():
+        if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm):
+            raise InstallError(
+                f"tensor3d: {name!r} is a {type(child).__name__}, which is not supported; use GroupNorm, or leave"
+                " tensor3d out"
+            )
+        if is_compiled(child):
+            raise InstallError(
+                f"tensor3d: torch.compile was applied to {name or type(module).__name__!r}, which is not supported;"
+                " leave one of them out"
+            )
+        if getattr(child, "sparse", False) is True:
+            raise InstallError(f"tensor3d: {name!r} has sparse gradients; make them dense (sparse=False)")
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise InstallError(
+                f"tensor3d: the parameter {name!r} has hooks, which would see a part of its gradient; remove them"
+            )
+        if parameter.is_complex():
+            raise InstallError(
+                f"tensor3d: the parameter {name!r} is complex; keep its real and imaginary parts"
+            )
+
+
+def _optimizers_in(found: Any) -> Iterator[Optimizer]:
+    """The optimisers that `configure_optimizers` has returned in one of Lightning's forms."""
+    if isinstance(found, Optimizer):
+        yield found
+    elif isinstance(found, Mapping):
+        yield from _optimizers_in(found.get("optimizer"))
+    elif isinstance(found, list | tuple):
+        for one in found:
+            yield from _optimizers_in(one)

@@ -1,0 +1,67 @@
+"""How the dims of parameters are split over x and y: found by one forward pass, kept as JSON in a plan."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+
+from lightning_amp.dist.owners import Owners
+from lightning_amp.dist.splits import Split, Splits
+from lightning_amp.errors import PlanError
+from lightning_amp.techniques.tensor3d.atoms import varying
+from lightning_amp.techniques.tensor3d.grid import Grid
+from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
+
+
+def written(planner: LayoutPlanner) -> str:
+    """What a planner has decided: {parameter: {axis: [dim, [rank, entries, rank, entries, ...]]}}."""
+    owners = {axis: planner.atoms.owners(axis) for axis in planner.axes}
+    found: dict[str, dict[str, Any]] = {}
+    for name, placed in planner.placed.items():
+        for axis, grid in placed.grids.items():
+            now = planner.atoms.now(axis, grid)
+            dims = varying(now)
+            if len(dims) != 1:
+                continue
+            ranks = [int(rank) for rank in owners[axis][now].ravel()]
+            # a rank without an entry could not compute
+            if len(set(ranks)) == planner.atoms.sizes[axis]:
+                runs = [n for rank, run in groupby(ranks) for n in (rank, len(list(run)))]
+                found.setdefault(name, {})[axis] = [dims[0], runs]
+    return json.dumps(found, separators=(",", ":"))
+
+
+def largest_rank(layouts: str, axis: str) -> int:
+    """The rank of an axis that has most entries of the parameters' dims, where they are split unevenly."""
+    entries = Counter[int]()
+    for split in json.loads(layouts or "{}").values():
+        _, runs = split.get(axis, (0, []))
+        for rank, n in zip(runs[::2], runs[1::2], strict=True):
+            entries[rank] += n
+    return max(sorted(entries), key=entries.__getitem__, default=0)
+
+
+def splits_in(layouts: str, module: nn.Module, grid: Grid) -> dict[str, Splits]:
+    """The splits of a module's parameters, by name; those without any are flat over all axes.
+
+    Raises:
+        PlanError: The layouts are those of another module.
+    """
+    read: Mapping[str, Mapping[str, Any]] = json.loads(layouts or "{}")
+    found = {}
+    for name, parameter in module.named_parameters():
+        splits = list[Split]()
+        for axis_name, (dim, runs) in read.get(name, {}).items():
+            axis = getattr(grid, axis_name)
+            ranks = [rank for rank, n in zip(runs[::2], runs[1::2], strict=True) for _ in range(n)]
+            if dim >= parameter.dim() or parameter.shape[dim] != len(ranks) or max(ranks) >= axis.size:
+                raise PlanError(
+                    f"the plan splits dim {dim} of {name!r} in {len(ranks)} entries, which has shape"
+                    f" {tuple(parameter.shape)!r}; make the plan anew for this module"
+                )
+            splits.append(Split(axis, dim, Owners.from_vector(ranks, axis.size)))
+        found[name] = Splits.of(splits)
+    return found

@@ -1,0 +1,192 @@
+"""A module whose parameters lie on a grid of ranks, until `undo`.
+
+    between steps    the module has its own Parameter objects, each with this rank's part, flat
+    in a step        in their places are sharded tensors, which are gathered where a layer reads them; until the
+                     backward pass has ended, or the step has returned nothing to train on
+
+Gradients are summed over the grid while the backward pass goes on, and averaged over its copies when it has ended.
+Before each collective that a rank could skip, as of a branch that its rows do not take, the ranks compare what it is
+for.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
+from lightning_amp.dist.guards import guarded
+from lightning_amp.dist.sharded_tensor import ShardedTensor
+from lightning_amp.errors import ModelError, ShardError
+from lightning_amp.techniques.sequence.split_batch import mapped, tensors
+from lightning_amp.techniques.sequence.step import STEPS, whole, whole_in_metrics
+from lightning_amp.techniques.tensor3d.grid import Grid
+from lightning_amp.techniques.tensor3d.layouts import splits_in
+from lightning_amp.techniques.tensor3d.parameters import GridParameter, InStep, average, forgetting_gathered
+
+READ_ELSEWHERE = (
+    "under tensor3d a parameter has this rank's part, and a function or object has read it by a reference to the"
+    " parameter; read it through its module, as self.layer.weight, in the step, or train with strategies='S1'"
+)
+
+
+class GridUnits:
+    """The parameters of a module on a grid.
+
+    Attributes:
+        parameters: In the order of the module's, each once.
+        groups, offload: As of fsdp: there are none.
+
+    Args:
+        module: Whole, equal on all ranks.
+        layouts: How dims are split (layouts.py).
+        grid: The ranks.
+        agree: Called with what this rank is about to do; a collective that fails where ranks differ.
+        begun: Whether any backward pass belongs to the step, as in a dry run.
+    """
+
+    groups: Any = None
+    offload = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layouts: str,
+        grid: Grid,
+        *,
+        agree: Callable[[str], None] = lambda what: None,
+        begun: bool = False,
+    ) -> None:
+        self._module, self._grid, self._dry = module, grid, begun
+        self._in_step = InStep(agree=agree, begun=begun)
+        splits = splits_in(layouts, module, grid)
+        self.parameters = [
+            GridParameter(parameter, grid, splits[name], name=name, in_step=self._in_step)
+            for name, parameter in module.named_parameters()
+        ]
+        of = {id(one.parameter): one for one in self.parameters}
+        self._places = [
+            (child, name, of[id(parameter)])
+            for child in module.modules()
+            for name, parameter in child._parameters.items()
+            if parameter is not None
+        ]
+        self._inside = False
+        self._undo: list[Callable[[], None]] = []
+
+    def cut(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Give every parameter this rank's part; optimisers that have state of it already get theirs."""
+        for optimizer in optimizers:
+            own = getattr(optimizer, "optimizer", optimizer).state
+            for one in self.parameters:
+                for key, value in own.get(one.parameter, {}).items():
+                    if isinstance(value, Tensor) and value.dim() and value.shape == one.shape:
+                        own[one.parameter][key] = one.own(value).clone()
+        for one in self.parameters:
+            one.cut()
+            if one.parameter.requires_grad:
+                hook = one.parameter.register_hook(_refuse_read)  # type: ignore[no-untyped-call]
+                self._undo.append(hook.remove)
+
+    optimizers_made = cut
+
+    def wrap_steps(self) -> None:
+        """Run the module's steps with sharded tensors in the places of its parameters."""
+        own = vars(self._module)
+        for name in STEPS:
+            if getattr(type(self._module), name, None) is getattr(LightningModule, name, None):
+                continue
+            method = getattr(self._module, name)
+            before = {name: own[name]} if name in own else {}
+            own[name] = wraps(method)(partial(self.run, name, method))
+
+            def undo(name: str = name, before: dict[str, Any] = before) -> None:
+                own.pop(name, None)
+                own.update(before)
+
+            self._undo.append(undo)
+
+    def run(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step; what it returns is whole."""
+        self._put_back()
+        for child, place, one in self._places:
+            child._parameters[place] = one.wrapper()  # type: ignore[assignment]
+        self._inside = True
+        try:
+            with (
+                guarded((self._grid.x, self._grid.y)),
+                forgetting_gathered(),
+                whole_in_metrics(self._module),
+            ):
+                found = step(*args, **kwargs)
+                loss = found.get("loss") if isinstance(found, dict) else found
+                if name == "training_step" and isinstance(loss, ShardedTensor) and loss.splits:
+                    raise ShardError(
+                        f"{name!r} returned a loss with {loss.splits}; a loss is a number: take the mean or the sum"
+                    )
+                found = mapped(found, lambda _, x: whole(x))
+        except BaseException:
+            self._put_back()
+            raise
+        if not any(tensor.requires_grad for _, tensor in tensors(found)):
+            # no backward pass is to come
+            self._put_back()
+        return found
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Around the backward pass of a loss; a collective."""
+        self._in_step.begun = True
+        try:
+            with forgetting_gathered():
+                yield
+            self._in_step.agree("ends the backward pass")
+            self.end_backward()
+        except BaseException:
+            self._in_step.forget()
+            raise
+        finally:
+            self._in_step.begun = self._dry
+            self._put_back()
+
+    def end_backward(self) -> None:
+        """Wait for gradients, and put the parameters back."""
+        self._in_step.arrive()
+        if self._grid.replicas is not None:
+            average(
+                [p.grad for p in self._in_step.reached.values() if p.grad is not None], self._grid.replicas
+            )
+        self._in_step.forget()
+        self._put_back()
+
+    def before_update(self) -> None:
+        """Nothing: an optimiser finds the gradients of this rank's parts."""
+
+    def after_update(self) -> None:
+        """Nothing: parameters are gathered anew."""
+
+    def on_rows(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method while the module has this rank's parts."""
+        return method(*args, **kwargs)
+
+    def undo(self) -> None:
+        """Give the module back as it was; its parameters have the parts or, after `restore`, are whole."""
+        self._put_back()
+        while self._undo:
+            self._undo.pop()()
+
+    def _put_back(self) -> None:
+        if self._inside:
+            for child, place, one in self._places:
+                child._parameters[place] = one.parameter
+        self._inside = False
+
+
+def _refuse_read(grad: Tensor | None) -> None:
+    # what is gathered has its gradient summed, and hands none on
+    if grad is not None:
+        raise ModelError(READ_ELSEWHERE)

@@ -1,0 +1,158 @@
+"""Claim: what `tensor3d` does not support is refused by name, with what to do, and nothing is trained wrongly."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+
+from lightning_amp import AMPStrategy
+from lightning_amp.errors import AmpError, PlanError
+from tests.ranks import run_ranks
+from tests.techniques.tensor3d.cases import CASES, Case, Gated, Trained
+from tests.techniques.tensor3d.test_tensor3d import Grid, run
+
+
+class Small(Trained):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.more = nn.Linear(5, 4), nn.Linear(5, 4)
+
+    def loss(self, batch: Any) -> Tensor:
+        return (self.net(batch) - 1).square().mean()  # type: ignore[no-any-return]
+
+
+class Normed(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.BatchNorm1d(4)  # type: ignore[assignment]
+
+
+class ByHand(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Coupled(Small):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class Stray(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (0.5 * self.loss(batch)).backward()
+        return self.loss(batch)
+
+
+class Hooked(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.weight.register_hook(lambda grad: 2 * grad)
+
+
+class Elsewhere(Small):
+    """A part of one entry would go with any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [nn.Parameter(torch.ones(2))]
+        self.scale = self.held[0]
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.held[0].sum()
+
+
+class Branching(Small):
+    """Ranks of the axis z take layers of the same shape by their own rows."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.first = self.global_rank == 0
+
+    def loss(self, batch: Any) -> Tensor:
+        net = self.net if getattr(self, "first", True) else self.more
+        return (net(batch) - 1).square().mean()  # type: ignore[no-any-return]
+
+
+class Writing(Small):
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            self.net.weight.clamp_(-1, 1)
+        return super().loss(batch)
+
+
+class WritingData(Small):
+    def loss(self, batch: Any) -> Tensor:
+        self.net.weight.data.clamp_(-1, 1)
+        return super().loss(batch)
+
+
+class Compiled(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
+
+
+BATCH = CASES["gated"].batch
+REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
+    "ranks": (Small, (3, 1, 1), {}, "model_parallel_size|a grid of 3 ranks was given for 2 ranks"),
+    "rows": (Small, (1, 1, 4), {}, "a grid of 4 ranks was given for 2 ranks"),
+    "others": (
+        Small,
+        (2, 1, 1),
+        {"options": {"strategies": "tensor3d,fsdp"}},
+        "fsdp .*not supported together",
+    ),
+    "chunk": (Small, (2, 1, 1), {"options": {"strategies": "tensor3d,chunk"}}, "chunk cannot be: it is not"),
+    "batch norm": (Normed, (2, 1, 1), {}, "'more' is a BatchNorm1d"),
+    "by hand": (ByHand, (2, 1, 1), {}, "automatic_optimization=False"),
+    "an optimiser": (Coupled, (2, 1, 1), {}, "'Adafactor'.*tensor3d splits"),
+    "a backward pass": (Stray, (2, 1, 1), {}, "under tensor3d the Trainer has to begin"),
+    "a hook": (Hooked, (2, 1, 1), {}, "'net.weight' has hooks"),
+    "a reference": (Elsewhere, (2, 1, 1), {}, "under tensor3d a parameter has this rank's part"),
+    "a branch": (Branching, (1, 1, 2), {}, "under tensor3d all ranks use the same .*rank 1 gathers"),
+    "a write": (Writing, (2, 1, 1), {}, "'clamp_'.*Writing"),
+    "a write by way of data": (WritingData, (1, 1, 2), {}, "'clamp_'.*WritingData"),
+    "compiled": (Compiled, (2, 1, 1), {}, "torch.compile was applied"),
+    "averages": (Small, (2, 1, 1), {"callbacks": [EMAWeightAveraging()]}, "which averages whole parameters"),
+}
+
+
+def refused(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
+    found = {}
+    for name, (module, grid, given, _) in REFUSED.items():
+        try:
+            run(Case(module, BATCH), grid, rank, ranks, **given)
+            found[name] = "", ""
+        except Exception as error:
+            kind = "AmpError" if isinstance(error, AmpError) else repr(error)
+            found[name] = kind, str(error)
+    return found
+
+
+@pytest.mark.ranks
+def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
+    for found in run_ranks(refused, 2, tmp_path):
+        for name, (*_, words) in REFUSED.items():
+            assert found[name][0] == "AmpError", (name, found[name])
+            assert re.search(words, found[name][1], re.DOTALL), (name, found[name])
+
+
+def test_options_are_checked_before_processes_start() -> None:
+    for options, words in (
+        ({"tensor_grid": (2, 1, 1)}, "which is of tensor3d"),
+        ({"strategies": "tensor3d", "tensor_grid": (2, 1)}, "allowed are three whole numbers"),
+        ({"strategies": "tensor3d", "tensor_grid": (2, 1, 0)}, "allowed are three whole numbers"),
+        ({"strategies": "tensor3d", "tensor_grid": (2, 1, 1), "model_parallel_size": 4}, "leave model_paral"),
+        (
+            {"strategies": "tensor3d", "tensor_grid": (2, 1, 1), "save_distributed_checkpoint": True},
+            "one file",
+        ),
+    ):
+        with pytest.raises(PlanError, match=words):
+            AMPStrategy(**options)
+    assert Gated().losses == []

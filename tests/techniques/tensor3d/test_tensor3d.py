@@ -1,0 +1,95 @@
+"""Claim: a module on a grid of ranks trains as one process does, in float64; what is not supported is refused."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch.utils.data import DataLoader
+
+from lightning_amp import AMPStrategy
+from lightning_amp.planning.plan.plan import Plan
+from tests.any_module import Meter
+from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.ranks import run_ranks
+from tests.techniques.tensor3d.cases import CASES, Case
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+Grid = tuple[int, int, int]
+
+
+def run(
+    case: Case, grid: Grid | None = None, rank: int = 0, ranks: int = 1, *, options: Any = None, **given: Any
+) -> dict[str, Any]:
+    """Three steps with a validation; without a grid on one process, without the strategy."""
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    batches = [case.batch() for _ in range(3)]
+    strategy: dict[str, Any] = {"devices": 1}
+    if grid is not None:
+        x, y, _ = grid
+        samplers = ranks // (x * y)
+        rows = max(1, 4 // max(1, samplers))
+        batches = [batch[rank // (x * y) * rows :][:rows] for batch in batches]
+        made = AMPStrategy(**{"strategies": "tensor3d", "tensor_grid": grid, **(options or {})})
+        strategy = {"strategy": made, "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
+    loader, meter = DataLoader(batches, batch_size=None), Meter()  # type: ignore[arg-type]
+    trainer = Trainer(
+        **{
+            **QUIET,
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "num_sanity_val_steps": 1,
+            "callbacks": [meter],
+            "use_distributed_sampler": False,
+            **strategy,
+            **given,
+        }
+    )
+    module = case.module().double()
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    parameters = [*module.parameters()]
+    trainer.fit(module, loader, loader)
+    assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True)), "parameters stay"
+    assert shapes == {name: p.shape for name, p in module.named_parameters()}
+    assert not [name for name in vars(module) if name.endswith("_step")], "the module is as it was"
+    plan = getattr(trainer.strategy, "plan", None)
+    return {
+        "losses": torch.stack(module.losses),
+        "state": {name: value.clone() for name, value in module.state_dict().items()},
+        "valid": float(trainer.callback_metrics["valid"]),
+        "plan": None if plan is None else plan.to_json(),
+        "peak": meter.live.peak,
+    }
+
+
+def on_grids(rank: int, ranks: int, grids: list[Grid]) -> dict[Any, Any]:
+    return {(name, grid): run(case, grid, rank, ranks) for name, case in CASES.items() for grid in grids}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "grids", [[(2, 1, 1), (1, 2, 1), (1, 1, 2)], [(2, 2, 1), (2, 1, 2), (1, 2, 1)]], ids=["2", "4"]
+)
+def test_modules_train_as_one_process_does(tmp_path: Path, grids: list[Grid]) -> None:
+    """Losses, parameters and metrics, with the predicted peak; a grid of two ranks on four has two copies."""
+    ranks = max(x * y * z for x, y, z in grids)
+    found = run_ranks(on_grids, ranks, tmp_path, grids)
+    for name, case in CASES.items():
+        right = run(case)
+        for grid in grids:
+            losses = torch.stack([one[name, grid]["losses"] for one in found]).mean(0)
+            torch.testing.assert_close(losses, right["losses"], rtol=1e-10, atol=0, msg=f"{name} {grid}")
+            for one in found:
+                assert one[name, grid]["valid"] == pytest.approx(right["valid"], rel=1e-10)
+                torch.testing.assert_close(one[name, grid]["state"], right["state"], rtol=1e-10, atol=1e-10)
+            predicted = Plan.from_json(found[0][name, grid]["plan"]).predicted_peak_bytes
+            peak = max(one[name, grid]["peak"] for one in found)
+            assert peak == pytest.approx(predicted, rel=0.05), (name, grid)
