@@ -28,17 +28,20 @@ from lightning_amp.techniques.sequence.row import SequenceParallel
 
 
 class Timed(NamedTuple):
-    """A module, its batch, and the dim that is split."""
+    """A module, its batch, the dim that is split, and the sizes of the parts."""
 
     make: Callable[[], Net]
     batch: Callable[[], Tensor]
     dims: str
+    sizes: str = "even"
 
 
 CASES = {
-    "GPT, 4,096 tokens": Timed(lambda: GPT(4096), lambda: torch.randint(256, (1, 4096)), "batch:1"),
-    "ViT, 256 x 256": Timed(lambda: ViT(256), lambda: torch.randn(1, 3, 256, 256), "batch:2"),
-    "U-Net, 256 x 256": Timed(UNet, lambda: torch.randn(1, 3, 256, 256), "batch:2"),
+    "GPT, 16,384 tokens": Timed(
+        lambda: GPT(16384), lambda: torch.randint(256, (1, 16384)), "batch:1", "causal"
+    ),
+    "ViT, 384 x 384": Timed(lambda: ViT(384), lambda: torch.randn(1, 3, 384, 384), "batch:2"),
+    "U-Net, 512 x 512": Timed(UNet, lambda: torch.randn(1, 3, 512, 512), "batch:2"),
     "Transolver, 65,536 points": Timed(Points, lambda: torch.randn(1, 65536, 3), "batch:1"),
 }
 
@@ -67,7 +70,8 @@ def _on_rank(rank: int, world: int, folder: str, rounds: int, only: str) -> None
         torch.manual_seed(0)
         batch, modules = case.batch(), [case.make() for _ in range(3)]
         for module, axis in zip(modules[1:], (alone, both), strict=True):
-            vars(module).update(install(module, SequenceParallel(dims=case.dims), axis))
+            sizes = case.sizes if axis is both else "even"
+            vars(module).update(install(module, SequenceParallel(dims=case.dims, sizes=sizes), axis))
         took: list[list[float]] = [[], [], []]
         for _ in range(rounds + 1):
             for place, (module, axis) in enumerate(zip(modules, (None, alone, both), strict=True)):
