@@ -14,6 +14,10 @@ from torch._C import _ForceDispatchKeyGuard as force_dispatch_keys
 # a dispatch mode sees the operators on parts, not those on the whole
 from torch._C import _len_torch_dispatch_stack as n_dispatch_modes
 
+# torch.compiler.disable, which loads the compiler at the first call: a compiler that traces collectives with tensors
+# that have no values would leave them out
+from torch._compile import _disable_dynamo as never_compiled
+
 # all overloads of one operator
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 
@@ -41,6 +45,7 @@ __all__ = [
     "included_keys",
     "is_composite",
     "n_dispatch_modes",
+    "never_compiled",
     "no_modes",
     "pop_dispatch_mode",
     "push_dispatch_mode",

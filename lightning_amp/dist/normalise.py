@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm
 
+from lightning_amp.dist._torch import never_compiled
 from lightning_amp.dist.collectives import reduce_now, stacked
 from lightning_amp.dist.sharded_tensor import local_of, part_in, splits_of, wrap
 from lightning_amp.dist.splits import WHOLE, MeshAxis, Splits
@@ -86,6 +87,7 @@ def union_statistics(
     return mean, m2, count
 
 
+@never_compiled
 def normalised(
     x: Tensor,
     weight: Tensor | None,
@@ -117,6 +119,7 @@ def normalised(
     return cast(Tensor, _Normalise.apply(x, *parameters, *given)).view(shape)
 
 
+@never_compiled
 def batch_normalised(
     x: Tensor,
     weight: Tensor | None,

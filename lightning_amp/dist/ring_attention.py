@@ -20,10 +20,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_amp._torch import attend_on_cpu, attend_on_cpu_back
+from lightning_amp.dist._torch import never_compiled
 from lightning_amp.dist.collectives import ring
 from lightning_amp.dist.splits import MeshAxis
 
 
+@never_compiled
 def ring_attention(
     q: Tensor,
     k: Tensor,
