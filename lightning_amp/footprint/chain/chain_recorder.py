@@ -23,6 +23,7 @@ from lightning_amp._torch import (
     autograd_node,
     autograd_order,
     in_transform,
+    parts_of,
     tree_leaves,
     tree_map,
 )
@@ -390,7 +391,4 @@ def _empty(shape: Any, stride: Any, dtype: Any, device: Any) -> Tensor:
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of what is here of some tensors: of a wrapper those of its parts."""
-    return sum(
-        sum(part.nbytes for part, _ in storages_of([t])) if hasattr(t, "__tensor_flatten__") else t.nbytes
-        for t in tensors
-    )
+    return sum(part.nbytes for t in tensors for part in parts_of(t))

@@ -13,8 +13,9 @@ from lightning_amp.dist._torch import skip_one_torch_function
 from lightning_amp.dist.splits import MeshAxis, axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.sequence.row import SequenceParallel, written_dims
-from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims, read_grid, tensors
-from lightning_amp.techniques.sequence.step import STEPS, step_of
+from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims, read_grid
+from lightning_amp.techniques.sequence.step import step_of
+from lightning_amp.techniques.sharded_step import STEPS, tensors
 
 MOST_TRIED = 6
 """Ways to split a batch that are counted, a second or so for each."""

@@ -1,7 +1,7 @@
 """Split the tensors of a batch over the ranks: which dims, in which sizes."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Any
 
@@ -11,6 +11,7 @@ from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.sharded_tensor import ShardedTensor, redistribute
 from lightning_amp.dist.splits import MeshAxis, Split, Splits
 from lightning_amp.errors import PlanError, ShardError
+from lightning_amp.techniques.sharded_step import mapped, tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,40 +89,6 @@ def causal_sizes(n: int, size: int) -> tuple[int, ...]:
     # every rank has an index
     ends = [min(max(end, rank + 1), n - size + rank + 1) for rank, end in enumerate(ends)]
     return tuple(b - a for a, b in zip([0, *ends], ends, strict=False))
-
-
-def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch, with their paths."""
-    found = dict[str, Tensor]()
-    mapped(batch, found.setdefault)
-    return iter(found.items())
-
-
-def mapped(value: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """A batch with its tensors changed, through mappings, lists, tuples and dataclasses; other objects stay."""
-
-    def below(key: object) -> str:
-        return f"{path}.{key}" if path else str(key)
-
-    if isinstance(value, Tensor):
-        return change(path or "batch", value)
-    if isinstance(value, Mapping):
-        items = {key: mapped(item, change, below(key)) for key, item in value.items()}
-        if type(value) is dict:
-            return items
-        # another kind of mapping, such as HuggingFace's BatchEncoding, is kept
-        copy = value.copy() if hasattr(value, "copy") else dict(value)
-        for key, item in items.items():
-            copy[key] = item
-        return copy
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(v, change, below(k)) for k, v in zip(value._fields, value, strict=True)))
-    if isinstance(value, list | tuple):
-        return type(value)(mapped(item, change, below(i)) for i, item in enumerate(value))
-    if is_dataclass(value) and not isinstance(value, type):
-        own = {f.name: mapped(getattr(value, f.name), change, below(f.name)) for f in fields(value) if f.init}
-        return replace(value, **own)
-    return value
 
 
 def read_dims(text: str) -> dict[str, tuple[int, ...]]:

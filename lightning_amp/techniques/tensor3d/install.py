@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_amp._torch import is_compiled
+from lightning_amp._torch import AnyBatchNorm, is_compiled
 from lightning_amp.dist._torch import (
     AUTOGRAD_AND_AUTOCAST,
     excluded_keys,
@@ -138,7 +138,7 @@ def refuse(module: LightningModule) -> None:
             " strategies='fsdp'"
         )
     for name, child in module.named_modules():
-        if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm):
+        if isinstance(child, AnyBatchNorm):
             raise InstallError(
                 f"tensor3d: {name!r} is a {type(child).__name__}, which is not supported; use GroupNorm, or leave"
                 " tensor3d out"

@@ -19,11 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
-from lightning_amp.dist.guards import guarded
-from lightning_amp.dist.sharded_tensor import ShardedTensor
-from lightning_amp.errors import ModelError, ShardError
-from lightning_amp.techniques.sequence.split_batch import mapped, tensors
-from lightning_amp.techniques.sequence.step import STEPS, whole, whole_in_metrics
+from lightning_amp.errors import ModelError
+from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.layouts import splits_in
 from lightning_amp.techniques.tensor3d.parameters import GridParameter, InStep, average, forgetting_gathered
@@ -117,18 +114,9 @@ class GridUnits:
             child._parameters[place] = one.wrapper()  # type: ignore[assignment]
         self._inside = True
         try:
-            with (
-                guarded((self._grid.x, self._grid.y)),
-                forgetting_gathered(),
-                whole_in_metrics(self._module),
-            ):
-                found = step(*args, **kwargs)
-                loss = found.get("loss") if isinstance(found, dict) else found
-                if name == "training_step" and isinstance(loss, ShardedTensor) and loss.splits:
-                    raise ShardError(
-                        f"{name!r} returned a loss with {loss.splits}; a loss is a number: take the mean or the sum"
-                    )
-                found = mapped(found, lambda _, x: whole(x))
+            with forgetting_gathered():
+                call = partial(step, *args, **kwargs)
+                found = run_sharded(name, call, self._module, (self._grid.x, self._grid.y))
         except BaseException:
             self._put_back()
             raise

@@ -1,0 +1,103 @@
+"""Run a LightningModule's step on sharded tensors: what comes out of it, and what metrics get, is whole."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_amp.dist.guards import guarded
+from lightning_amp.dist.sharded_tensor import ShardedTensor
+from lightning_amp.dist.splits import MeshAxis
+from lightning_amp.errors import ShardError
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def run_sharded(name: str, step: Callable[[], Any], module: nn.Module, axes: Sequence[MeshAxis]) -> Any:
+    """What a step returns, with its tensors whole.
+
+    Args:
+        name: Of the step.
+        step: Calls it.
+        module: Whose step it is.
+        axes: All axes that tensors of the step may be split over.
+
+    Raises:
+        ShardError: A loss for training that is split.
+    """
+    with guarded(axes), whole_in_metrics(module):
+        found = step()
+        loss = found.get("loss") if isinstance(found, dict) else found
+        if name == "training_step" and isinstance(loss, ShardedTensor) and loss.splits:
+            raise ShardError(
+                f"{name!r} returned a loss with {loss.splits}; a loss is a number: take the mean or the sum of it"
+            )
+        return mapped(found, lambda _, x: whole(x))
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor without splits; it is not trained on."""
+    if not isinstance(x, ShardedTensor):
+        return x
+    # what callbacks and loggers get is not trained on
+    with torch.no_grad():
+        return x.full_tensor()
+
+
+@contextmanager
+def whole_in_metrics(module: nn.Module) -> Iterator[None]:
+    """Let the module's metrics see whole tensors: they add up counts of what they are given."""
+    metrics = [child for child in module.modules() if isinstance(child, Metric)]
+    updates = [metric.update for metric in metrics]
+
+    def with_whole(update: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return update(*mapped(args, lambda _, x: whole(x)), **mapped(kwargs, lambda _, x: whole(x)))
+
+        return call
+
+    for metric, update in zip(metrics, updates, strict=True):
+        metric.update = with_whole(update)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for metric, update in zip(metrics, updates, strict=True):
+            metric.update = update  # type: ignore[method-assign]
+
+
+def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch, with their paths."""
+    found = dict[str, Tensor]()
+    mapped(batch, found.setdefault)
+    return iter(found.items())
+
+
+def mapped(value: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """A batch with its tensors changed, through mappings, lists, tuples and dataclasses; other objects stay."""
+
+    def below(key: object) -> str:
+        return f"{path}.{key}" if path else str(key)
+
+    if isinstance(value, Tensor):
+        return change(path or "batch", value)
+    if isinstance(value, Mapping):
+        items = {key: mapped(item, change, below(key)) for key, item in value.items()}
+        if type(value) is dict:
+            return items
+        # another kind of mapping, such as HuggingFace's BatchEncoding, is kept
+        copy = value.copy() if hasattr(value, "copy") else dict(value)
+        for key, item in items.items():
+            copy[key] = item
+        return copy
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(v, change, below(k)) for k, v in zip(value._fields, value, strict=True)))
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(item, change, below(i)) for i, item in enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {f.name: mapped(getattr(value, f.name), change, below(f.name)) for f in fields(value) if f.init}
+        return replace(value, **own)
+    return value
