@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+import lightning_amp.techniques.tensor3d.layout_rules  # noqa: F401  (registers the rules)
 from lightning_amp._torch import AnyBatchNorm, is_compiled
 from lightning_amp.dist._torch import (
     AUTOGRAD_AND_AUTOCAST,
