@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -43,6 +44,8 @@ from lightning_amp.parallel.strata.stream import stream_strata
 from lightning_amp.planning.plan import specs
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.techniques.replay.install import replay_operators
+from lightning_amp.techniques.replay.row import ReplayOperators
 
 Install = Callable[[Any, Any, Any], Change | nn.Module]
 
@@ -95,6 +98,7 @@ TECHNIQUES: dict[type, Technique] = {
     specs.CompileStrata: Technique(compile_strata, on_decoder=True),
     specs.StrataParallel: Technique(share_strata, on_decoder=True, needs_mesh=True),
     specs.PipelineStages: Technique(pipeline_stages, needs_mesh=True),
+    ReplayOperators: Technique(lambda m, spec, mesh: Change({}, methods=replay_operators(m, spec))),
 }
 """The package's own; those of `register_technique` stand in their strategy's row of planning."""
 
@@ -176,6 +180,28 @@ class Overridden:
         remove_override(self.module, self.override)
 
 
+@dataclass(kw_only=True, slots=True)
+class Method:
+    """A module that stays, with another function in the place of one of its methods."""
+
+    module: nn.Module
+    fqn: str
+    name: str
+    function: Callable[..., Any]
+    before: Any = None
+
+    def put(self) -> None:
+        """Carry it out."""
+        self.before = vars(self.module).get(self.name)
+        vars(self.module)[self.name] = MethodType(self.function, self.module)
+
+    def take(self) -> None:
+        """Undo it."""
+        vars(self.module).pop(self.name)
+        if self.before is not None:
+            vars(self.module)[self.name] = self.before
+
+
 class Installed:
     """What was installed.
 
@@ -187,7 +213,7 @@ class Installed:
     """
 
     def __init__(self, chunks: Any = None) -> None:
-        self.changes: list[Swap | Overridden] = []
+        self.changes: list[Swap | Overridden | Method] = []
         self._chunks = {} if chunks is None else chunks
         self.partial: list[nn.Parameter] = []
         self.sharded: list[ShardedParameter] = []
@@ -255,11 +281,13 @@ class Installed:
                 run.fqn = path
             override = Override(strategy, run, getattr(run, "position", Position.INSTEAD))
             self._carry_out(Overridden(module=part(module, path), fqn=path, override=override))
+        for name, function in change.methods.items():
+            self._carry_out(Method(module=part(module, fqn), fqn=fqn, name=name, function=function))
         # strata may share a parameter
         self.partial = list({id(p): p for p in (*self.partial, *change.partial)}.values())
         self.sharded += change.sharded
 
-    def _carry_out(self, change: Swap | Overridden) -> None:
+    def _carry_out(self, change: Swap | Overridden | Method) -> None:
         change.put()
         self.changes.append(change)
 
@@ -357,6 +385,8 @@ def _refuse_shared(module: nn.Module, installed: Installed) -> None:
 
 
 def _matches(rule: Rule, module: nn.Module) -> list[str]:
+    if not rule.fqn:
+        return [""]
     matches = [fqn for fqn, _ in named_parts(module) if fqn and fnmatchcase(fqn, rule.fqn)]
     if not matches:
         raise InstallError(

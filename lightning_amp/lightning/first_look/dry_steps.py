@@ -69,7 +69,9 @@ class DrySteps:
     def put(self, module: LightningModule) -> Callable[[], None]:
         """Put the steps in the place of a module's; returns what undoes it."""
         if self._looking:
-            return _put(module, {name: MethodType(step, module) for name, step in self._looking.items()})
+            return put_methods(
+                module, {name: MethodType(step, module) for name, step in self._looking.items()}
+            )
         undo = put_steps(module, self.name, self.spec, self.axis)
         step = vars(module).get("training_step")
         if step is not None:
@@ -150,10 +152,11 @@ def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Call
         mesh: The ranks of the model axis.
     """
     changed: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh)
-    return _put(module, changed)
+    return put_methods(module, changed)
 
 
-def _put(module: LightningModule, changed: Mapping[str, Any]) -> Callable[[], None]:
+def put_methods(module: LightningModule, changed: Mapping[str, Any]) -> Callable[[], None]:
+    """Put methods in the place of a module's; returns what undoes it."""
     vars(module).update(changed)
 
     def undo() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -26,7 +27,7 @@ from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.first_look.cells_per_step import training_loaders
-from lightning_amp.lightning.first_look.dry_steps import DrySteps
+from lightning_amp.lightning.first_look.dry_steps import DrySteps, put_methods
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
 from lightning_amp.parallel.contract.protocol import find_decoders
@@ -43,6 +44,8 @@ from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
 from lightning_amp.planning.plan.strategies import STRATEGIES, not_together
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.replay.choose_cuts import Replays, Stretches
+from lightning_amp.techniques.replay.look import Look, stretches_of
 
 T = TypeVar("T")
 
@@ -143,7 +146,28 @@ class StepOfModule:
             refused=refused_techniques(self._module, step, values=self._trains),
             statistics_bytes=statistics_bytes(self._module),
             notes=tuple(self._notes(step)),
+            replays=Replays(partial(self._stretches, rates)),
         )
+
+    def _stretches(self, rates: Rates) -> Stretches | str:
+        """What stretches of the step hold and take, or why it is not known."""
+        found = list[Stretches]()
+
+        def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+            look = Look(operator_rates(rates))
+            with look, look.hooks():
+                loss = type(module).training_step(module, *args, **kwargs)
+            found.append(stretches_of(look))
+            return loss
+
+        undo = put_methods(self._module, {"training_step": MethodType(training_step, self._module)})
+        try:
+            self._counted(profile_module)
+        except AmpError as error:
+            return str(error)
+        finally:
+            undo()
+        return found[0]
 
     def _seen_stepped(self, steps: DrySteps, rates: Rates) -> Seen:
         """Of rank 0 with the steps of a technique, and what that goes together with."""

@@ -21,9 +21,12 @@ class Change:
         forwards: What modules that stay run instead of their class's `forward`, by their name as in `swaps`; called as
             `forward(module, *args, **kwargs)`. One with a `position` runs around what others compute
             (footprint/forward_overrides.py). It can be copied with the module, and pickled.
+        methods: What the rule's module runs instead of other methods of its class, by their name; called as
+            `method(module, *args, **kwargs)`.
     """
 
     swaps: Mapping[str, nn.Module]
     partial: Sequence[nn.Parameter] = ()
     sharded: Sequence[ShardedParameter] = ()
     forwards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

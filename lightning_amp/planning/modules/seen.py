@@ -20,6 +20,7 @@ from lightning_amp.planning.modules.fsdp_bytes import OPTIMISER, Unit
 from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
 from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.techniques.replay.choose_cuts import Replays
 
 HELD = (PARAMETERS, GRADIENTS, STATE)
 LEAST_SECONDS = 1e-9
@@ -66,6 +67,7 @@ class Seen:
         statistics_bytes: What batch norms make beside their results where several ranks share statistics.
         notes: What else a person should know of the count, one sentence each.
         sent_seconds: What collectives over the model axis take, without those of gradients.
+        replays: Stretches of the step that may be replayed; None where nobody has looked at its operators.
     """
 
     profile: ModuleProfile
@@ -81,6 +83,7 @@ class Seen:
     statistics_bytes: int = 0
     notes: tuple[str, ...] = ()
     sent_seconds: float = 0.0
+    replays: Replays | None = None
 
     @property
     def seconds(self) -> float:

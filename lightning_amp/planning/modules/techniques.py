@@ -13,6 +13,7 @@ from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.fsdp_bytes import fsdp_held_bytes, fsdp_peak_bytes
 from lightning_amp.planning.modules.fsdp_seconds import fsdp_seconds
 from lightning_amp.planning.modules.recompute_choice import choose, leanest
+from lightning_amp.planning.modules.replays import add as add_replays
 from lightning_amp.planning.modules.seen import LEAST_SECONDS, Draft, Seen, Target
 from lightning_amp.planning.plan.group_reasons import group_reasons
 from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, RecomputeBlock
@@ -182,6 +183,12 @@ TECHNIQUES: dict[str, Technique] = {
         add=_chunk,
         kinds=(ACTIVATIONS, TEMPORARIES),
         limit="the peak is outside of the blocks, or what they keep is whole between the chunks",
+        slow=True,
+    ),
+    "replay": Technique(
+        add=add_replays,
+        kinds=(ACTIVATIONS, TEMPORARIES),
+        limit="one operator needs as much by itself, or the peak is in the optimiser's step",
         slow=True,
     ),
 }

@@ -1,0 +1,35 @@
+"""Add replays of operators to a plan in the making: as few as a budget asks for."""
+
+from dataclasses import replace
+
+from lightning_amp.planning.modules.seen import LEAST_SECONDS, Draft, Seen, Target
+from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.techniques.replay.row import ReplayOperators, written
+
+
+def add(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
+    """Stretches of the step are computed again in the backward pass, whatever code they are."""
+    if draft.targets:
+        others = " and ".join(dict.fromkeys(target.strategy for target in draft.targets))
+        return f"it is not supported together with {others}"
+    if seen.replays is None:
+        return "the operators of the step were not looked at"
+    stretches = seen.replays.stretches
+    if isinstance(stretches, str):
+        return stretches
+    rest = draft.peak_bytes - stretches.all_saved
+    cuts = seen.replays.choose(None if budget is None else budget - rest)
+    if isinstance(cuts, str):
+        return cuts
+    saved = stretches.all_saved - cuts.n_bytes
+    n = sum(again for _, again in cuts.segments)
+    took = format_seconds(max(cuts.seconds, LEAST_SECONDS))
+    what = f"{n} stretch{'es' * (n > 1)} of the step run again"
+    why = f"{what}, which keeps {format_bytes(saved)} less and takes {took} more"
+    spec = ReplayOperators(ends=written(cuts.segments))
+    return replace(
+        draft,
+        peak_bytes=max(draft.peak_bytes - saved, seen.held_bytes),
+        seconds=draft.seconds + cuts.seconds,
+        targets=(Target(strategy="replay", fqn="", spec=spec, why=why, saves_bytes=saved),),
+    )

@@ -1,0 +1,49 @@
+"""Install `replay`: the training step runs with its operators recorded."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_amp._torch import is_compiled
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.replay.row import ReplayOperators
+from lightning_amp.techniques.replay.tape import Tape
+
+
+def replay_operators(module: nn.Module, spec: ReplayOperators) -> dict[str, Callable[..., Any]]:
+    """What a LightningModule runs instead of its methods, by name, so that segments of its step are replayed.
+
+    Raises:
+        InstallError: A module whose operators the tape would not see, or whose step trains by itself.
+    """
+    if not isinstance(module, LightningModule):
+        raise InstallError(f"replay requires a LightningModule, found {type(module).__name__!r}")
+    if not module.automatic_optimization:
+        raise InstallError(
+            "replay: automatic_optimization=False is not supported, for the step has its backward pass inside; let the"
+            " Trainer optimise, or leave replay out"
+        )
+    for name, child in module.named_modules():
+        if is_compiled(child):
+            raise InstallError(
+                f"replay: torch.compile was applied to {name or type(module).__name__!r}, whose operators are not seen;"
+                " leave one of them out"
+            )
+    return {"training_step": replayed(type(module).training_step, spec)}
+
+
+def replayed(step: Callable[..., Any], spec: ReplayOperators) -> Callable[..., Any]:
+    """A training step that runs in the segments of a spec."""
+
+    @wraps(step)
+    def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return step(module, *args, **kwargs)
+        with Tape(spec.segments) as tape, tape.hooks():
+            return step(module, *args, **kwargs)
+
+    return run

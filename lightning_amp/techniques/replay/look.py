@@ -1,0 +1,102 @@
+"""Record a training step as one segment: what any stretch of it holds and takes.
+
+The tape says when each storage is made, when it is read last, and whether autograd saves it.
+"""
+
+from typing import Any
+
+import numpy as np
+from torch.utils.flop_counter import flop_registry
+
+from lightning_amp.footprint.chain.chain_recorder import OperatorRates
+from lightning_amp.footprint.live_bytes import storages_of, tensors_of
+from lightning_amp.techniques.replay.choose_cuts import Array, Stretches
+from lightning_amp.techniques.replay.tape import Tape
+
+PLACES = 120
+"""At most so many places at which a segment may end."""
+
+
+class Look(Tape):  # type: ignore[no-untyped-call]
+    """Records a step as one segment, with the seconds of its operators.
+
+    Args:
+        rates: Of the device.
+    """
+
+    def __init__(self, rates: OperatorRates) -> None:
+        super().__init__([(2**62, True)])
+        self.seconds: list[float] = []
+        self._rates = rates
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and record an operator, and say what it takes."""
+        before = self.at
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.at > before:
+            seconds = 0.0
+            if not getattr(func, "is_view", False):
+                flops = flop_registry.get(getattr(func, "overloadpacket", None))
+                n = 0 if flops is None else flops(*args, **(kwargs or {}), out_val=found)
+                moved = sum(s.nbytes() for _, s in storages_of(tensors_of((args, kwargs, found))))
+                seconds = max(n / self._rates.matmul_flops, moved / self._rates.memory_bytes)
+                seconds += self._rates.overhead_seconds
+            self.seconds.append(seconds)
+        return found
+
+
+def stretches_of(look: Look) -> Stretches:
+    """What was recorded, by segments."""
+    segment, n = look.segment, look.at
+    assert segment is not None, "the step is recorded as one segment"
+    at = [operator.at for operator in segment.operators]
+    made, last = np.zeros(len(segment.slots), int), np.zeros(len(segment.slots), int)
+    n_bytes = np.array([slot.n_bytes for slot in segment.slots], float)
+    saved = np.zeros(len(segment.slots), bool)
+    for operator in reversed(segment.operators):
+        made[list(operator.makes - operator.reads)] = operator.at
+    for operator in segment.operators:
+        both = list(operator.reads | operator.makes | operator.writes)
+        last[both] = np.maximum(last[both], operator.at)
+    for ref in segment.handles:
+        if (handle := ref()) is not None:
+            saved[handle.ref.slot] = True
+            last[handle.ref.slot] = max(last[handle.ref.slot], at[handle.after - 1] if handle.after else 0)
+    places = _places(made, last, n_bytes, np.array(look.seconds), n)
+    birth, death = np.searchsorted(places, made, "right") - 1, np.searchsorted(places, last, "right") - 1
+    k = len(places)
+    # [b, l]: made in stretch b, read last in stretch l
+    by_life, by_saved = np.zeros((k, k)), np.zeros((k, k))
+    np.add.at(by_life, (birth, death), n_bytes)
+    np.add.at(by_saved, (birth[saved], death[saved]), n_bytes[saved])
+    later = np.cumsum(by_life[:, ::-1], 1)[:, ::-1]
+    sooner = np.cumsum(by_saved, 1) - by_saved
+    # read in a stretch from q on; saved, and read in none of them
+    out = _between(later)
+    kept = out + _between(sooner)
+    seconds = np.concatenate([[0], np.cumsum(look.seconds)])[places]
+    return Stretches(places=places, out=out, saved=kept, seconds=seconds[None, :] - seconds[:, None])
+
+
+def _between(by_place: Array) -> Array:
+    """[b, q] of stretches -> [p, q], the sum over the stretches b of [p, q)."""
+    sums = np.concatenate([np.zeros((1, by_place.shape[1])), np.cumsum(by_place, 0)])
+    q = np.arange(by_place.shape[1])
+    found: Array = sums[q, q][None, :] - sums[:-1]
+    return found
+
+
+def _places(made: Array, last: Array, n_bytes: Array, seconds: Array, n: int) -> Array:
+    """Of stretches of the step with equal shares of bytes and time, the places with the fewest bytes across each."""
+    across = np.zeros(n + 2)
+    np.add.at(across, made + 1, n_bytes)
+    np.add.at(across, last + 1, -n_bytes)
+    across = np.cumsum(across)[: n + 1]
+    share = np.bincount(made, n_bytes, n)[:n]
+    share = share / max(share.sum(), 1) + seconds[:n] / max(seconds.sum(), 1e-30)
+    window = np.minimum((np.cumsum(share) / share.sum() * PLACES).astype(int), PLACES - 1)
+    found = {0, n}
+    for one in np.unique(window):
+        inside = np.nonzero(window == one)[0]
+        found.add(int(inside[np.argmin(across[inside])]))
+    return np.array(sorted(found))
