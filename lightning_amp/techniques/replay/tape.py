@@ -13,8 +13,8 @@ what is held, and no result.
 Exactness rests on these rules:
 
     random numbers              the generator's state is kept with every operator that draws, and put back
-    writes inside a segment     are replayed in their order; a tensor that was written after autograd saved it is
-                                refused, as autograd itself does
+    writes inside a segment     are replayed in their order; the backward pass finds the last values, or fails, as it
+                                does without the tape: autograd's version counters are compared
     writes to other tensors     are not replayed: what tapes hold of the old values is copied before the write
     collectives, operators of   run once; what they return counts as made outside of the segment
     higher order, subclasses
@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,10 @@ PLAIN = (Tensor, nn.Parameter, FakeTensor)
 COLLECTIVES = ("c10d", "_c10d_functional")
 UNDECLARED = ("running_mean", "running_var")
 """Arguments that batch norms write to, which their schemas do not say."""
+CHANGED = (
+    "a tensor was changed in place after the forward pass had saved it for the backward pass: without replay the step"
+    " would fail, or train on the new values; make the change out of place, as by x = x + 1"
+)
 Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """Type, shape, strides and offset of a tensor in its storage."""
 
@@ -100,15 +104,15 @@ class Slot:
     Attributes:
         storage: The storage, as long as it is alive.
         n_bytes: Its size.
-        written: Operators of the tape when it was last written by an operator after the one that made it, else -1.
-        changed: Whether it was written after its segment ended.
+        written: Whether an operator after the one that made it has written to it.
+        version: The largest of autograd's version counters that a write has left.
         dtypes: Types of the tensors that operators of the tape return of it.
     """
 
     storage: "weakref.ref[torch.UntypedStorage]"
     n_bytes: int
-    written: int = -1
-    changed: bool = False
+    written: bool = False
+    version: int = 0
     dtypes: set[torch.dtype] = field(default_factory=set)
 
 
@@ -118,13 +122,23 @@ class Handle:
 
     Attributes:
         after: Operators of the tape when it was saved.
-        value: The tensor, once its segment was replayed.
+        version: Of the tensor, by autograd's counter.
+        value: The tensor, once its segment was replayed or a later one has written to its storage.
     """
 
     segment: "Segment"
     ref: Ref
     after: int
+    version: int
     value: Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """What autograd keeps in place of any other tensor."""
+
+    tensor: Tensor
+    version: int
 
 
 class Segment:
@@ -135,24 +149,31 @@ class Segment:
         self.slots: list[Slot] = []
         self.handles: list[weakref.ref[Handle]] = []
         self.outside: dict[Any, Outside] = {}
+        self.replayed = False
         self._alive = alive
 
     def value(self, handle: Handle) -> Tensor:
         """The tensor of a handle; the first call replays the segment."""
+        if self.slots[handle.ref.slot].version > handle.version:
+            raise ModelError(CHANGED)
         if handle.value is None:
             self._replay()
         assert handle.value is not None, "a replay gives a value to every handle"
         return handle.value
 
+    def keep(self, number: int, alias: Tensor) -> None:
+        """Give handles of a storage their values, before something that is not in the tape writes to it."""
+        self.slots[number].written = True
+        for ref in self.handles:
+            handle = ref()
+            if handle is not None and handle.ref.slot == number and handle.value is None:
+                dtype, shape, strides, offset = handle.ref.geometry
+                if dtype != alias.dtype:
+                    raise ModelError(CHANGED)
+                handle.value = alias.as_strided(shape, strides, offset)
+
     def _replay(self) -> None:
         handles = [handle for ref in self.handles if (handle := ref()) is not None and handle.value is None]
-        for handle in handles:
-            if self.slots[handle.ref.slot].written > handle.after:
-                raise ModelError(
-                    "a tensor was changed in place after autograd had saved it for the backward pass; the step would"
-                    " fail, or train on other values, without activation checkpointing too: make the change out of"
-                    " place"
-                )
         values: dict[tuple[int, torch.dtype], Tensor] = {}
         needed = self._needed({handle.ref.slot for handle in handles}, values)
         keep = {handle.ref.slot for handle in handles}
@@ -170,7 +191,7 @@ class Segment:
             for handle in handles:
                 handle.value = _tensor(handle.ref, values)
         # what is left of it are the values of handles
-        self.operators, self.outside, self.handles = [], {}, []
+        self.operators, self.outside, self.handles, self.replayed = [], {}, [], True
 
     def _needed(self, slots: set[int], values: dict[tuple[int, torch.dtype], Tensor]) -> list[Operator]:
         """The operators that lead to storages; of those that are alive as they were, `values` gets the tensors."""
@@ -179,10 +200,8 @@ class Segment:
         def want(slot: int) -> None:
             if slot not in wanted:
                 wanted.add(slot)
-                found = self._still_there(self.slots[slot])
-                for dtype in self.slots[slot].dtypes if found is not None else ():
-                    if found is not None and found.dtype == dtype:
-                        values[slot, dtype] = found
+                for tensor in self._still_there(self.slots[slot]):
+                    values[slot, tensor.dtype] = tensor
 
         for slot in slots:
             want(slot)
@@ -194,16 +213,14 @@ class Segment:
                     want(slot)
         return needed[::-1]
 
-    def _still_there(self, slot: Slot) -> Tensor | None:
-        """A tensor in a storage that others keep, if nobody has written to it."""
+    def _still_there(self, slot: Slot) -> Iterator[Tensor]:
+        """Tensors in a storage that others keep, if nobody has written to it."""
         storage = slot.storage()
-        if storage is None or slot.written >= 0 or slot.changed:
-            return None
-        for ref in self._alive.get(id(storage), ()):
-            one = ref()
-            if one is not None and not one.copied:
-                return one.tensor
-        return None
+        if storage is not None and not slot.written:
+            for ref in self._alive.get(id(storage), ()):
+                one = ref()
+                if one is not None and not one.copied and _is_plain(one.tensor):
+                    yield one.tensor
 
     def _run(self, operator: Operator, values: dict[tuple[int, torch.dtype], Tensor]) -> None:
         leaves = [
@@ -235,6 +252,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.at = 0
         self._known: dict[int, tuple[Segment, int]] = {}
         self._alive: dict[int, list[weakref.ref[Outside]]] = {}
+        self._just_written: list[tuple[Slot, Tensor]] = []
         self.segment: Segment | None = None
         self._begin()
 
@@ -247,24 +265,25 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.segment = Segment(self._alive) if again else None
 
     def _pack(self, x: Tensor) -> Any:
+        self._note_versions()
         segment = self.segment
-        if (
-            segment is None
-            or type(x) not in PLAIN
-            or x.layout is not torch.strided
-            or x.is_conj()
-            or x.is_neg()
-        ):
-            return x
-        ref = self._ref(x)
-        if ref is None:
-            return x
-        handle = Handle(segment, ref, len(segment.operators))
+        ref = None if segment is None or segment.replayed else self._ref(x)
+        if segment is None or ref is None:
+            return Kept(x, _version(x))
+        handle = Handle(segment, ref, len(segment.operators), _version(x))
         segment.handles.append(weakref.ref(handle))
         return handle
 
+    def _note_versions(self) -> None:
+        """Read the counters of what the last operator has written, which autograd counts up when it has returned."""
+        for slot, tensor in self._just_written:
+            slot.version = max(slot.version, _version(tensor))
+        self._just_written.clear()
+
     def _ref(self, x: Tensor) -> Ref | None:
         """A tensor of this segment, None of any other."""
+        if not _is_plain(x):
+            return None
         found = self._known.get(id(x.untyped_storage()))
         if found is None or found[0] is not self.segment or x.dtype not in found[0].slots[found[1]].dtypes:
             return None
@@ -275,9 +294,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if autograd_node() is not None or func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
+        self._note_versions()
         while self._ends and self.at >= self._ends[0][0]:
             self._ends.pop(0)
             self._begin()
+        if self.segment is not None and self.segment.replayed:
+            # a backward pass inside of the step
+            self.segment = Segment(self._alive)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         written = _written(func, args, kwargs, tensors)
@@ -312,7 +335,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What a tape keeps of an argument."""
         if not isinstance(leaf, Tensor):
             return leaf
-        ref = None if leaf.is_conj() or leaf.is_neg() else self._ref(leaf)
+        ref = self._ref(leaf)
         if ref is not None:
             return ref
         if any(leaf is t for t in written):
@@ -320,7 +343,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Outside(_copied(leaf.detach()), copied=True)
         key = (
             id(leaf.untyped_storage()),
-            leaf._version,
+            _version(leaf),
             leaf.dtype,
             leaf.shape,
             leaf.stride(),
@@ -344,8 +367,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if one is not None:
                     one.tensor, one.copied = _copied(one.tensor), True
             if key in self._known:
-                segment, slot = self._known[key]
-                segment.slots[slot].changed = True
+                segment, number = self._known[key]
+                segment.keep(number, tensor.detach())
+                self._just_written.append((segment.slots[number], tensor))
 
     def _record(
         self,
@@ -378,9 +402,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             new |= tensor.dtype not in segment.slots[slot].dtypes
             segment.slots[slot].dtypes.add(tensor.dtype)
-        writes = frozenset(ref.slot for t in written if (ref := self._ref(t)) is not None)
+        own_writes = [(ref.slot, t) for t in written if (ref := self._ref(t)) is not None]
+        writes = frozenset(slot for slot, _ in own_writes)
         for slot in writes:
-            segment.slots[slot].written = len(segment.operators) + 1
+            segment.slots[slot].written = True
+        self._just_written += [(segment.slots[slot], t) for slot, t in own_writes]
         if new or writes:
             made = frozenset(slot for slot in numbers if slot is not None)
             segment.operators.append(
@@ -399,8 +425,22 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(segment.slots) - 1
 
 
-def _unpack(kept: Any) -> Tensor:
-    return kept.segment.value(kept) if type(kept) is Handle else cast(Tensor, kept)
+def _unpack(kept: Handle | Kept) -> Tensor:
+    if isinstance(kept, Handle):
+        return kept.segment.value(kept)
+    if _version(kept.tensor) != kept.version:
+        raise ModelError(CHANGED)
+    return kept.tensor
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor is given by its place in a storage."""
+    return type(x) in PLAIN and x.layout is torch.strided and not x.is_conj() and not x.is_neg()
+
+
+def _version(x: Tensor) -> int:
+    """Autograd's count of writes to a tensor; inference tensors have none."""
+    return 0 if x.is_inference() else x._version
 
 
 def _tensor(ref: Ref, values: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:

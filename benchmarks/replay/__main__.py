@@ -1,0 +1,125 @@
+"""Least bytes of a step with replayed operators, predicted and measured, and whether it trains as before.
+
+    python -m benchmarks.replay [--only NAME ...] [--shares 0.75 0.5]
+
+For each module: the peak of a plain step, the fewest bytes that `replay` reaches and budgets of shares of the plain
+peak, each predicted by the plan, measured by the meter in the second step of a real fit, with seconds of a step as a
+ratio to plain ones; three steps in float64 are compared with plain ones. About two minutes.
+"""
+
+import argparse
+import time
+import warnings
+from statistics import median
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
+
+from benchmarks.replay.models import MODELS, Trained
+from lightning_amp import AMPStrategy
+from lightning_amp.errors import AmpError
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.quantities import format_bytes
+
+STEPS = 3
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Meter(Callback):
+    """Counts the second step, and times the others."""
+
+    def __init__(self) -> None:
+        self.peak, self.seconds = 0, list[float]()
+        self._live: LiveBytes | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin."""
+        if batch_idx == 1:
+            self._live = LiveBytes()
+            self._live.__enter__()
+            self._live.watch([*module.parameters(), *module.buffers()])
+            self._live.watch([p.grad for p in module.parameters() if p.grad is not None])
+            for optimizer in trainer.optimizers:
+                self._live.watch([list(state.values()) for state in optimizer.state.values()])
+            self._live.watch(batch)
+        self._begun = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End."""
+        if self._live is not None:
+            self._live.__exit__(None, None, None)
+            self.peak, self._live = self._live.peak, None
+        else:
+            self.seconds.append(time.perf_counter() - self._begun)
+
+
+def fit(name: str, strategy: Any, *, steps: int, double: bool = False) -> tuple[Trained, Meter, Any]:
+    """Train a module; returns it, the meter and the plan."""
+    make, batches = MODELS[name]
+    torch.manual_seed(0)
+    module, data, meter = make(), batches(steps), Meter()
+    if double:
+        module = module.double()
+        data = data.double() if data.is_floating_point() else data
+    trainer = Trainer(
+        strategy=strategy, max_epochs=1, callbacks=[meter], precision="64-true" if double else "32-true", **QUIET
+    )
+    torch.manual_seed(1)
+    trainer.fit(module, DataLoader(data, len(data) // steps))
+    return module, meter, getattr(trainer.strategy, "plan", None)
+
+
+def difference(one: Trained, other: Trained) -> float:
+    """The largest of a parameter or buffer."""
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.75, 0.5])
+    parser.add_argument("--steps", type=int, default=10)
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    print("| module | budget | plain | predicted | measured | share | time | difference |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in asked.only:
+        plain = fit(name, "auto", steps=asked.steps)[1]
+        exact = fit(name, "auto", steps=STEPS, double=True)[0]
+        for share in (None, *asked.shares):
+            memory = {} if share is None else {"device_memory": int(share * plain.peak)}
+            options = {"strategies": "replay", **memory}
+            try:
+                _, meter, plan = fit(name, AMPStrategy(**options), steps=asked.steps)
+            except AmpError as error:
+                print(f"| {name} | {share:.0%} | {format_bytes(plain.peak)} | {str(error).partition(';')[0]} |")
+                continue
+            double = {} if share is None else {"device_memory": int(2 * share * plain.peak)}
+            module = fit(name, AMPStrategy(strategies="replay", **double), steps=STEPS, double=True)[0]
+            ratio = median(meter.seconds[1:]) / median(plain.seconds[1:])
+            cells = (
+                name,
+                "least" if share is None else f"{share:.0%}",
+                format_bytes(plain.peak),
+                format_bytes(plan.predicted_peak_bytes),
+                format_bytes(meter.peak),
+                f"{meter.peak / plain.peak:.0%}",
+                f"{ratio:.2f}",
+                f"{difference(module, exact):.1e}",
+            )
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
