@@ -53,7 +53,9 @@ class Meter(Callback):
             self._live.watch(batch)
         self._begun = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """End."""
         if self._live is not None:
             self._live.__exit__(None, None, None)
@@ -71,7 +73,11 @@ def fit(name: str, strategy: Any, *, steps: int, double: bool = False) -> tuple[
         module = module.double()
         data = data.double() if data.is_floating_point() else data
     trainer = Trainer(
-        strategy=strategy, max_epochs=1, callbacks=[meter], precision="64-true" if double else "32-true", **QUIET
+        strategy=strategy,
+        max_epochs=1,
+        callbacks=[meter],
+        precision="64-true" if double else "32-true",
+        **QUIET,
     )
     torch.manual_seed(1)
     trainer.fit(module, DataLoader(data, len(data) // steps))
@@ -86,7 +92,9 @@ def difference(one: Trained, other: Trained) -> float:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.75, 0.5])
     parser.add_argument("--steps", type=int, default=10)
@@ -103,7 +111,9 @@ def main() -> None:
             try:
                 _, meter, plan = fit(name, AMPStrategy(**options), steps=asked.steps)
             except AmpError as error:
-                print(f"| {name} | {share:.0%} | {format_bytes(plain.peak)} | {str(error).partition(';')[0]} |")
+                print(
+                    f"| {name} | {share:.0%} | {format_bytes(plain.peak)} | {str(error).partition(';')[0]} |"
+                )
                 continue
             double = {} if share is None else {"device_memory": int(2 * share * plain.peak)}
             module = fit(name, AMPStrategy(strategies="replay", **double), steps=STEPS, double=True)[0]

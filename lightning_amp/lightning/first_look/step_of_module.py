@@ -45,6 +45,7 @@ from lightning_amp.planning.plan.strategies import STRATEGIES, not_together
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.replay.choose_cuts import Replays, Stretches
+from lightning_amp.techniques.replay.install import refuse as refuse_replay
 from lightning_amp.techniques.replay.look import Look, stretches_of
 
 T = TypeVar("T")
@@ -162,6 +163,7 @@ class StepOfModule:
 
         undo = put_methods(self._module, {"training_step": MethodType(training_step, self._module)})
         try:
+            refuse_replay(self._module)
             self._counted(profile_module)
         except AmpError as error:
             return str(error)

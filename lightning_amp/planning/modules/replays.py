@@ -6,6 +6,9 @@ from lightning_amp.planning.modules.seen import LEAST_SECONDS, Draft, Seen, Targ
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.replay.row import ReplayOperators, written
 
+RECORDED = 3e-5
+"""Seconds that it takes to record an operator, of one core of a server's processor."""
+
 
 def add(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     """Stretches of the step are computed again in the backward pass, whatever code they are."""
@@ -23,13 +26,14 @@ def add(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
         return cuts
     saved = stretches.all_saved - cuts.n_bytes
     n = sum(again for _, again in cuts.segments)
-    took = format_seconds(max(cuts.seconds, LEAST_SECONDS))
+    seconds = cuts.seconds + RECORDED * int(stretches.places[-1])
+    took = format_seconds(max(seconds, LEAST_SECONDS))
     what = f"{n} stretch{'es' * (n > 1)} of the step run again"
     why = f"{what}, which keeps {format_bytes(saved)} less and takes {took} more"
     spec = ReplayOperators(ends=written(cuts.segments))
     return replace(
         draft,
         peak_bytes=max(draft.peak_bytes - saved, seen.held_bytes),
-        seconds=draft.seconds + cuts.seconds,
+        seconds=draft.seconds + seconds,
         targets=(Target(strategy="replay", fqn="", spec=spec, why=why, saves_bytes=saved),),
     )

@@ -18,8 +18,14 @@ def replay_operators(module: nn.Module, spec: ReplayOperators) -> dict[str, Call
     """What a LightningModule runs instead of its methods, by name, so that segments of its step are replayed.
 
     Raises:
-        InstallError: A module whose operators the tape would not see, or whose step trains by itself.
+        InstallError: As of `refuse`.
     """
+    refuse(module)
+    return {"training_step": replayed(type(module).training_step, spec)}  # type: ignore[attr-defined]
+
+
+def refuse(module: nn.Module) -> None:
+    """Refuse, with an InstallError, a module whose operators the tape would not see, or whose step trains by itself."""
     if not isinstance(module, LightningModule):
         raise InstallError(f"replay requires a LightningModule, found {type(module).__name__!r}")
     if not module.automatic_optimization:
@@ -33,7 +39,6 @@ def replay_operators(module: nn.Module, spec: ReplayOperators) -> dict[str, Call
                 f"replay: torch.compile was applied to {name or type(module).__name__!r}, whose operators are not seen;"
                 " leave one of them out"
             )
-    return {"training_step": replayed(type(module).training_step, spec)}
 
 
 def replayed(step: Callable[..., Any], spec: ReplayOperators) -> Callable[..., Any]:

@@ -1,0 +1,222 @@
+"""The operators of a stretch of a training step, and the tensors that they make when they run again."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_amp.dist._torch import (
+    AUTOGRAD_AND_AUTOCAST,
+    excluded_keys,
+    force_dispatch_keys,
+    included_keys,
+)
+from lightning_amp.errors import ModelError
+from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.techniques.replay.operators import drawing, is_plain
+
+CHANGED = (
+    "a tensor was changed in place after the forward pass had saved it for the backward pass: without replay the step"
+    " would fail, or train on the new values; make the change out of place, as by x = x + 1"
+)
+Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
+"""Type, shape, strides and offset of a tensor in its storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor of the segment: the number of its storage, and how it lies in it."""
+
+    slot: int
+    geometry: Geometry
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Outside:
+    """A tensor that the segment reads and has not made; `copied` after a write to it, when it has the old values."""
+
+    tensor: Tensor
+    copied: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Operator:
+    """One operator of a tape.
+
+    Attributes:
+        at: Its place among all operators of the step.
+        args, kwargs: With a Ref or an Outside in place of every tensor.
+        draws: Generators that it draws from, with their states.
+        results: The storage of each result that the segment has made, None for others.
+        reads, writes, makes: Numbers of storages.
+    """
+
+    func: Any
+    at: int
+    args: Any
+    kwargs: Any
+    draws: list[tuple[torch.Generator, Tensor]]
+    results: list[int | None]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    makes: frozenset[int]
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """A storage that a segment has made.
+
+    Attributes:
+        storage: The storage, as long as it is alive.
+        n_bytes: Its size.
+        written: Whether an operator after the one that made it has written to it.
+        version: The largest of autograd's version counters that a write has left.
+        dtypes: Types of the tensors that operators of the tape return of it.
+    """
+
+    storage: "weakref.ref[torch.UntypedStorage]"
+    n_bytes: int
+    written: bool = False
+    version: int = 0
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Handle:
+    """What autograd keeps in place of a tensor.
+
+    Attributes:
+        after: Operators of the tape when it was saved.
+        version: Of the tensor, by autograd's counter.
+        value: The tensor, once its segment was replayed or a later one has written to its storage.
+    """
+
+    segment: "Segment"
+    ref: Ref
+    after: int
+    version: int
+    value: Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """What autograd keeps in place of any other tensor."""
+
+    tensor: Tensor
+    version: int
+
+
+class Segment:
+    """The operators of a stretch of the step."""
+
+    def __init__(self, alive: "dict[int, list[weakref.ref[Outside]]]") -> None:
+        self.operators: list[Operator] = []
+        self.slots: list[Slot] = []
+        self.handles: list[weakref.ref[Handle]] = []
+        self.outside: dict[Any, Outside] = {}
+        self.replayed = False
+        self._alive = alive
+
+    def value(self, handle: Handle) -> Tensor:
+        """The tensor of a handle; the first call replays the segment."""
+        if self.slots[handle.ref.slot].version > handle.version:
+            raise ModelError(CHANGED)
+        if handle.value is None:
+            self._replay()
+        assert handle.value is not None, "a replay gives a value to every handle"
+        return handle.value
+
+    def keep(self, number: int, alias: Tensor) -> None:
+        """Give handles of a storage their values, before something that is not in the tape writes to it."""
+        self.slots[number].written = True
+        for ref in self.handles:
+            handle = ref()
+            if handle is not None and handle.ref.slot == number and handle.value is None:
+                dtype, shape, strides, offset = handle.ref.geometry
+                if dtype != alias.dtype:
+                    raise ModelError(CHANGED)
+                handle.value = alias.as_strided(shape, strides, offset)
+
+    def _replay(self) -> None:
+        handles = [handle for ref in self.handles if (handle := ref()) is not None and handle.value is None]
+        values: dict[tuple[int, torch.dtype], Tensor] = {}
+        needed = self._needed({handle.ref.slot for handle in handles}, values)
+        keep = {handle.ref.slot for handle in handles}
+        last = {slot: i for i, operator in enumerate(needed) for slot in operator.reads | operator.makes}
+        ends: dict[int, list[int]] = {}
+        for slot, i in last.items():
+            if slot not in keep:
+                ends.setdefault(i, []).append(slot)
+        with torch.no_grad(), force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST):
+            for i, operator in enumerate(needed):
+                self._run(operator, values)
+                for slot in ends.get(i, ()):
+                    for dtype in self.slots[slot].dtypes:
+                        values.pop((slot, dtype), None)
+            for handle in handles:
+                handle.value = _tensor(handle.ref, values)
+        # what is left of it are the values of handles
+        self.operators, self.outside, self.handles, self.replayed = [], {}, [], True
+
+    def _needed(self, slots: set[int], values: dict[tuple[int, torch.dtype], Tensor]) -> list[Operator]:
+        """The operators that lead to storages; of those that are alive as they were, `values` gets the tensors."""
+        needed, wanted = list[Operator](), set[int]()
+
+        def want(slot: int) -> None:
+            if slot not in wanted:
+                wanted.add(slot)
+                for tensor in self._still_there(self.slots[slot]):
+                    values[slot, tensor.dtype] = tensor
+
+        for slot in slots:
+            want(slot)
+        for operator in reversed(self.operators):
+            made = {slot for slot in operator.makes | operator.writes if slot in wanted}
+            if any((slot, dtype) not in values for slot in made for dtype in self.slots[slot].dtypes):
+                needed.append(operator)
+                for slot in operator.reads:
+                    want(slot)
+        return needed[::-1]
+
+    def _still_there(self, slot: Slot) -> Iterator[Tensor]:
+        """Tensors in a storage that others keep, if nobody has written to it."""
+        storage = slot.storage()
+        if storage is not None and not slot.written:
+            for ref in self._alive.get(id(storage), ()):
+                one = ref()
+                if one is not None and not one.copied and is_plain(one.tensor):
+                    yield one.tensor
+
+    def _run(self, operator: Operator, values: dict[tuple[int, torch.dtype], Tensor]) -> None:
+        def tensor(one: Ref | Outside) -> Tensor:
+            return one.tensor if type(one) is Outside else _tensor(cast(Ref, one), values)
+
+        args, kwargs = mapped(operator.args, tensor), mapped(operator.kwargs, tensor)
+        with drawing(operator.draws):
+            found = operator.func(*args, **kwargs)
+        for result, slot in zip(tensors_of(found), operator.results, strict=True):
+            if slot is not None:
+                values.setdefault((slot, result.dtype), result)
+
+
+def _tensor(ref: Ref, values: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
+    dtype, shape, strides, offset = ref.geometry
+    base = values[ref.slot, dtype]
+    if tuple(base.shape) == shape and base.stride() == strides and base.storage_offset() == offset:
+        return base
+    return base.as_strided(shape, strides, offset)
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Arguments of an operator with what stands for tensors changed."""
+    kind = type(value)
+    if kind is Ref or kind is Outside or isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return [mapped(item, change) for item in value]
+    if kind is dict:
+        return {key: mapped(item, change) for key, item in value.items()}
+    return value

@@ -1,0 +1,384 @@
+"""Steps that are hard to replay: each makes a function that returns a loss, its parameters, and perhaps a module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+DOUBLE = torch.float64
+CASES: dict[str, Callable[[], tuple[Any, ...]]] = {}
+
+
+def case(make: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]]:
+    CASES[make.__name__] = make
+    return make
+
+
+def weight(*shape: int, seed: int = 3) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return nn.Parameter(torch.randn(*shape, generator=generator, dtype=DOUBLE) * 0.3)
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(9 + sum(shape)), dtype=DOUBLE)
+
+
+@case
+def in_place_chain() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        h = rows(4, 8) @ w
+        h += 1
+        h.mul_(2)
+        h = h.relu_()
+        h = h * h
+        h.sigmoid_()
+        return (h @ w).square().sum()
+
+    return step, [w]
+
+
+@case
+def batch_norm_twice() -> tuple[Any, ...]:
+    norm, w = nn.BatchNorm1d(8).double(), weight(8, 8)
+
+    def step() -> Tensor:
+        h = norm(norm(rows(4, 8) @ w).relu() @ w)
+        return h.square().sum() + (norm.running_var * h).sum()
+
+    return step, [w, *norm.parameters()], norm
+
+
+@case
+def a_moving_average_is_read() -> tuple[Any, ...]:
+    w, mean = weight(8, 8), torch.zeros(8, dtype=DOUBLE)
+
+    def step() -> Tensor:
+        h = rows(4, 8) @ w
+        with torch.no_grad():
+            mean.mul_(0.9).add_(h.mean(0) * 0.1)
+        y = (h - mean).tanh()
+        with torch.no_grad():
+            mean.add_(1)
+        return (y * (h + mean.clone())).sum()
+
+    return step, [w]
+
+
+@case
+def heads_and_slices() -> tuple[Any, ...]:
+    w = weight(8, 24)
+
+    def step() -> Tensor:
+        q, k, v = (rows(4, 6, 8) @ w).view(4, 6, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        found = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        y = torch.zeros(4, 2, 6, 8, dtype=DOUBLE)
+        y[..., :4] = found
+        y[..., 4:] = found.flip(-1)
+        z = torch.zeros(6, 8, dtype=DOUBLE)
+        z[1:3] = y[0, 0, 1:3]
+        z.t()[2] = y[0, 1].t()[3]
+        return y.square().sum() + (z * y).sum()
+
+    return step, [w]
+
+
+@case
+def masks_and_indices() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        h = rows(5, 8) @ w
+        h = h.masked_fill(h > 0, 0.5)[torch.tensor([0, 2, 2, 4])]
+        h = h.index_add(0, torch.tensor([0, 1]), h[:2])
+        return h[h > 0.1].sum() + torch.where(h > 0, h, h * h).sum()
+
+    return step, [w]
+
+
+@case
+def random_numbers() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        own = torch.Generator().manual_seed(4)
+        h = functional.dropout(rows(6, 8) @ w, 0.3, True)
+        h = functional.rrelu(functional.alpha_dropout(h, 0.2, True), training=True)
+        h = h * torch.rand(6, 8, generator=own, dtype=DOUBLE) + torch.randn_like(h) * h
+        h = h * torch.empty(6, 8, dtype=DOUBLE).uniform_(generator=own)
+        return (h @ w).square().sum() + (torch.bernoulli(torch.full((6, 8), 0.5, dtype=DOUBLE)) * h).sum()
+
+    return step, [w]
+
+
+@case
+def recurrent() -> tuple[Any, ...]:
+    lstm, cell = nn.LSTM(8, 8, 2, dropout=0.2, bidirectional=True).double(), nn.GRUCell(8, 8).double()
+
+    def step() -> Tensor:
+        h, found = torch.zeros(3, 8, dtype=DOUBLE), list[Tensor]()
+        for t in range(6):
+            h = cell(rows(3, 8) * t, h)
+            found.append(h)
+        return lstm(rows(5, 3, 8))[0].square().sum() + torch.stack(found).cumsum(0).square().sum()
+
+    return step, [*lstm.parameters(), *cell.parameters()]
+
+
+@case
+def transformer() -> tuple[Any, ...]:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
+    mask = torch.tensor([[False] * 4 + [True]] * 3)
+
+    def step() -> Tensor:
+        return layer(layer(rows(3, 5, 8)), src_key_padding_mask=mask).square().sum()
+
+    return step, list(layer.parameters())
+
+
+@case
+def convolutions() -> tuple[Any, ...]:
+    one, two = nn.Conv2d(1, 4, 3, padding=1).double(), nn.ConvTranspose2d(4, 2, 2, 2).double()
+    norm = nn.GroupNorm(2, 4).double()
+
+    def step() -> Tensor:
+        h = norm(one(rows(2, 1, 8, 8)))
+        pooled, places = functional.max_pool2d(h, 2, return_indices=True)
+        y = two(functional.avg_pool2d(functional.max_unpool2d(pooled, places, 2), 2))
+        larger = functional.interpolate(y, scale_factor=2, mode="bilinear")
+        return larger.square().sum() + functional.pixel_shuffle(h, 2).sum()
+
+    return step, [*one.parameters(), *two.parameters(), *norm.parameters()]
+
+
+class Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        z = y.exp()
+        ctx.save_for_backward(x, w, z)
+        ctx.other = y * 1
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w, z = ctx.saved_tensors
+        grad = grad * z + 0 * ctx.other
+        return grad @ w.t(), x.t() @ grad
+
+
+@case
+def own_function() -> tuple[Any, ...]:
+    w = weight(8, 8)
+    return lambda: Exponential.apply(Exponential.apply(rows(4, 8) * 0.1, w) * 0.01, w).sum(), [w]
+
+
+@case
+def checkpoints_inside() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        def part(x: Tensor) -> Tensor:
+            return functional.dropout((x @ w).sin(), 0.3)
+
+        h = checkpoint(part, rows(4, 8), use_reentrant=False) @ w
+        return checkpoint(part, h, use_reentrant=False).square().sum()
+
+    return step, [w]
+
+
+@case
+def gradient_in_the_loss() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        x = rows(4, 8).requires_grad_()
+        y = ((x @ w).tanh() @ w).square().sum()
+        (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        return y + (grad.norm(dim=1) - 1).square().sum()
+
+    return step, [w]
+
+
+@case
+def backward_twice() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        h = ((rows(4, 8) @ w).tanh() @ w).sin()
+        h.sum().backward(retain_graph=True)
+        return (h * h).sum()
+
+    return step, [w]
+
+
+@case
+def branches_on_values() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        h = rows(4, 8) @ w
+        for _ in range(3):
+            h = h.sin() @ w if h.sum().item() > 0 else h.cos() * 2
+        return h.square().sum()
+
+    return step, [w]
+
+
+@case
+def complex_numbers() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        h = torch.fft.rfft(rows(4, 8) @ w)
+        h = h * torch.view_as_complex(torch.stack([h.real, h.imag], -1))
+        h = torch.fft.irfft(h.conj() * h + h.conj(), n=8)
+        return (h @ w).square().sum() + torch.view_as_real(torch.fft.fft(h)).square().sum()
+
+    return step, [w]
+
+
+@case
+def other_types() -> tuple[Any, ...]:
+    w, half = weight(8, 8), nn.Parameter(weight(8, 8).float().detach())
+
+    def step() -> Tensor:
+        h = (rows(4, 8) @ w).float()
+        h = (h * h).bfloat16().relu().double()
+        found = (h @ w).sum() + h.view(torch.int64).bitwise_and(7).double().mul(h).sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            h = functional.layer_norm(rows(4, 8).float() @ half, (8,))
+            h = functional.linear(functional.linear(h, half).relu(), half)
+        return found + h.float().square().sum()
+
+    return step, [w, half]
+
+
+@case
+def lists_of_tensors() -> tuple[Any, ...]:
+    w, v = weight(8, 8), weight(8, 8, seed=5)
+
+    def step() -> Tensor:
+        both = [p.clone() for p in torch._foreach_mul([w, v], 2.0)]
+        torch._foreach_add_(both, 1.0)
+        return (rows(4, 8) @ both[0] @ both[1]).square().sum()
+
+    return step, [w, v]
+
+
+@case
+def one_weight_in_several_forms() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        h = functional.linear(functional.linear(rows(4, 8), w).tanh(), w.t())
+        return functional.linear(h, w[:4]).square().sum() + w.norm()
+
+    return step, [w]
+
+
+@case
+def sorting() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        h = torch.einsum("bi,ij,kj->bk", rows(4, 8), w, w).cumsum(1).sort(1)[0]
+        values, places = h.topk(3, 1)
+        h = h.scatter_add(1, places, values * values).cummax(1)[0]
+        return h.logsumexp(1).sum() + torch.cdist(h, h).sum()
+
+    return step, [w]
+
+
+@case
+def embeddings() -> tuple[Any, ...]:
+    table, bag = nn.Embedding(20, 8, padding_idx=0).double(), nn.EmbeddingBag(20, 8).double()
+    words = torch.tensor([[0, 3, 5], [7, 7, 1]])
+
+    def step() -> Tensor:
+        logits = (table(words) + bag(words)[:, None]).flatten(0, 1) @ table.weight.t()
+        smooth = functional.cross_entropy(logits, words.flatten(), label_smoothing=0.1, ignore_index=0)
+        return smooth + functional.nll_loss(logits.log_softmax(1), words.flatten())
+
+    return step, [*table.parameters(), *bag.parameters()]
+
+
+@case
+def normalised_weights() -> tuple[Any, ...]:
+    parametrized: Any = nn.utils.parametrizations
+    layer = parametrized.spectral_norm(parametrized.weight_norm(nn.Linear(8, 8))).double()
+    return lambda: layer(layer(rows(4, 8)).tanh()).square().sum(), list(layer.parameters()), layer
+
+
+@case
+def hooks_of_tensors() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        h = rows(4, 8) @ w
+        h.register_hook(lambda grad: grad * 2)
+        h = h.sin()
+        h.retain_grad()
+        y = (h @ w).cos()
+        y.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        return y.square().sum()
+
+    return step, [w]
+
+
+@case
+def other_storages() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        h = rows(4, 8) @ w
+        y, other = h.exp(), torch.zeros(4, 8, dtype=DOUBLE)
+        other.data = y.detach() * 2
+        sparse = torch.sparse.mm(torch.eye(4, dtype=DOUBLE).to_sparse(), y * other)
+        return (sparse.sin() @ w).sum()
+
+    return step, [w]
+
+
+@case
+def transforms() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        each: Tensor = torch.vmap(lambda x: (x @ w).sin().sum())(rows(4, 8))
+        return each.square().sum()
+
+    return step, [w]
+
+
+@case
+def decompositions() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        h = rows(8, 8) @ w
+        values, _ = torch.linalg.eigh(h @ h.t() + torch.eye(8, dtype=DOUBLE))
+        _, r = torch.linalg.qr(h)
+        solved = torch.linalg.solve(r, h[:, :1])
+        return values.log().sum() + r.diagonal().abs().log().sum() + solved.sum()
+
+    return step, [w]
+
+
+@case
+def parts_without_gradients() -> tuple[Any, ...]:
+    w = weight(8, 8)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            target = (rows(4, 8) @ w).softmax(-1)
+        found = (rows(4, 8) @ w).log_softmax(-1)
+        with torch.inference_mode():
+            more = (target * 2).sum()
+        return -(target * found).sum() + float(more)
+
+    return step, [w]

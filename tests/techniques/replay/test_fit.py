@@ -1,0 +1,79 @@
+"""Modules without lists of blocks train under a budget, at the predicted peak, with the numbers of a plain run."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.replay.__main__ import difference, fit
+from benchmarks.replay.models import MODELS, Points
+from lightning_amp import AMPStrategy
+from lightning_amp.errors import AmpError
+from lightning_amp.planning.plan.plan import Plan
+
+
+def test_any_module_trains_within_a_budget_at_the_predicted_peak() -> None:
+    for name, share in (("U-Net", 0.7), ("WaveNet", 0.5), ("points", 0.5)):
+        before, meter, _ = fit(name, "auto", steps=3)
+        budget = int(share * meter.peak)
+        after, metered, plan = fit(name, AMPStrategy(device_memory=budget), steps=3)
+        assert [rule.strategy for rule in plan.rules] == ["replay"], name
+        assert metered.peak <= budget, name
+        assert metered.peak == pytest.approx(plan.predicted_peak_bytes, rel=0.01), name
+        # the same operators on the same values
+        assert difference(before, after) == 0.0, name
+
+
+def test_a_plan_is_kept_as_json_and_carried_out_again(tmp_path: Path) -> None:
+    before, _, plan = fit("points", AMPStrategy(strategies="replay"), steps=3)
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    again, _, given = fit("points", AMPStrategy(plan=tmp_path / "plan.json"), steps=3)
+    assert [rule.spec for rule in given.rules] == [rule.spec for rule in plan.rules]
+    assert given.predicted_peak_bytes == plan.predicted_peak_bytes
+    assert difference(before, again) == 0.0
+    assert isinstance(copy.deepcopy(given), Plan)
+
+
+class Manual(Points):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class Compiled(Points):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = torch.compile(self.enter)
+
+
+class Transformed(Points):
+    def loss(self, batch: Tensor) -> Tensor:
+        grad = torch.func.grad(lambda x: self.enter(x).sin().sum())(batch)
+        return super().loss(batch) + grad.square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+def test_what_is_not_supported_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = MODELS["points"][1]
+    for kind, why in (
+        (Manual, "automatic_optimization"),
+        (Compiled, "torch.compile"),
+        (Transformed, "torch.func"),
+    ):
+        monkeypatch.setitem(MODELS, "points", (kind, batches))
+        with pytest.raises(AmpError, match=why):
+            fit("points", AMPStrategy(strategies="replay"), steps=2)
+    monkeypatch.setitem(MODELS, "points", (Points, batches))
+    with pytest.raises(AmpError, match="not supported together with recompute"):
+        fit("points", AMPStrategy(strategies="recompute,replay"), steps=2)

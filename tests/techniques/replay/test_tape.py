@@ -1,0 +1,99 @@
+"""Steps in segments that are replayed train as plain ones do, bit by bit, wherever segments end."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_amp.errors import ModelError
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.techniques.replay.tape import Tape
+from tests.techniques.replay.cases import CASES, rows, weight
+
+ALL = 10**9
+
+
+def trained(make: Callable[[], Any], ends: Sequence[tuple[int, bool]] | None) -> tuple[list[Any], int]:
+    """Two steps: losses, gradients, buffers and a random number after them; operators of a step."""
+    torch.manual_seed(0)
+    step, parameters, *modules = make()
+    torch.manual_seed(1)
+    losses, n = list[Tensor](), 0
+    for _ in range(2):
+        if ends is None:
+            loss = step()
+        else:
+            with Tape(ends) as tape, tape.hooks():
+                loss = step()
+            n = tape.at
+        loss.backward()
+        losses.append(loss.detach().clone())
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    return [*losses, *(p.grad for p in parameters), *buffers, torch.rand(1)], n
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_every_step_is_the_same_wherever_segments_end() -> None:
+    choose, wrong = random.Random(1), list[str]()
+    for name, make in CASES.items():
+        plain, _ = trained(make, None)
+        whole, n = trained(make, [(ALL, True)])
+        tries = [((ALL, True),)]
+        for k in (1, 2, 4, 8):
+            cuts = sorted(choose.sample(range(1, n + 1), min(k, n)))
+            tries.append((*((cut, choose.random() < 0.8) for cut in cuts), (ALL, True)))
+        found = (trained(make, ends)[0] if len(ends) > 1 else whole for ends in tries)
+        wrong += [f"{name} {ends}" for ends, one in zip(tries, found, strict=True) if not equal(plain, one)]
+    assert not wrong
+
+
+def test_a_replayed_stretch_keeps_nothing_that_it_has_made() -> None:
+    w = weight(64, 64)
+
+    def step() -> Tensor:
+        h = rows(512, 64) @ w
+        for _ in range(8):
+            h = (h.sin() @ w).cos()
+        return h.sum()
+
+    held = dict[str, int]()
+    with Tape([(ALL, True)]) as tape:
+        step()
+    for name, ends in (("plain", []), ("replayed", [(tape.at // 2, True), (tape.at, True)])):
+        with LiveBytes() as live, Tape(ends) as tape, tape.hooks():
+            loss = step()
+            held[name] = live.current
+        loss.backward()
+    # the rows of the batch, and what lies across the one cut
+    assert held["replayed"] <= 3 * 512 * 64 * 8 < held["plain"] / 5
+
+
+def test_what_nobody_can_replay_fails_as_it_does_without() -> None:
+    w = weight(8, 8)
+
+    def written_after_it_was_saved() -> Tensor:
+        h = (rows(4, 8) @ w).exp()
+        y = h.sin()
+        h.mul_(2)
+        return (y @ w).sum()
+
+    def batch_written() -> Tensor:
+        x = rows(4, 8)
+        y = (x @ w).sin()
+        x.mul_(2)
+        return y.sum()
+
+    for step in (written_after_it_was_saved, batch_written):
+        with pytest.raises(RuntimeError, match="inplace"):
+            step().backward()
+        for ends in ([(ALL, True)], [(3, True), (ALL, True)], [(4, True), (ALL, True)], [(ALL, False)]):
+            with Tape(ends) as tape, tape.hooks():
+                loss = step()
+            with pytest.raises(ModelError, match="changed in place"):
+                loss.backward()
