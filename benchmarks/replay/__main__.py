@@ -64,7 +64,9 @@ class Meter(Callback):
             self.seconds.append(time.perf_counter() - self._begun)
 
 
-def fit(name: str, strategy: Any, *, steps: int, double: bool = False) -> tuple[Trained, Meter, Any]:
+def fit(
+    name: str, strategy: Any, *, steps: int, double: bool = False, **options: Any
+) -> tuple[Trained, Meter, Any]:
     """Train a module; returns it, the meter and the plan."""
     make, batches = MODELS[name]
     torch.manual_seed(0)
@@ -77,7 +79,7 @@ def fit(name: str, strategy: Any, *, steps: int, double: bool = False) -> tuple[
         max_epochs=1,
         callbacks=[meter],
         precision="64-true" if double else "32-true",
-        **QUIET,
+        **{**QUIET, **options},
     )
     torch.manual_seed(1)
     trainer.fit(module, DataLoader(data, len(data) // steps))

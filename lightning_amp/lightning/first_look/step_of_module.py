@@ -45,6 +45,7 @@ from lightning_amp.planning.plan.strategies import STRATEGIES, not_together
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.replay.choose_cuts import Replays, Stretches
+from lightning_amp.techniques.replay.install import recorded
 from lightning_amp.techniques.replay.install import refuse as refuse_replay
 from lightning_amp.techniques.replay.look import Look, stretches_of
 
@@ -156,7 +157,7 @@ class StepOfModule:
 
         def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
             look = Look(operator_rates(rates))
-            with look, look.hooks():
+            with recorded(look, module):
                 loss = type(module).training_step(module, *args, **kwargs)
             found.append(stretches_of(look))
             return loss

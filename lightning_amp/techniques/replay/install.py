@@ -1,6 +1,7 @@
 """Install `replay`: the training step runs with its operators recorded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_amp._torch import is_compiled
+from lightning_amp._torch import AnyBatchNorm, is_compiled
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.replay.row import ReplayOperators
 from lightning_amp.techniques.replay.tape import Tape
@@ -41,6 +42,15 @@ def refuse(module: nn.Module) -> None:
             )
 
 
+@contextmanager
+def recorded(tape: Tape, module: nn.Module) -> Iterator[None]:
+    """Record what a module's step does on a tape."""
+    # on several ranks they share the statistics of their batches, and compute by other operators
+    norms = [child for child in module.modules() if isinstance(child, AnyBatchNorm)]
+    with tape.as_one(norms), tape, tape.hooks():
+        yield
+
+
 def replayed(step: Callable[..., Any], spec: ReplayOperators) -> Callable[..., Any]:
     """A training step that runs in the segments of a spec."""
 
@@ -48,7 +58,7 @@ def replayed(step: Callable[..., Any], spec: ReplayOperators) -> Callable[..., A
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return step(module, *args, **kwargs)
-        with Tape(spec.segments) as tape, tape.hooks():
+        with recorded(Tape(spec.segments), module):
             return step(module, *args, **kwargs)
 
     return run

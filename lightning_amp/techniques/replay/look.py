@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils.flop_counter import flop_registry
 
+from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.live_bytes import storages_of, tensors_of
 from lightning_amp.techniques.replay.choose_cuts import Array, Stretches
@@ -33,7 +34,7 @@ class Look(Tape):  # type: ignore[no-untyped-call]
         """Run and record an operator, and say what it takes."""
         before = self.at
         found = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.at > before:
+        if self.at > before or (self._inside and autograd_node() is None):
             seconds = 0.0
             if not getattr(func, "is_view", False):
                 flops = flop_registry.get(getattr(func, "overloadpacket", None))
@@ -41,7 +42,9 @@ class Look(Tape):  # type: ignore[no-untyped-call]
                 moved = sum(s.nbytes() for _, s in storages_of(tensors_of((args, kwargs, found))))
                 seconds = max(n / self._rates.matmul_flops, moved / self._rates.memory_bytes)
                 seconds += self._rates.overhead_seconds
-            self.seconds.append(seconds)
+            # of operators that count as one all are of the last
+            self.seconds += [0.0] * (self.at + bool(self._inside) - len(self.seconds))
+            self.seconds[-1] += seconds
         return found
 
 

@@ -21,11 +21,12 @@ Exactness rests on these rules:
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_amp._torch import TorchDispatchMode, autograd_node
 from lightning_amp.errors import ModelError
@@ -66,11 +67,31 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._ends = list(ends)
         self.at = 0
+        self._inside = 0
         self._known: dict[int, tuple[Segment, int]] = {}
         self._alive: dict[int, list[weakref.ref[Outside]]] = {}
         self._just_written: list[tuple[Slot, Tensor]] = []
         self.segment: Segment | None = None
         self._begin()
+
+    @contextmanager
+    def as_one(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Count all operators of a call of one of these modules as one: they may differ from those of the plan."""
+
+        def begins(*_: Any) -> None:
+            self._inside += 1
+
+        def ends(*_: Any) -> None:
+            self._inside -= 1
+            self.at += not self._inside
+
+        hooks = [module.register_forward_pre_hook(begins) for module in modules]
+        hooks += [module.register_forward_hook(ends, always_call=True) for module in modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """What the forward pass has to run in, with the mode itself."""
@@ -122,13 +143,16 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         segment = self.segment
         tensors = () if segment is None else tensors_of((args, kwargs))
         whole = how.replayable and all(type(t) in PLAIN and t.layout is torch.strided for t in tensors)
-        if segment is not None and any(self._is_own(t) and not (whole and self._ref(t)) for t in written):
-            # what it writes is kept from here on
-            segment = self.segment = Segment(self._alive)
+        for t in written:
+            if self._is_own(t) and not (whole and self._ref(t)):
+                # no replay can repeat it: the storage is one from outside from here on
+                made, number = self._known.pop(id(t.untyped_storage()))
+                made.keep(number, t.detach())
+                self._just_written.append((made.slots[number], t))
         if segment is None or not whole:
             self._before_write(written)
             found = func(*args, **kwargs)
-            self.at += 1
+            self.at += not self._inside
             return found
         given, own = {id(t.untyped_storage()) for t in tensors}, set[int]()
 
@@ -143,7 +167,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before_write(written)
         draws = draws_of(kwargs) if how.draws else []
         found = func(*args, **kwargs)
-        self.at += 1
+        self.at += not self._inside
         results, new = self._results(segment, tensors_of(found), given)
         own_writes = [(ref.slot, t) for t in written if (ref := self._ref(t)) is not None]
         for slot, tensor in own_writes:
@@ -154,7 +178,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             segment.operators.append(
                 Operator(
                     func=func,
-                    at=self.at - 1,
+                    at=self.at - (not self._inside),
                     args=kept_args,
                     kwargs=kept_kwargs,
                     draws=draws,

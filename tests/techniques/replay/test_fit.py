@@ -13,6 +13,8 @@ from benchmarks.replay.models import MODELS, Points
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError
 from lightning_amp.planning.plan.plan import Plan
+from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.ranks import run_ranks
 
 
 def test_any_module_trains_within_a_budget_at_the_predicted_peak() -> None:
@@ -35,6 +37,23 @@ def test_a_plan_is_kept_as_json_and_carried_out_again(tmp_path: Path) -> None:
     assert given.predicted_peak_bytes == plan.predicted_peak_bytes
     assert difference(before, again) == 0.0
     assert isinstance(copy.deepcopy(given), Plan)
+
+
+def on_ranks(rank: int, ranks: int, name: str) -> tuple[dict[str, Tensor], int, list[str]]:
+    strategy = AMPStrategy(strategies="S1" if name == "plain" else "S1,replay")
+    # each rank has half of the batches
+    found = fit("U-Net", strategy, steps=4, devices=ranks, plugins=[RunningRanks(rank, ranks)])
+    module, meter, plan = found
+    return module.state_dict(), meter.peak, [rule.strategy for rule in plan.rules]
+
+
+@pytest.mark.ranks
+def test_ranks_average_gradients_of_replayed_steps(tmp_path: Path) -> None:
+    plain, replayed = (run_ranks(on_ranks, 2, tmp_path, name) for name in ("plain", "replay"))
+    for (right, whole, _), (state, peak, rules) in zip(plain, replayed, strict=True):
+        assert "replay" in rules
+        assert peak < 0.75 * whole
+        torch.testing.assert_close(state, right, rtol=0, atol=0)
 
 
 class Manual(Points):
@@ -74,6 +93,3 @@ def test_what_is_not_supported_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(MODELS, "points", (kind, batches))
         with pytest.raises(AmpError, match=why):
             fit("points", AMPStrategy(strategies="replay"), steps=2)
-    monkeypatch.setitem(MODELS, "points", (Points, batches))
-    with pytest.raises(AmpError, match="not supported together with recompute"):
-        fit("points", AMPStrategy(strategies="recompute,replay"), steps=2)
