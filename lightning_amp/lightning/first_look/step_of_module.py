@@ -170,7 +170,8 @@ class StepOfModule:
             return str(error)
         finally:
             undo()
-        return found[0]
+        # of the second step, in which optimisers have their state
+        return found[-1]
 
     def _seen_stepped(self, steps: DrySteps, rates: Rates) -> Seen:
         """Of rank 0 with the steps of a technique, and what that goes together with."""

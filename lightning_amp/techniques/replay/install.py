@@ -26,14 +26,9 @@ def replay_operators(module: nn.Module, spec: ReplayOperators) -> dict[str, Call
 
 
 def refuse(module: nn.Module) -> None:
-    """Refuse, with an InstallError, a module whose operators the tape would not see, or whose step trains by itself."""
+    """Refuse, with an InstallError, a module whose operators the tape would not see."""
     if not isinstance(module, LightningModule):
         raise InstallError(f"replay requires a LightningModule, found {type(module).__name__!r}")
-    if not module.automatic_optimization:
-        raise InstallError(
-            "replay: automatic_optimization=False is not supported, for the step has its backward pass inside; let the"
-            " Trainer optimise, or leave replay out"
-        )
     for name, child in module.named_modules():
         if is_compiled(child):
             raise InstallError(

@@ -6,12 +6,15 @@ The tape says when each storage is made, when it is read last, and whether autog
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.live_bytes import storages_of, tensors_of
 from lightning_amp.techniques.replay.choose_cuts import Array, Stretches
+from lightning_amp.techniques.replay.operators import version_of
+from lightning_amp.techniques.replay.segment import Kept
 from lightning_amp.techniques.replay.tape import Tape
 
 PLACES = 120
@@ -28,13 +31,21 @@ class Look(Tape):  # type: ignore[no-untyped-call]
     def __init__(self, rates: OperatorRates) -> None:
         super().__init__([(2**62, True)])
         self.seconds: list[float] = []
+        self.saved: dict[int, int] = {}
         self._rates = rates
+
+    def _pack(self, x: Tensor) -> Kept:
+        """Note what is saved and when; a step may end the graph of a loss before it ends itself."""
+        ref = self._ref(x)
+        if ref is not None:
+            self.saved[ref.slot] = self.at
+        return Kept(x, version_of(x))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and record an operator, and say what it takes."""
         before = self.at
         found = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.at > before or (self._inside and autograd_node() is None):
+        if autograd_node() is None:
             seconds = 0.0
             if not getattr(func, "is_view", False):
                 flops = flop_registry.get(getattr(func, "overloadpacket", None))
@@ -42,17 +53,16 @@ class Look(Tape):  # type: ignore[no-untyped-call]
                 moved = sum(s.nbytes() for _, s in storages_of(tensors_of((args, kwargs, found))))
                 seconds = max(n / self._rates.matmul_flops, moved / self._rates.memory_bytes)
                 seconds += self._rates.overhead_seconds
-            # of operators that count as one all are of the last
-            self.seconds += [0.0] * (self.at + bool(self._inside) - len(self.seconds))
-            self.seconds[-1] += seconds
+            self.seconds += [0.0] * (before + 1 - len(self.seconds))
+            self.seconds[before] += seconds
         return found
 
 
 def stretches_of(look: Look) -> Stretches:
     """What was recorded, by segments."""
-    segment, n = look.segment, look.at
+    segment, n = look.segment, look.at + 1
     assert segment is not None, "the step is recorded as one segment"
-    at = [operator.at for operator in segment.operators]
+    seconds = look.seconds + [0.0] * (n - len(look.seconds))
     made, last = np.zeros(len(segment.slots), int), np.zeros(len(segment.slots), int)
     n_bytes = np.array([slot.n_bytes for slot in segment.slots], float)
     saved = np.zeros(len(segment.slots), bool)
@@ -61,11 +71,11 @@ def stretches_of(look: Look) -> Stretches:
     for operator in segment.operators:
         both = list(operator.reads | operator.makes | operator.writes)
         last[both] = np.maximum(last[both], operator.at)
-    for ref in segment.handles:
-        if (handle := ref()) is not None:
-            saved[handle.ref.slot] = True
-            last[handle.ref.slot] = max(last[handle.ref.slot], at[handle.after - 1] if handle.after else 0)
-    places = _places(made, last, n_bytes, np.array(look.seconds), n)
+    for slot, place in look.saved.items():
+        saved[slot] = True
+        # by the operator before, or the one after as its argument
+        last[slot] = max(last[slot], place - 1)
+    places = _places(made, last, n_bytes, np.array(seconds), n)
     birth, death = np.searchsorted(places, made, "right") - 1, np.searchsorted(places, last, "right") - 1
     k = len(places)
     # [b, l]: made in stretch b, read last in stretch l
@@ -77,8 +87,8 @@ def stretches_of(look: Look) -> Stretches:
     # read in a stretch from q on; saved, and read in none of them
     out = _between(later)
     kept = out + _between(sooner)
-    seconds = np.concatenate([[0], np.cumsum(look.seconds)])[places]
-    return Stretches(places=places, out=out, saved=kept, seconds=seconds[None, :] - seconds[:, None])
+    took = np.concatenate([[0], np.cumsum(seconds)])[places]
+    return Stretches(places=places, out=out, saved=kept, seconds=took[None, :] - took[:, None])
 
 
 def _between(by_place: Array) -> Array:

@@ -24,11 +24,13 @@ class How:
     Attributes:
         replayable: Whether it may run a second time.
         draws: Whether it draws random numbers.
+        in_place: Whether it returns nothing but what it has written to.
         writes: Places and names of arguments that it writes to; None for all of its tensors.
     """
 
     replayable: bool
     draws: bool
+    in_place: bool
     writes: tuple[tuple[int, str], ...] | None
 
     def written(self, args: Any, kwargs: Any) -> list[Tensor]:
@@ -44,7 +46,7 @@ HOW: dict[Any, How] = {}
 def how_of(func: Any) -> How:
     """What an operator does, which is looked up once."""
     if not isinstance(func, OpOverload):
-        how = How(replayable=False, draws=False, writes=())
+        how = How(replayable=False, draws=False, in_place=False, writes=())
     else:
         collective = func.namespace in COLLECTIVES
         writes = (
@@ -56,6 +58,8 @@ def how_of(func: Any) -> How:
         how = How(
             replayable=not collective,
             draws=torch.Tag.nondeterministic_seeded in func.tags,
+            in_place=all(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
+            and func._schema.is_mutable,
             # schemas of collectives do not say what they write to
             writes=None if collective else tuple(writes),
         )

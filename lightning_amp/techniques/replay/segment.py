@@ -89,14 +89,12 @@ class Handle:
     """What autograd keeps in place of a tensor.
 
     Attributes:
-        after: Operators of the tape when it was saved.
         version: Of the tensor, by autograd's counter.
         value: The tensor, once its segment was replayed or a later one has written to its storage.
     """
 
     segment: "Segment"
     ref: Ref
-    after: int
     version: int
     value: Tensor | None = None
 

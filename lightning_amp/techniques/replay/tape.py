@@ -107,7 +107,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ref = None if segment is None or segment.replayed else self._ref(x)
         if segment is None or ref is None:
             return Kept(x, version_of(x))
-        handle = Handle(segment, ref, len(segment.operators), version_of(x))
+        handle = Handle(segment, ref, version_of(x))
         segment.handles.append(weakref.ref(handle))
         return handle
 
@@ -149,10 +149,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made, number = self._known.pop(id(t.untyped_storage()))
                 made.keep(number, t.detach())
                 self._just_written.append((made.slots[number], t))
-        if segment is None or not whole:
+        # what lies outside is not written a second time
+        needless = how.in_place and not any(self._is_own(t) for t in written)
+        if segment is None or not whole or needless:
             self._before_write(written)
             found = func(*args, **kwargs)
-            self.at += not self._inside
+            self._next()
             return found
         given, own = {id(t.untyped_storage()) for t in tensors}, set[int]()
 
@@ -167,7 +169,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before_write(written)
         draws = draws_of(kwargs) if how.draws else []
         found = func(*args, **kwargs)
-        self.at += not self._inside
         results, new = self._results(segment, tensors_of(found), given)
         own_writes = [(ref.slot, t) for t in written if (ref := self._ref(t)) is not None]
         for slot, tensor in own_writes:
@@ -178,7 +179,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             segment.operators.append(
                 Operator(
                     func=func,
-                    at=self.at - (not self._inside),
+                    at=self.at,
                     args=kept_args,
                     kwargs=kept_kwargs,
                     draws=draws,
@@ -188,7 +189,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     makes=frozenset(slot for slot in results if slot is not None),
                 )
             )
+        self._next()
         return found
+
+    def _next(self) -> None:
+        """Go on to the next place; what optimisers do in a step has none, for not all steps do the same."""
+        self.at += torch.is_grad_enabled() and not self._inside
 
     def _is_own(self, x: Tensor) -> bool:
         """Whether this segment has made the tensor's storage."""
