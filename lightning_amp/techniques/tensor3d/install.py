@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import lightning_amp.techniques.tensor3d.layout_rules  # noqa: F401  (registers the rules)
-from lightning_amp._torch import AnyBatchNorm, is_compiled
+from lightning_amp._torch import is_compiled
 from lightning_amp.dist._torch import (
     AUTOGRAD_AND_AUTOCAST,
     excluded_keys,
@@ -139,10 +139,10 @@ def refuse(module: LightningModule) -> None:
             " strategies='fsdp'"
         )
     for name, child in module.named_modules():
-        if isinstance(child, AnyBatchNorm):
+        if isinstance(child, nn.SyncBatchNorm):
             raise InstallError(
-                f"tensor3d: {name!r} is a {type(child).__name__}, which is not supported; use GroupNorm, or leave"
-                " tensor3d out"
+                f"tensor3d: {name!r} is a SyncBatchNorm, which is not supported: it would count rows twice that several"
+                " ranks have; use BatchNorm1d to 3d, whose statistics are those of all ranks' rows"
             )
         if is_compiled(child):
             raise InstallError(

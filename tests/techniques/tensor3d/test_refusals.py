@@ -29,7 +29,7 @@ class Small(Trained):
 class Normed(Small):
     def __init__(self) -> None:
         super().__init__()
-        self.more = nn.BatchNorm1d(4)  # type: ignore[assignment]
+        self.more = nn.SyncBatchNorm(4)  # type: ignore[assignment]
 
 
 class ByHand(Small):
@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
         "fsdp .*not supported together",
     ),
     "chunk": (Small, (2, 1, 1), {"options": {"strategies": "tensor3d,chunk"}}, "chunk cannot be: it is not"),
-    "batch norm": (Normed, (2, 1, 1), {}, "'more' is a BatchNorm1d"),
+    "batch norm": (Normed, (2, 1, 1), {}, "'more' is a SyncBatchNorm"),
     "by hand": (ByHand, (2, 1, 1), {}, "automatic_optimization=False"),
     "an optimiser": (Coupled, (2, 1, 1), {}, "'Adafactor'.*tensor3d splits"),
     "a backward pass": (Stray, (2, 1, 1), {}, "under tensor3d the Trainer has to begin"),
