@@ -54,7 +54,7 @@ ROW: dict[str, Any] = {
     "model_axis": True,
     "data_axis": True,
     "steps": "lightning_amp.techniques.tensor3d.install",
-    "together": ("S1",),
+    "together": ("S1", "recompute"),
     "asked": asked,
     "without_step": "Give a plan of a fit (plan=), or make the step run on fake tensors",
 }
