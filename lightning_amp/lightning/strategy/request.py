@@ -158,11 +158,6 @@ class Request:
             raise PlanError(
                 f"tensor_grid={grid!r} was given; allowed are three whole numbers of ranks, as (2, 1, 2)"
             )
-        if self.save_distributed_checkpoint:
-            raise PlanError(
-                f"save_distributed_checkpoint=True was given with tensor_grid={tuple(grid)!r}, whose parts are not"
-                " saved by themselves; leave it out: a checkpoint is one file that fits any grid"
-            )
         ranks = grid[0] * grid[1]
         if self.model_parallel_size not in ("auto", ranks):
             raise PlanError(

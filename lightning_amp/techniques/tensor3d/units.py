@@ -12,7 +12,7 @@ for.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
 from lightning_amp.errors import ModelError
+from lightning_amp.techniques.deferred import DEFERRED, DROPPED
 from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.layouts import splits_in
@@ -37,6 +38,7 @@ class GridUnits:
     Attributes:
         parameters: In the order of the module's, each once.
         groups, offload: As of fsdp: there are none.
+        deferred: Whether parameters came without values, and get them one module at a time when they are cut.
 
     Args:
         module: Whole, equal on all ranks.
@@ -61,6 +63,9 @@ class GridUnits:
         self._module, self._grid, self._dry = module, grid, begun
         self._in_step = InStep(agree=agree, begun=begun)
         splits = splits_in(layouts, module, grid)
+        self.deferred = any(DROPPED in vars(p) for p in module.parameters()) or any(
+            DEFERRED in vars(child) for child in module.modules()
+        )
         self.parameters = [
             GridParameter(parameter, grid, splits[name], name=name, in_step=self._in_step)
             for name, parameter in module.named_parameters()
@@ -83,8 +88,19 @@ class GridUnits:
                 for key, value in own.get(one.parameter, {}).items():
                     if isinstance(value, Tensor) and value.dim() and value.shape == one.shape:
                         own[one.parameter][key] = one.own(value).clone()
+        for child in self._module.modules():
+            own = {id(one): one for place, _, one in self._places if place is child}.values()
+            deferred = vars(child).pop(DEFERRED, False)
+            if deferred:
+                for one in own:
+                    one.parameter.data = one.parameter.new_empty(one.shape)
+                cast(Any, child).reset_parameters()
+            for one in own:
+                # a tied one once more, as `reset_parameters` in one process would
+                if deferred or not one.is_cut:
+                    one.cut()
         for one in self.parameters:
-            one.cut()
+            vars(one.parameter).pop(DROPPED, None)
             if one.parameter.requires_grad:
                 hook = one.parameter.register_hook(_refuse_read)  # type: ignore[no-untyped-call]
                 self._undo.append(hook.remove)

@@ -97,6 +97,25 @@ class Compiled(Small):
         self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
 
 
+class WithoutValues(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.more = self.net.to("meta"), self.more.to("meta")
+
+
+class Mixed(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = self.net.to("meta")
+
+
+class NoReset(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.to("meta")
+
+
 BATCH = CASES["gated"].batch
 REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     "ranks": (Small, (3, 1, 1), {}, "model_parallel_size|a grid of 3 ranks was given for 2 ranks"),
@@ -118,6 +137,14 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     "a write": (Writing, (2, 1, 1), {}, "'clamp_'.*Writing"),
     "a write by way of data": (WritingData, (1, 1, 2), {}, "'clamp_'.*WritingData"),
     "compiled": (Compiled, (2, 1, 1), {}, "torch.compile was applied"),
+    "values": (
+        WithoutValues,
+        (1, 1, 2),
+        {"options": {"strategies": "S1", "tensor_grid": None}},
+        "the plan splits none",
+    ),
+    "some values": (Mixed, (2, 1, 1), {}, "'net.weight' is on the device 'meta', and 'more.weight' is not"),
+    "no reset": (NoReset, (2, 1, 1), {}, "'the module' .NoReset. has tensors .* no method reset_parameters"),
     "averages": (Small, (2, 1, 1), {"callbacks": [EMAWeightAveraging()]}, "which averages whole parameters"),
 }
 
@@ -148,10 +175,6 @@ def test_options_are_checked_before_processes_start() -> None:
         ({"strategies": "tensor3d", "tensor_grid": (2, 1)}, "allowed are three whole numbers"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1, 0)}, "allowed are three whole numbers"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1, 1), "model_parallel_size": 4}, "leave model_paral"),
-        (
-            {"strategies": "tensor3d", "tensor_grid": (2, 1, 1), "save_distributed_checkpoint": True},
-            "one file",
-        ),
     ):
         with pytest.raises(PlanError, match=words):
             AMPStrategy(**options)

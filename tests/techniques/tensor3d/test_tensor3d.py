@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
@@ -26,7 +27,15 @@ Grid = tuple[int, int, int]
 
 
 def run(
-    case: Case, grid: Grid | None = None, rank: int = 0, ranks: int = 1, *, options: Any = None, **given: Any
+    case: Case,
+    grid: Grid | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    *,
+    options: Any = None,
+    ckpt: str | None = None,
+    save: str = "",
+    **given: Any,
 ) -> dict[str, Any]:
     """Three steps with a validation; without a grid on one process, without the strategy."""
     warnings.simplefilter("ignore")
@@ -56,7 +65,10 @@ def run(
     module = case.module().double()
     shapes = {name: p.shape for name, p in module.named_parameters()}
     parameters = [*module.parameters()]
-    trainer.fit(module, loader, loader)
+    if save:
+        # at the end of the fit parameters are whole
+        trainer.callbacks.append(LambdaCallback(on_train_epoch_end=lambda t, _: t.save_checkpoint(save)))
+    trainer.fit(module, loader, loader, ckpt_path=ckpt)
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True)), "parameters stay"
     assert shapes == {name: p.shape for name, p in module.named_parameters()}
     assert not [name for name in vars(module) if name.endswith("_step")], "the module is as it was"
