@@ -33,9 +33,17 @@ class Normed(Small):
 
 
 class ByHand(Small):
+    """A norm of parts would be too small."""
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        return loss
 
 
 class Coupled(Small):
@@ -128,7 +136,7 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     ),
     "chunk": (Small, (2, 1, 1), {"options": {"strategies": "tensor3d,chunk"}}, "chunk cannot be: it is not"),
     "batch norm": (Normed, (2, 1, 1), {}, "'more' is a SyncBatchNorm"),
-    "by hand": (ByHand, (2, 1, 1), {}, "automatic_optimization=False"),
+    "by hand": (ByHand, (2, 1, 1), {}, "self.clip_gradients"),
     "an optimiser": (Coupled, (2, 1, 1), {}, "'Adafactor'.*tensor3d splits"),
     "a backward pass": (Stray, (2, 1, 1), {}, "under tensor3d the Trainer has to begin"),
     "a hook": (Hooked, (2, 1, 1), {}, "'net.weight' has hooks"),
@@ -172,6 +180,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
 def test_options_are_checked_before_processes_start() -> None:
     for options, words in (
         ({"tensor_grid": (2, 1, 1)}, "which is of tensor3d"),
+        ({"strategies": "tensor3d,sequence", "tensor_grid": (2, 1, 1)}, "leave 'sequence' out"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1)}, "allowed are three whole numbers"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1, 0)}, "allowed are three whole numbers"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1, 1), "model_parallel_size": 4}, "leave model_paral"),

@@ -35,18 +35,22 @@ def run(
     options: Any = None,
     ckpt: str | None = None,
     save: str = "",
+    dtype: torch.dtype = torch.float64,
     **given: Any,
 ) -> dict[str, Any]:
     """Three steps with a validation; without a grid on one process, without the strategy."""
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
     batches = [case.batch() for _ in range(3)]
+    batches = [batch.to(dtype) if batch.is_floating_point() else batch for batch in batches]
     strategy: dict[str, Any] = {"devices": 1}
     if grid is not None:
-        x, y, _ = grid
-        samplers = ranks // (x * y)
+        x, y, z = grid
+        # where z splits samples its ranks have the same
+        same = x * y * (z if "sequence_dim" in (options or {}) else 1)
+        samplers = ranks // same
         rows = max(1, 4 // max(1, samplers))
-        batches = [batch[rank // (x * y) * rows :][:rows] for batch in batches]
+        batches = [batch[rank // same * rows :][:rows] for batch in batches]
         made = AMPStrategy(**{"strategies": "tensor3d", "tensor_grid": grid, **(options or {})})
         strategy = {"strategy": made, "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
     loader, meter = DataLoader(batches, batch_size=None), Meter()  # type: ignore[arg-type]
@@ -62,7 +66,7 @@ def run(
             **given,
         }
     )
-    module = case.module().double()
+    module = case.module().to(dtype)
     shapes = {name: p.shape for name, p in module.named_parameters()}
     parameters = [*module.parameters()]
     if save:

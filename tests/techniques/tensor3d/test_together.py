@@ -118,6 +118,38 @@ def later(path: str, grid: Sizes | None = None, rank: int = 0, ranks: int = 1) -
     return {"losses": losses, "held": most[0], "valid": valid, "left": left}
 
 
+class ByHand(Trained):
+    """Two optimisers, two backward passes in a step, gradients of two batches, and clipping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.make, self.judge = nn.Linear(5, 6), nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[attr-defined]
+        self.toggle_optimizer(second)
+        made = self.make(batch)
+        judged = (self.judge(made.detach()) - 1).square().mean()
+        second.zero_grad()
+        self.manual_backward(judged)
+        self.clip_gradients(second, gradient_clip_val=0.1)
+        second.step()
+        self.untoggle_optimizer(second)
+        loss = self.judge(made).square().mean()
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            first.step()
+            first.zero_grad()
+        self.losses.append(loss.detach() + judged.detach())
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.judge(self.make(batch)).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.make, self.judge)]
+
+
 AGAIN: dict[str, tuple[Case, list[Sizes]]] = {
     "gpt": (CASES["gpt"], [(2, 2, 1)]),
     "residuals": (RESIDUALS, [(2, 1, 2), (1, 2, 1)]),
@@ -128,6 +160,14 @@ RESUMED: dict[str, Any] = {
     "another grid": {"grid": (1, 2, 2), "options": IN_PARTS},
     "fsdp": {"grid": (1, 1, 4), "options": {"strategies": "fsdp", "tensor_grid": None}},
 }
+
+
+BF16: dict[str, Any] = {"precision": "bf16-mixed", "dtype": torch.float32}
+SAMPLES: dict[str, tuple[Case, Any, list[Sizes]]] = {
+    "gpt": (CASES["gpt"], {"sequence_dim": {"batch": 1}}, [(1, 2, 2), (2, 1, 2), (1, 1, 2)]),
+    "separable": (CASES["separable"], {"sequence_dim": {"batch": 2}}, [(1, 2, 2), (1, 1, 2)]),
+}
+BY_HAND: list[Sizes] = [(2, 1, 2), (2, 1, 1)]
 
 
 def on_ranks(rank: int, ranks: int, folder: str) -> dict[Any, Any]:
@@ -143,6 +183,12 @@ def on_ranks(rank: int, ranks: int, folder: str) -> dict[Any, Any]:
         for how, more in RESUMED.items():
             resumed = run(CASES[name], rank=rank, ranks=ranks, ckpt=path, max_epochs=2, **more)
             found[name, how] = resumed["state"]
+    for name, (case, given, grids) in SAMPLES.items():
+        for grid in grids:
+            found["samples", name, grid] = run(case, grid, rank, ranks, options=given)
+    found["bf16"] = run(CASES["gpt"], (1, 2, 2), rank, ranks, **BF16)
+    for grid in BY_HAND:
+        found["by hand", grid] = run(Case(ByHand, CASES["gated"].batch), grid, rank, ranks)
     found["later"] = later(f"{folder}/later.ckpt", (2, 1, 2), rank, ranks)
     return found
 
@@ -200,6 +246,46 @@ def test_parameters_on_meta_get_values_one_module_at_a_time(found: list[Any]) ->
         assert one["later"]["valid"] == pytest.approx(right["valid"], rel=1e-10)
     losses = torch.stack([one["later"]["losses"] for one in found]).mean(0)
     torch.testing.assert_close(losses, right["losses"], rtol=1e-10, atol=0)
+
+
+@pytest.mark.ranks
+def test_samples_may_be_split_over_z(found: list[Any]) -> None:
+    """Tokens, and rows of images: with features split over the other axes, and on two copies of a grid."""
+    *found, _ = found
+    for name, (case, _, grids) in SAMPLES.items():
+        right = run(case)
+        for grid in grids:
+            ranks = [one["samples", name, grid] for one in found]
+            losses = torch.stack([one["losses"] for one in ranks]).mean(0)
+            torch.testing.assert_close(losses, right["losses"], rtol=1e-10, atol=0, msg=f"{name} {grid}")
+            for one in ranks:
+                close(one["state"], right["state"], (name, grid))
+            plan = Plan.from_json(ranks[0]["plan"])
+            assert plan.mesh.model == grid[0] * grid[1] * grid[2]
+            # of three rows of an image the neighbours' are much
+            within = 0.05 if name == "gpt" else 0.3
+            peak = max(one["peak"] for one in ranks)
+            assert peak == pytest.approx(plan.predicted_peak_bytes, rel=within), (name, grid)
+
+
+@pytest.mark.ranks
+def test_half_precision_is_as_near_as_on_one_process(found: list[Any]) -> None:
+    """Also with a head over a split vocabulary, whose loss autocast computes in single precision."""
+    *found, _ = found
+    right, exact = run(CASES["gpt"], **BF16)["losses"], run(CASES["gpt"], dtype=torch.float32)["losses"]
+    losses = torch.stack([one["bf16"]["losses"] for one in found]).mean(0)
+    assert (losses - exact).abs().max() < 2 * (right - exact).abs().max()
+
+
+@pytest.mark.ranks
+def test_steps_that_optimise_by_hand_are_exact(found: list[Any]) -> None:
+    *found, _ = found
+    right = run(Case(ByHand, CASES["gated"].batch))
+    for grid in BY_HAND:
+        for one in found:
+            close(one["by hand", grid]["state"], right["state"], grid)
+        losses = torch.stack([one["by hand", grid]["losses"] for one in found]).mean(0)
+        torch.testing.assert_close(losses, right["losses"], rtol=1e-10, atol=0)
 
 
 def test_boxes_of_all_ranks_make_up_a_parameter() -> None:
