@@ -149,7 +149,8 @@ class AMPStrategy(MeshStrategy):
             fsdp_offload: Of `strategies="fsdp"`: whether a rank's parts of them lie in the host's memory.
             device_speeds: "measure" deals stages and strata to ranks by what each reaches; None takes ranks as alike.
             tensor_grid: Of `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
-            sequence_dim, sequence_sizes, sequence_grid: Of `strategies="sequence"`: dims that are split, and how.
+            sequence_dim: Of `strategies="sequence"`, or of "tensor3d" where z splits samples: which dims.
+            sequence_sizes, sequence_grid: Of `strategies="sequence"`: how they are split.
 
         Raises:
             PlanError: A value outside what is allowed.

@@ -15,7 +15,7 @@ class TensorParallel3D:
     Attributes:
         grid: Ranks of the axes x, y and z, such as "2x1x2"; z splits rows of the batch.
         layouts: How the dims of parameters are split, as JSON (layouts.py).
-        dims: Tensors of the batch and their dims, as of `sequence`, that z splits in place of rows; "" where it does not.
+        dims: Dims of the batch's tensors, as of `sequence`, that z splits in place of rows; "" where it does not.
     """
 
     grid: str

@@ -157,15 +157,15 @@ AGAIN: dict[str, tuple[Case, list[Sizes]]] = {
 
 
 RESUMED: dict[str, Any] = {
-    "another grid": {"grid": (1, 2, 2), "options": IN_PARTS},
-    "fsdp": {"grid": (1, 1, 4), "options": {"strategies": "fsdp", "tensor_grid": None}},
+    "gated": {"grid": (1, 2, 2), "options": IN_PARTS},
+    "gpt": {"grid": (1, 1, 4), "options": {"strategies": "fsdp", "tensor_grid": None}},
 }
 
 
 BF16: dict[str, Any] = {"precision": "bf16-mixed", "dtype": torch.float32}
 SAMPLES: dict[str, tuple[Case, Any, list[Sizes]]] = {
-    "gpt": (CASES["gpt"], {"sequence_dim": {"batch": 1}}, [(1, 2, 2), (2, 1, 2), (1, 1, 2)]),
-    "separable": (CASES["separable"], {"sequence_dim": {"batch": 2}}, [(1, 2, 2), (1, 1, 2)]),
+    "gpt": (CASES["gpt"], {"sequence_dim": {"batch": 1}}, [(1, 2, 2)]),
+    "separable": (CASES["separable"], {"sequence_dim": {"batch": 2}}, [(1, 1, 2)]),
 }
 BY_HAND: list[Sizes] = [(2, 1, 2), (2, 1, 1)]
 
@@ -177,12 +177,10 @@ def on_ranks(rank: int, ranks: int, folder: str) -> dict[Any, Any]:
         for name, (case, grids) in AGAIN.items()
         for grid in grids
     }
-    for name in ("gated", "gpt"):
+    for name, more in RESUMED.items():
         path = f"{folder}/{name}.ckpt"
         run(CASES[name], (2, 1, 2), rank, ranks, options=IN_PARTS, save=path)
-        for how, more in RESUMED.items():
-            resumed = run(CASES[name], rank=rank, ranks=ranks, ckpt=path, max_epochs=2, **more)
-            found[name, how] = resumed["state"]
+        found["resumed", name] = run(CASES[name], rank=rank, ranks=ranks, ckpt=path, max_epochs=2, **more)
     for name, (case, given, grids) in SAMPLES.items():
         for grid in grids:
             found["samples", name, grid] = run(case, grid, rank, ranks, options=given)
@@ -196,7 +194,7 @@ def on_ranks(rank: int, ranks: int, folder: str) -> dict[Any, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("together")
-    return [*run_ranks(on_ranks, 4, folder, str(folder)), folder]
+    return [*run_ranks(on_ranks, 4, folder, str(folder), timeout=400), folder]
 
 
 @pytest.mark.ranks
@@ -221,7 +219,7 @@ def test_recomputed_blocks_train_as_on_one_process(found: list[Any]) -> None:
 def test_checkpoints_in_parts_fit_any_grid_fsdp_and_one_process(found: list[Any]) -> None:
     """No rank has written a tensor that is split whole; a scalar parameter is."""
     *found, folder = found
-    for name in ("gated", "gpt"):
+    for name in RESUMED:
         path, plain = folder / f"{name}.ckpt", folder / f"{name}.plain.ckpt"
         kept = FileSystemReader(path).read_metadata().state_dict_metadata
         chunks = {key: len(one.chunks) for key, one in kept.items() if isinstance(one, TensorStorageMetadata)}
@@ -229,9 +227,8 @@ def test_checkpoints_in_parts_fit_any_grid_fsdp_and_one_process(found: list[Any]
         convert_checkpoint(path, plain)
         right = run(CASES[name], max_epochs=2)["state"]
         close(run(CASES[name], ckpt=str(plain), max_epochs=2)["state"], right, name)
-        for how in RESUMED:
-            for one in found:
-                close(one[name, how], right, (name, how))
+        for one in found:
+            close(one["resumed", name]["state"], right, name)
 
 
 @pytest.mark.ranks
@@ -262,10 +259,8 @@ def test_samples_may_be_split_over_z(found: list[Any]) -> None:
                 close(one["state"], right["state"], (name, grid))
             plan = Plan.from_json(ranks[0]["plan"])
             assert plan.mesh.model == grid[0] * grid[1] * grid[2]
-            # of three rows of an image the neighbours' are much
-            within = 0.05 if name == "gpt" else 0.3
-            peak = max(one["peak"] for one in ranks)
-            assert peak == pytest.approx(plan.predicted_peak_bytes, rel=within), (name, grid)
+            # as under `sequence` the peak is that of the first rank
+            assert ranks[0]["peak"] == pytest.approx(plan.predicted_peak_bytes, rel=0.05), (name, grid)
 
 
 @pytest.mark.ranks
