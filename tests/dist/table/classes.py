@@ -62,6 +62,11 @@ CLASSES += [
 ]  # fmt: skip
 
 
+def _tracked(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    running = torch.zeros(8).double(), torch.ones(8).double()
+    return [F.batch_norm(x, *running, w, b, True, 0.3), *running]
+
+
 # --- attention to neighbours: windows stay inside of the grid at its borders ---
 
 
@@ -268,6 +273,8 @@ CLASSES += [
         F.cross_entropy(x.mT, t, w.detach().abs(), ignore_index=2, label_smoothing=0.1, reduction=how)
         for how in ("none", "sum", "mean")] + [F.cross_entropy(x.mT, t, label_smoothing=0.3)],
          (2, 5, 9), ints(9, 2, 5), (9,), at=2),
+    case("batch_norm of split channels, with running statistics", lambda x, w, b: _tracked(x, w, b), (3, 8, 5), (8,), (8,),
+         at={0: 1, 1: 0, 2: 0}),
     case("nll_loss of split classes with weights", lambda x, t, w: F.nll_loss(x, t, w.detach().abs()), (7, 9), ints(9, 7), (9,), at=1),
     case("embedding with split rows and padding", lambda i, w: F.embedding(i, w, padding_idx=2), ints(9, 2, 7), (9, 3), at={1: 0}),
     case("embedding with split rows, scaled", lambda i, w: F.embedding(i, w, scale_grad_by_freq=True), ints(9, 2, 7), (9, 3),
