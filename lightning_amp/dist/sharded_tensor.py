@@ -178,6 +178,11 @@ class ShardedTensor(Tensor):
     @property
     def grad(self) -> Tensor | None:
         """A copy of the gradient, split as the tensor is; every rank has differentiated its copy of the loss."""
+        if self._make is not None:
+            raise ShardError(
+                "the gradient of a parameter was read in a step, and this rank has a part of it; call"
+                " optimizer.zero_grad(), self.clip_gradients(optimizer, ...) or trainer.strategy.gradient_norm()"
+            )
         found = self.local.grad
         if found is None:
             return None

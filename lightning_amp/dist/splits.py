@@ -65,6 +65,7 @@ class Sent(NamedTuple):
         backward: Whether it belongs to the backward pass.
         why: The operator that needs it; "" in the backward pass.
         ranks: Of the axis.
+        moves: Whether a tensor is gathered, or split in another way, because the operator needs it so.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Sent(NamedTuple):
     backward: bool
     why: str
     ranks: int
+    moves: bool = False
 
 
 class Split(NamedTuple):
@@ -174,7 +176,20 @@ def because(why: str) -> Iterator[None]:
         _REASON.reset(token)
 
 
+_MOVING: ContextVar[bool] = ContextVar("_MOVING", default=False)
+
+
+@contextmanager
+def moving() -> Iterator[None]:
+    """Mark the collectives inside the block as those of a tensor that gets other splits."""
+    token = _MOVING.set(True)
+    try:
+        yield
+    finally:
+        _MOVING.reset(token)
+
+
 def record(axis: MeshAxis, kind: str, n_bytes: int) -> None:
     """Count a collective, if the axis counts them."""
     if axis.sent is not None:
-        axis.sent.append(Sent(kind, n_bytes, in_backward(), _REASON.get(), axis.size))
+        axis.sent.append(Sent(kind, n_bytes, in_backward(), _REASON.get(), axis.size, _MOVING.get()))

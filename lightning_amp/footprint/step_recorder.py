@@ -63,6 +63,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._module = module
         self._names = {id(child): fqn for fqn, child in module.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._trained: dict[str, nn.Parameter] = {}
         self._running: list[tuple[str, bool]] = []
         self._orders: list[int] = [-1]
         self._owners: list[tuple[str, int]] = [("", -1)]
@@ -75,8 +76,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Begin a step, with what is there already."""
         optimizers = list(optimizers)
-        named = list(self._module.named_parameters()) + list(self._module.named_buffers())
-        self._hold(named, PARAMETERS)
+        self._trained = dict(self._module.named_parameters())
+        self._hold([*self._trained.items(), *self._module.named_buffers()], PARAMETERS)
         self.hold_gradients()
         for optimizer in optimizers:
             for parameter, state in optimizer.state.items():
@@ -126,9 +127,12 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
 
     def hold_gradients(self) -> None:
         """Count the gradients that parameters have now as such, from their birth on."""
-        found = [
-            (f"{name}.grad", p.grad) for name, p in self._module.named_parameters() if p.grad is not None
-        ]
+        # in a step tensors without a gradient may stand in the places of parameters
+        now = {
+            name: p if isinstance(p, nn.Parameter) else self._trained[name]
+            for name, p in self._module.named_parameters()
+        }
+        found = [(f"{name}.grad", p.grad) for name, p in now.items() if p.grad is not None]
         self._hold(found, GRADIENTS)
 
     def _hold(self, named: Iterable[tuple[str, Tensor]], kind: str) -> None:

@@ -24,10 +24,8 @@ def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
     x, target, weight = tensors[0], tensors[1], given.get("weight")
     n_dims = len(shape_of(x))
-    if name in BY_CLASS and splits_of(x).at(min(1, n_dims - 1)):
-        plain = not target.is_floating_point() and weight is None and not given.get("label_smoothing")
-        if plain:
-            return _over_classes(given)
+    if name in BY_CLASS and splits_of(x).at(min(1, n_dims - 1)) and not target.is_floating_point():
+        return _over_classes(given)
     if given["reduction"] != MEAN:
         return BY_RULE
     if name in BY_ROW:
@@ -43,15 +41,25 @@ def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _over_classes(given: dict[str, Any]) -> Tensor:
-    """The loss of logits whose classes are split: two numbers per row are sent, never the logits."""
-    x, target, ignored = given["self"], given["target"], given["ignore_index"]
-    dim = min(1, len(shape_of(x)) - 1)
-    kept = target != ignored
-    own = torch.gather(x, dim, target.clamp(min=0).unsqueeze(dim)).squeeze(dim)
+    """The loss of logits whose classes are split: a few numbers per row are sent, never the logits."""
+    x, target, weight, ignored = given["self"], given["target"], given["weight"], given["ignore_index"]
+    if torch.is_autocast_enabled(x.device.type):
+        # autocast does not see what this is made of
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+    n_dims = len(shape_of(x))
+    dim = min(1, n_dims - 1)
+    kept, place, n = target != ignored, target.clamp(min=0), shape_of(x)[dim]
+    own = torch.gather(x, dim, place.unsqueeze(dim)).squeeze(dim)
     # only cross-entropy has smoothing as an argument
     total = x.logsumexp(dim) if "label_smoothing" in given else 0.0
+    each = 1 if weight is None else weight[place]
+    found, smooth = (total - own) * each, given.get("label_smoothing") or 0.0
+    if smooth:
+        weights = 1 if weight is None else weight.view([-1, *[1] * (n_dims - 1 - dim)])
+        of_all = total * (n if weight is None else weight.sum()) - (x * weights).sum(dim)
+        found = found * (1 - smooth) + of_all * (smooth / n)
     # zero gradients where nothing is kept, as of torch
-    found = torch.where(kept, total - own, 0)
+    found = torch.where(kept, found, 0)
     if given["reduction"] == NONE:
         return found
-    return found.sum() / kept.sum() if given["reduction"] == MEAN else found.sum()
+    return found.sum() / (kept * each).sum() if given["reduction"] == MEAN else found.sum()

@@ -122,6 +122,10 @@ def _convolution(
 ) -> Any:
     kernel = shape_of(weight)[2:]
     n, first = len(kernel), len(shape_of(x)) - len(kernel)
+    apart = _own_groups(x, weight, bias, groups, first - 1)
+    if apart is not None:
+        *of_rank, count, split = apart
+        return _with(split, func(*of_rank, stride, padding, dilation, count))
     stride, dilation = each(stride, n), each(dilation, n)
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     if padding == "same" and not all(span % 2 for span in spans):
@@ -147,6 +151,39 @@ def _convolution(
     return y + bias.to(y.dtype).view(-1, *[1] * n) if summed and bias is not None else y
 
 
+def _own_groups(
+    x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, at: int, transposed: bool = False
+) -> tuple[Any, ...] | None:
+    """Of channels split by whole groups: this rank's channels, weight and bias, the number of its groups, and the split
+    of the result; None where groups are not apart.
+    """
+    split = splits_of(x).at(at) or splits_of(weight).at(0)
+    if (
+        groups == 1
+        or split is None
+        or groups < split.axis.size
+        or splits_of(x).on(split.axis) not in (None, split)
+    ):
+        return None
+    axis = split.axis
+    of_groups = split.owners.outer(split.owners.n // groups) or Owners.even(groups, axis.size)
+    if not all(of_groups.counts):
+        return None
+    inputs, per = shape_of(x)[at], shape_of(weight)[1 if transposed else 0]
+    outputs = per * groups if transposed else per
+    into, out = (Split(axis, at, of_groups.widened(n // groups)) for n in (inputs, outputs))
+    part = part_in(x, splits_of(x).replaced(axis, into))
+    whole = wrap(part, splits_of(x).replaced(axis, None))
+    own = part_in(weight, Splits.of([(into if transposed else out)._replace(dim=0)]))
+    shift = None if bias is None else part_in(bias, Splits.of([out._replace(dim=0)]))
+    return whole, own, shift, of_groups.counts[axis.rank], out
+
+
+def _with(split: Split, x: Tensor) -> Tensor:
+    """A tensor whose parts are those of one that is split once more."""
+    return wrap(local_of(x), splits_of(x).replaced(split.axis, split))
+
+
 def _computed(plan: Plan, call: Any, *parameters: Tensor | None) -> Tensor:
     """The part of a result by a plan, given parameters in its splits."""
     splits = iter(plan.arguments[1:])
@@ -163,6 +200,10 @@ def _transposed(
     """Every rank computes from all inputs that reach its outputs, and keeps these."""
     kernel = shape_of(w)[2:]
     n, first = len(kernel), len(shape_of(x)) - len(kernel)
+    apart = _own_groups(x, w, bias, groups, first - 1, transposed=True)
+    if apart is not None:
+        *of_rank, count, split = apart
+        return _with(split, func(*of_rank, stride, padding, more, count, dilation))
     stride, padding, more, dilation = (each(v, n) for v in (stride, padding, more, dilation))
     given, dims = (stride, padding, more, groups, dilation), range(first, first + n)
     if not any(d in dims for d in splits_of(x).dims):

@@ -180,11 +180,15 @@ class Shards:
         return gradient_norm(self._parameters, self.sharded)
 
     def give_back(self, optimizers: Sequence[Optimizer], *, complete: bool) -> None:
-        """Make the parameters whole at the end of a run, in the optimisers too.
+        """Make the parameters whole at the end of a run, in the optimisers too; without values where they came so.
 
         With all ranks (`complete`) it is a collective, else other ranks' values are lost.
         """
         if not self.sharded:
+            return
+        if self.units is not None and self.units.deferred:
+            for parameter in self.sharded:
+                parameter.drop()
             return
         whole = {id(parameter.shard): parameter.whole for parameter in self.sharded}
         # those of a fit before have states for whole parameters
@@ -235,8 +239,11 @@ class Shards:
         for group, saved in zip(groups, state["param_groups"], strict=True):
             for shard, index in zip(group["params"], saved["params"], strict=True):
                 if id(shard) in shards and index in converted["state"]:
+                    parameter = shards[id(shard)]
                     converted["state"][index] = {
-                        name: convert(shards[id(shard)], value, name) if _has_elements(value) else value
+                        name: convert(parameter, value, name)
+                        if _has_elements(parameter, value, name)
+                        else value
                         for name, value in converted["state"][index].items()
                     }
         return converted
@@ -354,21 +361,22 @@ def _check_elementwise(optimizer: Any, parameter: ShardedParameter, value: Tenso
         )
 
 
-def _has_elements(value: Any) -> bool:
+def _has_elements(parameter: ShardedParameter, value: Any, name: str) -> bool:
     """Whether it is state of the parameter's elements and not, as a number of steps, of the parameter."""
-    return isinstance(value, Stored) or (isinstance(value, Tensor) and value.dim() > 0)
+    if isinstance(value, Stored):
+        return True
+    # of a parameter without a dim torch, too, tells them by the name
+    return isinstance(value, Tensor) and (value.dim() > 0 or (not parameter.shape and name != "step"))
 
 
 def _whole(parameter: ShardedParameter, value: Tensor, name: str) -> Tensor:
     return parameter.join(value).cpu()
 
 
-def _part(parameter: ShardedParameter, value: Tensor, name: str) -> Part:
-    if parameter.in_place:
-        raise PlanError(
-            f"save_distributed_checkpoint=True was given together with {parameter.technique}, which is not supported;"
-            " leave it out"
-        )
+def _part(parameter: ShardedParameter, value: Tensor, name: str) -> Part | Tensor:
+    if not parameter.shape:
+        # a checkpoint in parts keeps numbers as they are
+        return _whole(parameter, value, name)
     return part_of(parameter, local(value))
 
 

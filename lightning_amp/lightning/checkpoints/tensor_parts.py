@@ -3,14 +3,14 @@
 A part is what a checkpoint holds in place of a whole tensor while it is on its way to a directory of shards. It is no
 tensor on purpose: a hook that would take it for the whole value fails instead of saving a piece.
 
-    box    a block of adjacent entries: the offsets in the whole tensor, the offsets in the part, the sizes
+    box    a block of adjacent entries: the offsets in the whole tensor, and a view of the part
 
 Known limit: rows that do not follow each other make one box for every run of adjacent ones.
 """
 
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,11 +20,10 @@ from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
 
 
 class Box(NamedTuple):
-    """A block of adjacent entries of the whole tensor, which this rank has."""
+    """A block of adjacent entries of the whole tensor, which this rank has; its values are a view of the part."""
 
     offsets: tuple[int, ...]
-    own_offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    values: Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,10 +42,7 @@ class Part:
     def entries_at(self, offsets: tuple[int, ...]) -> Tensor:
         """The entries of the box at these offsets of the whole tensor."""
         (box,) = (box for box in self.boxes if box.offsets == offsets)
-        entries = self.own.detach()
-        for dim, (start, size) in enumerate(zip(box.own_offsets, box.sizes, strict=True)):
-            entries = entries.narrow(dim, start, size)
-        return entries
+        return box.values
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be written as if it were the whole."""
@@ -59,9 +55,16 @@ class Part:
 
 def part_of(parameter: ShardedParameter, own: Tensor) -> Part:
     """What this rank has of a tensor with the shape of a sharded parameter: its values, or an optimiser's state."""
-    shape = parameter.whole.shape
-    runs = [_runs(_coordinates(parameter, dim)) for dim in range(len(shape))]
-    boxes = (Box(*(tuple(run[i] for run in block) for i in range(3))) for block in product(*runs))
+    shape, own_values = parameter.shape, own.detach()
+    if parameter.in_place:
+        parts: Any = parameter.parts
+        return Part(own=own, shape=shape, boxes=tuple(Box(*box) for box in parts.boxes(own_values)))
+    boxes = list[Box]()
+    for block in product(*[_runs(_coordinates(parameter, dim)) for dim in range(len(shape))]):
+        values = own_values
+        for dim, (_, start, n) in enumerate(block):
+            values = values.narrow(dim, start, n)
+        boxes.append(Box(tuple(first for first, _, _ in block), values))
     return Part(own=own, shape=shape, boxes=tuple(boxes))
 
 

@@ -171,7 +171,7 @@ def _is_plain(value: Any) -> bool:
 
 def _item(key: str, part: Part, box: Box) -> WriteItem:
     offsets = torch.Size(box.offsets)
-    chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(box.sizes))
+    chunk = ChunkStorageMetadata(offsets=offsets, sizes=box.values.shape)
     properties = TensorProperties(dtype=part.dtype)
     return WriteItem(
         index=MetadataIndex(key, offsets),

@@ -1,7 +1,7 @@
 """Run a technique's steps as rank 0 of a model axis without other ranks, to count what that rank holds and sends."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import wraps
 from importlib import import_module
@@ -20,6 +20,8 @@ from lightning_amp.quantities import format_bytes
 
 MOST_SHOWN = 2
 """Operators that send most, by name."""
+MOST_MOVED = 0.1
+"""Of the bytes of a forward pass, from which on operators are named that compute on tensors moved for them."""
 
 _PRICED_AS: dict[str, Kind] = {
     "all_reduce": "all_reduce",
@@ -126,8 +128,21 @@ class DrySteps:
             collective_seconds(_PRICED_AS[one.kind], one.n_bytes, one.ranks, links) for one in self.sent
         )
 
-    def note(self) -> str:
-        """What rank 0 sends in one batch."""
+    def notes(self) -> Iterator[str]:
+        """What rank 0 sends in one batch, and a warning of operators that gather much of it."""
+        yield self._note()
+        forward = [one for one in self.sent if not one.backward]
+        moved = Counter[str]()
+        for one in forward:
+            moved[one.why] += one.n_bytes * one.moves
+        if STRATEGIES[self.name].data_axis and moved.total() > MOST_MOVED * sum(s.n_bytes for s in forward):
+            named = ", ".join(f"{why} ({format_bytes(n)})" for why, n in moved.most_common(MOST_SHOWN) if n)
+            yield (
+                f"{format_bytes(moved.total())} of the {format_bytes(sum(s.n_bytes for s in forward))} that a forward"
+                f" pass sends are for operators that need features whole, which is exact and slow: {named}"
+            )
+
+    def _note(self) -> str:
         if not self.sent:
             return f"{self.name} sends nothing over the model axis but gradients"
         kinds = Counter(one.kind for one in self.sent)

@@ -189,7 +189,7 @@ class StepOfModule:
             no_stages=why,
             refused={**refused_techniques(self._module, step, values=self._trains), **others},
             sent_seconds=steps.sent_seconds(rates.links),
-            notes=(*self._notes(step), steps.note()),
+            notes=(*self._notes(step), *steps.notes()),
         )
 
     def _notes(self, step: CountedStep) -> Iterator[str]:

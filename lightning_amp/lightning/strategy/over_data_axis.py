@@ -9,6 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.errors import PlanError
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
 from lightning_amp.parallel.fsdp.agreement import Agreement
@@ -79,6 +80,18 @@ def shard_fully(
     units = FullySharded(model, fqns, mesh, groups=groups, offload=spec.offload)
     undo.append(units.undo)
     return Shards(model, (*shards.sharded, *units.parameters), shards.partial, units=units)
+
+
+def check_split(plan: Plan, fn: TrainerFn | None) -> None:
+    """Refuse, with a PlanError, parameters without values where no rank's part of them gets any."""
+    name = with_steps(plan.strategies)
+    splits = name and hasattr(import_module(STRATEGIES[name].steps), "split_parameters")
+    if not splits or fn == TrainerFn.PREDICTING:
+        raise PlanError(
+            "the module's parameters are on the device 'meta', or were left without values by a fit, and"
+            f" {'predict needs whole ones' if splits else 'the plan splits none'}; train, validate or test with"
+            " strategies='tensor3d', or give them values before"
+        )
 
 
 def _units_of(name: str, plan: Plan, model: nn.Module, mesh: DeviceMesh, fn: TrainerFn | None) -> Any:

@@ -158,23 +158,25 @@ class Request:
             raise PlanError(
                 f"tensor_grid={grid!r} was given; allowed are three whole numbers of ranks, as (2, 1, 2)"
             )
-        if self.save_distributed_checkpoint:
-            raise PlanError(
-                f"save_distributed_checkpoint=True was given with tensor_grid={tuple(grid)!r}, whose parts are not"
-                " saved by themselves; leave it out: a checkpoint is one file that fits any grid"
-            )
-        ranks = grid[0] * grid[1]
+        # a sample that z splits is one of all ranks of the grid
+        ranks = grid[0] * grid[1] * (1 if self.sequence_dim == "auto" else grid[2])
         if self.model_parallel_size not in ("auto", ranks):
             raise PlanError(
                 f"model_parallel_size={self.model_parallel_size!r} was given with tensor_grid={tuple(grid)!r}, of which"
-                f" it is x * y = {ranks}; leave model_parallel_size out"
+                f" it is {ranks}; leave model_parallel_size out"
             )
         object.__setattr__(self, "model_parallel_size", ranks)
 
     def _check_plan(self) -> None:
         chosen = () if self.strategies is None else parse_strategies(self.strategies)
+        if {"sequence", "tensor3d"} <= {*chosen}:
+            raise PlanError(
+                f"strategies={self.strategies!r} was asked for; z of a grid splits samples where strategies='tensor3d'"
+                " is given with sequence_dim, such as {'ids': 1, 'labels': 1}: leave 'sequence' out"
+            )
         for name, of in OPTIONS_OF.items():
-            if getattr(self, name) != getattr(Request, name) and of not in chosen:
+            others = ("tensor3d",) if name == "sequence_dim" else ()
+            if getattr(self, name) != getattr(Request, name) and not {of, *others} & {*chosen}:
                 raise PlanError(
                     f"{name}={getattr(self, name)!r} was asked for, which is of {of}; ask for strategies={of!r} too, or"
                     " leave it out"

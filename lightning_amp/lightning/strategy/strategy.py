@@ -58,11 +58,12 @@ from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import while_others_start
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.out_of_memory import explain
-from lightning_amp.lightning.strategy.over_data_axis import shard_fully, share_statistics
+from lightning_amp.lightning.strategy.over_data_axis import check_split, shard_fully, share_statistics
 from lightning_amp.lightning.strategy.request import Request, one_of
 from lightning_amp.parallel.s1_data.gradient_sync import MIB
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import with_steps
+from lightning_amp.techniques.deferred import check_deferred, is_deferred, without_memory
 
 OF_LIGHTNING = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
@@ -148,7 +149,8 @@ class AMPStrategy(MeshStrategy):
             fsdp_offload: Of `strategies="fsdp"`: whether a rank's parts of them lie in the host's memory.
             device_speeds: "measure" deals stages and strata to ranks by what each reaches; None takes ranks as alike.
             tensor_grid: Of `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
-            sequence_dim, sequence_sizes, sequence_grid: Of `strategies="sequence"`: dims that are split, and how.
+            sequence_dim: Of `strategies="sequence"`, or of "tensor3d" where z splits samples: which dims.
+            sequence_sizes, sequence_grid: Of `strategies="sequence"`: how they are split.
 
         Raises:
             PlanError: A value outside what is allowed.
@@ -169,6 +171,7 @@ class AMPStrategy(MeshStrategy):
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self._shards = Shards()
         self._step: TrainingStep | None = None  # of a fit
+        self._deferred = False
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -182,6 +185,11 @@ class AMPStrategy(MeshStrategy):
         """Whether the sampler is to balance contacts over the ranks."""
         planned = self.plan is not None and self.plan.balance_cells
         return planned if self.request.balance_cells == "auto" else self.request.balance_cells
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether a checkpoint is loaded into the ranks' parts, for a module that has no values before."""
+        return self._deferred or (self.lightning_module is not None and is_deferred(self.lightning_module))
 
     # --- life-cycle ---
 
@@ -214,13 +222,22 @@ class AMPStrategy(MeshStrategy):
         trainer._data_connector.__class__ = CellOrder
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        any_rank = partial(self.reduce_boolean_decision, all=False)
-        check_replicas(self.model, rank=self.global_rank, broadcast=self.broadcast, any_rank=any_rank)
-        broadcast_module(self.model)
+        fn, self._deferred = trainer.state.fn, is_deferred(self.model)
+        if self._deferred:
+            # also where it is refused: Lightning moves the module then
+            self._undo.append(partial(without_memory, self.model, self.root_device))
+            check_deferred(self.model)
+        else:
+            self.model_to_device()
+            any_rank = partial(self.reduce_boolean_decision, all=False)
+            check_replicas(self.model, rank=self.global_rank, broadcast=self.broadcast, any_rank=any_rank)
+            broadcast_module(self.model)
         rescue = self._plan_and_install(trainer, self.model)
-        plan, mesh, fn = self.plan, self.mesh, trainer.state.fn
+        plan, mesh = self.plan, self.mesh
         assert plan is not None, "made before it was installed"
+        if self._deferred:
+            check_split(plan, fn)
+            without_memory(self.model, self.root_device)
         if fn == TrainerFn.FITTING:
             self.model = share_statistics(plan, self.model, mesh, self._layer_sync, self._undo)
         # one where gradients are averaged over the model axis too

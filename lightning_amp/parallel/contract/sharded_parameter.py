@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-DROPPED = "_amp_dropped"
-"""Mark of a whole parameter without its values."""
+from lightning_amp.techniques.deferred import DROPPED
 
 
 def is_split(tensor: Tensor) -> bool:
@@ -136,8 +135,10 @@ class ShardedParameter:
 
     def drop(self) -> None:
         """Keep the shape of the whole parameter alone, until it is restored; who reads it all the same, reads nan."""
-        self.whole.data = torch.full((), torch.nan, dtype=self.whole.dtype).expand(self.whole.shape)
+        self.whole.data = torch.full((), torch.nan, dtype=self.whole.dtype).expand(self.shape)
         vars(self.whole)[DROPPED] = True
+        if self.in_place:
+            vars(self.parts)["is_cut"] = False
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -15,10 +15,12 @@ class Units(Protocol):
     Attributes:
         groups: With the axes "replicate" and "shard", where groups of ranks have the same parts; else None.
         offload: Whether this rank's parts lie in the host's memory.
+        deferred: Whether the module came without values, so that no rank is to have all of them.
     """
 
     groups: DeviceMesh | None
     offload: bool
+    deferred: bool
 
     def backward(self, loss: Tensor) -> AbstractContextManager[None]:
         """Around the backward pass of a loss, after which gradients are averaged; a collective."""

@@ -94,6 +94,7 @@ class FullySharded:
     """
 
     parameters: tuple[ShardedParameter, ...]
+    deferred = False
 
     def __init__(
         self,

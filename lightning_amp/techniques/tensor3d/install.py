@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 import lightning_amp.techniques.tensor3d.layout_rules  # noqa: F401  (registers the rules)
-from lightning_amp._torch import AnyBatchNorm, is_compiled
+from lightning_amp._torch import is_compiled
 from lightning_amp.dist._torch import (
     AUTOGRAD_AND_AUTOCAST,
     excluded_keys,
@@ -53,7 +53,7 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
     def configure_optimizers(module: LightningModule) -> Any:
         found = type(module).configure_optimizers(module)
         # of the copy that is counted
-        units[id(module)] = GridUnits(module, spec.layouts, grid, begun=True)
+        units[id(module)] = GridUnits(module, spec, grid, begun=True)
         units[id(module)].cut(_optimizers_in(found))
         return found
 
@@ -83,6 +83,8 @@ def options(
         step = MethodType(type(module).training_step, module)
         if not found:
             planner = LayoutPlanner(list(module.named_parameters()), {"x": x, "y": y})
+            # of a step that optimises by hand the forward passes are followed
+            vars(module)["manual_backward"] = lambda *args, **kwargs: None
             try:
                 with planner, force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST):
                     step(*args, **kwargs)
@@ -90,6 +92,8 @@ def options(
                 if NO_GRADIENT not in str(error):
                     raise
                 raise ModelError(STRAY) from error
+            finally:
+                del vars(module)["manual_backward"]
             found.append(written(planner))
         return step(*args, **kwargs)
 
@@ -122,7 +126,7 @@ def split_parameters(
     key = dist.group.WORLD, spec.sizes
     if key not in _GRIDS:
         _GRIDS[key] = Grid.of(grid_mesh(mesh.device_type, spec.sizes, mesh.size()))
-    units = GridUnits(module, spec.layouts, _GRIDS[key], agree=agree)
+    units = GridUnits(module, spec, _GRIDS[key], agree=agree)
     units.wrap_steps()
     if not fitting:
         units.cut()
@@ -133,16 +137,11 @@ def refuse(module: LightningModule) -> None:
     """Refuse, with an InstallError, a module that would not train as it does on one device."""
     if skip_one_torch_function is None:
         raise InstallError(f"tensor3d requires torch 2.13 or newer, found {torch.__version__}; leave it out")
-    if not module.automatic_optimization:
-        raise InstallError(
-            "tensor3d: automatic_optimization=False is not supported; let the Trainer optimise, or train with"
-            " strategies='fsdp'"
-        )
     for name, child in module.named_modules():
-        if isinstance(child, AnyBatchNorm):
+        if isinstance(child, nn.SyncBatchNorm):
             raise InstallError(
-                f"tensor3d: {name!r} is a {type(child).__name__}, which is not supported; use GroupNorm, or leave"
-                " tensor3d out"
+                f"tensor3d: {name!r} is a SyncBatchNorm, which is not supported: it would count rows twice that several"
+                " ranks have; use BatchNorm1d to 3d, whose statistics are those of all ranks' rows"
             )
         if is_compiled(child):
             raise InstallError(

@@ -119,13 +119,46 @@ def _layer(
 def _convolution(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Tensor) -> Any:
     names = [a.name for a in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    x, weight = given["input"], given["weight"]
-    if given.get("groups", 1) != 1 or x.dim() != weight.dim():
+    x, weight, groups = given["input"], given["weight"], given.get("groups", 1)
+    if x.dim() != weight.dim():
         planner.gathered.append(name_of(func))
         return {}
+    if groups > 1:
+        return _in_groups(planner, name_of(func), x, weight, given.get("bias"), groups, found)
     outputs, inputs = (1, 0) if "transpose" in name_of(func) else (0, 1)
     planner.roles(x, 1, weight, outputs, inputs)
     return _layer(planner, name_of(func), x, 1, weight, outputs, inputs, given.get("bias"), found)
+
+
+def _in_groups(
+    planner: LayoutPlanner, why: str, x: Tensor, weight: Tensor, bias: Any, groups: int, found: Tensor
+) -> Grids:
+    """Channels of a group stay together; the weight is split by groups, over the axis of the input's channels."""
+    view, grids = planner.open_view(weight), Grids()
+    axes = [axis for axis in planner.axes if groups >= planner.atoms.sizes[axis]]
+    split = [axis for axis in axes if (grid := planner.grids(x).get(axis)) is not None and grid.shape[1] > 1]
+    for axis in (split or axes)[:1]:
+        if axis in split:
+            channel = planner.grids(x)[axis].take([0], 0).reshape(x.shape[1], -1)[:, 0].reshape(groups, -1)
+            if not planner.atoms.unite(axis, channel, channel[:, :1]):
+                break
+            group = planner.atoms.now(axis, channel).reshape(groups, -1)[:, 0]
+        elif view is not None:
+            group = planner.atoms.fresh(axis, groups)
+        else:
+            continue
+        if view is not None:
+            view.split(axis, along(group.repeat(weight.shape[0] // groups), 0, weight.dim()))
+        grids[axis] = along(group.repeat(found.shape[1] // groups), 1, found.dim())
+    if len(grids) < len(split):
+        planner.gathered.append(why)
+    if view is not None:
+        view.of.decided = True
+    if bias is None:
+        return grids
+    planner.known[found] = grids
+    result: Labels = ["out" if d == 1 else ("row", d) for d in range(found.dim())]
+    return planner.combine(why, [found, bias], [result, ["out"]], result)
 
 
 @_rule("embedding")

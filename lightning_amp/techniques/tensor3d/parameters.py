@@ -25,6 +25,7 @@ from lightning_amp.dist.redistribute import own_part
 from lightning_amp.dist.sharded_tensor import ShardedTensor, part_in, wrap
 from lightning_amp.dist.splits import WHOLE, MeshAxis, Splits
 from lightning_amp.errors import ModelError
+from lightning_amp.techniques.tensor3d.boxes import boxes_of
 from lightning_amp.techniques.tensor3d.grid import Grid
 
 IN_FLIGHT = 2
@@ -134,6 +135,15 @@ class GridParameter:
         place = self.own(torch.arange(1, prod(self.shape) + 1).view(self.shape))
         there = place > 0
         whole.view(-1)[(place[there] - 1).to(whole.device)] = own[there.to(own.device)].to(whole.dtype)
+
+    def boxes(self, own: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Boxes of adjacent entries of this rank's part: offsets in the whole tensor, and the entries."""
+        start, stop, n = 0, prod(self._block), prod(self._block)
+        for axis, _ in self._flat:
+            n = -(-n // axis.size)
+            start += axis.rank * n
+            stop = min(stop, start + n)
+        return boxes_of(own, range(start, max(start, stop)), self._block, self.splits)
 
     def _joined(self, own: Tensor) -> Tensor:
         for axis, n in reversed(self._flat):

@@ -5,6 +5,7 @@ from math import prod
 from typing import Any
 
 from lightning_amp.errors import PlanError
+from lightning_amp.techniques.sequence import row as sequence_row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,9 +15,11 @@ class TensorParallel3D:
     Attributes:
         grid: Ranks of the axes x, y and z, such as "2x1x2"; z splits rows of the batch.
         layouts: How the dims of parameters are split, as JSON (layouts.py).
+        dims: Dims of the batch's tensors, as of `sequence`, that z splits in place of rows; "" where it does not.
     """
 
     grid: str
+    dims: str = ""
     layouts: str = field(default="", repr=False)
 
     @property
@@ -43,7 +46,11 @@ def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]
             "strategies='tensor3d' was given without a grid; give tensor_grid=(x, y, z), whose product divides the"
             " number of ranks: x and y split features, z splits rows of the batch"
         )
-    return replace(spec, grid="x".join(map(str, grid))), False
+    given = getattr(request, "sequence_dim", "auto")
+    dims = (
+        "" if given == "auto" else sequence_row.asked(sequence_row.SequenceParallel(dims=""), request)[0].dims
+    )
+    return replace(spec, grid="x".join(map(str, grid)), dims=dims), False
 
 
 ROW: dict[str, Any] = {
@@ -54,7 +61,7 @@ ROW: dict[str, Any] = {
     "model_axis": True,
     "data_axis": True,
     "steps": "lightning_amp.techniques.tensor3d.install",
-    "together": ("S1",),
+    "together": ("S1", "recompute"),
     "asked": asked,
     "without_step": "Give a plan of a fit (plan=), or make the step run on fake tensors",
 }

@@ -12,7 +12,7 @@ for.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -20,10 +20,13 @@ from torch.optim import Optimizer
 
 import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
 from lightning_amp.errors import ModelError
+from lightning_amp.techniques.deferred import DEFERRED, DROPPED
+from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims
 from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.layouts import splits_in
 from lightning_amp.techniques.tensor3d.parameters import GridParameter, InStep, average, forgetting_gathered
+from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 
 READ_ELSEWHERE = (
     "under tensor3d a parameter has this rank's part, and a function or object has read it by a reference to the"
@@ -37,10 +40,11 @@ class GridUnits:
     Attributes:
         parameters: In the order of the module's, each once.
         groups, offload: As of fsdp: there are none.
+        deferred: Whether parameters came without values, and get them one module at a time when they are cut.
 
     Args:
         module: Whole, equal on all ranks.
-        layouts: How dims are split (layouts.py).
+        spec: With the layouts, and the dims of the batch that z splits.
         grid: The ranks.
         agree: Called with what this rank is about to do; a collective that fails where ranks differ.
         begun: Whether any backward pass belongs to the step, as in a dry run.
@@ -52,7 +56,7 @@ class GridUnits:
     def __init__(
         self,
         module: nn.Module,
-        layouts: str,
+        spec: TensorParallel3D,
         grid: Grid,
         *,
         agree: Callable[[str], None] = lambda what: None,
@@ -60,7 +64,11 @@ class GridUnits:
     ) -> None:
         self._module, self._grid, self._dry = module, grid, begun
         self._in_step = InStep(agree=agree, begun=begun)
-        splits = splits_in(layouts, module, grid)
+        splits = splits_in(spec.layouts, module, grid)
+        self._how = HowToSplit(dims=read_dims(spec.dims), sizes="even", axes=(grid.z,)) if spec.dims else None
+        self.deferred = any(DROPPED in vars(p) for p in module.parameters()) or any(
+            DEFERRED in vars(child) for child in module.modules()
+        )
         self.parameters = [
             GridParameter(parameter, grid, splits[name], name=name, in_step=self._in_step)
             for name, parameter in module.named_parameters()
@@ -72,7 +80,7 @@ class GridUnits:
             for name, parameter in child._parameters.items()
             if parameter is not None
         ]
-        self._inside = False
+        self._inside = self._running = False
         self._undo: list[Callable[[], None]] = []
 
     def cut(self, optimizers: Iterable[Optimizer] = ()) -> None:
@@ -83,8 +91,19 @@ class GridUnits:
                 for key, value in own.get(one.parameter, {}).items():
                     if isinstance(value, Tensor) and value.dim() and value.shape == one.shape:
                         own[one.parameter][key] = one.own(value).clone()
+        for child in self._module.modules():
+            own = {id(one): one for place, _, one in self._places if place is child}.values()
+            deferred = vars(child).pop(DEFERRED, False)
+            if deferred:
+                for one in own:
+                    one.parameter.data = one.parameter.new_empty(one.shape)
+                cast(Any, child).reset_parameters()
+            for one in own:
+                # a tied one once more, as `reset_parameters` in one process would
+                if deferred or not one.is_cut:
+                    one.cut()
         for one in self.parameters:
-            one.cut()
+            vars(one.parameter).pop(DROPPED, None)
             if one.parameter.requires_grad:
                 hook = one.parameter.register_hook(_refuse_read)  # type: ignore[no-untyped-call]
                 self._undo.append(hook.remove)
@@ -112,18 +131,23 @@ class GridUnits:
         self._put_back()
         for child, place, one in self._places:
             child._parameters[place] = one.wrapper()  # type: ignore[assignment]
-        self._inside = True
+        self._inside = self._running = True
+        goes_on = False
         try:
             with forgetting_gathered():
-                call = partial(step, *args, **kwargs)
-                found = run_sharded(name, call, self._module, (self._grid.x, self._grid.y))
-        except BaseException:
-            self._put_back()
-            raise
-        if not any(tensor.requires_grad for _, tensor in tensors(found)):
-            # no backward pass is to come
-            self._put_back()
+                axes = (self._grid.x, self._grid.y, *(() if self._how is None else self._how.axes))
+                found = run_sharded(name, partial(self._call, step, *args, **kwargs), self._module, axes)
+            # else no backward pass is to come
+            automatic = getattr(self._module, "automatic_optimization", True)
+            goes_on = automatic and any(tensor.requires_grad for _, tensor in tensors(found))
+        finally:
+            self._running = False
+            if not goes_on:
+                self._put_back()
         return found
+
+    def _call(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return step(batch if self._how is None else self._how.batch(batch), *args, **kwargs)
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
@@ -168,10 +192,11 @@ class GridUnits:
             self._undo.pop()()
 
     def _put_back(self) -> None:
-        if self._inside:
+        # a step that optimises by hand goes on after a backward pass
+        if self._inside and not self._running:
             for child, place, one in self._places:
                 child._parameters[place] = one.parameter
-        self._inside = False
+            self._inside = False
 
 
 def _refuse_read(grad: Tensor | None) -> None:

@@ -62,6 +62,11 @@ CLASSES += [
 ]  # fmt: skip
 
 
+def _tracked(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    running = torch.zeros(8).double(), torch.ones(8).double()
+    return [F.batch_norm(x, *running, w, b, True, 0.3), *running]
+
+
 # --- attention to neighbours: windows stay inside of the grid at its borders ---
 
 
@@ -239,6 +244,22 @@ CLASSES += [
 ]
 
 
+# --- convolutions in groups, of which every rank has some ---
+CLASSES += [
+    case(f"conv{n}d of {g} groups, {name}", lambda x, w, b, n=n, g=g, k=k: getattr(F, f"conv{n}d")(x, w, b, padding="same", groups=g),
+         (2, 8, *SIZES[n]), (16, 8 // g, *[k] * n), (16,), at=at)
+    for (n, k), g in product(((1, 2), (2, 3), (3, 1)), (8, 4))
+    for name, at in (("all split", {0: 1, 1: 0, 2: 0}), ("weight whole", {0: 1}), ("input whole", {1: 0}),
+                     ("rows too", {0: (1, 2), 1: 0}))
+]  # fmt: skip
+CLASSES += [
+    case(f"conv_transpose{n}d of {g} groups, {name}", lambda x, w, b, n=n, g=g: getattr(F, f"conv_transpose{n}d")(x, w, b, 2, groups=g),
+         (2, 8, *SIZES[n]), (8, 2, *[3] * n), (2 * g,), at=at)
+    for n, g in product((1, 2), (8, 4))
+    for name, at in (("all split", {0: 1, 1: 0}), ("weight whole", {0: 1}), ("input whole", {1: 0}))
+]  # fmt: skip
+
+
 # --- options that are seldom used ---
 CLASSES += [
     case("conv1d with an even kernel, padded to the same size", lambda x, w: F.conv1d(x, w, padding="same"), (2, 4, 13), (3, 4, 4), at=2),
@@ -248,6 +269,13 @@ CLASSES += [
          (2, 4, 9, 4), at=2),
     case("cross_entropy of split classes, summed or not", lambda x, t: [
         F.cross_entropy(x, t, reduction=how) for how in ("none", "sum")], (7, 9), ints(9, 7), at=1),
+    case("cross_entropy of split classes, smoothed, with weights", lambda x, t, w: [
+        F.cross_entropy(x.mT, t, w.detach().abs(), ignore_index=2, label_smoothing=0.1, reduction=how)
+        for how in ("none", "sum", "mean")] + [F.cross_entropy(x.mT, t, label_smoothing=0.3)],
+         (2, 5, 9), ints(9, 2, 5), (9,), at=2),
+    case("batch_norm of split channels, with running statistics", lambda x, w, b: _tracked(x, w, b), (3, 8, 5), (8,), (8,),
+         at={0: 1, 1: 0, 2: 0}),
+    case("nll_loss of split classes with weights", lambda x, t, w: F.nll_loss(x, t, w.detach().abs()), (7, 9), ints(9, 7), (9,), at=1),
     case("embedding with split rows and padding", lambda i, w: F.embedding(i, w, padding_idx=2), ints(9, 2, 7), (9, 3), at={1: 0}),
     case("embedding with split rows, scaled", lambda i, w: F.embedding(i, w, scale_grad_by_freq=True), ints(9, 2, 7), (9, 3),
          at={1: 0}, refused="scaled"),

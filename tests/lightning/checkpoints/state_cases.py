@@ -306,6 +306,7 @@ class Dealt:
 
     def __init__(self, rows: list[int]) -> None:
         self.whole = torch.arange(21.0).view(7, 3)
+        self.shape, self.in_place = self.whole.shape, False
         self.rows = rows
 
     def own(self, whole: Tensor) -> Tensor:

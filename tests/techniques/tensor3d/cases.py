@@ -99,6 +99,27 @@ class Convolutional(Trained):
         return (self.out(self.two(x).mean((2, 3))) - 1).square().mean()
 
 
+class Separable(Trained):
+    """Convolutions in groups, a transposed one, and batch normalisation, whose statistics are those of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm = nn.Conv2d(2, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.depth, self.point = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Conv2d(8, 12, 1)
+        self.up = nn.ConvTranspose2d(12, 8, 2, stride=2, groups=4, bias=False)
+        self.rows, self.out = nn.BatchNorm1d(8), nn.Linear(8, 5)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = functional.silu(self.norm(self.one(batch)))
+        x = self.up(self.point(self.depth(x)).relu())
+        return functional.cross_entropy(
+            self.out(self.rows(x.mean((2, 3)))), LABELS[: len(x)], label_smoothing=0.1
+        )
+
+
+LABELS = torch.tensor([0, 0, 0, 0])
+
+
 class Case(NamedTuple):
     """A module, and a batch of four rows."""
 
@@ -110,4 +131,5 @@ CASES = {
     "gpt": Case(GPT, lambda: torch.randint(0, 11, (4, 7))),
     "gated": Case(Gated, lambda: torch.randn(4, 5).double()),
     "convolutional": Case(Convolutional, lambda: torch.randn(4, 2, 10, 9).double()),
+    "separable": Case(Separable, lambda: torch.randn(4, 2, 6, 5).double()),
 }

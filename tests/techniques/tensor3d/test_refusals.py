@@ -29,13 +29,21 @@ class Small(Trained):
 class Normed(Small):
     def __init__(self) -> None:
         super().__init__()
-        self.more = nn.BatchNorm1d(4)  # type: ignore[assignment]
+        self.more = nn.SyncBatchNorm(4)  # type: ignore[assignment]
 
 
 class ByHand(Small):
+    """A norm of parts would be too small."""
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        return loss
 
 
 class Coupled(Small):
@@ -97,6 +105,25 @@ class Compiled(Small):
         self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
 
 
+class WithoutValues(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.more = self.net.to("meta"), self.more.to("meta")
+
+
+class Mixed(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = self.net.to("meta")
+
+
+class NoReset(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.to("meta")
+
+
 BATCH = CASES["gated"].batch
 REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     "ranks": (Small, (3, 1, 1), {}, "model_parallel_size|a grid of 3 ranks was given for 2 ranks"),
@@ -108,8 +135,8 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
         "fsdp .*not supported together",
     ),
     "chunk": (Small, (2, 1, 1), {"options": {"strategies": "tensor3d,chunk"}}, "chunk cannot be: it is not"),
-    "batch norm": (Normed, (2, 1, 1), {}, "'more' is a BatchNorm1d"),
-    "by hand": (ByHand, (2, 1, 1), {}, "automatic_optimization=False"),
+    "batch norm": (Normed, (2, 1, 1), {}, "'more' is a SyncBatchNorm"),
+    "by hand": (ByHand, (2, 1, 1), {}, "self.clip_gradients"),
     "an optimiser": (Coupled, (2, 1, 1), {}, "'Adafactor'.*tensor3d splits"),
     "a backward pass": (Stray, (2, 1, 1), {}, "under tensor3d the Trainer has to begin"),
     "a hook": (Hooked, (2, 1, 1), {}, "'net.weight' has hooks"),
@@ -118,6 +145,14 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     "a write": (Writing, (2, 1, 1), {}, "'clamp_'.*Writing"),
     "a write by way of data": (WritingData, (1, 1, 2), {}, "'clamp_'.*WritingData"),
     "compiled": (Compiled, (2, 1, 1), {}, "torch.compile was applied"),
+    "values": (
+        WithoutValues,
+        (1, 1, 2),
+        {"options": {"strategies": "S1", "tensor_grid": None}},
+        "the plan splits none",
+    ),
+    "some values": (Mixed, (2, 1, 1), {}, "'net.weight' is on the device 'meta', and 'more.weight' is not"),
+    "no reset": (NoReset, (2, 1, 1), {}, "'the module' .NoReset. has tensors .* no method reset_parameters"),
     "averages": (Small, (2, 1, 1), {"callbacks": [EMAWeightAveraging()]}, "which averages whole parameters"),
 }
 
@@ -145,13 +180,10 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
 def test_options_are_checked_before_processes_start() -> None:
     for options, words in (
         ({"tensor_grid": (2, 1, 1)}, "which is of tensor3d"),
+        ({"strategies": "tensor3d,sequence", "tensor_grid": (2, 1, 1)}, "leave 'sequence' out"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1)}, "allowed are three whole numbers"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1, 0)}, "allowed are three whole numbers"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1, 1), "model_parallel_size": 4}, "leave model_paral"),
-        (
-            {"strategies": "tensor3d", "tensor_grid": (2, 1, 1), "save_distributed_checkpoint": True},
-            "one file",
-        ),
     ):
         with pytest.raises(PlanError, match=words):
             AMPStrategy(**options)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
@@ -26,18 +27,30 @@ Grid = tuple[int, int, int]
 
 
 def run(
-    case: Case, grid: Grid | None = None, rank: int = 0, ranks: int = 1, *, options: Any = None, **given: Any
+    case: Case,
+    grid: Grid | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    *,
+    options: Any = None,
+    ckpt: str | None = None,
+    save: str = "",
+    dtype: torch.dtype = torch.float64,
+    **given: Any,
 ) -> dict[str, Any]:
     """Three steps with a validation; without a grid on one process, without the strategy."""
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
     batches = [case.batch() for _ in range(3)]
+    batches = [batch.to(dtype) if batch.is_floating_point() else batch for batch in batches]
     strategy: dict[str, Any] = {"devices": 1}
     if grid is not None:
-        x, y, _ = grid
-        samplers = ranks // (x * y)
+        x, y, z = grid
+        # where z splits samples its ranks have the same
+        same = x * y * (z if "sequence_dim" in (options or {}) else 1)
+        samplers = ranks // same
         rows = max(1, 4 // max(1, samplers))
-        batches = [batch[rank // (x * y) * rows :][:rows] for batch in batches]
+        batches = [batch[rank // same * rows :][:rows] for batch in batches]
         made = AMPStrategy(**{"strategies": "tensor3d", "tensor_grid": grid, **(options or {})})
         strategy = {"strategy": made, "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
     loader, meter = DataLoader(batches, batch_size=None), Meter()  # type: ignore[arg-type]
@@ -53,10 +66,13 @@ def run(
             **given,
         }
     )
-    module = case.module().double()
+    module = case.module().to(dtype)
     shapes = {name: p.shape for name, p in module.named_parameters()}
     parameters = [*module.parameters()]
-    trainer.fit(module, loader, loader)
+    if save:
+        # at the end of the fit parameters are whole
+        trainer.callbacks.append(LambdaCallback(on_train_epoch_end=lambda t, _: t.save_checkpoint(save)))
+    trainer.fit(module, loader, loader, ckpt_path=ckpt)
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True)), "parameters stay"
     assert shapes == {name: p.shape for name, p in module.named_parameters()}
     assert not [name for name in vars(module) if name.endswith("_step")], "the module is as it was"
