@@ -65,6 +65,7 @@ class Sent(NamedTuple):
         backward: Whether it belongs to the backward pass.
         why: The operator that needs it; "" in the backward pass.
         ranks: Of the axis.
+        axis: Its name.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Sent(NamedTuple):
     backward: bool
     why: str
     ranks: int
+    axis: str = ""
 
 
 class Split(NamedTuple):
@@ -177,4 +179,4 @@ def because(why: str) -> Iterator[None]:
 def record(axis: MeshAxis, kind: str, n_bytes: int) -> None:
     """Count a collective, if the axis counts them."""
     if axis.sent is not None:
-        axis.sent.append(Sent(kind, n_bytes, in_backward(), _REASON.get(), axis.size))
+        axis.sent.append(Sent(kind, n_bytes, in_backward(), _REASON.get(), axis.size, axis.name))

@@ -239,6 +239,9 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     if outside and (facts.outside is not None or facts.in_chunks or "chunk" not in outside):
         asked = [name for name in parse_strategies(request.strategies or ()) if name not in outside]
     size, stages = told_model_ranks(request.model_parallel_size, asked, shape, facts.seen[0])
+    if facts.steps is not None and STRATEGIES[facts.steps.name].data_axis:
+        # of its grid, which may have been chosen
+        size = facts.steps.ranks
 
     def make(budget: int, asked: Any = asked, size: Any = size, steps: Any = facts.steps) -> Plan:
         made = make_plan(

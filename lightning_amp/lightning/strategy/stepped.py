@@ -15,7 +15,7 @@ from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.first_look.dry_steps import DrySteps, put_steps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.lightning.strategy.hardware import ThisRank
+from lightning_amp.lightning.strategy.hardware import ThisRank, budget_in
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.planning.modules.plan_module import plan_module
@@ -34,10 +34,11 @@ def dry_steps(request: Request, here: ThisRank, trained: Plan | None) -> DryStep
     """
     plan = trained if request.plan is None else _given(request)
     if plan is not None and (name := with_steps(plan.strategies)):
-        return DrySteps(name, _rule_of(name, plan.rules).spec, plan.mesh.model)
+        return DrySteps(name, _rule_of(name, plan.rules).spec, plan.mesh.model, run_ranks=here.n_ranks)
     size = request.model_parallel_size
     ranks = here.node_ranks if size == "auto" else int(size)
-    steps = DrySteps.asked(parse_strategies(request.strategies or "S1"), request, ranks)
+    of_run = {"run_ranks": here.n_ranks, "budget": budget_in(request, here)}
+    steps = DrySteps.asked(parse_strategies(request.strategies or "S1"), request, ranks, **of_run)
     needed = 1 if steps is None else getattr(steps.spec, "ranks", 1)
     if here.n_ranks % needed:
         raise PlanError(
