@@ -26,7 +26,7 @@ from lightning_amp.lightning.strategy.pipeline_run import without_stages
 from lightning_amp.lightning.strategy.read_run import read_run
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
-from lightning_amp.lightning.strategy.stepped import dry_steps, in_parts
+from lightning_amp.lightning.strategy.stepped import dry_steps, in_parts, is_slow
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import (
     plan_again,
@@ -292,8 +292,10 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         count=facts.step.count,
         asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds),
     )
-    whole = found.fits is not False or not request.chooses or strategies is not None
-    return found if whole else in_parts(found, facts.step, partial(make, facts.budget), rates, here)
+    chooses = request.chooses and strategies is None
+    if chooses and (found.fits is False or is_slow(found, seen)):
+        return in_parts(found, facts.step, partial(make, facts.budget), rates, here)
+    return found
 
 
 def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:

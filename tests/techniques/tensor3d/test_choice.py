@@ -1,19 +1,24 @@
 """Claim: the grid and the roles of its axes are chosen by the seconds of a step, as dry runs give them."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
+from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.time.device_rates import Rates, rates_for
 from lightning_amp.planning.time.grid_seconds import (
     DryRun,
@@ -26,7 +31,10 @@ from lightning_amp.planning.time.grid_seconds import (
 )
 from lightning_amp.planning.time.link_seconds import Links
 from lightning_amp.techniques.tensor3d.layouts import with_axes_exchanged
+from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.ranks import run_ranks
 from tests.techniques.tensor3d.cases import GPT, Trained
+from tests.techniques.tensor3d.test_tensor3d import QUIET
 
 CPU = rates_for("cpu")
 LINKS = Links(intra_bandwidth=8e9, inter_bandwidth=1e9, latency=0.0, ranks_per_node=4)
@@ -150,3 +158,39 @@ def test_a_step_that_can_be_run_on_no_grid_says_why() -> None:
     module.automatic_optimization = False
     with pytest.raises(AmpError, match="automatic_optimization=False is not supported"):
         seen_on(module, torch.randn(4, 6), None)
+
+
+class Wide(Trained):
+    """Nearly all bytes are those of parameters, of which `fsdp` gathers half at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 4000), nn.Linear(4000, 64)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.two(self.one(batch).relu()).square().mean()  # type: ignore[no-any-return]
+
+
+def by_policy(rank: int, ranks: int, rates: str) -> list[Plan]:
+    plans = list[Plan]()
+    for budget, own in (("20MB", None), ("6MB", None), ("9MB", None), ("9MB", rates)):
+        strategy = AMPStrategy(device_memory=budget, rates=own)
+        given: dict[str, Any] = {"devices": ranks, "plugins": [RunningRanks(rank, ranks)], "max_epochs": 1}
+        trainer = Trainer(**QUIET, accelerator="cpu", strategy=strategy, **given)
+        trainer.fit(Wide(), DataLoader([torch.randn(8, 64)], batch_size=None))  # type: ignore[arg-type]
+        assert strategy.plan is not None
+        plans.append(strategy.plan)
+    return plans
+
+
+@pytest.mark.ranks
+def test_a_policy_takes_it_where_others_do_not_fit_or_are_slow(tmp_path: Path) -> None:
+    """Links of 1 MB/s make fsdp slow, which sends parameters, and not tensor3d, which sends features of eight rows."""
+    slow = replace(CPU, links=replace(CPU.links, intra_bandwidth=1e6))
+    (tmp_path / "rates.json").write_text(slow.to_json())
+    plans, _ = run_ranks(by_policy, 2, tmp_path, str(tmp_path / "rates.json"))
+    chosen = [plan.strategies[1:] for plan in plans]
+    assert chosen == [(), ("tensor3d",), ("fsdp",), ("tensor3d",)]
+    assert all(plan.fits and plan.policy == "auto" for plan in plans)
+    assert any("needs 8.00 MiB or more" in note for note in plans[1].notes)
+    assert any("S1, fsdp takes" in note for note in plans[3].notes)
