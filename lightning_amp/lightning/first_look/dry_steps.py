@@ -95,6 +95,15 @@ class DrySteps:
         spec, chosen = asked(spec, options)
         return cls(name, spec, ranks, run_ranks=run_ranks, budget=budget, chosen=chosen)
 
+    def check_ranks(self) -> None:
+        """Refuse, with a PlanError, a grid that does not divide the ranks of the run."""
+        needed = getattr(self.spec, "ranks", 1)
+        if self.run_ranks % needed:
+            raise PlanError(
+                f"a grid of {needed} ranks was given for {self.run_ranks} ranks, which are no multiple of it; change"
+                " the grid, or the number of ranks (`devices` of the Trainer)"
+            )
+
     def put(self, module: LightningModule) -> Callable[[], None]:
         """Put the steps in the place of a module's; returns what undoes it."""
         if self._looking:

@@ -42,14 +42,13 @@ def dry_steps(request: Request, here: ThisRank, trained: Plan | None) -> DryStep
         return DrySteps(name, _rule_of(name, plan.rules).spec, plan.mesh.model, run_ranks=here.n_ranks)
     size = request.model_parallel_size
     ranks = here.node_ranks if size == "auto" else int(size)
+    strategies = parse_strategies(request.strategies or "S1")
+    if not with_steps(strategies):
+        return None
     of_run = {"run_ranks": here.n_ranks, "budget": budget_in(request, here)}
-    steps = DrySteps.asked(parse_strategies(request.strategies or "S1"), request, ranks, **of_run)
-    needed = 1 if steps is None else getattr(steps.spec, "ranks", 1)
-    if here.n_ranks % needed:
-        raise PlanError(
-            f"a grid of {needed} ranks was given for {here.n_ranks} ranks, which are no multiple of it; change the"
-            " grid, or `devices` of the Trainer"
-        )
+    steps = DrySteps.asked(strategies, request, ranks, **of_run)
+    if steps is not None:
+        steps.check_ranks()
     return steps
 
 

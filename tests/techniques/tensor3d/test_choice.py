@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
+from lightning_amp.cli.main import main
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
@@ -31,6 +32,7 @@ from lightning_amp.planning.time.grid_seconds import (
 )
 from lightning_amp.planning.time.link_seconds import Links
 from lightning_amp.techniques.tensor3d.layouts import with_axes_exchanged
+from tests.cli.test_plan_configuration import FILE, IGNORED
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 from tests.techniques.tensor3d.cases import GPT, Trained
@@ -194,3 +196,25 @@ def test_a_policy_takes_it_where_others_do_not_fit_or_are_slow(tmp_path: Path) -
     assert all(plan.fits and plan.policy == "auto" for plan in plans)
     assert any("needs 8.00 MiB or more" in note for note in plans[1].notes)
     assert any("S1, fsdp takes" in note for note in plans[3].notes)
+
+
+@IGNORED
+def test_the_command_line_plans_a_grid(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    (tmp_path / "deep_of_grid.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "deep.yaml").write_text(
+        "seed_everything: 1\nmodel:\n  class_path: deep_of_grid.Deep\ndata:\n  class_path: deep_of_grid.Rows\n"
+    )
+    words = ["plan", "--config", str(tmp_path / "deep.yaml"), "--devices", "2", "--strategies", "tensor3d"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "2 grids compared: (1, 1, 2) takes least time for a batch" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert main([*words, "--tensor-grid", "1,2,1", "--format", "json"]) == 0
+    plan = Plan.from_json(capsys.readouterr().out)
+    assert (plan.mesh.data, plan.mesh.model) == (1, 2)
+    assert plan.rules[-1].spec.grid == "1x2x1"  # type: ignore[attr-defined]
+    assert main([*words, "--tensor-grid", "1,x,1"]) == 2
+    assert "allowed are three whole numbers of ranks" in capsys.readouterr().err
+    assert main([*words, "--tensor-grid", "3,1,1"]) == 2
+    assert "a grid of 3 ranks was given for 2 ranks" in capsys.readouterr().err
