@@ -20,7 +20,9 @@ from lightning_amp.quantities import format_bytes, format_seconds
 SHOWN = 5
 """Grids by name."""
 EVERY_PAIR = 15
-"""Pairs (x, y) that are all run, as of 16 ranks; of more only until splitting features further makes a step slower."""
+"""Pairs (x, y), as of 16 ranks, of which those of more ranks are run until they are clearly slower; of more pairs until
+they are slower at all."""
+CLEARLY = 2.0
 TRIES = 4
 """Grids that are counted as they are, where the peak of the one before exceeds the budget."""
 
@@ -92,6 +94,7 @@ def choose_grid(
     # where z and the copies are open, two of each show what they send
     z, copies = (given[2], ranks // prod(given)) if given else (2, 2)
     runs, costs, refused = dict[Pair, Counted](), list[GridCost](), list[AmpError]()
+    slower = CLEARLY if len(pairs) <= EVERY_PAIR else 1.0
     for size in sorted({prod(pair) for pair in pairs}):
         for pair in (pair for pair in pairs if prod(pair) == size):
             try:
@@ -99,14 +102,12 @@ def choose_grid(
             except AmpError as error:
                 refused.append(error)
         level = ranked(_costs(grids, runs, size, links), budget)
-        best = ranked([*costs, *level], budget)[:1]
-        costs += level
-        fits = best and (budget is None or best[0].peak_bytes <= budget)
-        if len(pairs) > EVERY_PAIR and fits and best[0] not in level:
+        costs = ranked([*costs, *level], budget)
+        fits = costs and (budget is None or costs[0].peak_bytes <= budget)
+        if fits and level and min(one.batch_seconds for one in level) > slower * costs[0].batch_seconds:
             break
     if not costs:
         raise refused[0]
-    costs = ranked(costs, budget)
     tried = list[tuple[int, GridCost, Counted]]()
     for cost in costs[:TRIES]:
         found = runs[cost.roles]
@@ -122,7 +123,7 @@ def choose_grid(
     steps.ranks, steps.run_ranks = prod(cost.sizes[:2]), ranks
     other = {"x": "y", "y": "x"} if cost.exchanged else {}
     steps.sent[:] = [one._replace(axis=other.get(one.axis, one.axis)) for one in found.sent]
-    return found.step, tuple(_notes(cost, costs, budget))
+    return found.step, tuple(_notes(cost, costs, budget, n_grids=len(grids)))
 
 
 def _costs(
@@ -137,28 +138,31 @@ def _costs(
     ]
 
 
-def _notes(chosen: GridCost, costs: list[GridCost], budget: int | None) -> Iterator[str]:
+def _notes(chosen: GridCost, costs: list[GridCost], budget: int | None, *, n_grids: int) -> Iterator[str]:
     """The first grids, each in a line, and why the chosen one won."""
     exchanged = (
         "; its layers split features over y where those of AxoNN do over x" if chosen.exchanged else ""
     )
-    best, known = list[GridCost](), set[object]()
-    for cost in [chosen, *costs]:
-        # two axes of one node may change places, and nothing else changes
-        same = {cost.sizes, (cost.roles, cost.sizes[2], cost.seconds)}
-        if not same & known:
-            best.append(cost)
-        known |= same
-    if len(best) == 1:
+    if n_grids == 1:
         if exchanged:
             yield f"tensor_grid={chosen.sizes}{exchanged}"
         return
-    fitting = sum(budget is None or cost.peak_bytes <= budget for cost in best)
-    within = "" if budget is None else f", {fitting} fit in {format_bytes(budget)}"
+    counted = {cost.sizes for cost in costs}
+    fitting = {cost.sizes for cost in costs if budget is None or cost.peak_bytes <= budget}
+    within = "" if budget is None else f", {len(fitting)} fit in {format_bytes(budget)}"
     why = "takes least time for a batch" if fitting else "needs least memory"
-    yield f"{len(best)} grids compared{within}: {chosen.sizes} {why}{exchanged}"
-    for cost in best[:SHOWN]:
-        yield (
-            f"tensor_grid={cost.sizes}: {format_bytes(cost.peak_bytes)}, sends {format_bytes(cost.sent_bytes)},"
-            f" {format_seconds(cost.batch_seconds)} a batch"
-        )
+    yield f"{len(counted)} grids compared{within}: {chosen.sizes} {why}{exchanged}"
+    if len(counted) < n_grids:
+        most = max(x * y for x, y, _ in counted)
+        yield f"{n_grids - len(counted)} grids with x * y > {most} were not compared: {most} take longer than fewer"
+    shown, known = 0, set[object]()
+    for cost in [chosen, *costs]:
+        # two axes of one node may change places, and nothing else changes
+        same = {cost.sizes, (cost.roles, cost.sizes[2], cost.seconds)}
+        if not same & known and shown < SHOWN:
+            shown += 1
+            yield (
+                f"tensor_grid={cost.sizes}: {format_bytes(cost.peak_bytes)}, sends"
+                f" {format_bytes(cost.sent_bytes)}, {format_seconds(cost.batch_seconds)} a batch"
+            )
+        known |= same

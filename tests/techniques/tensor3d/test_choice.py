@@ -208,7 +208,7 @@ def test_the_command_line_plans_a_grid(tmp_path: Path, capsys: Any, monkeypatch:
     words = ["plan", "--config", str(tmp_path / "deep.yaml"), "--devices", "2", "--strategies", "tensor3d"]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "2 grids compared: (1, 1, 2) takes least time for a batch" in text
+    assert "3 grids compared: (1, 1, 2) takes least time for a batch" in text
     assert max(map(len, text.splitlines())) <= 80
     assert main([*words, "--tensor-grid", "1,2,1", "--format", "json"]) == 0
     plan = Plan.from_json(capsys.readouterr().out)
