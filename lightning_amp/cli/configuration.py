@@ -69,7 +69,7 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
 
     size = request["model_parallel_size"]
     given = argparse.Namespace(**{name: value for name, value in options.items() if value is not None})
-    grid = getattr(arguments, "tensor_grid", None)
+    given.model_parallel_size, grid = size, getattr(arguments, "tensor_grid", None)
     if grid is not None:
         given.tensor_grid = _grid(grid, request["strategies"])
     ranks = request["devices"] if size == "auto" else size

@@ -164,6 +164,6 @@ def ranked(costs: Iterable[GridCost], budget: int | None) -> list[GridCost]:
     def order(cost: GridCost) -> tuple[object, ...]:
         fits = budget is None or cost.peak_bytes <= budget
         by = cost.batch_seconds if fits else cost.peak_bytes
-        return not fits, by, cost.sent_bytes, cost.sizes, cost.exchanged
+        return not fits, by, cost.sent_bytes, cost.exchanged, cost.sizes
 
     return sorted(costs, key=order)

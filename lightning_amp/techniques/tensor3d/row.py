@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from lightning_amp.errors import PlanError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallel3D:
@@ -35,8 +37,17 @@ class TensorParallel3D:
 
 
 def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]:
-    """The spec with the `tensor_grid` of a request, if it has one; layouts follow from the first batch."""
-    grid = getattr(request, "tensor_grid", None)
+    """The spec with the `tensor_grid` of a request, if it has one; layouts follow from the first batch.
+
+    Raises:
+        PlanError: Only a part of a grid is given.
+    """
+    grid, size = getattr(request, "tensor_grid", None), getattr(request, "model_parallel_size", "auto")
+    if grid is None and size != "auto":
+        raise PlanError(
+            f"model_parallel_size={size!r} was given with strategies='tensor3d'; give tensor_grid=(x, y, z), of which"
+            " it is x * y, or leave both out"
+        )
     return (spec if grid is None else replace(spec, grid="x".join(map(str, grid)))), False
 
 

@@ -216,5 +216,7 @@ def test_the_command_line_plans_a_grid(tmp_path: Path, capsys: Any, monkeypatch:
     assert plan.rules[-1].spec.grid == "1x2x1"  # type: ignore[attr-defined]
     assert main([*words, "--tensor-grid", "1,x,1"]) == 2
     assert "allowed are three whole numbers of ranks" in capsys.readouterr().err
+    assert main([*words, "--model-parallel-size", "2"]) == 2
+    assert "give tensor_grid=(x, y, z), of which it is x * y" in capsys.readouterr().err
     assert main([*words, "--tensor-grid", "3,1,1"]) == 2
     assert "a grid of 3 ranks was given for 2 ranks" in capsys.readouterr().err
