@@ -1,7 +1,7 @@
 """Measure the links between the ranks of a run: seconds of messages there and back, between two ranks at a time.
 
 Under torchrun the ranks are those of the run, on one node or on several; else two processes of this machine are
-started. Of a pair the smallest message gives the latency, and the largest what more bytes take. Between two nodes one
+started. Of a pair the fastest message gives the latency, and the largest what more bytes take. Between two nodes one
 pair is measured by itself, and then all pairs at once, which share the adapters of a node.
 
 Known limits: messages one way at a time, so that links that are slower when both directions are used look faster; the
@@ -29,7 +29,7 @@ from lightning_amp.quantities import format_bytes, format_seconds
 
 SIZES = (8, 2**16, 2**20, 2**24)
 """Bytes of messages."""
-ROUNDS, WARM_UP = 8, 2
+ROUNDS, WARM_UP = 20, 2
 WAIT = timedelta(seconds=120)
 WITHIN, BETWEEN, ALL = "within a node", "between nodes", "between nodes, all at once"
 
@@ -167,9 +167,10 @@ def _read(links: Links, found: Mapping[str, Any]) -> MeasuredLinks:
 
     def bandwidth(seconds: list[float]) -> float:
         # of messages that take no longer than the smallest one nothing is known but the least
-        return (SIZES[-1] - SIZES[0]) / max(seconds[-1] - seconds[0], 1e-9)
+        return (SIZES[-1] - SIZES[0]) / max(seconds[-1] - min(seconds), 1e-9)
 
-    latencies = [found[name][0][0] for name in (WITHIN, BETWEEN) if name in found]
+    # other work on the machine may disturb all rounds of the smallest one
+    latencies = [min(found[name][0]) for name in (WITHIN, BETWEEN) if name in found]
     links = replace(links, ranks_per_node=found["node"], latency=max(latencies))
     if WITHIN in found:
         links = replace(links, intra_bandwidth=bandwidth(found[WITHIN][0]))

@@ -63,7 +63,7 @@ def choose_grid(
 
     Args:
         steps: With a spec whose grid is given, or is to be chosen.
-        technique: Has `layouts` and `on_grid` (techniques/tensor3d/install.py).
+        technique: The module of a technique with `layouts` and `on_grid`.
         look, count: As of `DrySteps.choose`.
         links: Between the ranks.
 
