@@ -1,8 +1,9 @@
-"""`lightning-amp calibrate`: the rates of a device, from a step measured on it; torch is loaded late."""
+"""`lightning-amp calibrate`: rates of a device by a step measured on it, and links; torch is loaded late."""
 
 import argparse
 import json
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from lightning_amp.data.files.write_aside import written_aside
@@ -14,6 +15,11 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="FILE.json", help="file to write, for --rates")
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--device-index", type=int, default=0, help="of several GPUs, which (default: 0)")
+    parser.add_argument(
+        "--links",
+        action="store_true",
+        help="measure the links between ranks too: of two processes here, or, under torchrun, of its ranks",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     parser.add_argument("--format", choices=["text", "json"], default="text", help="default: text")
     parser.set_defaults(run=_run)
@@ -25,11 +31,23 @@ def _run(arguments: argparse.Namespace) -> None:
     # late: torch takes seconds to load, and mistakes are told before
     from lightning_amp.simulation.calibrate import calibrate, calibration_report
 
+    links = None
+    if arguments.links:
+        from lightning_amp.simulation.calibrate_links import known_links, measure_links
+
+        links = measure_links(known_links(arguments.device), arguments.device)
+        if links is None:
+            # another rank than the first
+            return
     found = calibrate(arguments.device, index=arguments.device_index)
+    after = found.after if links is None else replace(found.after, links=links.links)
     with written_aside(Path(arguments.out)) as aside:
-        aside.write_text(found.after.to_json() + "\n")
+        aside.write_text(after.to_json() + "\n")
     as_json = arguments.format == "json"
-    print(json.dumps(found.to_dict(), indent=2) if as_json else calibration_report(found))
+    of_links = {} if links is None else {"links": asdict(links)}
+    print(json.dumps(found.to_dict() | of_links, indent=2) if as_json else calibration_report(found))
+    if links is not None and not as_json:
+        print(f"\n{links.report()}")
     if not as_json:
         print(f"\nwrote {arguments.out}: use it with --rates, or AMPStrategy(rates={arguments.out!r})")
 

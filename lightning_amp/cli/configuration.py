@@ -21,6 +21,11 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.yaml",
         help="of `lightning-amp fit`: plan its model, which may be any, by a profile of its step",
     )
+    parser.add_argument(
+        "--tensor-grid",
+        metavar="X,Y,Z",
+        help="with --config and --strategies tensor3d: its grid of ranks (default: the fastest that fits)",
+    )
 
 
 def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
@@ -41,7 +46,7 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     from lightning_amp.planning.modules.plan_step import Counted, plan_step
     from lightning_amp.planning.modules.questions import answers
     from lightning_amp.planning.plan.specs import FullyShard
-    from lightning_amp.planning.plan.strategies import parse_strategies
+    from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies
     from lightning_amp.planning.policies.build_rules import without_shared_statistics
     from lightning_amp.verification.read_configuration import read_step
 
@@ -64,8 +69,14 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
 
     size = request["model_parallel_size"]
     given = argparse.Namespace(**{name: value for name, value in options.items() if value is not None})
+    given.model_parallel_size, grid = size, getattr(arguments, "tensor_grid", None)
+    if grid is not None:
+        given.tensor_grid = _grid(grid, request["strategies"])
     ranks = request["devices"] if size == "auto" else size
-    steps = DrySteps.asked(parse_strategies(request["strategies"] or "S1"), given, ranks)
+    of_run = {"run_ranks": request["devices"], "budget": None if memory is None else parse_bytes(memory)}
+    steps = DrySteps.asked(parse_strategies(request["strategies"] or "S1"), given, ranks, **of_run)
+    if steps is not None:
+        steps.check_ranks()
 
     def step_at(batch_size: int | None) -> StepOfModule:
         return StepOfModule(module, lambda: batch, around=around, batch_size=batch_size, steps=steps)
@@ -79,6 +90,9 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
     shared = share and request["devices"] > 1
     look = partial(StepOfModule.seen, rates=rates, fsdp=fsdp, shared_statistics=shared)
     seen = look(step)
+    if steps is not None and STRATEGIES[steps.name].data_axis:
+        # of its grid, which may have been chosen
+        request["model_parallel_size"] = steps.ranks
     shape = replace(describe(module, batch_size=seen.profile.batch_size or 1), profiled=True)
     del request["batch_size"]
     made = plan_step(
@@ -101,6 +115,15 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
         budget=parse_bytes(memory),
     )
     return replace(made, notes=(*made.notes, *found)), code
+
+
+def _grid(text: str, strategies: Any) -> tuple[int, ...]:
+    """The sizes of a grid that were written as "2,1,2"."""
+    from lightning_amp.lightning.strategy.request import Request
+
+    sizes = tuple(int(part) if part.strip().isdecimal() else part for part in text.split(","))
+    # checked as AMPStrategy does
+    return Request(strategies=strategies, tensor_grid=sizes).tensor_grid  # type: ignore[arg-type,return-value]
 
 
 def _asked(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:

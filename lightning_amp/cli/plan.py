@@ -64,6 +64,12 @@ def _run(arguments: argparse.Namespace) -> int:
             print(f"\n{code or NO_CODE}")
         unknown = made.fits is None and made.uncounted and made.budget_bytes is not None
         return NOTHING_FITS if made.fits is False or unknown else 0
+    refuse(
+        arguments,
+        "a data directory or --shape",
+        {"--tensor-grid": "tensor_grid"},
+        "which is of --config FILE.yaml",
+    )
     if arguments.show_code:
         raise PlanError(
             "--show-code was asked for without --config FILE.yaml, whose blocks it would show; name it"

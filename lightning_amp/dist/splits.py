@@ -65,6 +65,7 @@ class Sent(NamedTuple):
         backward: Whether it belongs to the backward pass.
         why: The operator that needs it; "" in the backward pass.
         ranks: Of the axis.
+        axis: Its name.
         moves: Whether a tensor is gathered, or split in another way, because the operator needs it so.
     """
 
@@ -73,6 +74,7 @@ class Sent(NamedTuple):
     backward: bool
     why: str
     ranks: int
+    axis: str = ""
     moves: bool = False
 
 
@@ -192,4 +194,5 @@ def moving() -> Iterator[None]:
 def record(axis: MeshAxis, kind: str, n_bytes: int) -> None:
     """Count a collective, if the axis counts them."""
     if axis.sent is not None:
-        axis.sent.append(Sent(kind, n_bytes, in_backward(), _REASON.get(), axis.size, _MOVING.get()))
+        sent = Sent(kind, n_bytes, in_backward(), _REASON.get(), axis.size, axis.name, _MOVING.get())
+        axis.sent.append(sent)

@@ -12,10 +12,13 @@ from lightning.pytorch import LightningModule
 
 from lightning_amp.dist.splits import MeshAxis, Sent
 from lightning_amp.errors import AmpError, PlanError, ShardError
+from lightning_amp.footprint.chain.chain_of import CountedStep
+from lightning_amp.lightning.first_look.choose_grid import choose_grid
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import Spec
 from lightning_amp.planning.plan.strategies import STRATEGIES, targets_of, with_steps
-from lightning_amp.planning.time.link_seconds import Kind, Links, collective_seconds
+from lightning_amp.planning.time.grid_seconds import Message, sent_seconds
+from lightning_amp.planning.time.link_seconds import Kind, Links
 from lightning_amp.quantities import format_bytes
 
 MOST_SHOWN = 2
@@ -40,23 +43,49 @@ class DrySteps:
         name: Of the technique.
         spec: Of its rule.
         ranks: Of the model axis.
+        run_ranks: Of the run.
+        budget: Bytes of one device; None where they are not known.
         chosen: Whether the spec says how it is done; else `choose` finds it.
         sent: Collectives that rank 0 would have issued for the last batch.
         axis: The model axis of a dry run, in which nothing is sent.
+        notes: What is to be said of the choice.
 
     Args:
-        name, spec, ranks, chosen: As above.
+        name, spec, ranks, run_ranks, budget, chosen: As above.
     """
 
-    def __init__(self, name: str, spec: Spec, ranks: int, *, chosen: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        spec: Spec,
+        ranks: int,
+        *,
+        run_ranks: int | None = None,
+        budget: int | None = None,
+        chosen: bool = True,
+    ) -> None:
         self.name, self.spec, self.ranks, self.chosen = name, spec, ranks, chosen
+        self.run_ranks, self.budget = ranks if run_ranks is None else run_ranks, budget
         self.sent: list[Sent] = []
+        self.notes: tuple[str, ...] = ()
         self._looking: Mapping[str, Callable[..., Any]] = {}
         self.axis = MeshAxis("model", ranks, 0, None, sent=self.sent)
 
     @classmethod
-    def asked(cls, strategies: Iterable[str], options: Any, ranks: int) -> "DrySteps | None":
+    def asked(
+        cls,
+        strategies: Iterable[str],
+        options: Any,
+        ranks: int,
+        *,
+        run_ranks: int | None = None,
+        budget: int | None = None,
+    ) -> "DrySteps | None":
         """Of the strategy that has steps, with the options that a person has given; None where there is none.
+
+        Args:
+            strategies, options: As of a request.
+            ranks, run_ranks, budget: As of the attributes.
 
         Raises:
             PlanError: An option outside what is allowed.
@@ -66,7 +95,16 @@ class DrySteps:
             return None
         ((_, spec),) = targets_of(name, None)  # type: ignore[arg-type]
         spec, chosen = asked(spec, options)
-        return cls(name, spec, ranks, chosen=chosen)
+        return cls(name, spec, ranks, run_ranks=run_ranks, budget=budget, chosen=chosen)
+
+    def check_ranks(self) -> None:
+        """Refuse, with a PlanError, a grid that does not divide the ranks of the run."""
+        needed = getattr(self.spec, "ranks", 1)
+        if self.run_ranks % needed:
+            raise PlanError(
+                f"a grid of {needed} ranks was given for {self.run_ranks} ranks, which are no multiple of it; change"
+                " the grid, or the number of ranks (`devices` of the Trainer)"
+            )
 
     def put(self, module: LightningModule) -> Callable[[], None]:
         """Put the steps in the place of a module's; returns what undoes it."""
@@ -74,7 +112,10 @@ class DrySteps:
             return put_methods(
                 module, {name: MethodType(step, module) for name, step in self._looking.items()}
             )
-        undo = put_steps(module, self.name, self.spec, self.axis)
+        axis = self.axis
+        if STRATEGIES[self.name].data_axis:
+            axis = MeshAxis("ranks", self.run_ranks, 0, None, sent=self.sent)
+        undo = put_steps(module, self.name, self.spec, axis)
         step = vars(module).get("training_step")
         if step is not None:
 
@@ -86,33 +127,40 @@ class DrySteps:
             vars(module)["training_step"] = MethodType(wraps(step.__func__)(begun), module)
         return undo
 
-    def choose(self, batch: Any, peak_of: Callable[[], int]) -> None:
-        """Take the spec of the least peak, of those that the technique has for a batch.
+    def choose(self, batch: Any, count: Callable[[], CountedStep], links: Links) -> CountedStep | None:
+        """Choose the spec: of a technique with a grid the fastest that fits, of others that of the least peak, of those
+        that it has for a batch; returns the step with it, where it was counted last.
 
         Args:
             batch: The first one.
-            peak_of: Counts the step with the spec of the moment.
+            count: Counts the step with the spec of the moment.
+            links: Between the ranks.
 
         Raises:
             ShardError: The step can be run with none of them.
         """
         if self.chosen:
-            return
+            return None
 
         def look(steps: Mapping[str, Callable[..., Any]]) -> None:
             """Run the step once with other functions in the place of the module's."""
             self._looking = steps
             try:
-                peak_of()
+                count()
             finally:
                 self._looking = {}
 
-        options = import_module(STRATEGIES[self.name].steps).options(batch, self.spec, self.ranks, look)
+        technique = import_module(STRATEGIES[self.name].steps)
+        if hasattr(technique, "on_grid"):
+            step, self.notes = choose_grid(self, technique, look, count, links)
+            self.chosen = True
+            return step
+        options = technique.options(batch, self.spec, self.ranks, look)
         peaks, refused = list[tuple[int, Spec]](), list[str]()
         for spec in options:
             self.spec = spec
             try:
-                peaks.append((peak_of(), spec))
+                peaks.append((count().profile.peak_bytes, spec))
             except AmpError as error:
                 refused.append(f"{spec}: {error.__cause__ or error}")
         if not peaks:
@@ -121,14 +169,17 @@ class DrySteps:
                 f" {'; '.join(refused) or 'no tensor of the batch has a dim of as many indices'}"
             )
         self.spec, self.chosen = min(peaks, key=lambda pair: pair[0])[1], True
+        return None
+
+    def messages(self) -> tuple[Message, ...]:
+        """The collectives of the last batch."""
+        return tuple(Message(_PRICED_AS[one.kind], one.n_bytes, one.axis) for one in self.sent)
 
     def sent_seconds(self, links: Links) -> float:
         """What the collectives of the last batch take, none of them hidden behind computation."""
-        return sum(
-            collective_seconds(_PRICED_AS[one.kind], one.n_bytes, one.ranks, links) for one in self.sent
-        )
+        return sent_seconds(self.messages(), {one.axis: one.ranks for one in self.sent}, links)
 
-    def notes(self) -> Iterator[str]:
+    def sent_notes(self) -> Iterator[str]:
         """What rank 0 sends in one batch, and a warning of operators that gather much of it."""
         yield self._note()
         forward = [one for one in self.sent if not one.backward]
@@ -153,10 +204,11 @@ class DrySteps:
         most = ", ".join(
             f"{format_bytes(n)} for {why}" for why, n in by_operator.most_common(MOST_SHOWN) if why
         )
+        most = f"; most: {most}" if most else ""
         whole = format_bytes(sum(one.n_bytes for one in self.sent))
         if STRATEGIES[self.name].data_axis:
-            return f"over its grid a rank sends {whole} a batch ({told}); most: {most}"
-        return f"over the model axis a rank sends {whole} a batch beside gradients ({told}); most: {most}"
+            return f"over its grid a rank sends {whole} a batch ({told}){most}"
+        return f"over the model axis a rank sends {whole} a batch beside gradients ({told}){most}"
 
 
 def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Callable[[], None]:
@@ -194,8 +246,8 @@ def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:
     """
     if steps is None:
         return plan
-    # outside of a fit no step is counted, and one that splits parameters needs no dims to hold its part of them
-    needed = bool(why) or not STRATEGIES[steps.name].data_axis
+    # outside of a fit no step is counted, and on a grid that was given parameters are split without layouts too
+    needed = bool(why) or not (STRATEGIES[steps.name].data_axis and bool(getattr(steps.spec, "grid", "")))
     if not steps.chosen and needed:
         raise PlanError(
             f"{steps.name} was asked for, and how it splits is found when the step of the first batch is counted; found"

@@ -175,8 +175,8 @@ class StepOfModule:
 
     def _seen_stepped(self, steps: DrySteps, rates: Rates) -> Seen:
         """Of rank 0 with the steps of a technique, and what that goes together with."""
-        steps.choose(self._batch, lambda: self._count_step(None, rates).profile.peak_bytes)
-        step = self._count_step(None, rates)
+        found = steps.choose(self._batch, lambda: self._count_step(None, rates), rates.links)
+        step = found or self._count_step(None, rates)
         self._profiles[_places(())] = step.profile
         why = not_together(steps.name)
         others = {other: why for other in TECHNIQUES if other not in STRATEGIES[steps.name].together}
@@ -189,7 +189,8 @@ class StepOfModule:
             no_stages=why,
             refused={**refused_techniques(self._module, step, values=self._trains), **others},
             sent_seconds=steps.sent_seconds(rates.links),
-            notes=(*self._notes(step), *steps.notes()),
+            averages=not STRATEGIES[steps.name].data_axis,
+            notes=(*self._notes(step), *steps.notes, *steps.sent_notes()),
         )
 
     def _notes(self, step: CountedStep) -> Iterator[str]:

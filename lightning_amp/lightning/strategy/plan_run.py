@@ -26,7 +26,7 @@ from lightning_amp.lightning.strategy.pipeline_run import without_stages
 from lightning_amp.lightning.strategy.read_run import read_run
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
-from lightning_amp.lightning.strategy.stepped import dry_steps, in_parts
+from lightning_amp.lightning.strategy.stepped import dry_steps, in_parts, is_slow
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import (
     plan_again,
@@ -239,6 +239,9 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     if outside and (facts.outside is not None or facts.in_chunks or "chunk" not in outside):
         asked = [name for name in parse_strategies(request.strategies or ()) if name not in outside]
     size, stages = told_model_ranks(request.model_parallel_size, asked, shape, facts.seen[0])
+    if facts.steps is not None and STRATEGIES[facts.steps.name].data_axis:
+        # of its grid, which may have been chosen
+        size = facts.steps.ranks
 
     def make(budget: int, asked: Any = asked, size: Any = size, steps: Any = facts.steps) -> Plan:
         made = make_plan(
@@ -289,8 +292,10 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
         count=facts.step.count,
         asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds),
     )
-    whole = found.fits is not False or not request.chooses or strategies is not None
-    return found if whole else in_parts(found, facts.step, partial(make, facts.budget), rates, here)
+    chooses = request.chooses and strategies is None
+    if chooses and (found.fits is False or is_slow(found, seen)):
+        return in_parts(found, facts.step, partial(make, facts.budget), rates, here)
+    return found
 
 
 def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:

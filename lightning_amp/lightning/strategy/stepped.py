@@ -1,6 +1,6 @@
 """Install a technique whose steps take the place of the module's: its options, what it does not go together with."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
@@ -15,15 +15,20 @@ from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.first_look.dry_steps import DrySteps, put_steps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.lightning.strategy.hardware import ThisRank
+from lightning_amp.lightning.strategy.hardware import ThisRank, budget_in
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.contract.protocol import find_decoders
+from lightning_amp.planning.modules.candidates import TIE
 from lightning_amp.planning.modules.plan_module import plan_module
+from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.strategies import STRATEGIES, not_together, parse_strategies, with_steps
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
+
+SLOW_SECONDS = 0.5
+"""Of a step, spent on other things than computation."""
 
 
 def dry_steps(request: Request, here: ThisRank, trained: Plan | None) -> DrySteps | None:
@@ -34,16 +39,16 @@ def dry_steps(request: Request, here: ThisRank, trained: Plan | None) -> DryStep
     """
     plan = trained if request.plan is None else _given(request)
     if plan is not None and (name := with_steps(plan.strategies)):
-        return DrySteps(name, _rule_of(name, plan.rules).spec, plan.mesh.model)
+        return DrySteps(name, _rule_of(name, plan.rules).spec, plan.mesh.model, run_ranks=here.n_ranks)
     size = request.model_parallel_size
     ranks = here.node_ranks if size == "auto" else int(size)
-    steps = DrySteps.asked(parse_strategies(request.strategies or "S1"), request, ranks)
-    needed = 1 if steps is None else getattr(steps.spec, "ranks", 1)
-    if here.n_ranks % needed:
-        raise PlanError(
-            f"a grid of {needed} ranks was given for {here.n_ranks} ranks, which are no multiple of it; change the"
-            " grid, or `devices` of the Trainer"
-        )
+    strategies = parse_strategies(request.strategies or "S1")
+    if not with_steps(strategies):
+        return None
+    of_run = {"run_ranks": here.n_ranks, "budget": budget_in(request, here)}
+    steps = DrySteps.asked(strategies, request, ranks, **of_run)
+    if steps is not None:
+        steps.check_ranks()
     return steps
 
 
@@ -69,28 +74,40 @@ def own_parts_of(request: Request, plan: Plan | None, here: ThisRank) -> OwnPart
     )
 
 
+def is_slow(plan: Plan, seen: Seen) -> bool:
+    """Whether a plan with more than data parallelism takes so much longer than computation that to look for a faster
+    one, which takes seconds, is worth it."""
+    more = _pace(plan) - seen.seconds
+    return set(plan.strategies) > {"S1"} and more > max(seen.seconds, SLOW_SECONDS)
+
+
 def in_parts(
     whole: Plan, step: StepOfModule, make: Callable[..., Plan], rates: Rates, here: ThisRank
 ) -> Plan:
-    """A plan that splits every sample, where no plan that leaves samples whole fits; without one the plan as it is.
+    """A plan that splits every sample or layer: the fastest that fits where no other plan fits, or where it is faster
+    than a slow one; without one the plan as it is.
 
     Args:
-        whole: The plan that needs least, of those that leave samples whole.
+        whole: The plan without such a technique; where it does not fit that which needs least.
         step: The module's.
         make: Makes a plan without a profile, of `asked` strategies, `size` of the model axis and `steps`.
         rates, here: Of the device, of the run.
     """
-    for name in (
-        name for name, row in STRATEGIES.items() if row.steps and not row.data_axis and here.node_ranks > 1
-    ):
-        steps = DrySteps.asked((name,), SimpleNamespace(), here.node_ranks)
+    found = list[tuple[str, Plan]]()
+    for name, row in STRATEGIES.items():
+        # what splits layers only may cross nodes, and be faster than a plan that fits
+        n = here.n_ranks if row.data_axis else here.node_ranks
+        if not row.steps or n < 2 or not (row.data_axis or whole.fits is False):
+            continue
+        of_run = {"run_ranks": here.n_ranks, "budget": whole.budget_bytes}
+        steps = DrySteps.asked((name,), SimpleNamespace(), here.node_ranks, **of_run)
         assert steps is not None, "it has steps"
         counted = step.with_steps(steps)
         try:
             seen = counted.seen(rates)
-            base = make(asked=["S1", name], size=here.node_ranks, steps=steps)
+            base = make(asked=["S1", name], size=steps.ranks, steps=steps)
             made = [plan_module(base, seen, named=(), count=counted.count)]
-            others = [other for other in STRATEGIES[name].together if other in TECHNIQUES]
+            others = [other for other in row.together if other in TECHNIQUES]
             # one technique more only where fewer do not fit; of as many the fastest
             for n in range(1, len(others) + 1):
                 if any(plan.fits for plan in made):
@@ -100,21 +117,39 @@ def in_parts(
                     with suppress(AmpError):
                         made.append(plan_module(base, seen, named=more, count=counted.count))
             if fitting := [plan for plan in made if plan.fits]:
-                return _chosen(min(fitting, key=lambda plan: plan.predicted_step_seconds or inf), name, whole)
+                found.append((name, min(fitting, key=_pace)))
+                continue
             least = min(made, key=lambda plan: plan.predicted_peak_bytes)
             why = f"{', '.join(least.strategies)} needs {format_bytes(least.predicted_peak_bytes)} on as many ranks"
-            whole = replace(whole, notes=(*whole.notes, why))
         except AmpError as error:
-            whole = replace(whole, notes=(*whole.notes, f"{name} cannot be: {error}"))
-    return whole
+            why = f"{name} cannot be: {error}"
+        whole = replace(whole, notes=(*whole.notes, why))
+    name, best = min(found, key=lambda one: _pace(one[1]), default=("", whole))
+    if not name or (whole.fits and _pace(best) * TIE > _pace(whole)):
+        return whole
+    return _chosen(best, name, whole, found)
 
 
-def _chosen(found: Plan, name: str, whole: Plan) -> Plan:
+def _pace(plan: Plan) -> float:
+    """Seconds of a step by how many batches of the loader a rank has in it."""
+    return (plan.predicted_step_seconds or inf) * plan.mesh.model
+
+
+def _chosen(best: Plan, name: str, whole: Plan, found: Sequence[tuple[str, Plan]]) -> Plan:
     """A plan that a policy takes."""
-    why = f"every plan that leaves samples whole needs {format_bytes(whole.predicted_peak_bytes)} or more"
-    rules = (replace(rule, why=why) if rule.strategy == name else rule for rule in found.rules)
+    if whole.fits:
+        why = f"{', '.join(whole.strategies)} takes {_pace(whole) / _pace(best):.1f} times as long"
+    else:
+        why = f"every plan that leaves samples whole needs {format_bytes(whole.predicted_peak_bytes)} or more"
+    slower = [
+        f"{other} takes {_pace(plan) / _pace(best):.1f} times as long"
+        for other, plan in found
+        if other != name
+    ]
+    why = "; ".join([why, *slower])
+    rules = (replace(rule, why=why) if rule.strategy == name else rule for rule in best.rules)
     return replace(
-        found, policy=whole.policy, rules=tuple(rules), notes=(*found.notes, f"{name} was taken: {why}")
+        best, policy=whole.policy, rules=tuple(rules), notes=(*best.notes, f"{name} was taken: {why}")
     )
 
 

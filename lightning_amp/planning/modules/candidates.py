@@ -50,8 +50,8 @@ class Compared:
 
 def as_it_is(seen: Seen, ranks: int) -> Draft:
     """The step without any technique, its gradients averaged over the ranks."""
-    gradients = seen.profile.by_kind["gradients"]
-    sent = collective_seconds("all_reduce", gradients, ranks, seen.rates.links)
+    gradients, averaging = seen.profile.by_kind["gradients"], ranks if seen.averages else 1
+    sent = collective_seconds("all_reduce", gradients, averaging, seen.rates.links)
     return Draft(
         ranks=ranks,
         peak_bytes=seen.peak_bytes(ranks),

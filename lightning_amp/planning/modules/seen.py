@@ -66,7 +66,8 @@ class Seen:
         refused: Techniques that this module was found to refuse, and why.
         statistics_bytes: What batch norms make beside their results where several ranks share statistics.
         notes: What else a person should know of the count, one sentence each.
-        sent_seconds: What collectives over the model axis take, without those of gradients.
+        sent_seconds: What collectives of a technique with steps take, without those of gradients that ranks average.
+        averages: Whether ranks average whole gradients; else `sent_seconds` has those of parts.
         replays: Stretches of the step that may be replayed; None where nobody has looked at its operators.
     """
 
@@ -83,6 +84,7 @@ class Seen:
     statistics_bytes: int = 0
     notes: tuple[str, ...] = ()
     sent_seconds: float = 0.0
+    averages: bool = True
     replays: Replays | None = None
 
     @property

@@ -1,6 +1,7 @@
 """Install `tensor3d`: in a dry run as steps of the module, in a run as units that hold its parameters."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -24,7 +25,7 @@ from lightning_amp.dist._torch import (
 from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.techniques.tensor3d.grid import Grid, grid_mesh
-from lightning_amp.techniques.tensor3d.layouts import largest_rank, written
+from lightning_amp.techniques.tensor3d.layouts import largest_rank, with_axes_exchanged, written
 from lightning_amp.techniques.tensor3d.parameters import STRAY
 from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
@@ -34,6 +35,11 @@ NO_GRADIENT = "does not require grad"
 """What torch says of a backward pass where nothing is differentiated."""
 _GRIDS: dict[Any, Grid] = {}
 """By the ranks of the run: process groups are never given back."""
+Pair = tuple[int, int]
+
+
+class LookedAt(ModelError):
+    """Layouts are found, and the rest of the step need not run; never leaves this file."""
 
 
 def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | MeshAxis) -> dict[str, Any]:
@@ -47,7 +53,8 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
     if not isinstance(mesh, MeshAxis):
         return {}
     largest = [largest_rank(spec.layouts, axis) for axis in ("x", "y")]
-    grid = Grid.dry(spec.sizes, ranks=(largest[0], largest[1], 0), sent=mesh.sent)
+    copies = mesh.size // spec.ranks
+    grid = Grid.dry(spec.sizes, ranks=(largest[0], largest[1], 0), copies=copies, sent=mesh.sent)
     units: dict[int, GridUnits] = {}
 
     def configure_optimizers(module: LightningModule) -> Any:
@@ -69,36 +76,53 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
     return {function.__name__: MethodType(function, module) for function in made}
 
 
-def options(
-    batch: Any,
-    spec: TensorParallel3D,
-    ranks: int,
-    look: Callable[[Mapping[str, Callable[..., Any]]], None],
-) -> list[TensorParallel3D]:
-    """The spec with layouts, found by one forward pass of the step's copy."""
-    found = list[str]()
-    x, y, _ = spec.sizes
+def layouts(
+    pairs: Sequence[Pair], look: Callable[[Mapping[str, Callable[..., Any]]], None]
+) -> dict[Pair, str]:
+    """Layouts for numbers of ranks of x and y, found by one forward pass of the step's copy.
+
+    Args:
+        pairs: Ranks of x and y.
+        look: Runs the step once with other functions in the place of the module's.
+    """
+    found = dict[Pair, str]()
 
     def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
         step = MethodType(type(module).training_step, module)
-        if not found:
-            planner = LayoutPlanner(list(module.named_parameters()), {"x": x, "y": y})
-            # of a step that optimises by hand the forward passes are followed
-            vars(module)["manual_backward"] = lambda *args, **kwargs: None
-            try:
-                with planner, force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST):
-                    step(*args, **kwargs)
-            except RuntimeError as error:
-                if NO_GRADIENT not in str(error):
-                    raise
-                raise ModelError(STRAY) from error
-            finally:
-                del vars(module)["manual_backward"]
-            found.append(written(planner))
-        return step(*args, **kwargs)
+        planners = {
+            (x, y): LayoutPlanner(list(module.named_parameters()), {"x": x, "y": y}) for x, y in pairs
+        }
+        # of a step that optimises by hand the forward passes are followed
+        vars(module)["manual_backward"] = lambda *args, **kwargs: None
+        try:
+            with ExitStack() as stack:
+                for planner in planners.values():
+                    stack.enter_context(planner)
+                stack.enter_context(
+                    force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST)
+                )
+                step(*args, **kwargs)
+        except RuntimeError as error:
+            if NO_GRADIENT not in str(error):
+                raise
+            raise ModelError(STRAY) from error
+        finally:
+            del vars(module)["manual_backward"]
+        found.update({pair: written(planner) for pair, planner in planners.items()})
+        raise LookedAt
 
-    look({"training_step": training_step})
-    return [replace(spec, layouts=layouts) for layouts in found]
+    with suppress(LookedAt):
+        look({"training_step": training_step})
+    return found
+
+
+def on_grid(
+    spec: TensorParallel3D, sizes: tuple[int, int, int], layouts: str, *, exchanged: bool
+) -> TensorParallel3D:
+    """The spec on a grid, with layouts that were found for (x, y), or for (y, x) where they are exchanged."""
+    return replace(
+        spec, grid="x".join(map(str, sizes)), layouts=with_axes_exchanged(layouts) if exchanged else layouts
+    )
 
 
 def split_parameters(

@@ -34,6 +34,14 @@ def written(planner: LayoutPlanner) -> str:
     return json.dumps(found, separators=(",", ":"))
 
 
+def with_axes_exchanged(layouts: str) -> str:
+    """The same layouts with the axes' names exchanged: those of (x, y) for a grid (y, x)."""
+    other = {"x": "y", "y": "x"}
+    read: Mapping[str, Mapping[str, Any]] = json.loads(layouts or "{}")
+    found = {name: {other[axis]: split for axis, split in own.items()} for name, own in read.items()}
+    return json.dumps(found, separators=(",", ":"))
+
+
 def largest_rank(layouts: str, axis: str) -> int:
     """The rank of an axis that has most entries of the parameters' dims, where they are split unevenly."""
     entries = Counter[int]()

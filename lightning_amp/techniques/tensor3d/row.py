@@ -13,20 +13,25 @@ class TensorParallel3D:
     """Parameters, gradients and optimiser state are split over a grid of ranks, features over two of its axes.
 
     Attributes:
-        grid: Ranks of the axes x, y and z, such as "2x1x2"; z splits rows of the batch.
+        grid: Ranks of the axes x, y and z, such as "2x1x2"; z splits rows of the batch. "" before it is chosen.
         layouts: How the dims of parameters are split, as JSON (layouts.py).
         dims: Dims of the batch's tensors, as of `sequence`, that z splits in place of rows; "" where it does not.
     """
 
-    grid: str
+    grid: str = ""
     dims: str = ""
     layouts: str = field(default="", repr=False)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Ranks of the axes."""
-        x, y, z = map(int, self.grid.split("x"))
+        x, y, z = map(int, (self.grid or "1x1x1").split("x"))
         return x, y, z
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that read the same rows; also those of z where it splits samples."""
+        return prod(self.sizes if self.dims else self.sizes[:2])
 
     @property
     def ranks(self) -> int:
@@ -35,33 +40,39 @@ class TensorParallel3D:
 
 
 def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]:
-    """The spec with the `tensor_grid` of a request; its layouts follow from the first batch.
+    """The spec with the `tensor_grid` of a request, if it has one; layouts follow from the first batch.
 
     Raises:
-        PlanError: There is no grid.
+        PlanError: Only a part of a grid is given.
     """
-    grid = getattr(request, "tensor_grid", None)
-    if grid is None:
+    grid, size = getattr(request, "tensor_grid", None), getattr(request, "model_parallel_size", "auto")
+    if grid is None and size != "auto":
         raise PlanError(
-            "strategies='tensor3d' was given without a grid; give tensor_grid=(x, y, z), whose product divides the"
-            " number of ranks: x and y split features, z splits rows of the batch"
+            f"model_parallel_size={size!r} was given with strategies='tensor3d'; give tensor_grid=(x, y, z), of which"
+            " it is x * y, or leave both out"
         )
     given = getattr(request, "sequence_dim", "auto")
     dims = (
         "" if given == "auto" else sequence_row.asked(sequence_row.SequenceParallel(dims=""), request)[0].dims
     )
-    return replace(spec, grid="x".join(map(str, grid)), dims=dims), False
+    if dims and grid is None:
+        raise PlanError(
+            f"sequence_dim={given!r} was given with strategies='tensor3d' and without a grid; give tensor_grid=(x, y, z),"
+            " of which z splits samples"
+        )
+    spec = replace(spec, dims=dims)
+    return (spec if grid is None else replace(spec, grid="x".join(map(str, grid)))), False
 
 
 ROW: dict[str, Any] = {
     "title": "3D tensor parallel",
     "shrinks": "parameters, gradients, optimiser state and features to those of a rank",
     "specs": (TensorParallel3D,),
-    "targets": lambda shape: [("", TensorParallel3D(grid="1x1x1"))],
+    "targets": lambda shape: [("", TensorParallel3D())],
     "model_axis": True,
     "data_axis": True,
     "steps": "lightning_amp.techniques.tensor3d.install",
     "together": ("S1", "recompute"),
     "asked": asked,
-    "without_step": "Give a plan of a fit (plan=), or make the step run on fake tensors",
+    "without_step": "Give a grid (tensor_grid=), a plan of a fit (plan=), or make the step run on fake tensors",
 }

@@ -282,7 +282,7 @@ class Wide(Noisy):
         return (self(batch) - batch.roll(1, 1)).square().mean()
 
 
-LONG = Case(Wide, lambda: torch.randn(1, 400, 3).double(), {})
+LONG = Case(Wide, lambda: torch.randn(1, 20_000, 3).double(), {})
 
 
 def within(rank: int, ranks: int, budget: int) -> dict[str, Any]:

@@ -1,0 +1,182 @@
+"""Measure the links between the ranks of a run: seconds of messages there and back, between two ranks at a time.
+
+Under torchrun the ranks are those of the run, on one node or on several; else two processes of this machine are
+started. Of a pair the fastest message gives the latency, and the largest what more bytes take. Between two nodes one
+pair is measured by itself, and then all pairs at once, which share the adapters of a node.
+
+Known limits: messages one way at a time, so that links that are slower when both directions are used look faster; the
+links between the first two nodes stand for all.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.reports.table import table
+from lightning_amp.planning.time.link_seconds import Links
+from lightning_amp.quantities import format_bytes, format_seconds
+
+SIZES = (8, 2**16, 2**20, 2**24)
+"""Bytes of messages."""
+ROUNDS, WARM_UP = 20, 2
+WAIT = timedelta(seconds=120)
+WITHIN, BETWEEN, ALL = "within a node", "between nodes", "between nodes, all at once"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredLinks:
+    """Links, and the seconds that they follow from.
+
+    Attributes:
+        links: With what was measured; between nodes as before where there is one.
+        seconds: One way, for each of `SIZES`, by the place of the ranks.
+    """
+
+    links: Links
+    seconds: Mapping[str, list[float]]
+
+    def report(self) -> str:
+        """Seconds by size, and what follows."""
+        rows = [[place, *map(format_seconds, found)] for place, found in self.seconds.items()]
+        links = self.links
+        known = "" if BETWEEN in self.seconds else " (not measured: run it under torchrun on two nodes)"
+        return (
+            f"{table(['one way', *map(format_bytes, SIZES)], rows)}\n\n"
+            f"{format_seconds(links.latency)} for a message; {links.intra_bandwidth / 1e9:.3g} GB/s within a node\n"
+            f"{links.inter_bandwidth / 1e9:.3g} GB/s between nodes{known}"
+        )
+
+
+def known_links(device: str | None) -> Links:
+    """Those of this machine's device, by its name."""
+    # late: the processes that are started have no use for Lightning, which takes seconds to load
+    from lightning_amp.lightning.strategy.hardware import device_rates
+
+    kind = device or ("cuda" if torch.cuda.device_count() else "cpu")
+    return device_rates(torch.device(kind))[0].links
+
+
+def measure_links(links: Links, device: str | None = None) -> MeasuredLinks | None:
+    """Measure the links of a run, all of whose ranks call it; None on other ranks than the first.
+
+    Args:
+        links: As they are known.
+        device: "cpu" or "cuda"; None for CUDA where every rank can have a GPU.
+
+    Raises:
+        PlanError: There is one rank only, or one GPU.
+    """
+    there = torch.cuda.device_count()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, ranks, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://"
+        found = _measured(rank, ranks, store, device or ("cuda" if there else "cpu"))
+    else:
+        rank, kind = 0, device or ("cuda" if there > 1 else "cpu")
+        if kind == "cuda" and there < 2:
+            raise PlanError(
+                f"the links of GPUs were to be measured, and torch finds {there} of them here; name --device cpu, or"
+                " run it under torchrun where there are two"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            start_processes(_as_rank, (folder, kind), nprocs=2)  # type: ignore[no-untyped-call]
+            found = json.loads((Path(folder) / "found").read_text())
+    return _read(links, found) if rank == 0 else None
+
+
+def _as_rank(rank: int, folder: str, device: str) -> None:
+    found = _measured(rank, 2, f"file://{folder}/store", device)
+    if rank == 0:
+        (Path(folder) / "found").write_text(json.dumps(found))
+
+
+def _measured(rank: int, ranks: int, store: str, device: str) -> dict[str, Any]:
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    place = torch.device("cpu") if device == "cpu" else torch.device("cuda", local)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    backend = "gloo" if place.type == "cpu" else "nccl"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=WAIT)
+    try:
+        return measured_between(rank, ranks, place)
+    finally:
+        dist.destroy_process_group()
+
+
+def measured_between(rank: int, ranks: int, place: torch.device) -> dict[str, Any]:
+    """Seconds of each pair that is measured, by size, for every place of pairs; a collective.
+
+    Args:
+        rank, ranks: This one of the default group.
+        place: Its device.
+    """
+    if ranks < 2:
+        raise PlanError(
+            "the links between ranks were to be measured, and there is one rank; start two or more"
+        )
+    everyones: list[Any] = [None] * ranks
+    # torchrun's number of the node
+    dist.all_gather_object(everyones, os.environ.get("GROUP_RANK", "0"))
+    first, *others = [[r for r in range(ranks) if everyones[r] == node] for node in dict.fromkeys(everyones)]
+    stages = dict[str, list[tuple[int, int]]]()
+    if len(first) > 1:
+        stages[WITHIN] = [(first[0], first[1])]
+    if others:
+        pairs = list(zip(first, others[0], strict=False))
+        stages[BETWEEN], stages[ALL] = pairs[:1], pairs
+    found: dict[str, Any] = {"node": len(first)}
+    for name, pairs in stages.items():
+        dist.barrier()
+        mine = next((pair for pair in pairs if rank in pair), None)
+        dist.all_gather_object(everyones, None if mine is None else _there_and_back(mine, rank, place))
+        found[name] = [everyones[a] for a, _ in pairs]
+    return found
+
+
+def _there_and_back(pair: tuple[int, int], rank: int, place: torch.device) -> list[float]:
+    """Half of the least seconds of a message to the other rank and back, by size."""
+    best = list[float]()
+    for size in SIZES:
+        message, seconds = torch.zeros(size, dtype=torch.uint8, device=place), list[float]()
+        for _ in range(WARM_UP + ROUNDS):
+            begin = time.perf_counter()
+            for sender in (0, 1):
+                if pair[sender] == rank:
+                    dist.send(message, pair[1 - sender])
+                else:
+                    dist.recv(message, pair[sender])
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)
+            seconds.append((time.perf_counter() - begin) / 2)
+        best.append(min(seconds[WARM_UP:]))
+    return best
+
+
+def _read(links: Links, found: Mapping[str, Any]) -> MeasuredLinks:
+    """What links reach, by the seconds of messages."""
+
+    def bandwidth(seconds: list[float]) -> float:
+        # of messages that take no longer than the smallest one nothing is known but the least
+        return (SIZES[-1] - SIZES[0]) / max(seconds[-1] - min(seconds), 1e-9)
+
+    # other work on the machine may disturb all rounds of the smallest one
+    latencies = [min(found[name][0]) for name in (WITHIN, BETWEEN) if name in found]
+    links = replace(links, ranks_per_node=found["node"], latency=max(latencies))
+    if WITHIN in found:
+        links = replace(links, intra_bandwidth=bandwidth(found[WITHIN][0]))
+    if BETWEEN in found:
+        alone, together = bandwidth(found[BETWEEN][0]), sum(map(bandwidth, found[ALL]))
+        adapters = max(1, round(together / alone))
+        links = replace(links, inter_bandwidth=max(alone, together), adapters=adapters)
+    seconds = {name: found[name][0] for name in (WITHIN, BETWEEN, ALL) if name in found}
+    return MeasuredLinks(links=links, seconds=seconds)
