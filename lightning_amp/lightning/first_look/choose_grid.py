@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from lightning_amp.dist.splits import Sent
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.chain.chain_of import CountedStep
-from lightning_amp.planning.plan.specs import Spec
 from lightning_amp.planning.time.grid_seconds import DryRun, GridCost, Message, factorings, grid_cost, ranked
 from lightning_amp.planning.time.link_seconds import Links
 from lightning_amp.quantities import format_bytes, format_seconds
@@ -32,7 +31,7 @@ Pair = tuple[int, int]
 class Steps(Protocol):
     """As of DrySteps."""
 
-    spec: Spec
+    spec: Any
     ranks: int
     run_ranks: int
     budget: int | None
@@ -83,7 +82,7 @@ def choose_grid(
 
     def counted(sizes: tuple[int, int, int], copies: int, own: str) -> Counted:
         steps.spec = technique.on_grid(spec, sizes, own, exchanged=False)
-        steps.ranks, steps.run_ranks = prod(sizes[:2]), prod(sizes) * copies
+        steps.ranks, steps.run_ranks = steps.spec.model_ranks, prod(sizes) * copies
         step = count()
         of_axes = dict(zip(("x", "y", "z", "data"), (*sizes, copies), strict=True))
         run = DryRun(
@@ -120,7 +119,7 @@ def choose_grid(
     fits = budget is None or tried[-1][0] <= budget
     _, cost, found = tried[-1] if fits else min(tried, key=lambda one: one[0])
     steps.spec = technique.on_grid(spec, cost.sizes, layouts[cost.roles], exchanged=cost.exchanged)
-    steps.ranks, steps.run_ranks = prod(cost.sizes[:2]), ranks
+    steps.ranks, steps.run_ranks = steps.spec.model_ranks, ranks
     other = {"x": "y", "y": "x"} if cost.exchanged else {}
     steps.sent[:] = [one._replace(axis=other.get(one.axis, one.axis)) for one in found.sent]
     return found.step, tuple(_notes(cost, costs, budget, n_grids=len(grids)))

@@ -157,8 +157,8 @@ def test_all_factorings_are_ranked() -> None:
 
 def test_a_step_that_can_be_run_on_no_grid_says_why() -> None:
     module = Narrow()
-    module.automatic_optimization = False
-    with pytest.raises(AmpError, match="automatic_optimization=False is not supported"):
+    module.norm = nn.SyncBatchNorm(4)
+    with pytest.raises(AmpError, match="is a SyncBatchNorm, which is not supported"):
         seen_on(module, torch.randn(4, 6), None)
 
 
