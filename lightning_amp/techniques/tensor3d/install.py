@@ -24,8 +24,8 @@ from lightning_amp.dist._torch import (
 from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.techniques.tensor3d.grid import Grid, grid_mesh
+from lightning_amp.techniques.tensor3d.in_step import STRAY
 from lightning_amp.techniques.tensor3d.layouts import largest_rank, written
-from lightning_amp.techniques.tensor3d.parameters import STRAY
 from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 from lightning_amp.techniques.tensor3d.units import GridUnits
@@ -53,7 +53,7 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
     def configure_optimizers(module: LightningModule) -> Any:
         found = type(module).configure_optimizers(module)
         # of the copy that is counted
-        units[id(module)] = GridUnits(module, spec.layouts, grid, begun=True)
+        units[id(module)] = GridUnits(module, spec, grid, begun=True)
         units[id(module)].cut(_optimizers_in(found))
         return found
 
@@ -122,7 +122,7 @@ def split_parameters(
     key = dist.group.WORLD, spec.sizes
     if key not in _GRIDS:
         _GRIDS[key] = Grid.of(grid_mesh(mesh.device_type, spec.sizes, mesh.size()))
-    units = GridUnits(module, spec.layouts, _GRIDS[key], agree=agree)
+    units = GridUnits(module, spec, _GRIDS[key], agree=agree)
     units.wrap_steps()
     if not fitting:
         units.cut()

@@ -5,6 +5,10 @@ from math import prod
 from typing import Any
 
 from lightning_amp.errors import PlanError
+from lightning_amp.quantities import parse_bytes
+
+OVERLAP = "all_reduce,reduce_scatter,all_gather"
+"""Collectives that may be under way while a rank computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,10 +18,15 @@ class TensorParallel3D:
     Attributes:
         grid: Ranks of the axes x, y and z, such as "2x1x2"; z splits rows of the batch.
         layouts: How the dims of parameters are split, as JSON (layouts.py).
+        overlap: Collectives that are under way while a rank computes: those of a layer's input under the gradient of the
+            next layer's weight, sums of gradients until the backward pass ends, parameters ahead of their layers.
+        cache_bytes: Of gathered parameters that a rank keeps until the backward pass has ended.
     """
 
     grid: str
     layouts: str = field(default="", repr=False)
+    overlap: str = OVERLAP
+    cache_bytes: int = 0
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -32,7 +41,7 @@ class TensorParallel3D:
 
 
 def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]:
-    """The spec with the `tensor_grid` of a request; its layouts follow from the first batch.
+    """The spec with the options of a request; its layouts follow from the first batch.
 
     Raises:
         PlanError: There is no grid.
@@ -43,7 +52,18 @@ def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]
             "strategies='tensor3d' was given without a grid; give tensor_grid=(x, y, z), whose product divides the"
             " number of ranks: x and y split features, z splits rows of the batch"
         )
-    return replace(spec, grid="x".join(map(str, grid))), False
+    overlap = ",".join(getattr(request, "tensor_overlap", OVERLAP.split(",")))
+    cache = cache_bytes(getattr(request, "tensor_cache", 0))
+    return replace(spec, grid="x".join(map(str, grid)), overlap=overlap, cache_bytes=cache), False
+
+
+def cache_bytes(text: str | int) -> int:
+    """Bytes of a `tensor_cache`, which may be zero.
+
+    Raises:
+        PlanError: Not a size.
+    """
+    return 0 if str(text).strip().upper() in ("0", "0B") else parse_bytes(text)
 
 
 ROW: dict[str, Any] = {

@@ -5,8 +5,6 @@
                      backward pass has ended, or the step has returned nothing to train on
 
 Gradients are summed over the grid while the backward pass goes on, and averaged over its copies when it has ended.
-Before each collective that a rank could skip, as of a branch that its rows do not take, the ranks compare what it is
-for.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +21,9 @@ from lightning_amp.errors import ModelError
 from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.layouts import splits_in
-from lightning_amp.techniques.tensor3d.parameters import GridParameter, InStep, average, forgetting_gathered
+from lightning_amp.techniques.tensor3d.in_step import InStep
+from lightning_amp.techniques.tensor3d.parameters import GridParameter, average, forgetting_gathered
+from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 
 READ_ELSEWHERE = (
     "under tensor3d a parameter has this rank's part, and a function or object has read it by a reference to the"
@@ -40,7 +40,7 @@ class GridUnits:
 
     Args:
         module: Whole, equal on all ranks.
-        layouts: How dims are split (layouts.py).
+        spec: How dims are split (layouts.py), and what overlaps.
         grid: The ranks.
         agree: Called with what this rank is about to do; a collective that fails where ranks differ.
         begun: Whether any backward pass belongs to the step, as in a dry run.
@@ -52,15 +52,17 @@ class GridUnits:
     def __init__(
         self,
         module: nn.Module,
-        layouts: str,
+        spec: TensorParallel3D,
         grid: Grid,
         *,
         agree: Callable[[str], None] = lambda what: None,
         begun: bool = False,
     ) -> None:
         self._module, self._grid, self._dry = module, grid, begun
-        self._in_step = InStep(agree=agree, begun=begun)
-        splits = splits_in(layouts, module, grid)
+        self._in_step = InStep(
+            agree=agree, overlap=spec.overlap, cache_bytes=spec.cache_bytes, begun=begun
+        )
+        splits = splits_in(spec.layouts, module, grid)
         self.parameters = [
             GridParameter(parameter, grid, splits[name], name=name, in_step=self._in_step)
             for name, parameter in module.named_parameters()
@@ -113,15 +115,19 @@ class GridUnits:
         for child, place, one in self._places:
             child._parameters[place] = one.wrapper()  # type: ignore[assignment]
         self._inside = True
+        self._in_step.begin(name)
         try:
             with forgetting_gathered():
                 call = partial(step, *args, **kwargs)
                 found = run_sharded(name, call, self._module, (self._grid.x, self._grid.y))
         except BaseException:
+            self._in_step.forget()
             self._put_back()
             raise
         if not any(tensor.requires_grad for _, tensor in tensors(found)):
             # no backward pass is to come
+            self._in_step.end(f"ends {name!r}")
+            self._in_step.forget()
             self._put_back()
         return found
 
@@ -132,7 +138,6 @@ class GridUnits:
         try:
             with forgetting_gathered():
                 yield
-            self._in_step.agree("ends the backward pass")
             self.end_backward()
         except BaseException:
             self._in_step.forget()
@@ -143,7 +148,7 @@ class GridUnits:
 
     def end_backward(self) -> None:
         """Wait for gradients, and put the parameters back."""
-        self._in_step.arrive()
+        self._in_step.end("ends the backward pass")
         if self._grid.replicas is not None:
             average(
                 [p.grad for p in self._in_step.reached.values() if p.grad is not None], self._grid.replicas
