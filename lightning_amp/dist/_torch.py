@@ -14,7 +14,7 @@ from torch._C import _ForceDispatchKeyGuard as force_dispatch_keys
 # a dispatch mode sees the operators on parts, not those on the whole
 from torch._C import _len_torch_dispatch_stack as n_dispatch_modes
 
-# of a node of the graph: a Function cannot see whether the pass at hand, as of torch.autograd.grad, needs a gradient of it
+# whether a backward pass, which may be that of torch.autograd.grad, needs the gradient of a node
 from torch._C import _will_engine_execute_node as is_reached
 
 # torch.compiler.disable, which loads the compiler at the first call: a compiler that traces collectives with tensors

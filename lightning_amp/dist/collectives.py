@@ -182,8 +182,8 @@ def start_reduce_scatter(rows: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
 def start_adding_rows(rows: Tensor, group: Any, out: Tensor | None = None) -> Callable[[], Tensor]:
     """Begin to add up rows [R, ...] over a group, rank r the r-th; the returned function waits for the sum.
 
-    gloo has no reduce-scatter that sends less than an all-reduce. There every rank sends each other one its row, and adds
-    up what it gets: as many bytes as a ring sends, in one collective that goes on by itself.
+    gloo has no reduce-scatter that sends less than an all-reduce. There every rank sends each other one its row, and
+    adds up what it gets: as many bytes as a ring sends, in one collective that goes on by itself.
 
     Args:
         rows: One row for each rank.

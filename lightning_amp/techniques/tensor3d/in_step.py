@@ -5,12 +5,12 @@
                   step has ended
 
 A rank that leaves the order, as for a branch, takes part in the rest of it first, with zeros: no rank waits for it, and
-nothing is mistaken for something else. Then the ranks compare where they have left it. If they have left it alike they go
-on as in a first step; if not, all of them stop.
+nothing is mistaken for something else. Then the ranks compare where they have left it. If they have left it at the same
+place they go on as in a first step; otherwise all of them stop.
 
-Held at a time: gathered ahead at most the bytes of the largest parameter, or one parameter; gradients on their way
-at most `IN_FLIGHT` times these bytes, and on gloo as much again for what arrives; `LATEST` gradients of weights that are yet
-to be computed, of which a rank has the factors.
+A rank holds at a time, beside what a layer reads: parameters that are gathered ahead, of at most the bytes of the
+largest one; gradients on their way, of at most `IN_FLIGHT` times these bytes, and on gloo as much again for what arrives;
+the factors of at most `LATEST` gradients of weights that are yet to be computed; and the cache.
 """
 
 from collections import Counter, deque

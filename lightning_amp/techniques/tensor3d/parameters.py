@@ -28,6 +28,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import InStep
 
+
 class GridParameter:
     """Where the entries of a parameter lie, and how its part is read and its gradient kept.
 
@@ -150,7 +151,7 @@ class GridParameter:
         return lambda: part
 
     def add_up(self, grad: Tensor) -> None:
-        """Begin to sum a gradient of the gathered part over the ranks; `grad` of the parameter gets this rank's part."""
+        """Begin to sum a gradient of the gathered part; `grad` of the parameter gets what is this rank's."""
         self._in_step.add_up(self, grad)
 
     def zeros(self) -> Tensor:

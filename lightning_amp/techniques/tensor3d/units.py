@@ -20,8 +20,8 @@ import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
 from lightning_amp.errors import ModelError
 from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
 from lightning_amp.techniques.tensor3d.grid import Grid
-from lightning_amp.techniques.tensor3d.layouts import splits_in
 from lightning_amp.techniques.tensor3d.in_step import InStep
+from lightning_amp.techniques.tensor3d.layouts import splits_in
 from lightning_amp.techniques.tensor3d.parameters import GridParameter, average, forgetting_gathered
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 
@@ -59,9 +59,7 @@ class GridUnits:
         begun: bool = False,
     ) -> None:
         self._module, self._grid, self._dry = module, grid, begun
-        self._in_step = InStep(
-            agree=agree, overlap=spec.overlap, cache_bytes=spec.cache_bytes, begun=begun
-        )
+        self._in_step = InStep(agree=agree, overlap=spec.overlap, cache_bytes=spec.cache_bytes, begun=begun)
         splits = splits_in(spec.layouts, module, grid)
         self.parameters = [
             GridParameter(parameter, grid, splits[name], name=name, in_step=self._in_step)
