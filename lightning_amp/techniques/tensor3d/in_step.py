@@ -9,8 +9,8 @@ nothing is mistaken for something else. Then the ranks compare where they have l
 place they go on as in a first step; otherwise all of them stop.
 
 A rank holds at a time, beside what a layer reads: parameters that are gathered ahead, of at most the bytes of the
-largest one; gradients on their way, of at most `IN_FLIGHT` times these bytes, and on gloo as much again for what arrives;
-the factors of at most `LATEST` gradients of weights that are yet to be computed; and the cache.
+largest one; gradients on their way, of at most `IN_FLIGHT` times these bytes, and on gloo as much again for what
+arrives; the factors of at most `LATEST` gradients of weights that are yet to be computed; and the cache.
 """
 
 from collections import Counter, deque

@@ -18,8 +18,8 @@ class TensorParallel3D:
     Attributes:
         grid: Ranks of the axes x, y and z, such as "2x1x2"; z splits rows of the batch.
         layouts: How the dims of parameters are split, as JSON (layouts.py).
-        overlap: Collectives that are under way while a rank computes: all-reduces of inputs' gradients, sums of weights'
-            gradients, gathers of parameters.
+        overlap: Collectives that are under way while a rank computes: all-reduces of gradients of inputs, sums of
+            gradients of weights, gathers of parameters.
         cache_bytes: Of gathered parameters that a rank keeps until the backward pass has ended.
     """
 
