@@ -34,7 +34,7 @@ def _linear_of_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     if later is None or not (weight.requires_grad and torch.is_grad_enabled()):
         return F.linear(x, weight, bias)
     x, bias = computed_in(x), None if bias is None else computed_in(bias)
-    return cast(Tensor, _LaterWeight.apply(x, weight, bias, later))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _LaterWeight.apply(x, weight, bias, later))
 
 
 class _LaterWeight(torch.autograd.Function):

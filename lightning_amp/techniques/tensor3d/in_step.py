@@ -108,8 +108,7 @@ class InStep:
         """The step has ended; a collective. What is on its way is waited for."""
         do_later()
         self._leave()
-        if self._done:
-            self._agree(f"{what} after {len(self._done)} collectives")
+        self._agree(f"{what} after {len(self._done)} collectives")
         self._orders[self._name] = self._done
         self._arrive()
 

@@ -1,5 +1,5 @@
 """Claim: what overlaps under `tensor3d` changes no number and no byte: collectives are begun earlier and waited for
-later, gathered parameters are kept within a budget, ranks compare once a step, and a change of order is exact or refused.
+later, gathered parameters are kept within a budget, ranks compare once a step, a change of order is exact or refused.
 """
 
 import re
@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_amp.techniques.tensor3d.layout_rules  # noqa: F401  (registers the rules)
 from lightning_amp import AMPStrategy
-from lightning_amp.dist import collectives
 from lightning_amp.dist._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.dist.splits import Sent
 from lightning_amp.errors import ModelError, PlanError
@@ -62,7 +61,8 @@ class Net(nn.Module):
         x = self.twice(torch.tanh(self.twice(x)))
         for i, block in enumerate(self.blocks):
             x = x + (checkpoint(block, x, use_reentrant=False) if i else block(x))
-        return functional.cross_entropy(self.head(x).flatten(0, 1), words[:, 1:].flatten())
+        found: Tensor = functional.cross_entropy(self.head(x).flatten(0, 1), words[:, 1:].flatten())
+        return found
 
 
 class Branching(nn.Module):
@@ -89,7 +89,8 @@ class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.two(x) if self.takes(self.step, self.z) else self.one(x)
         more = self.last(x).square().mean()
-        return x.mean() + (more.detach() if self.detaches(self.step, self.z) else more)
+        found: Tensor = x.mean() + (more.detach() if self.detaches(self.step, self.z) else more)
+        return found
 
 
 # by step and by place in z
@@ -142,7 +143,7 @@ def train(
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
     for step in range(STEPS):
         for batch in batches[2 * step :][:2]:
-            module.step = step
+            module.step = step  # type: ignore[assignment]
             with around():
                 loss = module(batch) if units is None else units.run("training_step", module, batch)
             with nullcontext() if units is None else units.backward(loss):
@@ -175,7 +176,7 @@ class OnGrid:
         self.units = GridUnits(module, spec, grid, agree=agree)
         self.units.cut()
         self.module, n = module, 4 // grid.z.size
-        module.z = grid.z.rank
+        module.z = grid.z.rank  # type: ignore[assignment]
         self.batches = [batch[grid.z.rank * n :][:n] for batch in given]
 
     def trained(self, around: Any = nullcontext) -> dict[str, Tensor]:
@@ -225,7 +226,7 @@ def logged() -> Iterator[list[tuple[str, str]]]:
         return product(*args)
 
     with (
-        patch.object(collectives.dist, "all_reduce", all_reduce),
+        patch.object(dist, "all_reduce", all_reduce),
         patch.object(GridParameter, "start_gather", start_gather),
         patch.object(InStep, "add_up", added),
         patch("lightning_amp.dist.ops.products.F.linear", linear),
@@ -335,15 +336,16 @@ def test_flags_send_the_same_and_a_cache_spares_gathers() -> None:
 
 
 def test_options_of_overlap_are_checked() -> None:
-    for options, words_of_error in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"tensor_overlap": ("all_reduce", "gather")}, "'gather'.*allowed are none or some of 'all_reduce'"),
         ({"tensor_overlap": "all_reduce"}, "as a tuple"),
         ({"tensor_cache": "much"}, "a memory size was asked for"),
         ({"tensor_cache": "-1MiB"}, "a memory size was asked for"),
-    ):
+    ]
+    for options, words_of_error in cases:
         with pytest.raises(PlanError, match=words_of_error):
             AMPStrategy(strategies="tensor3d", tensor_grid=(1, 1, 2), **options)
-    for name, value in (("tensor_overlap", ()), ("tensor_cache", "1MiB")):
+    for other in ({"tensor_overlap": ()}, {"tensor_cache": "1MiB"}):
         with pytest.raises(PlanError, match="which is of tensor3d"):
-            AMPStrategy(**{name: value})
+            AMPStrategy(**other)  # type: ignore[arg-type]
     AMPStrategy(strategies="tensor3d", tensor_grid=(1, 1, 2), tensor_overlap=(), tensor_cache=0)
