@@ -134,7 +134,7 @@ def on_this_rank(mbit: int, rounds: int) -> None:
                 limit(None if name == FREE else mbit)
                 plan = Plan.from_json(str(box[0]))
                 rules = [
-                    replace(rule, spec=replace(rule.spec, overlap=overlap, cache_bytes=cache))  # type: ignore[call-arg]
+                    replace(rule, spec=replace(rule.spec, overlap=overlap, cache_bytes=cache))
                     if rule.strategy == "tensor3d"
                     else rule
                     for rule in plan.rules

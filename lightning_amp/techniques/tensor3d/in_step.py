@@ -69,7 +69,6 @@ class InStep:
 
     Attributes:
         begun: Whether a backward pass is that of the strategy, which weighs the loss.
-        reached: Parameters whose gradients have arrived, by id.
         largest_bytes: Of one gathered parameter, on the rank that has most of it.
 
     Args:
@@ -89,8 +88,10 @@ class InStep:
     ) -> None:
         self._agree, self._overlap, self._cache_bytes = agree, overlap.split(","), cache_bytes
         self.begun, self.largest_bytes = begun, 0
-        self.reached: dict[int, nn.Parameter] = {}
-        self._name, self._orders, self._changes = "", dict[str, list[Collective]](), Counter[str]()
+        self._reached: dict[int, nn.Parameter] = {}
+        # a step may have several backward passes, each of which ends a part of it
+        self._part = "", 0
+        self._orders, self._changes = dict[tuple[str, int], list[Collective]](), Counter[tuple[str, int]]()
         self._order: list[Collective] | None = None
         self._done: list[Collective] = []
         self._at = self._begun_to = 0
@@ -100,21 +101,32 @@ class InStep:
 
     def begin(self, name: str) -> None:
         """A step begins."""
-        self.forget()
-        self._name = name
-        self._order = self._orders.get(name) if self._changes[name] < CHANGES else None
+        self._begin((name, 0))
 
-    def end(self, what: str) -> None:
-        """The step has ended; a collective. What is on its way is waited for."""
+    def _begin(self, part: tuple[str, int]) -> None:
+        self.forget()
+        self._part = part
+        self._order = self._orders.get(part) if self._changes[part] < CHANGES else None
+
+    def end(self, what: str) -> list[nn.Parameter]:
+        """A part of the step has ended; a collective. What is on its way is waited for.
+
+        Returns:
+            The parameters that have got gradients.
+        """
         do_later()
+        self._kept.clear()
         self._leave()
         self._agree(f"{what} after {len(self._done)} collectives")
-        self._orders[self._name] = self._done
+        self._orders[self._part] = self._done
         self._arrive()
+        found = list(self._reached.values())
+        self._begin((self._part[0], self._part[1] + 1))
+        return found
 
     def forget(self) -> None:
-        """The step has ended, or failed."""
-        for kept in (self.reached, self._kept, self._ahead, self._on_their_way, LATER):
+        """The step has failed."""
+        for kept in (self._reached, self._kept, self._ahead, self._on_their_way, LATER):
             kept.clear()
         self._done, self._order, self._at, self._begun_to = [], None, 0, 0
 
@@ -126,7 +138,7 @@ class InStep:
         self._next(GATHERS, of)
         found = self._gathered(of)
         # without a backward pass nothing reads it again
-        if self._name == "training_step" and of.most_bytes <= self._cache_bytes - self._bytes(self._kept):
+        if self._part[0] == "training_step" and of.most_bytes <= self._cache_bytes - self._bytes(self._kept):
             self._kept[of] = found
         return found
 
@@ -179,11 +191,12 @@ class InStep:
                 self._gathered(of)
             else:
                 of.start_sum(of.zeros())()
-        self._changes[self._name] += left < len(order)
+        self._changes[self._part] += left < len(order)
         self._order = None
 
     def _gathered(self, of: OnGrid) -> Tensor:
-        arrive = self._ahead.popleft()[1] if self._ahead else of.start_gather()
+        begun, arrive = self._ahead.popleft() if self._ahead else (of, of.start_gather())
+        assert begun is of, "gathers are read in their order"
         found = arrive()
         if self._order is not None and "all_gather" in self._overlap:
             self._gather_ahead(self._order)
@@ -210,7 +223,7 @@ class InStep:
             of, arrive = self._on_their_way.popleft()
             found, leaf = arrive(), of.parameter
             leaf.grad = found if leaf.grad is None else leaf.grad.add_(found)
-            self.reached[id(leaf)] = leaf
+            self._reached[id(leaf)] = leaf
 
     @staticmethod
     def _bytes(parameters: Iterable[OnGrid]) -> int:

@@ -125,7 +125,6 @@ class GridUnits:
         if not any(tensor.requires_grad for _, tensor in tensors(found)):
             # no backward pass is to come
             self._in_step.end(f"ends {name!r}")
-            self._in_step.forget()
             self._put_back()
         return found
 
@@ -146,12 +145,9 @@ class GridUnits:
 
     def end_backward(self) -> None:
         """Wait for gradients, and put the parameters back."""
-        self._in_step.end("ends the backward pass")
+        reached = self._in_step.end("ends the backward pass")
         if self._grid.replicas is not None:
-            average(
-                [p.grad for p in self._in_step.reached.values() if p.grad is not None], self._grid.replicas
-            )
-        self._in_step.forget()
+            average([p.grad for p in reached if p.grad is not None], self._grid.replicas)
         self._put_back()
 
     def before_update(self) -> None:
