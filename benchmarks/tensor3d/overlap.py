@@ -5,8 +5,9 @@
 As root: two network namespaces, joined by a pair of virtual links whose rate `tc` limits in both directions
 (benchmarks/pipeline/shaped_links.py), two gloo ranks of one thread in each; ranks of one namespace are joined by its
 loopback, which is not limited. The model is a chain of linear layers. On the grid 2 x 1 x 2 parameters are gathered
-and gradients summed over the link, on 2 x 2 x 1 outputs of layers and their gradients. All settings take turns in one
-run, round by round. A step is timed but for the first two of a fit, which compare collectives and keep their order.
+and gradients summed over the link, on 2 x 2 x 1 outputs of layers and their gradients. All settings take turns in a
+round, which has its own processes. The first two steps of a fit are not timed: they compare collectives, and keep their
+order.
 
 What communication takes is the step with everything waited for at once, less the same step where the link is not
 limited; the share hidden is what a setting spares of it. `--write` puts the table into docs/tensor3d.md.
@@ -116,34 +117,29 @@ def fit(strategy: AMPStrategy, width: int, rows: int) -> float:
     return median(b - a for a, b in pairwise(watch.ends[SKIPPED - 1 :]))
 
 
-def on_this_rank(mbit: int, rounds: int) -> None:
-    """All fits of this rank; rank 0 prints one line of JSON."""
+def on_this_rank(mbit: int, grid: tuple[int, ...]) -> None:
+    """One fit of each setting on this rank; rank 0 prints one line of JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found: dict[str, dict[str, list[float]]] = {}
-    for grid, (width, rows, settings) in SIZES.items():
-        rows //= grid[2]
-        first = AMPStrategy(strategies="tensor3d", tensor_grid=grid)
-        fit(first, width, rows)
-        box = [None if first.plan is None else first.plan.to_json()]
-        dist.broadcast_object_list(box, 0)
-        seconds: dict[str, list[float]] = {name: [] for name in settings}
-        for _ in range(rounds):
-            for name in settings:
-                overlap, cache = SETTINGS[name]
-                limit(None if name == FREE else mbit)
-                plan = Plan.from_json(str(box[0]))
-                rules = [
-                    replace(rule, spec=replace(rule.spec, overlap=overlap, cache_bytes=cache))
-                    if rule.strategy == "tensor3d"
-                    else rule
-                    for rule in plan.rules
-                ]
-                seconds[name].append(fit(AMPStrategy(plan=replace(plan, rules=tuple(rules))), width, rows))
-        limit(mbit)
-        found[" x ".join(map(str, grid))] = seconds
+    width, rows, settings = SIZES[grid]
+    rows //= grid[2]
+    first = AMPStrategy(strategies="tensor3d", tensor_grid=(grid[0], grid[1], grid[2]))
+    fit(first, width, rows)
+    box = [None if first.plan is None else first.plan.to_json()]
+    dist.broadcast_object_list(box, 0)
+    plan, seconds = Plan.from_json(str(box[0])), dict[str, float]()
+    for name in settings:
+        overlap, cache = SETTINGS[name]
+        limit(None if name == FREE else mbit)
+        rules = [
+            replace(rule, spec=replace(rule.spec, overlap=overlap, cache_bytes=cache))
+            if rule.strategy == "tensor3d"
+            else rule
+            for rule in plan.rules
+        ]
+        seconds[name] = fit(AMPStrategy(plan=replace(plan, rules=tuple(rules))), width, rows)
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(seconds), flush=True)
     dist.destroy_process_group()
 
 
@@ -159,14 +155,14 @@ def limit(mbit: int | None) -> None:
     dist.barrier()
 
 
-def run(mbit: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """All ranks, two in each namespace; what rank 0 has found.
+def run(mbit: int, grid: tuple[int, ...]) -> dict[str, float]:
+    """A round: all ranks, two in each namespace; seconds of a step by setting.
 
     Raises:
         SystemExit: A rank was lost.
     """
     paths = os.pathsep.join([str(ROOT), *sys.path])
-    asked = ["--rank", "--mbit", str(mbit), "--rounds", str(rounds)]
+    asked = ["--rank", "--mbit", str(mbit), "--grid", *map(str, grid)]
     ranks = []
     for rank in range(RANKS):
         node = rank // PER_NODE
@@ -192,11 +188,13 @@ def run(mbit: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     lines = [line for line in said[0].splitlines() if line.startswith('{"')]
     if any(rank.returncode for rank in ranks) or not lines:
         raise SystemExit("\n".join(one[-3000:] for one in said))
-    found: dict[str, dict[str, list[float]]] = json.loads(lines[-1])
+    found: dict[str, float] = json.loads(lines[-1])
     return found
 
 
-def lines_of(found: dict[str, dict[str, list[float]]], mbit: int, rounds: int, command: str) -> Iterator[str]:
+def lines_of(
+    found: dict[tuple[int, ...], list[dict[str, float]]], mbit: int, rounds: int, command: str
+) -> Iterator[str]:
     """The part of the page."""
     yield from paragraph(
         f"""Real runs on a shaped link. {origin(command)} Four gloo ranks of one thread, two in each of two network
@@ -206,13 +204,15 @@ def lines_of(found: dict[str, dict[str, list[float]]], mbit: int, rounds: int, c
         spares of it."""
     )
     rows = []
-    for (grid, seconds), (width, n, _) in zip(found.items(), SIZES.values(), strict=True):
+    for grid, one in found.items():
+        width, n, settings = SIZES[grid]
+        seconds = {name: [of_round[name] for of_round in one] for name in settings}
         none, free = median(seconds["none"]), median(seconds[FREE])
         for name, times in seconds.items():
             share = (none - median(times)) / (none - free)
             rows.append(
                 [
-                    *(grid, f"{width}, {n}", name, format_seconds(median(times))),
+                    *(" x ".join(map(str, grid)), f"{width}, {n}", name, format_seconds(median(times))),
                     f"{format_seconds(min(times))} to {format_seconds(max(times))}",
                     "" if name in (FREE, "none") else f"{share:.0%}",
                 ]
@@ -229,17 +229,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--write", action="store_true", help="put the table into docs/tensor3d.md")
+    parser.add_argument("--grid", type=int, nargs=3, help="one of the grids alone")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     rounds = 1 if asked.quick else asked.rounds
     if asked.rank:
-        on_this_rank(asked.mbit, rounds)
+        on_this_rank(asked.mbit, tuple(asked.grid))
         return
     refuse_without_root()
     if asked.write:
         read_part(PAGE, PART)  # a page without markers is refused before anything is measured
+    grids = [tuple(asked.grid)] if asked.grid else list(SIZES)
+    found: dict[tuple[int, ...], list[dict[str, float]]] = {grid: [] for grid in grids}
     with linked(asked.mbit):
-        found = run(asked.mbit, rounds)
+        for grid in [grid for _ in range(rounds) for grid in grids]:
+            found[grid].append(run(asked.mbit, grid))
+            print(grid, json.dumps(found[grid][-1]), file=sys.stderr, flush=True)
     command = f"python -m benchmarks.tensor3d.overlap{' --quick' * asked.quick} --write"
     lines = list(lines_of(found, asked.mbit, rounds, command))
     if asked.write:
