@@ -48,7 +48,7 @@ class _LaterWeight(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Any) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.later, ctx.kind = later, weight.dtype
-        return F.linear(x, weight.to(x.dtype), bias)
+        return F.linear(x, computed_in(weight), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -84,9 +84,9 @@ class Request:
         for name, allowed in CHOICES.items():
             one_of(name, getattr(self, name), allowed)
         self._check_numbers()
+        self._check_overlap()
         self._check_plan()
         self._check_grid()
-        self._check_overlap()
         for name, what in (
             ("rates", "of a file that `lightning-amp calibrate` wrote"),
             ("data_dir", "of a data directory"),
@@ -184,6 +184,8 @@ class Request:
                 f"tensor_overlap={names!r} was given; allowed are none or some of {', '.join(map(repr, allowed))}, as"
                 " a tuple"
             )
+        # a command line has lists
+        object.__setattr__(self, "tensor_overlap", tuple(names))
         cache_bytes(self.tensor_cache)
 
     def _check_plan(self) -> None:
