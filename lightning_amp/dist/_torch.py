@@ -14,6 +14,9 @@ from torch._C import _ForceDispatchKeyGuard as force_dispatch_keys
 # a dispatch mode sees the operators on parts, not those on the whole
 from torch._C import _len_torch_dispatch_stack as n_dispatch_modes
 
+# whether a backward pass, which may be that of torch.autograd.grad, needs the gradient of a node
+from torch._C import _will_engine_execute_node as is_reached
+
 # torch.compiler.disable, which loads the compiler at the first call: a compiler that traces collectives with tensors
 # that have no values would leave them out
 from torch._compile import _disable_dynamo as never_compiled
@@ -44,6 +47,7 @@ __all__ = [
     "in_backward",
     "included_keys",
     "is_composite",
+    "is_reached",
     "n_dispatch_modes",
     "never_compiled",
     "no_modes",

@@ -32,9 +32,12 @@ from lightning_amp.dist.splits import MeshAxis, record
 
 # torch 2.13 has a new name, and warns of the old one
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Map = Callable[..., Tensor]
 Wanted = tuple[tuple[range, ...], ...]
 """For every rank the ranges of a dim that it gets, in order."""
+LATER: list[Callable[[], None]] = []
+"""Computations that nothing waits for yet; the next all-reduce does them while it is under way."""
 
 
 class _Linear(Function):
@@ -124,24 +127,47 @@ def reduce_now(x: Tensor, axis: MeshAxis, op: Any = dist.ReduceOp.SUM) -> Tensor
     kind = torch.int32 if x.dtype == torch.int16 else x.dtype
     found = x.to(kind, copy=True, memory_format=torch.contiguous_format)
     record(axis, "all_reduce", found.nbytes)
+    work = None
     if _sends(found, axis):
-        dist.all_reduce(_sendable(found), op, group=axis.group)
+        work = dist.all_reduce(_sendable(found), op, group=axis.group, async_op=bool(LATER))
+    do_later()
+    if work is not None:
+        work.wait()
     return found.to(x.dtype)
 
 
-@torch.no_grad()
+def do_later() -> None:
+    """Do what was left for later."""
+    while LATER:
+        LATER.pop(0)()
+
+
 def stacked(x: Tensor, axis: MeshAxis) -> Tensor:
     """Tensors of one shape of all ranks, along a new first dim, without a gradient."""
-    if axis.size == 1:
-        return x[None]
-    found = _arriving(x, (axis.size, *x.shape), axis)
-    record(axis, "all_gather", x.nbytes)
-    if _sends(found, axis):
-        _ALL_GATHER(_sendable(found).view(-1), _sendable(x.contiguous()).view(-1), group=axis.group)
-    return found
+    return start_stacked(x, axis)()
 
 
 @torch.no_grad()
+def start_stacked(x: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
+    """Begin to send a tensor to all ranks; the returned function waits for what `stacked` returns."""
+    if axis.size == 1:
+        return lambda: x[None]
+    found, given, work = _arriving(x, (axis.size, *x.shape), axis), [x.contiguous()], None
+    record(axis, "all_gather", x.nbytes)
+    if _sends(found, axis):
+        to, own = _sendable(found).view(-1), _sendable(given[0]).view(-1)
+        work = _ALL_GATHER(to, own, group=axis.group, async_op=True)
+
+    def arrive() -> Tensor:
+        if work is not None:
+            work.wait()
+        # kept until here: a tensor that is being sent must not be freed
+        given.clear()
+        return found
+
+    return arrive
+
+
 def start_reduce_scatter(rows: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
     """Begin to add up rows, of which rank r gets the sum of the r-th; the returned function waits for it.
 
@@ -149,17 +175,42 @@ def start_reduce_scatter(rows: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
         rows: One row for each rank.
     """
     record(axis, "reduce_scatter", rows.nbytes)
-    found, sent, work = torch.empty_like(rows), [rows.contiguous()], None
-    if axis.group is not None:
-        # gloo has no reduce-scatter that sends less than an all-reduce
-        work = dist.all_to_all_single(found, sent[0], group=axis.group, async_op=True)
+    return start_adding_rows(rows, axis.group)
+
+
+@torch.no_grad()
+def start_adding_rows(rows: Tensor, group: Any, out: Tensor | None = None) -> Callable[[], Tensor]:
+    """Begin to add up rows [R, ...] over a group, rank r the r-th; the returned function waits for the sum.
+
+    gloo has no reduce-scatter that sends less than an all-reduce. There every rank sends each other one its row, and
+    adds up what it gets: as many bytes as a ring sends, in one collective that goes on by itself.
+
+    Args:
+        rows: One row for each rank.
+        group: The ranks; None in a dry run.
+        out: Where the sum is written.
+    """
+    by_gloo = rows.device.type == "cpu" if group is None else dist.get_backend(group) == "gloo"
+    given, work = [rows.contiguous()], None
+    found = torch.empty_like(given[0]) if by_gloo else torch.empty_like(given[0][0]) if out is None else out
+    sends = group is not None and not isinstance(rows, FakeTensor)
+    if sends and by_gloo:
+        work = dist.all_to_all_single(found, given[0], group=group, async_op=True)
+    elif sends:
+        work = _REDUCE_SCATTER(found.view(-1), given[0].view(-1), group=group, async_op=True)
 
     def arrive() -> Tensor:
         if work is not None:
             work.wait()
-        # kept until here, as by the collective
-        sent.clear()
-        return found.sum(0)
+        # kept until here: a tensor that is being sent must not be freed
+        given.clear()
+        if not by_gloo:
+            return found
+        total = torch.sum(found, 0, out=out)
+        if work is not None:
+            # gloo's thread may still hold it when the collective has ended
+            found.untyped_storage().resize_(0)
+        return total
 
     return arrive
 

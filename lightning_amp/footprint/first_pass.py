@@ -102,10 +102,14 @@ class FirstPass:
         self._arguments, self._versions = _versions(self.arguments), self._versions_now()
         self._random: Any = random_state()
         self._known = changing.get(self._mode)
+        # what stands in the place of a parameter may be gathered when it is read
+        read = {id(value) for child in self._modules.values() for value in child._parameters.values()}
         self._before = {
             place: tensor.detach().clone()
             for place, tensor in self._tensors.items()
-            if not isinstance(tensor, nn.Parameter) and (self._known is None or place in self._known)
+            if not isinstance(tensor, nn.Parameter)
+            and id(tensor) not in read
+            and (self._known is None or place in self._known)
         }
 
     def settle(self) -> str:

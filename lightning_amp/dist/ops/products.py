@@ -1,14 +1,17 @@
 """Matrix products: contractions of a split dim are added up; for rows by columns the right operand is gathered."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_amp.dist.by_rule import by_rule
+from lightning_amp.dist._torch import is_reached
+from lightning_amp.dist.by_rule import by_rule, rule_plan
 from lightning_amp.dist.collectives import gather, reduce_scatter
 from lightning_amp.dist.owners import Owners
+from lightning_amp.dist.plans import TENSOR
 from lightning_amp.dist.registry import BY_RULE, composed, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import computed_in, local_of, part_in, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import WHOLE, MeshAxis
@@ -17,10 +20,54 @@ from lightning_amp.dist.splits import WHOLE, MeshAxis
 @operator("linear")
 def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Without the bias where sums are added up: it would be added by every rank."""
-    if bias is None or not (splits_of(x).at(len(shape_of(x)) - 1) or splits_of(weight).at(1)):
-        return BY_RULE
-    found = F.linear(x, weight)
-    return found + bias.to(found.dtype)
+    if bias is not None and (splits_of(x).at(len(shape_of(x)) - 1) or splits_of(weight).at(1)):
+        found = F.linear(x, weight)
+        return found + bias.to(found.dtype)
+    tensors = [x, weight, *([] if bias is None else [bias])]
+    plan = rule_plan(func, tuple(tensors), {}, tensors)
+    assert plan is not None, "it has a rule"
+    return replace(plan, call=_linear_of_parts, args=(TENSOR,) * len(tensors))
+
+
+def _linear_of_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    later = getattr(weight, "add_up_later", None)
+    if later is None or not (weight.requires_grad and torch.is_grad_enabled()):
+        return F.linear(x, weight, bias)
+    x, bias = computed_in(x), None if bias is None else computed_in(bias)
+    return cast(Tensor, _LaterWeight.apply(x, weight, bias, later))
+
+
+class _LaterWeight(torch.autograd.Function):
+    """A linear layer whose backward pass leaves the gradient of its weight for later.
+
+    The gradient of its input is needed at once, and is added up over ranks by the layer before, where features are
+    contracted. While that is under way, the gradient of the weight is computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Any) -> Tensor:
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+        ctx.later, ctx.kind = later, weight.dtype
+        return F.linear(x, computed_in(weight), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), kind = ctx.saved_tensors, ctx.kind
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = grad @ weight.to(grad.dtype)
+        rows = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0)
+        if is_reached(ctx.next_functions[1][0]):
+
+            def compute() -> Tensor:
+                return (rows.T @ x.reshape(-1, x.shape[-1])).to(kind)
+
+            # a graph of the backward pass has to have it
+            if torch.is_grad_enabled() or not ctx.later(compute):
+                of_weight = compute()
+        return of_x, of_weight, of_bias, None
 
 
 @operator("addmm", "baddbmm", "addbmm", "addmv", "addr")

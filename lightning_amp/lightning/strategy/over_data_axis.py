@@ -100,4 +100,10 @@ def _units_of(name: str, plan: Plan, model: nn.Module, mesh: DeviceMesh, fn: Tra
     if split is None:
         return None
     spec = next(rule.spec for rule in plan.rules if rule.strategy == name)
-    return split(model, spec, mesh, fitting=fn == TrainerFn.FITTING, agree=Agreement(mesh, name).on)
+    agreement = Agreement(mesh, name)
+
+    def agree(what: str) -> None:
+        agreement.on(what)
+        agreement.look()
+
+    return split(model, spec, mesh, fitting=fn == TrainerFn.FITTING, agree=agree)

@@ -12,6 +12,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import FullyShard
 from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies
 from lightning_amp.quantities import is_number, parse_bytes
+from lightning_amp.techniques.tensor3d.row import OVERLAP, cache_bytes
 
 CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "policy": ("auto", "paper"),
@@ -36,6 +37,8 @@ OPTIONS_OF = {
     "sequence_sizes": "sequence",
     "sequence_grid": "sequence",
     "tensor_grid": "tensor3d",
+    "tensor_overlap": "tensor3d",
+    "tensor_cache": "tensor3d",
 }
 """Options that say how one strategy is done, which has to be asked for by name."""
 
@@ -74,11 +77,14 @@ class Request:
     sequence_sizes: str | Sequence[int] = "even"
     sequence_grid: str = ""
     tensor_grid: tuple[int, int, int] | None = None
+    tensor_overlap: Sequence[str] = tuple(OVERLAP.split(","))
+    tensor_cache: str | int = "0B"
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             one_of(name, getattr(self, name), allowed)
         self._check_numbers()
+        self._check_overlap()
         self._check_plan()
         self._check_grid()
         for name, what in (
@@ -166,6 +172,17 @@ class Request:
                 f" it is {ranks}; leave model_parallel_size out"
             )
         object.__setattr__(self, "model_parallel_size", ranks)
+
+    def _check_overlap(self) -> None:
+        names, allowed = self.tensor_overlap, OVERLAP.split(",")
+        if not isinstance(names, tuple | list) or any(name not in allowed for name in names):
+            raise PlanError(
+                f"tensor_overlap={names!r} was given; allowed are none or some of {', '.join(map(repr, allowed))}, as"
+                " a tuple"
+            )
+        # a command line has lists
+        object.__setattr__(self, "tensor_overlap", tuple(names))
+        cache_bytes(self.tensor_cache)
 
     def _check_plan(self) -> None:
         chosen = () if self.strategies is None else parse_strategies(self.strategies)

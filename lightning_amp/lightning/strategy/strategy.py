@@ -119,6 +119,8 @@ class AMPStrategy(MeshStrategy):
         sequence_sizes: str | Sequence[int] = "even",
         sequence_grid: str = "",
         tensor_grid: tuple[int, int, int] | None = None,
+        tensor_overlap: Sequence[str] = ("all_reduce", "reduce_scatter", "all_gather"),
+        tensor_cache: str | int = "0B",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -149,6 +151,8 @@ class AMPStrategy(MeshStrategy):
             fsdp_offload: Of `strategies="fsdp"`: whether a rank's parts of them lie in the host's memory.
             device_speeds: "measure" deals stages and strata to ranks by what each reaches; None takes ranks as alike.
             tensor_grid: Of `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
+            tensor_overlap: Of `strategies="tensor3d"`: collectives that are under way while a rank computes.
+            tensor_cache: Of `strategies="tensor3d"`: bytes of gathered parameters that are kept for the backward pass.
             sequence_dim: Of `strategies="sequence"`, or of "tensor3d" where z splits samples: which dims.
             sequence_sizes, sequence_grid: Of `strategies="sequence"`: how they are split.
 

@@ -1,7 +1,6 @@
 """The two collectives of a unit, in torch's `fully_shard`: parameters are gathered, gradients added up in parts.
 
-gloo adds up in parts by adding up everything on every rank. Here every rank sends each other one its part, and adds
-what it has received: R times fewer numbers travel. Other backends have a collective for it.
+gloo has no collective that adds up in parts (dist/collectives.py has one).
 
 Legend: R ranks, n numbers of a rank's part.
 """
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_amp.dist.collectives import start_adding_rows
 from lightning_amp.parallel.fsdp.agreement import Agreement
 
 # torch 2.13 renames both and warns of the old names
@@ -76,11 +76,7 @@ class AddUp(_Comm):
                 output_tensor, input_tensor, group=group, op=op, async_op=async_op
             )
             return work
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)
-        # gloo's thread may still hold it when the collective has ended
-        received.untyped_storage().resize_(0)
+        start_adding_rows(input_tensor.view(group.size(), -1), group, out=output_tensor)()
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
         return None

@@ -21,12 +21,14 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import functional_collectives as functional
+from lightning_amp.dist.collectives import start_adding_rows
 
 Collective = Callable[[DeviceMesh, Tensor], Tensor]
 
@@ -84,6 +86,8 @@ def all_gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
 @torch.no_grad()
 def reduce_scatter(mesh: DeviceMesh, block: Tensor) -> Tensor:
     """Sum over the ranks of the own part of a block, without gradients."""
+    if dist.get_backend(mesh.get_group()) == "gloo":
+        return start_adding_rows(block, mesh.get_group())()
     return _wait(_REDUCE_SCATTER(block.contiguous(), "sum", 0, mesh.get_group()))[0]
 
 

@@ -25,8 +25,8 @@ from lightning_amp.dist._torch import (
 from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.techniques.tensor3d.grid import Grid, grid_mesh
+from lightning_amp.techniques.tensor3d.in_step import STRAY
 from lightning_amp.techniques.tensor3d.layouts import largest_rank, with_axes_exchanged, written
-from lightning_amp.techniques.tensor3d.parameters import STRAY
 from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 from lightning_amp.techniques.tensor3d.units import GridUnits

@@ -10,7 +10,7 @@ The gathered part is not kept for the backward pass: `forgetting_gathered` saves
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -20,48 +20,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_amp.dist.collectives import reduce_now, stacked, start_reduce_scatter
+from lightning_amp.dist.collectives import reduce_now, stacked, start_reduce_scatter, start_stacked
 from lightning_amp.dist.redistribute import own_part
 from lightning_amp.dist.sharded_tensor import ShardedTensor, part_in, wrap
 from lightning_amp.dist.splits import WHOLE, MeshAxis, Splits
 from lightning_amp.errors import ModelError
 from lightning_amp.techniques.tensor3d.boxes import boxes_of
 from lightning_amp.techniques.tensor3d.grid import Grid
-
-IN_FLIGHT = 2
-"""Gradients that are summed at a time, which bounds the memory that they need."""
-STRAY = (
-    "a backward pass was begun by loss.backward() or torch.autograd.grad, and under tensor3d the Trainer has to begin"
-    " it, to weigh the loss; return the loss from training_step, or train with strategies='S1'"
-)
-
-
-@dataclass
-class InStep:
-    """What the parameters of a module have in common in a step.
-
-    Attributes:
-        agree: Called with what this rank is about to do; a collective that fails where ranks differ.
-        begun: Whether a backward pass is that of the strategy, which weighs the loss.
-        on_their_way: What waits for the gradients that are being summed, and returns their parameters.
-        reached: Parameters whose gradients have arrived, by id.
-    """
-
-    agree: Callable[[str], None] = lambda what: None
-    begun: bool = False
-    on_their_way: list[Callable[[], nn.Parameter]] = field(default_factory=list)
-    reached: dict[int, nn.Parameter] = field(default_factory=dict)
-
-    def arrive(self, left: int = 0) -> None:
-        """Wait for gradients until so many are left on their way."""
-        while len(self.on_their_way) > left:
-            parameter = self.on_their_way.pop(0)()
-            self.reached[id(parameter)] = parameter
-
-    def forget(self) -> None:
-        """The step has ended, or failed."""
-        self.on_their_way.clear()
-        self.reached.clear()
+from lightning_amp.techniques.tensor3d.in_step import InStep
 
 
 class GridParameter:
@@ -77,6 +43,7 @@ class GridParameter:
     Attributes:
         shape: Of the whole parameter.
         is_cut: Whether the parameter has this rank's part.
+        most_bytes: Of the entries of the split dims, on the rank that has most of them.
     """
 
     technique = "tensor3d"
@@ -101,6 +68,11 @@ class GridParameter:
                 self._flat.append((axis, n))
                 n = -(-n // axis.size)
         self.n_own = n
+        most = list(self.shape)
+        for _, dim, owners in splits:
+            most[dim] = max(owners.counts)
+        self.most_bytes = prod(most) * parameter.element_size()
+        self._in_step.largest_bytes = max(self._in_step.largest_bytes, self.most_bytes)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -126,7 +98,7 @@ class GridParameter:
 
     def join(self, own: Tensor) -> Tensor:
         """The whole tensor of all ranks' parts; a collective of the grid."""
-        part = self._joined(own.detach()).view(self._block)
+        part = self._start_joining(own.detach())()
         return part_in(wrap(part, self.splits), WHOLE).contiguous()
 
     def put(self, whole: Tensor, own: Tensor) -> None:
@@ -145,11 +117,6 @@ class GridParameter:
             stop = min(stop, start + n)
         return boxes_of(own, range(start, max(start, stop)), self._block, self.splits)
 
-    def _joined(self, own: Tensor) -> Tensor:
-        for axis, n in reversed(self._flat):
-            own = stacked(own, axis).view(-1)[:n]
-        return own
-
     # --- in a step ---
 
     def wrapper(self) -> ShardedTensor:
@@ -157,47 +124,49 @@ class GridParameter:
         leaf = self.parameter
 
         def gathered() -> Tensor:
-            return cast(Tensor, _Gathered.apply(leaf, self))  # type: ignore[no-untyped-call]
+            found = cast(Tensor, _Gathered.apply(leaf, self))  # type: ignore[no-untyped-call]
+            found.add_up_later = partial(self._in_step.add_up_later, self)  # type: ignore[attr-defined]
+            return found
 
         return ShardedTensor.made_when_read(gathered, leaf, self.shape, self.splits)
 
     def gather(self) -> Tensor:
         """The entries of the split dims, without a gradient."""
-        if self._flat:
-            self._in_step.agree(f"gathers {self.name!r}")
-        return self._joined(self.parameter.detach()).view(self._block)
+        return self._in_step.gather(self) if self._flat else self.parameter.detach().view(self._block)
 
-    def begin_to_sum(self, grad: Tensor) -> None:
-        """Begin to sum a gradient of the gathered part over the ranks, of which this rank's part goes to `grad`.
+    def start_gather(self) -> Callable[[], Tensor]:
+        """Begin to gather them; the returned function waits for them."""
+        return self._start_joining(self.parameter.detach())
 
-        Raises:
-            ModelError: The backward pass is not that of the strategy.
-        """
-        if not self._in_step.begun:
-            raise ModelError(STRAY)
-        self._in_step.agree(f"adds up the gradient of {self.name!r}")
-        # each holds a whole gradient
-        self._in_step.arrive(IN_FLIGHT - 1)
-        self._in_step.on_their_way.append(self.keep(grad))
+    def _start_joining(self, own: Tensor) -> Callable[[], Tensor]:
+        (axis, n), *others = self._flat[::-1] or [(self.grid.x, own.numel())]
+        arrive = start_stacked(own, axis) if self._flat else lambda: own
 
-    def keep(self, grad: Tensor) -> Callable[[], nn.Parameter]:
-        """Begin to sum a gradient of the gathered part; the returned function adds what is this rank's to `grad`."""
+        def joined() -> Tensor:
+            found = arrive().view(-1)[:n]
+            for other, m in others:
+                found = stacked(found, other).view(-1)[:m]
+            return found.view(self._block)
+
+        return joined
+
+    def start_sum(self, grad: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum a gradient of the gathered part; the returned function waits for what is this rank's."""
         part = grad.reshape(-1) / self.grid.size
-        last: Callable[[], Tensor] | None = None
         for i, (axis, _) in enumerate(self._flat):
             arrive = start_reduce_scatter(_padded(part, axis.size), axis)
             if i == len(self._flat) - 1:
-                last = arrive
-            else:
-                part = arrive()
+                return arrive
+            part = arrive()
+        return lambda: part
 
-        def add() -> nn.Parameter:
-            found = part if last is None else last()
-            leaf = self.parameter
-            leaf.grad = found if leaf.grad is None else leaf.grad.add_(found)
-            return leaf
+    def add_up(self, grad: Tensor) -> None:
+        """Begin to sum a gradient of the gathered part; `grad` of the parameter gets what is this rank's."""
+        self._in_step.add_up(self, grad)
 
-        return add
+    def zeros(self) -> Tensor:
+        """A gradient of the gathered part."""
+        return self.parameter.new_zeros(self._block)
 
 
 def _padded(flat: Tensor, size: int) -> Tensor:
@@ -216,14 +185,17 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, of: GridParameter) -> Tensor:
         ctx.of = of
+        # of a layer that hands its gradient on later there is none
+        ctx.set_materialize_grads(False)
         found = of.gather()
         _remember(found, of)
         return found
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        ctx.of.begin_to_sum(grad)
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
+        if grad is not None:
+            ctx.of.add_up(grad)
         return None, None
 
 

@@ -5,7 +5,11 @@ from math import prod
 from typing import Any
 
 from lightning_amp.errors import PlanError
+from lightning_amp.quantities import parse_bytes
 from lightning_amp.techniques.sequence import row as sequence_row
+
+OVERLAP = "all_reduce,reduce_scatter,all_gather"
+"""Collectives that may be under way while a rank computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,11 +20,16 @@ class TensorParallel3D:
         grid: Ranks of the axes x, y and z, such as "2x1x2"; z splits rows of the batch. "" before it is chosen.
         layouts: How the dims of parameters are split, as JSON (layouts.py).
         dims: Dims of the batch's tensors, as of `sequence`, that z splits in place of rows; "" where it does not.
+        overlap: Collectives that are under way while a rank computes: all-reduces of gradients of inputs, sums of
+            gradients of weights, gathers of parameters.
+        cache_bytes: Of gathered parameters that a rank keeps until the backward pass has ended.
     """
 
     grid: str = ""
     dims: str = ""
     layouts: str = field(default="", repr=False)
+    overlap: str = OVERLAP
+    cache_bytes: int = 0
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -40,7 +49,7 @@ class TensorParallel3D:
 
 
 def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]:
-    """The spec with the `tensor_grid` of a request, if it has one; layouts follow from the first batch.
+    """The spec with the options of a request; a grid that is open, and layouts, follow from the first batch.
 
     Raises:
         PlanError: Only a part of a grid is given.
@@ -60,8 +69,19 @@ def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]
             f"sequence_dim={given!r} was given with strategies='tensor3d' and without a grid; give tensor_grid=(x, y, z),"
             " of which z splits samples"
         )
-    spec = replace(spec, dims=dims)
-    return (spec if grid is None else replace(spec, grid="x".join(map(str, grid)))), False
+    overlap = ",".join(getattr(request, "tensor_overlap", OVERLAP.split(",")))
+    cache = cache_bytes(getattr(request, "tensor_cache", 0))
+    grid = spec.grid if grid is None else "x".join(map(str, grid))
+    return replace(spec, grid=grid, dims=dims, overlap=overlap, cache_bytes=cache), False
+
+
+def cache_bytes(text: str | int) -> int:
+    """Bytes of a `tensor_cache`, which may be zero.
+
+    Raises:
+        PlanError: Not a size.
+    """
+    return 0 if str(text).strip().upper() in ("0", "0B") else parse_bytes(text)
 
 
 ROW: dict[str, Any] = {

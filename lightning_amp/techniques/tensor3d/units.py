@@ -5,8 +5,6 @@
                      backward pass has ended, or the step has returned nothing to train on
 
 Gradients are summed over the grid while the backward pass goes on, and averaged over its copies when it has ended.
-Before each collective that a rank could skip, as of a branch that its rows do not take, the ranks compare what it is
-for.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,8 +22,9 @@ from lightning_amp.techniques.deferred import DEFERRED, DROPPED
 from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims
 from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
 from lightning_amp.techniques.tensor3d.grid import Grid
+from lightning_amp.techniques.tensor3d.in_step import InStep
 from lightning_amp.techniques.tensor3d.layouts import splits_in
-from lightning_amp.techniques.tensor3d.parameters import GridParameter, InStep, average, forgetting_gathered
+from lightning_amp.techniques.tensor3d.parameters import GridParameter, average, forgetting_gathered
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 
 READ_ELSEWHERE = (
@@ -44,7 +43,7 @@ class GridUnits:
 
     Args:
         module: Whole, equal on all ranks.
-        spec: With the layouts, and the dims of the batch that z splits.
+        spec: How dims are split (layouts.py), the dims of the batch that z splits, and what overlaps.
         grid: The ranks.
         agree: Called with what this rank is about to do; a collective that fails where ranks differ.
         begun: Whether any backward pass belongs to the step, as in a dry run.
@@ -63,7 +62,7 @@ class GridUnits:
         begun: bool = False,
     ) -> None:
         self._module, self._grid, self._dry = module, grid, begun
-        self._in_step = InStep(agree=agree, begun=begun)
+        self._in_step = InStep(agree=agree, overlap=spec.overlap, cache_bytes=spec.cache_bytes, begun=begun)
         splits = splits_in(spec.layouts, module, grid)
         self._how = HowToSplit(dims=read_dims(spec.dims), sizes="even", axes=(grid.z,)) if spec.dims else None
         self.deferred = any(DROPPED in vars(p) for p in module.parameters()) or any(
@@ -133,13 +132,19 @@ class GridUnits:
             child._parameters[place] = one.wrapper()  # type: ignore[assignment]
         self._inside = self._running = True
         goes_on = False
+        self._in_step.begin(name)
         try:
             with forgetting_gathered():
                 axes = (self._grid.x, self._grid.y, *(() if self._how is None else self._how.axes))
                 found = run_sharded(name, partial(self._call, step, *args, **kwargs), self._module, axes)
-            # else no backward pass is to come
             automatic = getattr(self._module, "automatic_optimization", True)
             goes_on = automatic and any(tensor.requires_grad for _, tensor in tensors(found))
+            if not goes_on:
+                # no backward pass is to come
+                self._in_step.end(f"ends {name!r}")
+        except BaseException:
+            self._in_step.forget()
+            raise
         finally:
             self._running = False
             if not goes_on:
@@ -156,7 +161,6 @@ class GridUnits:
         try:
             with forgetting_gathered():
                 yield
-            self._in_step.agree("ends the backward pass")
             self.end_backward()
         except BaseException:
             self._in_step.forget()
@@ -167,12 +171,9 @@ class GridUnits:
 
     def end_backward(self) -> None:
         """Wait for gradients, and put the parameters back."""
-        self._in_step.arrive()
+        reached = self._in_step.end("ends the backward pass")
         if self._grid.replicas is not None:
-            average(
-                [p.grad for p in self._in_step.reached.values() if p.grad is not None], self._grid.replicas
-            )
-        self._in_step.forget()
+            average([p.grad for p in reached if p.grad is not None], self._grid.replicas)
         self._put_back()
 
     def before_update(self) -> None:

@@ -1,0 +1,256 @@
+"""What overlaps, flag by flag: four ranks on two "nodes" that a slow link joins, really run.
+
+    sudo python -m benchmarks.tensor3d.overlap [--mbit 500] [--rounds 5] [--quick] [--write]
+
+As root: two network namespaces, joined by a pair of virtual links whose rate `tc` limits in both directions
+(benchmarks/pipeline/shaped_links.py), two gloo ranks of one thread in each; ranks of one namespace are joined by its
+loopback, which is not limited. The model is a chain of linear layers. On the grid 2 x 1 x 2 parameters are gathered
+and gradients summed over the link, on 2 x 2 x 1 outputs of layers and their gradients. All settings take turns in a
+round, which has its own processes. The first two steps of a fit are not timed: they compare collectives, and keep their
+order.
+
+What communication takes is the step with everything waited for at once, less the same step where the link is not
+limited; the share hidden is what a setting spares of it. `--write` puts the table into docs/tensor3d.md.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmarks.page import ROOT, origin, paragraph, read_part, table, write_part
+from benchmarks.pipeline.shaped_links import (
+    ADDRESSES,
+    BURST,
+    LINKS,
+    NAMESPACES,
+    PORT,
+    linked,
+    refuse_without_root,
+)
+from benchmarks.training.whole_step import QUIET
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.quantities import format_seconds
+from lightning_amp.techniques.tensor3d.row import OVERLAP
+
+PAGE, PART = ROOT / "docs" / "tensor3d.md", "tensor3d.overlap"
+RANKS, PER_NODE = 4, 2
+LAYERS, STEPS, SKIPPED = 4, 6, 2
+FREE = "none, link not limited"
+SETTINGS: dict[str, tuple[str, int]] = {
+    FREE: ("", 0),
+    "none": ("", 0),
+    **{name: (name, 0) for name in OVERLAP.split(",")},
+    "all three": (OVERLAP, 0),
+    "all three, cache": (OVERLAP, 2**30),
+}
+"""What overlaps, and the bytes of the cache."""
+SIZES = {
+    (2, 1, 2): (1024, 4096, tuple(SETTINGS)),
+    # weights are not split over z: all-reduces alone are long
+    (2, 2, 1): (2048, 1024, (FREE, "none", "all_reduce", "all three")),
+}
+"""Of a grid: features, rows, and the settings that make a difference."""
+
+
+class Chain(LightningModule):
+    """Linear layers of one width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS)]
+        self.layers = nn.Sequential(*layers)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        found: Tensor = (self.layers(batch) - 1).square().mean()
+        return found
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Watch(Callback):
+    """Seconds of every step."""
+
+    def __init__(self) -> None:
+        self.ends = list[float]()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """A step has ended."""
+        self.ends.append(time.perf_counter())
+
+
+def fit(strategy: AMPStrategy, width: int, rows: int) -> float:
+    """Median seconds of a step."""
+    torch.manual_seed(0)
+    module, watch = Chain(width), Watch()
+    batches: Any = [torch.randn(rows, width) for _ in range(STEPS)]
+    options: dict[str, Any] = {
+        "devices": PER_NODE,
+        "num_nodes": RANKS // PER_NODE,
+        "accelerator": "cpu",
+        **QUIET,
+    }
+    Trainer(
+        strategy=strategy,
+        max_epochs=1,
+        plugins=[TorchElasticEnvironment()],
+        callbacks=[watch],
+        use_distributed_sampler=False,
+        **options,
+    ).fit(module, DataLoader(batches, batch_size=None))
+    return median(b - a for a, b in pairwise(watch.ends[SKIPPED - 1 :]))
+
+
+def on_this_rank(mbit: int, grid: tuple[int, ...]) -> None:
+    """One fit of each setting on this rank; rank 0 prints one line of JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    width, rows, settings = SIZES[grid]
+    rows //= grid[2]
+    first = AMPStrategy(strategies="tensor3d", tensor_grid=(grid[0], grid[1], grid[2]))
+    fit(first, width, rows)
+    box = [None if first.plan is None else first.plan.to_json()]
+    dist.broadcast_object_list(box, 0)
+    plan, seconds = Plan.from_json(str(box[0])), dict[str, float]()
+    for name in settings:
+        overlap, cache = SETTINGS[name]
+        limit(None if name == FREE else mbit)
+        rules = [
+            replace(rule, spec=replace(rule.spec, overlap=overlap, cache_bytes=cache))
+            if rule.strategy == "tensor3d"
+            else rule
+            for rule in plan.rules
+        ]
+        seconds[name] = fit(AMPStrategy(plan=replace(plan, rules=tuple(rules))), width, rows)
+    if dist.get_rank() == 0:
+        print(json.dumps(seconds), flush=True)
+    dist.destroy_process_group()
+
+
+def limit(mbit: int | None) -> None:
+    """Limit what this namespace sends, or do so no more."""
+    dist.barrier()
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        command = ["tc", "qdisc", "replace", "dev", os.environ["GLOO_SOCKET_IFNAME"], "root"]
+        kind = ["pfifo", "limit", "1000"]
+        if mbit is not None:
+            kind = ["tbf", "rate", f"{mbit}mbit", "burst", str(BURST), "latency", "1s"]
+        subprocess.run([*command, *kind], check=True)
+    dist.barrier()
+
+
+def run(mbit: int, grid: tuple[int, ...]) -> dict[str, float]:
+    """A round: all ranks, two in each namespace; seconds of a step by setting.
+
+    Raises:
+        SystemExit: A rank was lost.
+    """
+    paths = os.pathsep.join([str(ROOT), *sys.path])
+    asked = ["--rank", "--mbit", str(mbit), "--grid", *map(str, grid)]
+    ranks = []
+    for rank in range(RANKS):
+        node = rank // PER_NODE
+        environment = os.environ | {
+            **{"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": LINKS[node]},
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank % PER_NODE), "GROUP_RANK": str(node)},
+            **{"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(PER_NODE)},
+            **{"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "TORCHELASTIC_RUN_ID": "overlap"},
+        }
+        inside = ["ip", "netns", "exec", NAMESPACES[node]]
+        command = [*inside, sys.executable, "-m", "benchmarks.tensor3d.overlap", *asked]
+        ranks.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    said = [rank.communicate()[0] for rank in ranks]
+    lines = [line for line in said[0].splitlines() if line.startswith('{"')]
+    if any(rank.returncode for rank in ranks) or not lines:
+        raise SystemExit("\n".join(one[-3000:] for one in said))
+    found: dict[str, float] = json.loads(lines[-1])
+    return found
+
+
+def lines_of(
+    found: dict[tuple[int, ...], list[dict[str, float]]], mbit: int, rounds: int, command: str
+) -> Iterator[str]:
+    """The part of the page."""
+    yield from paragraph(
+        f"""Real runs on a shaped link. {origin(command)} Four gloo ranks of one thread, two in each of two network
+        namespaces that a link of {mbit} Mbit/s joins; {LAYERS} linear layers, float32.
+        Settings took turns; a step is the median of {rounds} rounds, beside the least and the most. Communication takes
+        the step with nothing overlapped less the step with the link not limited; the share hidden is what a setting
+        spares of it."""
+    )
+    rows = []
+    for grid, one in found.items():
+        width, n, settings = SIZES[grid]
+        seconds = {name: [of_round[name] for of_round in one] for name in settings}
+        none, free = median(seconds["none"]), median(seconds[FREE])
+        for name, times in seconds.items():
+            share = (none - median(times)) / (none - free)
+            rows.append(
+                [
+                    *(" x ".join(map(str, grid)), f"{width}, {n}", name, format_seconds(median(times))),
+                    f"{format_seconds(min(times))} to {format_seconds(max(times))}",
+                    "" if name in (FREE, "none") else f"{share:.0%}",
+                ]
+            )
+    yield from table(["grid", "features, rows", "overlaps", "a step", "rounds", "communication hidden"], rows)
+
+
+def main() -> None:
+    """Run, and print or write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mbit", type=int, default=500, help="rate of the link")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/tensor3d.md")
+    parser.add_argument("--grid", type=int, nargs=3, help="one of the grids alone")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    rounds = 1 if asked.quick else asked.rounds
+    if asked.rank:
+        on_this_rank(asked.mbit, tuple(asked.grid))
+        return
+    refuse_without_root()
+    if asked.write:
+        read_part(PAGE, PART)  # a page without markers is refused before anything is measured
+    grids = [tuple(asked.grid)] if asked.grid else list(SIZES)
+    found: dict[tuple[int, ...], list[dict[str, float]]] = {grid: [] for grid in grids}
+    with linked(asked.mbit):
+        for grid in [grid for _ in range(rounds) for grid in grids]:
+            found[grid].append(run(asked.mbit, grid))
+            print(grid, json.dumps(found[grid][-1]), file=sys.stderr, flush=True)
+    command = f"python -m benchmarks.tensor3d.overlap{' --quick' * asked.quick} --write"
+    lines = list(lines_of(found, asked.mbit, rounds, command))
+    if asked.write:
+        write_part(PAGE, PART, lines)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
