@@ -149,7 +149,10 @@ class GridParameter:
         def gathered() -> Tensor:
             return cast(Tensor, _Gathered.apply(leaf, self))  # type: ignore[no-untyped-call]
 
-        return ShardedTensor.made_when_read(gathered, leaf, self.shape, self.splits)
+        made = ShardedTensor.made_when_read(gathered, leaf, self.shape, self.splits)
+        # isinstance(x, nn.Parameter)
+        made._is_param = True  # type: ignore[attr-defined]
+        return made
 
     def gather(self) -> Tensor:
         """The entries of the split dims, without a gradient."""

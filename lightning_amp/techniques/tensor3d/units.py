@@ -110,8 +110,10 @@ class GridUnits:
     def run(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step; what it returns is whole."""
         self._put_back()
+        # a tied parameter stays one object
+        made = {id(one): one.wrapper() for _, _, one in self._places}
         for child, place, one in self._places:
-            child._parameters[place] = one.wrapper()  # type: ignore[assignment]
+            child._parameters[place] = made[id(one)]  # type: ignore[assignment]
         self._inside = True
         try:
             with forgetting_gathered():
