@@ -194,6 +194,12 @@ class ShardedTensor(Tensor):
     def __copy__(self) -> "ShardedTensor":
         return ShardedTensor(copy(self.local), self.splits, self.copied, self.strides)
 
+    def __deepcopy__(self, memo: Any) -> "ShardedTensor":
+        """A leaf, as of a parameter."""
+        made = ShardedTensor(self.local.detach().clone(), self.splits)
+        made.requires_grad = self.requires_grad
+        return made
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedTensor(shape={shape_of(self)}, {self.splits}, dtype={self.held.dtype})"
 

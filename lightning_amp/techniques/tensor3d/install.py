@@ -28,6 +28,7 @@ from lightning_amp.techniques.tensor3d.layouts import largest_rank, written
 from lightning_amp.techniques.tensor3d.parameters import STRAY
 from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
+from lightning_amp.techniques.tensor3d.strays import refuse_aliases
 from lightning_amp.techniques.tensor3d.units import GridUnits
 
 NO_GRADIENT = "does not require grad"
@@ -138,6 +139,7 @@ def refuse(module: LightningModule) -> None:
             "tensor3d: automatic_optimization=False is not supported; let the Trainer optimise, or train with"
             " strategies='fsdp'"
         )
+    refuse_aliases(module)
     for name, child in module.named_modules():
         if isinstance(child, AnyBatchNorm):
             raise InstallError(

@@ -151,7 +151,7 @@ class GridParameter:
 
         made = ShardedTensor.made_when_read(gathered, leaf, self.shape, self.splits)
         # isinstance(x, nn.Parameter)
-        made._is_param = True  # type: ignore[attr-defined]
+        made._is_param = True
         return made
 
     def gather(self) -> Tensor:

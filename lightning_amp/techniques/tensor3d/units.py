@@ -10,7 +10,7 @@ for.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -24,11 +24,7 @@ from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.layouts import splits_in
 from lightning_amp.techniques.tensor3d.parameters import GridParameter, InStep, average, forgetting_gathered
-
-READ_ELSEWHERE = (
-    "under tensor3d a parameter has this rank's part, and a function or object has read it by a reference to the"
-    " parameter; read it through its module, as self.layer.weight, in the step, or train with strategies='S1'"
-)
+from lightning_amp.techniques.tensor3d.strays import READ_ELSEWHERE, StrayReads, watch_hooks
 
 
 class GridUnits:
@@ -73,6 +69,7 @@ class GridUnits:
             if parameter is not None
         ]
         self._inside = False
+        self._looked_at = set[str]()
         self._undo: list[Callable[[], None]] = []
 
     def cut(self, optimizers: Iterable[Optimizer] = ()) -> None:
@@ -106,6 +103,7 @@ class GridUnits:
                 own.update(before)
 
             self._undo.append(undo)
+        self._undo.append(watch_hooks(self._module, self.parameters))
 
     def run(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step; what it returns is whole."""
@@ -116,7 +114,10 @@ class GridUnits:
             child._parameters[place] = made[id(one)]  # type: ignore[assignment]
         self._inside = True
         try:
-            with forgetting_gathered():
+            # the first step of a kind tells how it reads parameters
+            first = name not in self._looked_at
+            self._looked_at.add(name)
+            with forgetting_gathered(), StrayReads(self.parameters) if first else nullcontext():
                 call = partial(step, *args, **kwargs)
                 found = run_sharded(name, call, self._module, (self._grid.x, self._grid.y))
         except BaseException:
@@ -179,4 +180,4 @@ class GridUnits:
 def _refuse_read(grad: Tensor | None) -> None:
     # what is gathered has its gradient summed, and hands none on
     if grad is not None:
-        raise ModelError(READ_ELSEWHERE)
+        raise ModelError(READ_ELSEWHERE.format(name="it"))
