@@ -141,7 +141,8 @@ class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [t for t in tensors_in((args, kwargs)) if type(t) is not ShardedTensor]
         of = [self._parts.get(t.untyped_storage()._cdata) for t in given]
         # a whole norm, computed by the library, is no part
-        parts = [one for one in of if one is not None and not _is_ours()]
+        ours = _is_ours()
+        parts = [one for one in of if one is not None and not ours]
         if parts and not self._allowed(func, given, of):
             raise ModelError(IN_HOOK.format(hook=self._hook, op=name_of(func), name=parts[0].name))
         found = func(*args, **kwargs)
