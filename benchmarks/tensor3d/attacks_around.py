@@ -209,7 +209,7 @@ AROUND = [
     attack("a hook before a layer", X, lambda m, x: m.net(x), net=_with(_pre)),
     attack("a backward hook that looks", X, lambda m, x: m.net(x), net=_with(_backward)),
     attack("a backward hook that scales", X, lambda m, x: m.net(x), net=_with(_backward_scaled)),
-    attack("a backward hook that clamps", X, lambda m, x: m.net(x), net=_with(_backward_clamped)),
+    attack("a backward hook that clamps", X, lambda m, x: m.net(x), True, net=_with(_backward_clamped)),
     attack("metrics and logs", both(X, words(most=3)), _measured, True, net=_net, accuracy=lambda: torchmetrics.Accuracy("multiclass", num_classes=3)),
     attack("a metric of features", X, _metric_of_features, True, net=_net, error=torchmetrics.MeanSquaredError),
     attack("a checkpointed block", X, _checkpointed, net=_net, last=lin(3, 2)),
