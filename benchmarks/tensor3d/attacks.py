@@ -1,6 +1,6 @@
 """Train harmless-looking modules on grids of 2 and 4 ranks, and compare each with one process, in float64.
 
-    python -m benchmarks.tensor3d.attacks [--only NAME] [--grids 2,1,1 2,2,1] [--list]
+    python -m benchmarks.tensor3d.attacks [--tables weights] [--only NAME] [--grids 2,1,1 2,2,1] [--list]
 
 Three steps of SGD through the Trainer, with a batch of four rows: losses, parameters, buffers and logged values of
 every rank. A module on a grid is
@@ -12,7 +12,7 @@ every rank. A module on a grid is
     raw       where a rank raises an error of torch or of Python
     hangs     where ranks give no answer for 60 seconds, or some of them raise an error and others wait
 
-Exit status 1 where there is a wrong, raw or hanging one. Processes are started once; about ten minutes on two cores.
+Exit status 1 where there is a wrong, raw or hanging one. Processes are started once; half an hour on two cores.
 """
 
 import argparse
@@ -28,7 +28,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.tensor3d.attacks_around import AROUND
+from benchmarks.tensor3d.attacks_kept import KEPT
 from benchmarks.tensor3d.attacks_layers import LAYERS
+from benchmarks.tensor3d.attacks_losses import LOSSES
+from benchmarks.tensor3d.attacks_mixed import MIXED
+from benchmarks.tensor3d.attacks_nets import NETS
 from benchmarks.tensor3d.attacks_values import VALUES
 from benchmarks.tensor3d.attacks_weights import WEIGHTS
 from benchmarks.tensor3d.ranks import Found, Ranks
@@ -38,7 +42,17 @@ from tests.lightning.strategy.strategy_cases import RunningRanks
 
 Grid = tuple[int, int, int]
 GRIDS: list[Grid] = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]
-ATTACKS = {one.name: one for one in [*WEIGHTS, *LAYERS, *VALUES, *AROUND]}
+TABLES = {
+    "weights": WEIGHTS,
+    "kept": KEPT,
+    "layers": LAYERS,
+    "nets": NETS,
+    "mixed": MIXED,
+    "values": VALUES,
+    "losses": LOSSES,
+    "around": AROUND,
+}
+ATTACKS = {one.name: one for table in TABLES.values() for one in table}
 STEPS, BOUND, PATIENCE_S = 3, 1e-10, 60.0
 KINDS = ("exact", "drawn", "refused", "wrong", "raw", "hangs")
 
@@ -120,7 +134,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="attacks whose name has this")
     parser.add_argument("--grids", nargs="+", default=[",".join(map(str, grid)) for grid in GRIDS])
-    parser.add_argument("--after", default="", help="only attacks after this one")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
     parser.add_argument("--list", action="store_true", help="also print what is refused, with its message")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -129,15 +143,15 @@ def main() -> None:
     grids = [(int(a), int(b), int(c)) for a, b, c in (text.split(",") for text in asked.grids)]
     pools, counts = dict[int, Ranks](), {grid: Counter[str]() for grid in grids}
     worst, asked_of = dict[str, str](), Counter[int]()
-    names = list(ATTACKS)
-    for name, one in ATTACKS.items():
-        late = not asked.after or names.index(name) > names.index(asked.after)
-        if asked.only not in name or not late:
+    for name, one in ((one.name, one) for table in asked.tables for one in TABLES[table]):
+        if asked.only not in name:
             continue
         try:
             right = [trained(one)]
         except Exception as error:
-            print(f"{name!r}: one process fails: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"{name!r}: one process fails: {type(error).__name__}: {error}", file=sys.stderr, flush=True
+            )
             continue
         for grid in grids:
             n, against, data = grid[0] * grid[1] * grid[2], right, grid[2] > 1 and one.by_rows
@@ -160,11 +174,17 @@ def main() -> None:
         pool.end()
     print("| grid | " + " | ".join(KINDS) + " |\n" + "|---" * (len(KINDS) + 1) + "|")
     for grid in grids:
-        print("| " + " x ".join(map(str, grid)), *(counts[grid][kind] for kind in KINDS), sep=" | ", end=" |\n")
+        print(
+            "| " + " x ".join(map(str, grid)), *(counts[grid][kind] for kind in KINDS), sep=" | ", end=" |\n"
+        )
     if asked.list:
-        print(*(f"{kind}: {name}" for name, kind in worst.items() if kind != "exact"), sep="\n", file=sys.stderr)
+        print(
+            *(f"{kind}: {name}" for name, kind in worst.items() if kind != "exact"), sep="\n", file=sys.stderr
+        )
     total = Counter(worst.values())
-    print(f"| {len(worst)} modules, the worst of each", *(total[kind] for kind in KINDS), sep=" | ", end=" |\n")
+    print(
+        f"| {len(worst)} modules, the worst of each", *(total[kind] for kind in KINDS), sep=" | ", end=" |\n"
+    )
     sys.exit(total["wrong"] + total["raw"] + total["hangs"] > 0)
 
 

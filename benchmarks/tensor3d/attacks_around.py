@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,7 +41,9 @@ def _pre(net: nn.Module) -> None:
 
 
 def _backward(net: nn.Module) -> None:
-    net[0].register_full_backward_hook(lambda module, inner, outer: tuple(g and 2 * g for g in inner) and None)
+    net[0].register_full_backward_hook(
+        lambda module, inner, outer: tuple(g and 2 * g for g in inner) and None
+    )
 
 
 def _backward_scaled(net: nn.Module) -> None:
@@ -122,7 +125,10 @@ def _frozen_in_step(m: Any, x: Tensor) -> Tensor:
 def _adversary(m: Any, x: Tensor) -> Tensor:
     """The discriminator's weights are held fixed by functional_call."""
     fixed = {name: value.detach() for name, value in m.judge.named_parameters()}
-    return torch.func.functional_call(m.judge, fixed, m.net(x)).mean() + m.judge(m.net(x).detach()).square().mean()
+    return (
+        torch.func.functional_call(m.judge, fixed, m.net(x)).mean()
+        + m.judge(m.net(x).detach()).square().mean()
+    )
 
 
 def _history(m: Any, x: Tensor) -> Tensor:
@@ -149,7 +155,7 @@ def _dictionary(m: Any, batch: Any, batch_idx: int) -> Any:
     found = m.net(batch)
     loss = (found - 1).square().mean()
     m.losses.append(loss.detach().clone())
-    return {"loss": loss, "hidden": found, "weight": m.net[0].weight}
+    return {"loss": loss, "hidden": found, "weight": m.net[0].weight.detach().clone()}
 
 
 def _look(m: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -161,6 +167,14 @@ def _scaled(m: Any, optimizer: Any) -> None:
     for p in m.parameters():
         if p.grad is not None:
             p.grad.mul_(0.5)
+
+
+def _clip_by_hand(m: Any, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_(m.parameters(), 0.05)
+
+
+def _log_gradients(m: Any, optimizer: Any) -> None:
+    m.log_dict(grad_norm(m, 2))
 
 
 def _clip(m: Any, optimizer: Any, **given: Any) -> None:
@@ -186,11 +200,17 @@ def _by_dim(m: Any) -> Any:
 
 def _by_norm(m: Any) -> Any:
     """Rates by the norm of a parameter."""
-    return torch.optim.SGD([{"params": [p], "lr": 0.05 * float(p.detach().norm())} for p in m.parameters()], 0.05)
+    return torch.optim.SGD(
+        [{"params": [p], "lr": 0.05 * float(p.detach().norm())} for p in m.parameters()], 0.05
+    )
 
 
 def _seen_gradients(m: Any) -> None:
-    m.seen.append(torch.as_tensor(m.trainer.strategy.gradient_norm()) if hasattr(m.trainer.strategy, "gradient_norm") else torch.stack([p.grad.norm() for p in m.parameters()]).norm())
+    m.seen.append(
+        torch.as_tensor(m.trainer.strategy.gradient_norm())
+        if hasattr(m.trainer.strategy, "gradient_norm")
+        else torch.stack([p.grad.norm() for p in m.parameters()]).norm()
+    )
 
 
 def _init(m: Any) -> None:
@@ -210,11 +230,27 @@ AROUND = [
     attack("a backward hook that looks", X, lambda m, x: m.net(x), net=_with(_backward)),
     attack("a backward hook that scales", X, lambda m, x: m.net(x), net=_with(_backward_scaled)),
     attack("a backward hook that clamps", X, lambda m, x: m.net(x), True, net=_with(_backward_clamped)),
-    attack("metrics and logs", both(X, words(most=3)), _measured, True, net=_net, accuracy=lambda: torchmetrics.Accuracy("multiclass", num_classes=3)),
-    attack("a metric of features", X, _metric_of_features, True, net=_net, error=torchmetrics.MeanSquaredError),
+    attack(
+        "metrics and logs",
+        both(X, words(most=3)),
+        _measured,
+        True,
+        net=_net,
+        accuracy=lambda: torchmetrics.Accuracy("multiclass", num_classes=3),
+    ),
+    attack(
+        "a metric of features", X, _metric_of_features, True, net=_net, error=torchmetrics.MeanSquaredError
+    ),
     attack("a checkpointed block", X, _checkpointed, net=_net, last=lin(3, 2)),
     attack("checkpoints inside of each other", X, _twice_checkpointed, net=_net, last=lin(3, 2)),
-    attack("a checkpointed block with dropout", X, _checkpointed, drawn=True, net=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3)), last=lin(3, 2)),
+    attack(
+        "a checkpointed block with dropout",
+        X,
+        _checkpointed,
+        drawn=True,
+        net=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3)),
+        last=lin(3, 2),
+    ),
     attack("a reentrant checkpoint", X, _reentrant, net=_net, last=lin(3, 2)),
     attack("a layer of every second step", X, _sometimes, one=lin(6, 6), two=lin(6, 3)),
     attack("the rate of the optimiser in the step", X, _by_rate, net=_net),
@@ -226,16 +262,87 @@ AROUND = [
     attack("features of the step before", X, _history, True, net=_net, before=lambda: None),
     attack("a queue of features", X, _queue, True, net=_net, queue=buf(5, 3)),
     attack("a step without a gradient", X, _nothing, net=_net),
-    attack("a step that returns a dictionary", X, lambda m, x: x, True, hooks={"training_step": _dictionary, "on_train_batch_end": _look}, net=_net),
-    attack("gradients scaled before the update", X, lambda m, x: m.net(x), hooks={"on_before_optimizer_step": _scaled}, net=_net),
-    attack("clipping by the module", X, lambda m, x: m.net(x), hooks={"configure_gradient_clipping": _clip}, net=_net),
+    attack(
+        "a step that returns a dictionary",
+        X,
+        lambda m, x: x,
+        True,
+        hooks={"training_step": _dictionary, "on_train_batch_end": _look},
+        net=_net,
+    ),
+    attack(
+        "gradients scaled before the update",
+        X,
+        lambda m, x: m.net(x),
+        hooks={"on_before_optimizer_step": _scaled},
+        net=_net,
+    ),
+    attack(
+        "clipping by hand in a hook",
+        X,
+        lambda m, x: m.net(x),
+        hooks={"on_before_optimizer_step": _clip_by_hand},
+        net=_net,
+    ),
+    attack(
+        "norms of gradients in the log",
+        X,
+        lambda m, x: m.net(x),
+        hooks={"on_before_optimizer_step": _log_gradients},
+        net=_net,
+    ),
+    attack(
+        "clipping by the module",
+        X,
+        lambda m, x: m.net(x),
+        hooks={"configure_gradient_clipping": _clip},
+        net=_net,
+    ),
     attack("an update by the module", X, lambda m, x: m.net(x), hooks={"optimizer_step": _closure}, net=_net),
-    attack("groups of an optimiser and a schedule", X, lambda m, x: m.net(x), hooks={"configure_optimizers": _two_groups}, net=_net),
+    attack(
+        "groups of an optimiser and a schedule",
+        X,
+        lambda m, x: m.net(x),
+        hooks={"configure_optimizers": _two_groups},
+        net=_net,
+    ),
     attack("groups by dims", X, lambda m, x: m.net(x), hooks={"configure_optimizers": _by_dim}, net=_net),
     attack("rates by norms", X, lambda m, x: m.net(x), hooks={"configure_optimizers": _by_norm}, net=_net),
-    attack("values drawn at the start of the fit", X, lambda m, x: m.net(x), hooks={"on_fit_start": _init}, net=_net),
-    attack("values drawn at the start of training", X, lambda m, x: m.net(x), hooks={"on_train_start": _init}, net=_net),
-    attack("a layer made in configure_model", X, lambda m, x: m.extra(m.net(x)), hooks={"configure_model": _grown}, net=_net),
-    attack("a copy made before the fit", X, lambda m, x: (m.net(x) - m.old(x)).square().mean() + m.net(x).mean(), net=_net, old=lambda: None, hooks={"setup": lambda m, stage: setattr(m, "old", deepcopy(m.net).requires_grad_(False))}),
-    attack("a copy made when training starts", X, lambda m, x: (m.net(x) - (m.old or m.net)(x)).square().mean() + m.net(x).mean(), net=_net, old=lambda: None, hooks={"on_train_start": lambda m: setattr(m, "old", deepcopy(m.net).requires_grad_(False))}),
+    attack(
+        "values drawn at the start of the fit",
+        X,
+        lambda m, x: m.net(x),
+        hooks={"on_fit_start": _init},
+        net=_net,
+    ),
+    attack(
+        "values drawn at the start of training",
+        X,
+        lambda m, x: m.net(x),
+        hooks={"on_train_start": _init},
+        net=_net,
+    ),
+    attack(
+        "a layer made in configure_model",
+        X,
+        lambda m, x: m.extra(m.net(x)),
+        hooks={"configure_model": _grown},
+        net=_net,
+    ),
+    attack(
+        "a copy made before the fit",
+        X,
+        lambda m, x: (m.net(x) - m.old(x)).square().mean() + m.net(x).mean(),
+        net=_net,
+        old=lambda: None,
+        hooks={"setup": lambda m, stage: setattr(m, "old", deepcopy(m.net).requires_grad_(False))},
+    ),
+    attack(
+        "a copy made when training starts",
+        X,
+        lambda m, x: (m.net(x) - (m.old or m.net)(x)).square().mean() + m.net(x).mean(),
+        net=_net,
+        old=lambda: None,
+        hooks={"on_train_start": lambda m: setattr(m, "old", deepcopy(m.net).requires_grad_(False))},
+    ),
 ]

@@ -1,12 +1,12 @@
-"""Train a small GPT and a small U-Net on 8 and 16 ranks and on one process, and draw their losses (Figure 8 of the paper).
+"""Train a small GPT and a small U-Net on 8 and 16 ranks and on one process, and draw their losses (Figure 8 of AxoNN).
 
     python -m benchmarks.tensor3d.curves [--steps 100] [--ranks 8 16] [--only GPT]
     python -m benchmarks.tensor3d.curves --float32 --steps 300 --write
 
-The grid is 2 x 2 x 2, so that all axes are in use, on 16 ranks with two copies; data are synthetic and drawn by seed, and
-one process takes the batches of all ranks together, as plain data parallelism would. In float64 the losses of 100 steps
-are compared; with --float32 those of 300 steps are drawn into docs/tensor3d_curves.png. Processes on this machine,
-connected by gloo; four minutes on two cores.
+The grid is 2 x 2 x 2, so that all axes are in use, on 16 ranks with two copies; data are synthetic and drawn by seed,
+and one process takes the batches of all ranks together, as plain data parallelism would. In float64 the losses of 100
+steps are compared; with --float32 those of 300 steps are drawn into docs/tensor3d_curves.png. Processes on this
+machine, connected by gloo; four minutes on two cores.
 """
 
 import argparse
@@ -107,10 +107,16 @@ def draw(path: Path, found: dict[str, dict[int, list[float]]]) -> None:
     """One panel for each model."""
     figure = Figure(figsize=(3.4 * len(found), 2.6), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (name, curves) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+    for axes, (name, curves) in zip(
+        figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True
+    ):
         for i, (ranks, losses) in enumerate(curves.items()):
             label = "one process" if ranks == 1 else f"{ranks} ranks, 2 x 2 x 2"
-            style = {"color": INK, "lw": 2.5, "alpha": 0.35} if ranks == 1 else {"color": PALETTE[i - 1], "lw": 0.9}
+            style = (
+                {"color": INK, "lw": 2.5, "alpha": 0.35}
+                if ranks == 1
+                else {"color": PALETTE[i - 1], "lw": 0.9}
+            )
             axes.plot(losses, label=label, **style, ls="-" if ranks != 16 else "--")
         axes.set(title=name, xlabel="step", ylabel="training loss")
         axes.spines[["top", "right"]].set_visible(False)

@@ -79,7 +79,9 @@ def difference(rank: int, ranks: int, name: str, bias: bool, grid: Grid, options
     """The largest on this rank, of a tensor's largest entry where that is above 1."""
     found = trained(rank, ranks, name, bias, grid, options)
     assert len(found) == len(right), "as many gradients"
-    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(found, right, strict=True))
+    return max(
+        float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(found, right, strict=True)
+    )
 
 
 def grids_of(ranks: int, every: bool) -> list[Grid]:
@@ -109,14 +111,19 @@ def main() -> None:
     worst, failed, runs, began = dict[Any, float](), 0, 0, time.monotonic()
     for ranks in asked.ranks:
         pool = Ranks(ranks, difference, patience=300)
-        for (name, bias), grid in itertools.product(right, grids_of(ranks, asked.all)):
+        for i, ((name, bias), grid) in enumerate(itertools.product(right, grids_of(ranks, asked.all))):
+            # one of them on each grid
+            if ranks > 2 and not asked.all and (i + names.index(name)) % 2 != bias:
+                continue
             found = pool.ask(name, bias, grid, {}, right[name, bias])
             runs += 1
             bad = [f"{kind}: {value}" for kind, value in found if kind != "done"]
             error = float("inf") if bad else max(value for _, value in found)
             if not error <= BOUND:
                 failed += 1
-                print(f"{name} on {grid} of {ranks}, bias {bias}: {bad or error}", file=sys.stderr, flush=True)
+                print(
+                    f"{name} on {grid} of {ranks}, bias {bias}: {bad or error}", file=sys.stderr, flush=True
+                )
             if bad:
                 pool.end()
                 pool = Ranks(ranks, difference, patience=300)

@@ -42,7 +42,9 @@ class Net(pl.LightningModule):
 class Block(nn.Module):
     """Attention and an MLP, each after a norm."""
 
-    def __init__(self, width: int, heads: int, *, bias: bool = True, causal: bool = True, wide: int = 4) -> None:
+    def __init__(
+        self, width: int, heads: int, *, bias: bool = True, causal: bool = True, wide: int = 4
+    ) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -107,14 +109,18 @@ class Residual(nn.Module):
 
 
 class UNet(Net):
-    """Residual blocks on levels of width `channels` times 1, 2, 2, ... with skips by cat; trained to take away noise."""
+    """Residual blocks on levels of width `channels` times 1, 2, 2, ... with skips by cat; it is trained on noise."""
 
     def __init__(
         self, channels: int, levels: int = 2, blocks: int = 1, groups: int = 4, *, bias: bool = True
     ) -> None:
         super().__init__()
         widths = [channels * min(2**i, 2) for i in range(levels)]
-        self.start, self.down, self.up = nn.Conv2d(3, channels, 3, padding=1), nn.ModuleList(), nn.ModuleList()
+        self.start, self.down, self.up = (
+            nn.Conv2d(3, channels, 3, padding=1),
+            nn.ModuleList(),
+            nn.ModuleList(),
+        )
         skips, now = [channels], channels
         for i, width in enumerate(widths):
             for _ in range(blocks):
@@ -147,7 +153,9 @@ class UNet(Net):
 class ViT(Net):
     """Full attention over patches of an image, with a class token."""
 
-    def __init__(self, width: int, heads: int, depth: int, side: int, patch: int, classes: int, bias: bool = True) -> None:
+    def __init__(
+        self, width: int, heads: int, depth: int, side: int, patch: int, classes: int, bias: bool = True
+    ) -> None:
         super().__init__()
         self.patch = nn.Conv2d(3, width, patch, patch)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
@@ -210,9 +218,7 @@ CASES = {
         lambda bias: GPT(9, 3, 2, 13, 6, bias=bias, tied=True), lambda b: torch.randint(13, (b, 7))
     ),
     "U-Net, group norm": Case(lambda bias: UNet(8, bias=bias), lambda b: torch.randn(b, 6, 6, 8)),
-    "U-Net, odd widths": Case(
-        lambda bias: UNet(9, groups=3, bias=bias), lambda b: torch.randn(b, 6, 6, 8)
-    ),
+    "U-Net, odd widths": Case(lambda bias: UNet(9, groups=3, bias=bias), lambda b: torch.randn(b, 6, 6, 8)),
     "ViT": Case(lambda bias: ViT(10, 2, 2, 6, 3, 7, bias), lambda b: torch.randn(b, 3, 6, 6)),
     "wide MLP": Case(lambda bias: MLP(13, 23, 5, bias), lambda b: torch.randn(b, 13)),
     "gene transformer": Case(lambda bias: Genes(11, 8, 2, 1, bias), lambda b: torch.randn(b, 11)),

@@ -4,8 +4,8 @@
     python -m benchmarks.tensor3d.peers odd            (one minute)
     python -m benchmarks.tensor3d.peers autoparallel   (one minute; meta-pytorch/autoparallel has to be installed)
 
-run: torch's `parallelize_module` (columns, then rows: Megatron's plan) and `fully_shard` beside grids, in one run; bytes
-are those that a rank of a ring sends: 2 (n - 1) / n of an all-reduce's tensor, (n - 1) / n of what is gathered or
+run: torch's `parallelize_module` (columns, then rows: Megatron's plan) and `fully_shard` beside grids, in one run;
+bytes are those that a rank of a ring sends: 2 (n - 1) / n of an all-reduce's tensor, (n - 1) / n of what is gathered or
 scattered. odd: what `parallelize_module` makes of modules whose features are not apart; differences are the largest of
 a parameter after three steps. autoparallel: its plan of the same block on a mesh of 2 x 2 with a fake process group, a
 rank holding a quarter of the parameters, beside ours, both counted; it expects a GPU, whose name is given to it.
@@ -67,7 +67,7 @@ class Block(Net):
 
     def configure_optimizers(self) -> Any:
         """Plain descent, which shows a gradient of the wrong size."""
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return torch.optim.SGD(self.parameters(), 10.0)
 
 
 class Gated(Block):
@@ -120,7 +120,11 @@ class Sending(TorchDispatchMode):
         if func.namespace == "c10d":
             pgs = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
             n = dist.ProcessGroup.unbox(pgs[0]).size() if pgs else 1
-            given = {"allreduce_": lambda: args[0], "alltoall_base_": lambda: [args[1]], "alltoall_": lambda: args[1]}
+            given = {
+                "allreduce_": lambda: args[0],
+                "alltoall_base_": lambda: [args[1]],
+                "alltoall_": lambda: args[1],
+            }
             given |= {"_allgather_base_": lambda: [args[1]], "_reduce_scatter_base_": lambda: [args[1]]}
             if name in given:
                 self.total += ring(name, sum(t.nbytes for t in given[name]()), n)
@@ -217,10 +221,16 @@ def run() -> None:
     shape = (ROWS, LENGTH, WIDTH)
     right = on_rank(0, 1, "", "tensor3d", None, shape)
     whole = sum(p.nbytes for p in right.state)
-    print("| ranks | way | parameters held | sent by a rank | a step | differs by |\n|---|---|---|---|---|---|")
+    print(
+        "| ranks | way | parameters held | sent by a rank | a step | differs by |\n|---|---|---|---|---|---|"
+    )
     print(f"| 1 | one process | 1.000 | 0 | {right.seconds:.2f} s | |", flush=True)
     for ranks in (2, 4):
-        grids: list[Grid] = [(2, 1, 1), (1, 2, 1), (1, 1, 2)] if ranks == 2 else [(2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 4, 1), (1, 1, 4)]
+        grids: list[Grid] = (
+            [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
+            if ranks == 2
+            else [(2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 4, 1), (1, 1, 4)]
+        )
         pool = Ranks(ranks, on_rank, patience=200)
         ways: list[tuple[str, Grid | None]] = [("parallelize_module", None), ("fully_shard", None)]
         for how, grid in [*(("tensor3d", grid) for grid in grids), *ways]:
@@ -262,12 +272,15 @@ def autoparallel() -> None:
     """Its plan and ours, counted."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    batch = torch.empty(ROWS, LENGTH, WIDTH)
-    whole = sum(p.nbytes for p in Block().parameters())
+    shape = (ROWS, 1024, 2048)
+    batch = torch.empty(shape, device="meta")
+    with torch.device("meta"):
+        module = Block(2048, 16)
+    whole = sum(p.nbytes for p in module.parameters())
     print("| way | parameters held | sent by a rank |\n|---|---|---|")
     for grid in [(2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 4, 1), (4, 1, 1), (1, 1, 4)]:
         rows = batch[: ROWS // grid[2]]
-        sent, _ = sent_by(grid, Block, rows)
+        sent, _ = sent_by(grid, lambda: module, rows)
         total = sum(ring(one.kind, one.n_bytes, one.ranks) for one in sent)
         print(f"| tensor3d {' x '.join(map(str, grid))} | 0.250 | {total / 2**20:.2f} MiB |", flush=True)
     torch.cpu.get_device_name = lambda device=None: "NVIDIA A100-SXM4-40GB"  # type: ignore[attr-defined]
@@ -275,9 +288,7 @@ def autoparallel() -> None:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("z", "y"))
-    with torch.device("meta"):
-        module = Block()
-    with AutoParallel(module, lambda: torch.rand(ROWS, LENGTH, WIDTH), mesh) as planner:
+    with AutoParallel(module, lambda: torch.rand(shape), mesh) as planner:
         planner.add_parameter_memory_constraint(low=0.0, high=0.2501)
         rows_apart = (Shard(0), Replicate())
         planner.add_input_constraints([rows_apart])

@@ -5,10 +5,10 @@
     python -m benchmarks.tensor3d.scale encoder   (one minute)
 
 Predictions: nothing is run on a GPU. A rank's step runs on fake tensors on the device "meta", with the layouts that are
-found; collectives are those of that run. Seconds follow from the operators and the data sheet of an A100 (40 GiB; bf16
-products, links of nodes of four), none of the communication hidden. Blocks of a GPT are alike: models of one and of two
-blocks are counted, and the difference is taken as often as there are blocks. Bytes sent are of bf16, bytes held those of
-mixed precision: 16 a parameter; activations are counted in float32 and so are twice too large.
+found; collectives are those of that run. Seconds follow from the operators and the data sheet of an A100 (40 GiB;
+bf16 products, links of nodes of four), no communication hidden. Blocks of a GPT are alike: models of one and of
+two blocks are counted, and the difference is taken as often as there are blocks. Bytes sent are of bf16, bytes held
+those of mixed precision: 16 a parameter; activations are counted in float32 and so are twice too large.
 
 A batch has two sequences of 2,048 tokens a device, blocks are recomputed (the paper's batch is lost in our text). Table
 III has shares of 312 Tflop/s, by the formula of Narayanan et al.; ours is by the same one.
@@ -95,7 +95,9 @@ def counted(make: Callable[[], Net], batch: Callable[[], Any], grid: Grid) -> Co
     seen = StepOfModule(module, lambda: rows, around=BY_ITSELF, steps=steps).seen(BF16)
     profile = seen.profile
     seconds = sum(
-        collective_seconds(_PRICED_AS[one.kind], one.n_bytes / 2, one.ranks, A100.links, inner=_inner(one.ranks, grid))
+        collective_seconds(
+            _PRICED_AS[one.kind], one.n_bytes / 2, one.ranks, A100.links, inner=_inner(one.ranks, grid)
+        )
         for one in steps.sent
     )
     own = seen.seconds - steps.sent_seconds(BF16.links)
@@ -139,8 +141,8 @@ def grids_of(devices: int) -> Iterable[Grid]:
 def gpts(only: str) -> None:
     """Table I on the devices of Table III."""
     print(
-        "| model, devices | way | grid x, y, z (copies) | held and peak of a rank | sent by a rank | a step | communication"
-        " | of 312 Tflop/s | the paper |\n" + "|---" * 9 + "|"
+        "| model, devices | way | grid x, y, z (copies) | held and peak of a rank | sent by a rank | a step"
+        " | communication | of 312 Tflop/s | the paper |\n" + "|---" * 9 + "|"
     )
     for name, paper in GPTS.items():
         if only not in name:
@@ -165,7 +167,10 @@ def gpts(only: str) -> None:
                     continue
                 seconds, sent = step_of(found, grid, n)
                 late = 0.0 if found.peak <= MEMORY else found.peak
-                if best is None or (late, seconds) < (0.0 if best[3].peak <= MEMORY else best[3].peak, best[0]):
+                if best is None or (late, seconds) < (
+                    0.0 if best[3].peak <= MEMORY else best[3].peak,
+                    best[0],
+                ):
                     best = seconds, sent, grid, found
             assert best is not None
             seconds, sent, grid, found = best
@@ -189,7 +194,8 @@ def unets() -> None:
     """Table II; the layers of the paper's nets are not in our text."""
     print(
         "| U-Net, devices | parameters | grid x, y, z (copies) | held and peak of a rank | sent by a rank | a step |\n"
-        + "|---" * 6 + "|"
+        + "|---" * 6
+        + "|"
     )
     for name, (channels, n) in UNETS.items():
         make = lambda c=channels: UNet(c, levels=4, blocks=3, groups=32)  # noqa: E731
@@ -200,7 +206,9 @@ def unets() -> None:
             try:
                 found = counted(make, lambda b=rows: torch.zeros(b, 6, 64, 64), grid)
             except AmpError as error:
-                print(f"| {name}, {n:,} | {size / 1e6:,.0f} million | {grid} | refused: {str(error)[-160:]} |")
+                print(
+                    f"| {name}, {n:,} | {size / 1e6:,.0f} million | {grid} | refused: {str(error)[-160:]} |"
+                )
                 continue
             seconds, sent = step_of(found, grid, n)
             copies = n // (grid[0] * grid[1] * grid[2])
