@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--all", action="store_true", help="all grids of 8 ranks")
     parser.add_argument("--only", default="")
+    parser.add_argument("--each", action="store_true", help="also print each run")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -124,7 +125,10 @@ def main() -> None:
                 print(
                     f"{name} on {grid} of {ranks}, bias {bias}: {bad or error}", file=sys.stderr, flush=True
                 )
-            if bad:
+            if asked.each:
+                print(f"{name} on {grid} of {ranks}, bias {bias}: {error:.0e}", flush=True)
+            # each fit makes process groups, whose threads stay
+            if bad or runs % 8 == 0:
                 pool.end()
                 pool = Ranks(ranks, difference, patience=300)
             worst[name, ranks] = max(worst.get((name, ranks), 0.0), error)
