@@ -38,7 +38,16 @@ IN_HOOK = (
 )
 _ABOUT = ("data", "shape", "ndim", "T", "mT", "H", "mH", "real", "imag")
 """What is read of a tensor that is another one of a part."""
-_ASKED = ("register_hook", "is_inference", "is_floating_point", "is_complex", "untyped_storage", "__hash__")
+_ASKED = (
+    "register_hook",
+    "is_inference",
+    "is_floating_point",
+    "is_complex",
+    "untyped_storage",
+    "__hash__",
+    "__eq__",
+    "eq",
+)
 _BY_VALUE = (
     "detach",
     "alias",
