@@ -99,7 +99,6 @@ def apart(found: list[dict[str, Tensor]], right: list[dict[str, Tensor]]) -> tup
         for one, other in zip(own, rights if len(rights) > 1 else rights * len(own), strict=True):
             if other.numel():
                 scale = other.abs().max().clamp(min=1) if other.is_floating_point() else 1
-                scale = scale * (1e4 if other.dtype == torch.float32 else 1)
                 error = float(((one - other).abs() / scale).max()) if other.dtype != torch.bool else 0.0
                 # not a number is wrong where the right one is
                 if not error <= worst and not (error != error and bool((one != one).equal(other != other))):

@@ -301,14 +301,6 @@ KEPT = [
         lambda m, x: m.net(x),
         net=lambda: torch.fx.symbolic_trace(nn.Sequential(lin(6, 8)(), nn.ReLU(), lin(8, 3)())),
     ),
-    attack(
-        "two types of numbers",
-        X,
-        lambda m, x: m.b(m.a(x.float()).double()),
-        a=lin(6, 8),
-        b=lin(8, 3),
-        hooks={"setup": lambda m, stage: m.a.float() and None},
-    ),
     attack("a lazy layer", X, lambda m, x: m.b(m.a(x)), a=lambda: nn.LazyLinear(8), b=lin(8, 3)),
     attack(
         "running mean of a weight",
