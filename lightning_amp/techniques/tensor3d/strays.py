@@ -22,7 +22,7 @@ from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.techniques.tensor3d.parameters import GridParameter
 
 HOOKS = (
-    *("on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_fit_start", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end"),
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"),
     *("on_after_backward", "on_before_optimizer_step", "on_validation_start", "on_validation_end"),
 )
