@@ -4,6 +4,7 @@ A `torch.autograd.Function` unpacks its tensors in C++, so autograd would see th
 `torch.autograd.grad` of values that every rank has would return one rank's share of a gradient.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from lightning_amp.dist.collectives import all_reduce
+from lightning_amp.dist.collectives import all_reduce, reduce_now
 from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, part_in, splits_of, wrap
 from lightning_amp.dist.splits import AXES_OF_STEP, MeshAxis
@@ -31,6 +32,8 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         axes: All axes that tensors of the step may be split over.
     """
     apply, engine = torch.autograd.Function.__dict__["apply"], autograd._engine_run_backward
+    utils: Any = torch._functorch.utils
+    unwrap = utils.unwrap_dead_wrappers
     AXES_OF_STEP[:] = axes
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +52,17 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             if cls.__name__ == "CheckpointFunction":
                 remedy = "call checkpoint with use_reentrant=False"
             raise shard_error(cls, [args], "autograd Functions do not see parts", remedy=remedy)
+        if not cls.__module__.startswith(("torch.", "lightning_amp.")) and not _in_handler(checked.__code__):
+            for tensor in tensors_in(found):
+                if tensor.requires_grad:
+                    tensor.register_hook(whole_gradient)
         return found
+
+    def whole_gradient(grad: Tensor) -> Tensor:
+        """Of a whole tensor, for what is no linear function of it: ranks have shares that add up to R gradients."""
+        for axis in axes:
+            grad = reduce_now(grad, axis) / axis.size if axis.size > 1 else grad
+        return grad
 
     def run(
         outputs: Any, seeds: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any
@@ -78,15 +91,37 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             found.append(None if value is None else wrap(value, splits_of(one)))
         return tuple(found)
 
+    def unwrapped(given: Any) -> Any:
+        """Of `apply` under a name that was taken before the step, as by `scale = Scale.apply`."""
+        if any(type(t) is ShardedTensor for t in tensors_in(given)):
+            cls = sys._getframe(1).f_locals.get("cls", torch.autograd.Function)
+            remedy = f"call {cls.__name__}.apply itself, and register what it does with lightning_amp.register_shard"
+            raise shard_error(cls, [given], "autograd Functions do not see parts", remedy=remedy)
+        return unwrap(given)
+
     try:
+        utils.unwrap_dead_wrappers = unwrapped
         torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment,method-assign]
         autograd._engine_run_backward = run
         # ranks have to issue the same collectives when blocks run again
         with set_checkpoint_early_stop(False), torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        utils.unwrap_dead_wrappers = unwrap
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         autograd._engine_run_backward = engine
+
+
+def _in_handler(apply: Any) -> bool:
+    """Whether a handler calls an autograd Function, with parts."""
+    codes = {
+        apply,
+        *(getattr(ShardedTensor, f"__torch_{kind}__").__code__ for kind in ("function", "dispatch")),
+    }
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _refuse_other_leaves(outputs: Sequence[Tensor]) -> None:

@@ -199,6 +199,15 @@ class ShardedTensor(Tensor):
     def __copy__(self) -> "ShardedTensor":
         return ShardedTensor(copy(self.local), self.splits, self.copied, self.strides)
 
+    @property
+    def is_made_when_read(self) -> bool:
+        """Whether it stands for a parameter, which it holds."""
+        return self._make is not None
+
+    def __hash__(self) -> int:
+        """That of a parameter, in its place."""
+        return id(self.held if self.is_made_when_read else self)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedTensor(shape={shape_of(self)}, {self.splits}, dtype={self.held.dtype})"
 

@@ -129,7 +129,21 @@ def _contiguous(x: ShardedTensor, **kwargs: Any) -> Tensor:
 
 @function(Tensor.__deepcopy__)
 def _deepcopy(x: ShardedTensor, memo: dict[int, Any]) -> Tensor:
-    return wrap(copy.deepcopy(x.local, memo), x.splits, strides=x.strides)
+    if not x.is_made_when_read:
+        return wrap(copy.deepcopy(x.local, memo), x.splits, strides=x.strides)
+    # of a parameter, a leaf
+    made = ShardedTensor(x.local.detach().clone(), x.splits)
+    made.requires_grad = x.requires_grad
+    return made
+
+
+@function(Tensor.__eq__, Tensor.eq)
+def _equal(x: Any, other: Any) -> Any:
+    # keys of dictionaries: a parameter, and what stands in its place
+    for one, key in ((x, other), (other, x)):
+        if type(one) is ShardedTensor and one.is_made_when_read and one.held is key:
+            return True
+    return torch.eq(x, other)
 
 
 @function(Tensor.__reduce_ex__)

@@ -29,6 +29,7 @@ from lightning_amp.techniques.tensor3d.in_step import STRAY
 from lightning_amp.techniques.tensor3d.layouts import largest_rank, with_axes_exchanged, written
 from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
+from lightning_amp.techniques.tensor3d.strays import refuse_aliases
 from lightning_amp.techniques.tensor3d.units import GridUnits
 
 NO_GRADIENT = "does not require grad"
@@ -161,6 +162,7 @@ def refuse(module: LightningModule) -> None:
     """Refuse, with an InstallError, a module that would not train as it does on one device."""
     if skip_one_torch_function is None:
         raise InstallError(f"tensor3d requires torch 2.13 or newer, found {torch.__version__}; leave it out")
+    refuse_aliases(module)
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
             raise InstallError(

@@ -128,7 +128,10 @@ class GridParameter:
             found.add_up_later = partial(self._in_step.add_up_later, self)  # type: ignore[attr-defined]
             return found
 
-        return ShardedTensor.made_when_read(gathered, leaf, self.shape, self.splits)
+        made = ShardedTensor.made_when_read(gathered, leaf, self.shape, self.splits)
+        # isinstance(x, nn.Parameter)
+        made._is_param = True
+        return made
 
     def gather(self) -> Tensor:
         """The entries of the split dims, without a gradient."""

@@ -66,8 +66,8 @@ def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]
     )
     if dims and grid is None:
         raise PlanError(
-            f"sequence_dim={given!r} was given with strategies='tensor3d' and without a grid; give tensor_grid=(x, y, z),"
-            " of which z splits samples"
+            f"sequence_dim={given!r} was given with strategies='tensor3d' and without a grid; give"
+            " tensor_grid=(x, y, z), of which z splits samples"
         )
     overlap = ",".join(getattr(request, "tensor_overlap", OVERLAP.split(",")))
     cache = cache_bytes(getattr(request, "tensor_cache", 0))

@@ -8,7 +8,7 @@ Gradients are summed over the grid while the backward pass goes on, and averaged
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, cast
 
@@ -26,11 +26,7 @@ from lightning_amp.techniques.tensor3d.in_step import InStep
 from lightning_amp.techniques.tensor3d.layouts import splits_in
 from lightning_amp.techniques.tensor3d.parameters import GridParameter, average, forgetting_gathered
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
-
-READ_ELSEWHERE = (
-    "under tensor3d a parameter has this rank's part, and a function or object has read it by a reference to the"
-    " parameter; read it through its module, as self.layer.weight, in the step, or train with strategies='S1'"
-)
+from lightning_amp.techniques.tensor3d.strays import READ_ELSEWHERE, StrayReads, watch_hooks
 
 
 class GridUnits:
@@ -80,6 +76,7 @@ class GridUnits:
             if parameter is not None
         ]
         self._inside = self._running = False
+        self._looked_at = set[str]()
         self._undo: list[Callable[[], None]] = []
 
     def cut(self, optimizers: Iterable[Optimizer] = ()) -> None:
@@ -124,17 +121,23 @@ class GridUnits:
                 own.update(before)
 
             self._undo.append(undo)
+        self._undo.append(watch_hooks(self._module, self.parameters))
 
     def run(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step; what it returns is whole."""
         self._put_back()
+        # a tied parameter stays one object
+        made = {id(one): one.wrapper() for _, _, one in self._places}
         for child, place, one in self._places:
-            child._parameters[place] = one.wrapper()  # type: ignore[assignment]
+            child._parameters[place] = made[id(one)]  # type: ignore[assignment]
         self._inside = self._running = True
         goes_on = False
         self._in_step.begin(name)
         try:
-            with forgetting_gathered():
+            # the first step of a kind tells how it reads parameters
+            first = name not in self._looked_at
+            self._looked_at.add(name)
+            with forgetting_gathered(), StrayReads(self.parameters) if first else nullcontext():
                 axes = (self._grid.x, self._grid.y, *(() if self._how is None else self._how.axes))
                 found = run_sharded(name, partial(self._call, step, *args, **kwargs), self._module, axes)
             automatic = getattr(self._module, "automatic_optimization", True)
@@ -203,4 +206,4 @@ class GridUnits:
 def _refuse_read(grad: Tensor | None) -> None:
     # what is gathered has its gradient summed, and hands none on
     if grad is not None:
-        raise ModelError(READ_ELSEWHERE)
+        raise ModelError(READ_ELSEWHERE.format(name="it"))

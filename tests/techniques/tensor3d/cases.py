@@ -1,6 +1,7 @@
 """Modules that are trained on grids of ranks: a GPT with a tied head, a gated MLP, a convolutional net."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -120,6 +121,33 @@ class Separable(Trained):
 LABELS = torch.tensor([0, 0, 0, 0])
 
 
+class Limited(torch.autograd.Function):
+    """Its backward pass is no linear function of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * (grad > 0)
+
+
+class Read(Trained):
+    """Parameters that the step reads as objects: a tied one counts once, and all are Parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.again.weight = self.first.weight
+
+    def loss(self, batch: Any) -> Tensor:
+        decay = sum(p.square().sum() for p in self.parameters() if isinstance(p, nn.Parameter))
+        kept = deepcopy(self.last)(batch).detach()
+        x = Limited.apply(self.again(self.first(batch).tanh()))  # type: ignore[no-untyped-call]
+        return (self.last(x.tanh()) + kept - 1).square().mean() + 0.01 * decay  # type: ignore[no-any-return]
+
+
 class Case(NamedTuple):
     """A module, and a batch of four rows."""
 
@@ -130,6 +158,7 @@ class Case(NamedTuple):
 CASES = {
     "gpt": Case(GPT, lambda: torch.randint(0, 11, (4, 7))),
     "gated": Case(Gated, lambda: torch.randn(4, 5).double()),
+    "read": Case(Read, lambda: torch.randn(4, 16).double()),
     "convolutional": Case(Convolutional, lambda: torch.randn(4, 2, 10, 9).double()),
     "separable": Case(Separable, lambda: torch.randn(4, 2, 6, 5).double()),
 }

@@ -75,6 +75,53 @@ class Elsewhere(Small):
         return super().loss(batch) * self.held[0].sum()
 
 
+class Frozen(Elsewhere):
+    """A reference without a gradient, which no hook of a gradient would notice."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return Small.loss(self, batch) * self.held[0].detach().sum()
+
+
+class Twice(Small):
+    """Two Parameters with one memory: an update of one is an update of the other."""
+
+    def setup(self, stage: str) -> None:
+        self.more.weight.data = self.net.weight.data
+
+
+class Kept(Small):
+    def setup(self, stage: str) -> None:
+        self.first = self.net.weight.data[:2]
+
+
+class Normed1(Small):
+    """Between steps a rank has a part of the weight."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.net.weight.div_(self.net.weight.norm())
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+scale = Scale.apply
+
+
+class Named(Small):
+    """A Function under a name that was taken before the step."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return scale(self.net(batch)).square().mean()  # type: ignore[no-any-return,no-untyped-call]
+
+
 class Branching(Small):
     """Ranks of the axis z take layers of the same shape by their own rows."""
 
@@ -141,6 +188,11 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     "a backward pass": (Stray, (2, 1, 1), {}, "under tensor3d the Trainer has to begin"),
     "a hook": (Hooked, (2, 1, 1), {}, "'net.weight' has hooks"),
     "a reference": (Elsewhere, (2, 1, 1), {}, "under tensor3d a parameter has this rank's part"),
+    "a reference without a gradient": (Frozen, (1, 1, 2), {}, "has read 'scale' by a reference"),
+    "one memory": (Twice, (2, 1, 1), {}, "'net.weight' and 'more.weight' are two with one memory"),
+    "a view": (Kept, (1, 1, 2), {}, "'first' is a view of the parameter 'net.weight'"),
+    "a norm between steps": (Normed1, (2, 1, 1), {}, "'on_train_batch_end' calls .*norm' .*'net.weight'"),
+    "a function by another name": (Named, (1, 2, 1), {}, "autograd Functions do not see parts"),
     "a branch": (Branching, (1, 1, 2), {}, "under tensor3d all ranks use the same .*rank 1 gathers"),
     "a write": (Writing, (2, 1, 1), {}, "'clamp_'.*Writing"),
     "a write by way of data": (WritingData, (1, 1, 2), {}, "'clamp_'.*WritingData"),

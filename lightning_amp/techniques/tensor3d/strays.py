@@ -1,0 +1,212 @@
+"""Refuse what reads a parameter by another way than its module: it would see this rank's part, or old values.
+
+memory       another tensor lies in a parameter's memory, which the parameter leaves: refused before a fit
+in a step    a reference to the parameter itself: looked for in the first step of each kind
+in hooks     more is computed than value by value, such as a norm: looked for in the module's hooks between steps
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_amp._torch import TorchDispatchMode
+from lightning_amp.dist.registry import name_of, tensors_in
+from lightning_amp.dist.sharded_tensor import ShardedTensor
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.techniques.tensor3d.parameters import GridParameter
+
+HOOKS = (
+    *("on_fit_start", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step", "on_validation_start", "on_validation_end"),
+)
+"""Of a LightningModule, which are called while its parameters are parts."""
+READ_ELSEWHERE = (
+    "under tensor3d a parameter has this rank's part, and a function or object has read {name} by a reference to the"
+    " parameter; read it through its module, as self.layer.weight, in the step, or train with strategies='S1'"
+)
+IN_HOOK = (
+    "tensor3d: {hook!r} calls {op!r} on the parameter {name!r} or its gradient, of which this rank has a part between"
+    " steps; allowed are operators that compute value by value, with parameters that are split alike. Compute it in"
+    " training_step, where parameters are whole, take trainer.strategy.gradient_norm(), or train with strategies='S1'"
+)
+_ABOUT = ("data", "shape", "ndim", "T", "mT", "H", "mH", "real", "imag")
+"""What is read of a tensor that is another one of a part."""
+_ASKED = (
+    "register_hook",
+    "is_inference",
+    "is_floating_point",
+    "is_complex",
+    "untyped_storage",
+    "__hash__",
+    "__eq__",
+    "eq",
+)
+_BY_VALUE = (
+    "detach",
+    "alias",
+    "clone",
+    "copy_",
+    "zero_",
+    "fill_",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "_to_copy",
+)
+
+
+def refuse_aliases(module: nn.Module) -> None:
+    """Refuse, with an InstallError, tensors in the memory of a parameter that is another one."""
+    places: dict[int, list[tuple[str, nn.Parameter, range]]] = {}
+    for name, parameter in module.named_parameters():
+        mine = _places(parameter)
+        for other, _, theirs in places.setdefault(parameter.untyped_storage()._cdata, []):
+            if _overlap(mine, theirs):
+                raise InstallError(
+                    f"tensor3d: the parameters {other!r} and {name!r} are two with one memory, of which each rank would"
+                    f" hold two parts; tie them as one parameter: {name} = {other}"
+                )
+        places[parameter.untyped_storage()._cdata].append((name, parameter, mine))
+    for where, child in module.named_modules():
+        own = {**vars(child), **child._buffers}
+        for key, value in own.items():
+            for tensor in _tensors(value) if key not in ("_parameters", "_buffers", "_modules") else ():
+                for name, parameter, theirs in places.get(tensor.untyped_storage()._cdata, ()):
+                    if tensor is not parameter and _overlap(_places(tensor), theirs):
+                        raise InstallError(
+                            f"tensor3d: {f'{where}.{key}'.lstrip('.')!r} is a view of the parameter {name!r}, whose"
+                            " values move; take the view in the step"
+                        )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    values = value if isinstance(value, list | tuple) else value.values() if type(value) is dict else [value]
+    # a sparse tensor has no storage
+    return (t for t in values if isinstance(t, Tensor) and t.layout is torch.strided and not t.is_meta)
+
+
+def _places(x: Tensor) -> range:
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return range(x.storage_offset(), x.storage_offset() + (last + 1 if x.numel() else 0))
+
+
+def _overlap(a: range, b: range) -> bool:
+    return max(a.start, b.start) < min(a.stop, b.stop)
+
+
+class StrayReads(TorchFunctionMode):
+    """Refuses what reads a parameter itself, in a step where sharded tensors are in the places of all."""
+
+    def __init__(self, parameters: Iterable[GridParameter]) -> None:
+        super().__init__()
+        self._names = {id(one.parameter): one.name for one in parameters}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        for tensor in tensors_in((args, kwargs or {})):
+            name = self._names.get(id(tensor))
+            if name is not None and _reads(func) and not _is_ours():
+                raise ModelError(READ_ELSEWHERE.format(name=repr(name)))
+        return func(*args, **(kwargs or {}))
+
+
+def _reads(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(func.__self__, "__name__", "") in _ABOUT
+    return name not in _ASKED
+
+
+def _is_ours() -> bool:
+    """Whether the library calls a function of torch, and not the user."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        frame = frame.f_back
+    return bool(frame.f_globals.get("__name__", "").startswith("lightning_amp."))
+
+
+class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what a hook computes of parts, unless it does so value by value."""
+
+    def __init__(self, hook: str, parameters: Iterable[GridParameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._hook, self._kept = hook, list[Tensor]()
+        self._parts: dict[int, GridParameter] = {}
+        for one in parameters:
+            for tensor in (one.parameter, one.parameter.grad):
+                if tensor is not None:
+                    self._parts[tensor.untyped_storage()._cdata] = one
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute an operator; what it returns of parts is a part."""
+        kwargs = kwargs or {}
+        given = [t for t in tensors_in((args, kwargs)) if type(t) is not ShardedTensor]
+        of = [self._parts.get(t.untyped_storage()._cdata) for t in given]
+        # a whole norm, computed by the library, is no part
+        ours = _is_ours()
+        parts = [one for one in of if one is not None and not ours]
+        if parts and not self._allowed(func, given, of):
+            raise ModelError(IN_HOOK.format(hook=self._hook, op=name_of(func), name=parts[0].name))
+        found = func(*args, **kwargs)
+        for tensor in tensors_in(found) if parts else ():
+            # kept, so that its address is not used again
+            self._kept.append(tensor)
+            self._parts[tensor.untyped_storage()._cdata] = parts[0]
+        return found
+
+    def _allowed(self, func: Any, given: list[Tensor], of: list[GridParameter | None]) -> bool:
+        by_value = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+        if not by_value and name_of(func) not in _BY_VALUE:
+            return False
+        parts = [one for one in of if one is not None]
+        if any(one.shape != parts[0].shape or one.splits != parts[0].splits for one in parts):
+            return False
+        if func._schema.is_mutable:
+            # a part is not written into what all ranks have
+            return of[0] is not None and all(one or t.numel() == 1 for t, one in zip(given, of, strict=True))
+        # other ranks have padding in the place of a single number
+        return prod(parts[0].shape) > 1 and all(
+            one or t.numel() == 1 for t, one in zip(given, of, strict=True)
+        )
+
+
+def watch_hooks(module: nn.Module, parameters: list[GridParameter]) -> Callable[[], None]:
+    """Refuse what the module's own hooks compute of parts; the returned function ends it."""
+    own, before = vars(module), dict[str, Any]()
+    for name in HOOKS:
+        if name in own or name in _overridden(type(module)):
+            before |= {name: own[name]} if name in own else {}
+            own[name] = _watched(name, getattr(module, name), parameters)
+
+    def undo() -> None:
+        for name in HOOKS:
+            own.pop(name, None)
+        own.update(before)
+
+    return undo
+
+
+def _overridden(kind: type) -> Mapping[str, Any]:
+    """Attributes of the user's classes."""
+    return {
+        name: value
+        for one in reversed(kind.__mro__)
+        if not one.__module__.startswith(("lightning.", "pytorch_lightning.", "torch."))
+        for name, value in vars(one).items()
+    }
+
+
+def _watched(name: str, hook: Callable[..., Any], parameters: list[GridParameter]) -> Callable[..., Any]:
+    @wraps(hook)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _ByValue(name, parameters):
+            return hook(*args, **kwargs)
+
+    return call
