@@ -129,7 +129,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         """Count the gradients that parameters have now as such, from their birth on."""
         # in a step tensors without a gradient may stand in the places of parameters
         now = {
-            name: p if isinstance(p, nn.Parameter) else self._trained[name]
+            name: self._trained.get(name, p) if hasattr(p, "__tensor_flatten__") else p
             for name, p in self._module.named_parameters()
         }
         found = [(f"{name}.grad", p.grad) for name, p in now.items() if p.grad is not None]

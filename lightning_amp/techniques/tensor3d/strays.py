@@ -125,9 +125,12 @@ def _reads(func: Any) -> bool:
 
 
 def _is_ours() -> bool:
-    """Whether the library calls a function of torch, and not the user."""
+    """Whether the library or an optimiser calls a function of torch, and not the user."""
     frame = sys._getframe(2)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+    while frame.f_back and (name := frame.f_globals.get("__name__", "")).partition(".")[0] == "torch":
+        if name.startswith("torch.optim."):
+            # in a step that optimises by hand, which updates this rank's parts
+            return True
         frame = frame.f_back
     return bool(frame.f_globals.get("__name__", "").startswith("lightning_amp."))
 

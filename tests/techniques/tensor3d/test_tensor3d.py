@@ -128,4 +128,4 @@ def test_modules_train_as_one_process_does(tmp_path: Path, grids: list[Grid]) ->
                 torch.testing.assert_close(one[name, grid]["state"], right["state"], rtol=1e-10, atol=1e-10)
             predicted = Plan.from_json(found[0][name, grid]["plan"]).predicted_peak_bytes
             peak = max(one[name, grid]["peak"] for one in found)
-            assert peak == pytest.approx(predicted, rel=0.05), (name, grid)
+            assert peak == pytest.approx(predicted, rel=0.05, abs=4096), (name, grid)

@@ -212,7 +212,7 @@ def test_recomputed_blocks_train_as_on_one_process(found: list[Any]) -> None:
             plan = Plan.from_json(found[0][name, grid]["plan"])
             assert "recompute" in plan.strategies
             peak = max(one[name, grid]["peak"] for one in found)
-            assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.05), (name, grid)
+            assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.05, abs=4096), (name, grid)
 
 
 @pytest.mark.ranks
@@ -260,7 +260,7 @@ def test_samples_may_be_split_over_z(found: list[Any]) -> None:
             plan = Plan.from_json(ranks[0]["plan"])
             assert plan.mesh.model == grid[0] * grid[1] * grid[2]
             # as under `sequence` the peak is that of the first rank
-            assert ranks[0]["peak"] == pytest.approx(plan.predicted_peak_bytes, rel=0.05), (name, grid)
+            assert ranks[0]["peak"] == pytest.approx(plan.predicted_peak_bytes, rel=0.05, abs=4096), (name, grid)
 
 
 @pytest.mark.ranks
