@@ -49,8 +49,10 @@ class OnGrid(Protocol):
     def start_gather(self) -> Callable[[], Tensor]:
         """Begin to gather it; the returned function waits for it."""
 
-    def start_sum(self, grad: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum a gradient of what was gathered; the returned function waits for this rank's part."""
+    def start_sum(self, grad: Tensor, *, fresh: bool = False) -> Callable[[], Tensor]:
+        """Begin to sum a gradient of what was gathered; the returned function waits for this rank's part. A fresh one
+        is nobody else's, and may be changed.
+        """
 
     def zeros(self) -> Tensor:
         """A gradient."""
@@ -142,8 +144,12 @@ class InStep:
             self._kept[of] = found
         return found
 
-    def add_up(self, of: OnGrid, grad: Tensor) -> None:
+    def add_up(self, of: OnGrid, grad: Tensor, *, fresh: bool = False) -> None:
         """Begin to sum a gradient of a gathered parameter over the ranks; the parameter gets its part.
+
+        Args:
+            of, grad: The parameter, and its gradient.
+            fresh: Whether nobody else has the gradient.
 
         Raises:
             ModelError: The backward pass is not that of the strategy.
@@ -152,7 +158,7 @@ class InStep:
             raise ModelError(STRAY)
         self._next(ADDS_UP, of)
         self._arrive(IN_FLIGHT * self.largest_bytes - of.most_bytes)
-        self._on_their_way.append((of, of.start_sum(grad)))
+        self._on_their_way.append((of, of.start_sum(grad, fresh=fresh)))
         if "reduce_scatter" not in self._overlap:
             self._arrive()
 
@@ -168,7 +174,7 @@ class InStep:
     def _compute(self, of: OnGrid, compute: Callable[[], Tensor]) -> None:
         # a block that runs again may be what issues the all-reduce, with autograd and autocast
         with torch.no_grad(), torch.autocast(of.parameter.device.type, enabled=False):
-            self.add_up(of, compute())
+            self.add_up(of, compute(), fresh=True)
 
     def _next(self, kind: str, of: OnGrid) -> None:
         """A collective comes next: by the order, or the ranks compare it."""

@@ -153,9 +153,12 @@ class GridParameter:
 
         return joined
 
-    def start_sum(self, grad: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum a gradient of the gathered part; the returned function waits for what is this rank's."""
-        part = grad.reshape(-1) / self.grid.size
+    def start_sum(self, grad: Tensor, *, fresh: bool = False) -> Callable[[], Tensor]:
+        """Begin to sum a gradient of the gathered part, which may be changed if it is fresh; the returned function
+        waits for what is this rank's.
+        """
+        # autograd may hand one tensor to several
+        part = grad.reshape(-1).div_(self.grid.size) if fresh else grad.reshape(-1) / self.grid.size
         for i, (axis, _) in enumerate(self._flat):
             arrive = start_reduce_scatter(_padded(part, axis.size), axis)
             if i == len(self._flat) - 1:

@@ -218,9 +218,9 @@ def logged() -> Iterator[list[tuple[str, str]]]:
 
         return waited
 
-    def added(self: InStep, of: Any, grad: Tensor) -> None:
+    def added(self: InStep, of: Any, grad: Tensor, **fresh: bool) -> None:
         log.append(("computed", of.name))
-        add_up(self, of, grad)
+        add_up(self, of, grad, **fresh)
 
     def linear(*args: Any) -> Tensor:
         log.append(("computes", "layer"))

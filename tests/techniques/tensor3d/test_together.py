@@ -260,7 +260,10 @@ def test_samples_may_be_split_over_z(found: list[Any]) -> None:
             plan = Plan.from_json(ranks[0]["plan"])
             assert plan.mesh.model == grid[0] * grid[1] * grid[2]
             # as under `sequence` the peak is that of the first rank
-            assert ranks[0]["peak"] == pytest.approx(plan.predicted_peak_bytes, rel=0.05, abs=4096), (name, grid)
+            assert ranks[0]["peak"] == pytest.approx(plan.predicted_peak_bytes, rel=0.05, abs=4096), (
+                name,
+                grid,
+            )
 
 
 @pytest.mark.ranks
