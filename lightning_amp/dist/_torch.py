@@ -21,6 +21,9 @@ from torch._C import _will_engine_execute_node as is_reached
 # that have no values would leave them out
 from torch._compile import _disable_dynamo as never_compiled
 
+# what `torch.autograd.Function.apply` unwraps its arguments by, whatever name it was taken under
+from torch._functorch import utils as functorch_utils
+
 # all overloads of one operator
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 
@@ -44,6 +47,7 @@ __all__ = [
     "enable_torch_function",
     "excluded_keys",
     "force_dispatch_keys",
+    "functorch_utils",
     "in_backward",
     "included_keys",
     "is_composite",

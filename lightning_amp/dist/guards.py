@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from lightning_amp.dist._torch import functorch_utils
 from lightning_amp.dist.collectives import all_reduce, reduce_now
 from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, part_in, splits_of, wrap
@@ -32,7 +33,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         axes: All axes that tensors of the step may be split over.
     """
     apply, engine = torch.autograd.Function.__dict__["apply"], autograd._engine_run_backward
-    utils: Any = torch._functorch.utils
+    utils: Any = functorch_utils
     unwrap = utils.unwrap_dead_wrappers
     AXES_OF_STEP[:] = axes
 

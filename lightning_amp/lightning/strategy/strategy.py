@@ -175,7 +175,7 @@ class AMPStrategy(MeshStrategy):
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self._shards = Shards()
         self._step: TrainingStep | None = None  # of a fit
-        self._deferred = False
+        self._deferred: bool | None = None  # known from setup to teardown
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -193,7 +193,10 @@ class AMPStrategy(MeshStrategy):
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether a checkpoint is loaded into the ranks' parts, for a module that has no values before."""
-        return self._deferred or (self.lightning_module is not None and is_deferred(self.lightning_module))
+        if self._deferred is not None:
+            # a pipeline has left values out by then
+            return self._deferred
+        return self.lightning_module is not None and is_deferred(self.lightning_module)
 
     # --- life-cycle ---
 
@@ -299,6 +302,7 @@ class AMPStrategy(MeshStrategy):
                 self._shards.give_back(self.optimizers, complete=not trainer.interrupted)
             self._remove_installed()
         finally:
+            self._deferred = None
             with self._failures.teardown():
                 super().teardown()
 
