@@ -30,8 +30,10 @@ from torch import Tensor, nn
 from lightning_amp._torch import (
     has_no_values,
     is_compiled,
+    parts_of,
     tree_flatten,
     tree_flatten_with_path,
+    tree_leaves,
     tree_unflatten,
 )
 from lightning_amp.footprint.forward_overrides import overrides_of
@@ -45,6 +47,8 @@ STATISTICS = ("running_mean", "running_var")
 """Buffers that kernels change without a new version; where there are no values, a layer that trains changes them."""
 DEPTH = 5
 """How many objects deep a change of an object is looked for."""
+ROUNDING = 1e-4
+"""Relative difference of a sum that other devices than the CPU may give in two equal computations."""
 CACHE = (
     " (if it is a cache for generating text: HuggingFace models make none with `config.use_cache = False`)"
 )
@@ -306,3 +310,30 @@ def _set_random(states: tuple[Any, Any] | None) -> None:
 
 def _no_log(*_: Any, **__: Any) -> None:
     """What is logged in the first pass, is logged."""
+
+
+def digests(result: Any) -> list[tuple[str, float, float]]:
+    """Two sums over every tensor of a result, or what this rank holds of it; none of tensors without values."""
+    tensors = [
+        part
+        for t in tree_leaves(result)
+        if isinstance(t, Tensor) and t.layout is torch.strided
+        for part in parts_of(t)
+    ]
+    with torch.no_grad():
+        return [
+            (t.device.type, float(t.sum(dtype=torch.float64)), float(t.norm(dtype=torch.float64)))
+            for t in tensors
+            if t.is_floating_point() and not has_no_values(t)
+        ]
+
+
+def same_digests(
+    expected: Sequence[tuple[str, float, float]], found: Sequence[tuple[str, float, float]]
+) -> bool:
+    """Whether two passes gave the same: to the last bit of both sums on a CPU."""
+    rtol = 0.0 if all(device == "cpu" for device, *_ in expected) else ROUNDING
+    return all(
+        torch.allclose(torch.tensor(a[1:]), torch.tensor(b[1:]), rtol=rtol, atol=0.0, equal_nan=True)
+        for a, b in zip(expected, found, strict=False)
+    )

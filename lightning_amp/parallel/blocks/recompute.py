@@ -17,19 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp._torch import has_no_values, parts_of, tree_leaves, tree_unflatten
+from lightning_amp._torch import tree_unflatten
 from lightning_amp.errors import InstallError
-from lightning_amp.footprint.first_pass import FirstPass, Place, unrepeatable
+from lightning_amp.footprint.first_pass import FirstPass, Place, digests, same_digests, unrepeatable
 from lightning_amp.footprint.forward_overrides import Position
 from lightning_amp.parallel.autograd.received import Received
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.planning.plan.specs import RecomputeBlock
-
-ROUNDING = 1e-4
-"""Relative difference of a sum that other devices than the CPU may give in two equal computations."""
 
 
 def recompute_block(module: nn.Module, spec: RecomputeBlock, mesh: object) -> Change:
@@ -88,7 +85,7 @@ class RecomputedForward:
             with first.again(), received.second_pass():
                 found = forward(block, *given_args, **given_kwargs)
             if compare and expected:
-                self._compare(name, expected.pop(), _digests(found))
+                self._compare(name, expected.pop(), digests(found))
             return found
 
         result = checkpoint(run, *first.arguments, use_reentrant=False, early_stop=not compare)
@@ -96,17 +93,12 @@ class RecomputedForward:
         if reason:
             raise InstallError(_refusal(name, reason))
         if compare:
-            expected.append(_digests(result))
+            expected.append(digests(result))
         return result
 
     def _compare(self, name: str, expected: Sequence[Any], found: Sequence[Any]) -> None:
         """Refuse a block whose second pass is another function, for a reason that nobody has seen."""
-        rtol = 0.0 if all(device == "cpu" for device, *_ in expected) else ROUNDING
-        pairs = zip(expected, found, strict=False)
-        same = len(expected) == len(found) and all(
-            torch.allclose(torch.tensor(a[1:]), torch.tensor(b[1:]), rtol=rtol, atol=0.0, equal_nan=True)
-            for a, b in pairs
-        )
+        same = len(expected) == len(found) and same_digests(expected, found)
         if not same:
             raise InstallError(
                 _refusal(
@@ -116,22 +108,6 @@ class RecomputedForward:
                 )
             )
         self.compared = True
-
-
-def _digests(result: Any) -> list[tuple[str, float, float]]:
-    """Two sums over every tensor of a result, or what this rank holds of it; none of tensors without values."""
-    tensors = [
-        part
-        for t in tree_leaves(result)
-        if isinstance(t, Tensor) and t.layout is torch.strided
-        for part in parts_of(t)
-    ]
-    with torch.no_grad():
-        return [
-            (t.device.type, float(t.sum(dtype=torch.float64)), float(t.norm(dtype=torch.float64)))
-            for t in tensors
-            if t.is_floating_point() and not has_no_values(t)
-        ]
 
 
 def _refusal(name: str, reason: str) -> str:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp._torch import FakeTensor, OpOverload
+from lightning_amp.footprint.first_pass import STATISTICS
 from lightning_amp.footprint.live_bytes import tensors_of
 
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 COLLECTIVES = ("c10d", "_c10d_functional")
-UNDECLARED = ("running_mean", "running_var")
-"""Arguments that batch norms write to, which their schemas do not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +48,12 @@ def how_of(func: Any) -> How:
         how = How(replayable=False, draws=False, in_place=False, writes=())
     else:
         collective = func.namespace in COLLECTIVES
+        # schemas of batch norms do not say that they write to their statistics
         writes = (
             (i, argument.name)
             for i, argument in enumerate(func._schema.arguments)
             if (argument.alias_info is not None and argument.alias_info.is_write)
-            or argument.name in UNDECLARED
+            or argument.name in STATISTICS
         )
         how = How(
             replayable=not collective,

@@ -15,6 +15,7 @@ from lightning_amp.dist._torch import (
     included_keys,
 )
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.first_pass import digests, same_digests
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.techniques.replay.operators import drawing, is_plain
 
@@ -22,6 +23,16 @@ CHANGED = (
     "a tensor was changed in place after the forward pass had saved it for the backward pass: without replay the step"
     " would fail, or train on the new values; make the change out of place, as by x = x + 1"
 )
+UNSEEN = (
+    "replay cannot run this step: an operator gave other values the second time, so something that torch does not see"
+    " writes to its tensors, such as a kernel of Triton or NumPy. Make it an operator (torch.library.custom_op), or"
+    " leave replay out"
+)
+ALLOCATIONS = {
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+}
+"""Operators whose results have no values yet."""
 Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """Type, shape, strides and offset of a tensor in its storage."""
 
@@ -90,12 +101,14 @@ class Handle:
 
     Attributes:
         version: Of the tensor, by autograd's counter.
+        digest: Of its values, where the replay is to be compared.
         value: The tensor, once its segment was replayed or a later one has written to its storage.
     """
 
     segment: "Segment"
     ref: Ref
     version: int
+    digest: list[tuple[str, float, float]] | None = None
     value: Tensor | None = None
 
 
@@ -108,14 +121,20 @@ class Kept:
 
 
 class Segment:
-    """The operators of a stretch of the step."""
+    """The operators of a stretch of the step.
 
-    def __init__(self, alive: "dict[int, list[weakref.ref[Outside]]]") -> None:
+    Args:
+        alive: Tensors from outside of all segments, by their storage.
+        compares: Whether handles have digests, which the replay has to give again.
+    """
+
+    def __init__(self, alive: "dict[int, list[weakref.ref[Outside]]]", *, compares: bool = False) -> None:
         self.operators: list[Operator] = []
         self.slots: list[Slot] = []
         self.handles: list[weakref.ref[Handle]] = []
         self.outside: dict[Any, Outside] = {}
         self.replayed = False
+        self.compares = compares
         self._alive = alive
 
     def value(self, handle: Handle) -> Tensor:
@@ -141,8 +160,8 @@ class Segment:
     def _replay(self) -> None:
         handles = [handle for ref in self.handles if (handle := ref()) is not None and handle.value is None]
         values: dict[tuple[int, torch.dtype], Tensor] = {}
-        needed = self._needed({handle.ref.slot for handle in handles}, values)
         keep = {handle.ref.slot for handle in handles}
+        needed = self._needed(keep, values)
         last = {slot: i for i, operator in enumerate(needed) for slot in operator.reads | operator.makes}
         ends: dict[int, list[int]] = {}
         for slot, i in last.items():
@@ -156,6 +175,8 @@ class Segment:
                         values.pop((slot, dtype), None)
             for handle in handles:
                 handle.value = _tensor(handle.ref, values)
+                if handle.digest is not None and not same_digests(handle.digest, digests(handle.value)):
+                    raise ModelError(UNSEEN)
         # what is left of it are the values of handles
         self.operators, self.outside, self.handles, self.replayed = [], {}, [], True
 
@@ -195,6 +216,10 @@ class Segment:
         args, kwargs = mapped(operator.args, tensor), mapped(operator.kwargs, tensor)
         with drawing(operator.draws):
             found = operator.func(*args, **kwargs)
+        if self.compares and operator.func.overloadpacket in ALLOCATIONS:
+            # memory that was free may still have what an unseen write has left there
+            for made in tensors_of(found):
+                made.fill_(torch.nan if made.is_floating_point() or made.is_complex() else 1)
         for result, slot in zip(tensors_of(found), operator.results, strict=True):
             if slot is not None:
                 values.setdefault((slot, result.dtype), result)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import TorchDispatchMode, autograd_node
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.first_pass import digests
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.techniques.replay.operators import (
     HOW,
@@ -59,13 +60,16 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         ends: Places among the operators of the step at which segments end, and whether the segment is replayed; what
             comes after the last of them is kept.
+        compares: Whether replays have to give the values that were saved; writes that torch does not see, as of a
+            kernel of Triton, are found so.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, ends: Sequence[tuple[int, bool]]) -> None:
+    def __init__(self, ends: Sequence[tuple[int, bool]], *, compares: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ends = list(ends)
+        self._ends, self._compares = list(ends), compares
+        self._just_saved: list[tuple[Handle, Tensor]] = []
         self.at = 0
         self._inside = 0
         self._known: dict[int, tuple[Segment, int]] = {}
@@ -99,7 +103,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _begin(self) -> None:
         again = bool(self._ends) and self._ends[0][1]
-        self.segment = Segment(self._alive) if again else None
+        self.segment = Segment(self._alive, compares=self._compares) if again else None
 
     def _pack(self, x: Tensor) -> Any:
         self._note_versions()
@@ -109,7 +113,20 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Kept(x, version_of(x))
         handle = Handle(segment, ref, version_of(x))
         segment.handles.append(weakref.ref(handle))
+        if self._compares:
+            self._just_saved.append((handle, x))
         return handle
+
+    def _digest_saved(self) -> None:
+        """Note the values of what was saved: after the next operator, which may be the one that makes them."""
+        for handle, tensor in self._just_saved:
+            handle.digest = digests(tensor.detach())
+        self._just_saved.clear()
+
+    def __exit__(self, *args: Any) -> None:
+        """End the step."""
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        self._digest_saved()
 
     def _note_versions(self) -> None:
         """Read the counters of what the last operator has written, which autograd counts up when it has returned."""
@@ -137,7 +154,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._begin()
         if self.segment is not None and self.segment.replayed:
             # a backward pass inside of the step
-            self.segment = Segment(self._alive)
+            self.segment = Segment(self._alive, compares=self._compares)
         how = HOW.get(func) or how_of(func)
         written = how.written(args, kwargs)
         segment = self.segment
@@ -194,6 +211,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _next(self) -> None:
         """Go on to the next place; what optimisers do in a step has none, for not all steps do the same."""
+        self._digest_saved()
         self.at += torch.is_grad_enabled() and not self._inside
 
     def _is_own(self, x: Tensor) -> bool:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ def trained(make: Callable[[], Any], ends: Sequence[tuple[int, bool]] | None) ->
         if ends is None:
             loss = step()
         else:
-            with Tape(ends) as tape, tape.hooks():
+            # as in a fit, of which the first step is compared
+            with Tape(ends, compares=not losses) as tape, tape.hooks():
                 loss = step()
             n = tape.at
         loss.backward()
@@ -97,3 +99,34 @@ def test_what_nobody_can_replay_fails_as_it_does_without() -> None:
                 loss = step()
             with pytest.raises(ModelError, match="changed in place"):
                 loss.backward()
+
+
+class Unseen(torch.autograd.Function):
+    """Computes by NumPy, in memory that torch has made: of zeros, or of nothing."""
+
+    make: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = Unseen.make(x)
+        y.numpy()[:] = np.exp(x.detach().numpy())
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * y  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [torch.zeros_like, torch.empty_like])
+def test_writes_that_torch_does_not_see_are_refused(
+    make: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Unseen, "make", staticmethod(make), raising=False)
+    w = weight(8, 8)
+    with Tape([(ALL, True)], compares=True) as tape, tape.hooks():
+        loss = Unseen.apply(rows(4, 8) @ w).sum()  # type: ignore[no-untyped-call]
+    with pytest.raises(ModelError, match="torch does not see"):
+        loss.backward()
+    assert w.grad is None, "nothing was trained"
