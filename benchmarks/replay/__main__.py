@@ -14,63 +14,52 @@ from statistics import median
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from benchmarks.replay.models import MODELS, Trained
+from benchmarks.training.whole_step import QUIET
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.quantities import format_bytes
+from tests.any_module import Meter
 
 STEPS = 3
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
-class Meter(Callback):
+class Watch(Meter):
     """Counts the second step, and times the others."""
 
     def __init__(self) -> None:
-        self.peak, self.seconds = 0, list[float]()
-        self._live: LiveBytes | None = None
+        super().__init__()
+        self.seconds = list[float]()
+
+    @property
+    def peak(self) -> int:
+        """Of the second step."""
+        return self.live.peak
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         """Begin."""
-        if batch_idx == 1:
-            self._live = LiveBytes()
-            self._live.__enter__()
-            self._live.watch([*module.parameters(), *module.buffers()])
-            self._live.watch([p.grad for p in module.parameters() if p.grad is not None])
-            for optimizer in trainer.optimizers:
-                self._live.watch([list(state.values()) for state in optimizer.state.values()])
-            self._live.watch(batch)
+        super().on_train_batch_start(trainer, module, batch, batch_idx)
         self._begun = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End."""
-        if self._live is not None:
-            self._live.__exit__(None, None, None)
-            self.peak, self._live = self._live.peak, None
-        else:
+        if batch_idx != self.at:
             self.seconds.append(time.perf_counter() - self._begun)
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
 
 def fit(
     name: str, strategy: Any, *, steps: int, double: bool = False, **options: Any
-) -> tuple[Trained, Meter, Any]:
+) -> tuple[Trained, Watch, Any]:
     """Train a module; returns it, the meter and the plan."""
     make, batches = MODELS[name]
     torch.manual_seed(0)
-    module, data, meter = make(), batches(steps), Meter()
+    module, data, meter = make(), batches(steps), Watch()
     if double:
         module = module.double()
         data = data.double() if data.is_floating_point() else data
@@ -79,7 +68,7 @@ def fit(
         max_epochs=1,
         callbacks=[meter],
         precision="64-true" if double else "32-true",
-        **{**QUIET, **options},
+        **{"accelerator": "cpu", "devices": 1, **QUIET, **options},
     )
     torch.manual_seed(1)
     trainer.fit(module, DataLoader(data, len(data) // steps))

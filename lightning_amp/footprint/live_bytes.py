@@ -30,7 +30,7 @@ RESIZED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_lo
 _RESIZED = {getattr(torch.ops.aten, name).default for name in RESIZED}
 _MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
 """Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
 Read = Sequence[tuple[Tensor, torch.UntypedStorage]]
 _DEVICE_OF = torch.ops.prim.device.default
 """`tensor.device` of a fake tensor: a question, and no operator."""
@@ -220,10 +220,15 @@ def _add_tensors(values: Any, found: list[Tensor]) -> None:
             _add_tensors(value, found)
 
 
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor lies in a storage that is its own: it is no wrapper, and not sparse."""
+    return type(tensor) in PLAIN and tensor.layout is torch.strided
+
+
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, torch.UntypedStorage]]:
     """Every storage, with a tensor that lies in it."""
     for tensor in tensors:
-        if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        if has_storage(tensor):
             yield tensor, tensor.untyped_storage()
         elif hasattr(tensor, "__tensor_flatten__"):
             # a wrapper: its storage has a size and no memory

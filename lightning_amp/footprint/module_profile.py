@@ -10,6 +10,8 @@ from typing import Any, Literal
 SCHEMA = 1
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimiser state"
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
+HELD = (PARAMETERS, GRADIENTS, STATE)
+"""What a step keeps for the next one."""
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES)
 PHASES = {"forward": "forward pass", "backward": "backward pass", "optimiser": "optimiser's step"}
 Part = Literal["parameters", "tensor", "saved", "head"]

@@ -6,7 +6,7 @@ module by itself stands for the change that puts it in the old one's place. A te
 installed, so techniques stack: S5 finds the attention inside S3's chunks and the decode that S4 left.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -44,6 +44,7 @@ from lightning_amp.parallel.strata.stream import stream_strata
 from lightning_amp.planning.plan import specs
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.replay.install import replay_operators
 from lightning_amp.techniques.replay.row import ReplayOperators
 
@@ -181,25 +182,19 @@ class Overridden:
 
 
 @dataclass(kw_only=True, slots=True)
-class Method:
-    """A module that stays, with another function in the place of one of its methods."""
+class Methods:
+    """A module that stays, with other functions in the places of some of its methods, by name."""
 
     module: nn.Module
     fqn: str
-    name: str
-    function: Callable[..., Any]
-    before: Any = None
+    functions: Mapping[str, Callable[..., Any]]
+    take: Callable[[], None] = lambda: None
+    """Undo it."""
 
     def put(self) -> None:
         """Carry it out."""
-        self.before = vars(self.module).get(self.name)
-        vars(self.module)[self.name] = MethodType(self.function, self.module)
-
-    def take(self) -> None:
-        """Undo it."""
-        vars(self.module).pop(self.name)
-        if self.before is not None:
-            vars(self.module)[self.name] = self.before
+        methods = {name: MethodType(function, self.module) for name, function in self.functions.items()}
+        self.take = put_methods(self.module, methods)
 
 
 class Installed:
@@ -213,7 +208,7 @@ class Installed:
     """
 
     def __init__(self, chunks: Any = None) -> None:
-        self.changes: list[Swap | Overridden | Method] = []
+        self.changes: list[Swap | Overridden | Methods] = []
         self._chunks = {} if chunks is None else chunks
         self.partial: list[nn.Parameter] = []
         self.sharded: list[ShardedParameter] = []
@@ -281,13 +276,13 @@ class Installed:
                 run.fqn = path
             override = Override(strategy, run, getattr(run, "position", Position.INSTEAD))
             self._carry_out(Overridden(module=part(module, path), fqn=path, override=override))
-        for name, function in change.methods.items():
-            self._carry_out(Method(module=part(module, fqn), fqn=fqn, name=name, function=function))
+        if change.methods:
+            self._carry_out(Methods(module=part(module, fqn), fqn=fqn, functions=change.methods))
         # strata may share a parameter
         self.partial = list({id(p): p for p in (*self.partial, *change.partial)}.values())
         self.sharded += change.sharded
 
-    def _carry_out(self, change: Swap | Overridden | Method) -> None:
+    def _carry_out(self, change: Swap | Overridden | Methods) -> None:
         change.put()
         self.changes.append(change)
 

@@ -43,7 +43,7 @@ class Steps(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
+class CountedRun:
     """A dry run with what was counted in it."""
 
     run: DryRun
@@ -80,7 +80,7 @@ def choose_grid(
     pairs = sorted({pair for x, y, *_ in grids for pair in ((x, y), (y, x))}, key=lambda p: (prod(p), p))
     layouts: dict[Pair, str] = technique.layouts(pairs, look)
 
-    def counted(sizes: tuple[int, int, int], copies: int, own: str) -> Counted:
+    def counted(sizes: tuple[int, int, int], copies: int, own: str) -> CountedRun:
         steps.spec = technique.on_grid(spec, sizes, own, exchanged=False)
         steps.ranks, steps.run_ranks = steps.spec.model_ranks, prod(sizes) * copies
         step = count()
@@ -88,11 +88,11 @@ def choose_grid(
         run = DryRun(
             sizes=of_axes, seconds=step.chain.seconds, messages=steps.messages(), profile=step.profile
         )
-        return Counted(run=run, step=step, sent=list(steps.sent))
+        return CountedRun(run=run, step=step, sent=list(steps.sent))
 
     # where z and the copies are open, two of each show what they send
     z, copies = (given[2], ranks // prod(given)) if given else (2, 2)
-    runs, costs, refused = dict[Pair, Counted](), list[GridCost](), list[AmpError]()
+    runs, costs, refused = dict[Pair, CountedRun](), list[GridCost](), list[AmpError]()
     slower = CLEARLY if len(pairs) <= EVERY_PAIR else 1.0
     for size in sorted({prod(pair) for pair in pairs}):
         for pair in (pair for pair in pairs if prod(pair) == size):
@@ -107,7 +107,7 @@ def choose_grid(
             break
     if not costs:
         raise refused[0]
-    tried = list[tuple[int, GridCost, Counted]]()
+    tried = list[tuple[int, GridCost, CountedRun]]()
     for cost in costs[:TRIES]:
         found = runs[cost.roles]
         if (found.run.sizes["z"], found.run.sizes["data"]) != (cost.sizes[2], cost.copies):
@@ -126,7 +126,7 @@ def choose_grid(
 
 
 def _costs(
-    grids: list[tuple[int, int, int, int]], runs: Mapping[Pair, Counted], size: int, links: Links
+    grids: list[tuple[int, int, int, int]], runs: Mapping[Pair, CountedRun], size: int, links: Links
 ) -> list[GridCost]:
     """Of all grids with so many ranks of x and y, in both deals of roles."""
     return [

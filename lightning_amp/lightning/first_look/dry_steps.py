@@ -20,6 +20,7 @@ from lightning_amp.planning.plan.strategies import STRATEGIES, targets_of, with_
 from lightning_amp.planning.time.grid_seconds import Message, sent_seconds
 from lightning_amp.planning.time.link_seconds import Kind, Links
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.put_methods import put_methods
 
 MOST_SHOWN = 2
 """Operators that send most, by name."""
@@ -220,17 +221,6 @@ def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Call
     """
     changed: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh)
     return put_methods(module, changed)
-
-
-def put_methods(module: LightningModule, changed: Mapping[str, Any]) -> Callable[[], None]:
-    """Put methods in the place of a module's; returns what undoes it."""
-    vars(module).update(changed)
-
-    def undo() -> None:
-        for step in changed:
-            vars(module).pop(step, None)
-
-    return undo
 
 
 def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:

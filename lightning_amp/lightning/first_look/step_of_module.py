@@ -27,7 +27,7 @@ from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.first_look.cells_per_step import training_loaders
-from lightning_amp.lightning.first_look.dry_steps import DrySteps, put_methods
+from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
 from lightning_amp.parallel.contract.protocol import find_decoders
@@ -44,6 +44,7 @@ from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
 from lightning_amp.planning.plan.strategies import STRATEGIES, not_together
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.replay.choose_cuts import Replays, Stretches
 from lightning_amp.techniques.replay.install import recorded
 from lightning_amp.techniques.replay.install import refuse as refuse_replay

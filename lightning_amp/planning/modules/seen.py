@@ -8,13 +8,7 @@ from dataclasses import dataclass, field
 
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.passes import Passes
-from lightning_amp.footprint.module_profile import (
-    ACTIVATIONS,
-    GRADIENTS,
-    PARAMETERS,
-    STATE,
-    ModuleProfile,
-)
+from lightning_amp.footprint.module_profile import ACTIVATIONS, HELD, ModuleProfile
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.fsdp_bytes import OPTIMISER, Unit
 from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
@@ -22,7 +16,6 @@ from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.techniques.replay.choose_cuts import Replays
 
-HELD = (PARAMETERS, GRADIENTS, STATE)
 LEAST_SECONDS = 1e-9
 ALONE = 2**20
 """Bytes of a gradient from which on it is averaged where it is; smaller ones are put together

@@ -20,12 +20,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE, ModuleProfile
+from lightning_amp.footprint.module_profile import HELD, ModuleProfile
 from lightning_amp.planning.time.link_seconds import Kind, Links, collective_seconds
 
 ORDER = ("x", "y", "z", "data")
 """Axes of a grid, the innermost first."""
-HELD = (PARAMETERS, GRADIENTS, STATE)
 SizesOf = Mapping[str, int]
 
 

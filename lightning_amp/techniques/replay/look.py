@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.chain.chain_recorder import OperatorRates
@@ -46,15 +45,9 @@ class Look(Tape):  # type: ignore[no-untyped-call]
         before = self.at
         found = super().__torch_dispatch__(func, types, args, kwargs)
         if autograd_node() is None:
-            seconds = 0.0
-            if not getattr(func, "is_view", False):
-                flops = flop_registry.get(getattr(func, "overloadpacket", None))
-                n = 0 if flops is None else flops(*args, **(kwargs or {}), out_val=found)
-                moved = sum(s.nbytes() for _, s in storages_of(tensors_of((args, kwargs, found))))
-                seconds = max(n / self._rates.matmul_flops, moved / self._rates.memory_bytes)
-                seconds += self._rates.overhead_seconds
+            read = list(storages_of(tensors_of((args, kwargs))))
             self.seconds += [0.0] * (before + 1 - len(self.seconds))
-            self.seconds[before] += seconds
+            self.seconds[before] += self._rates.seconds(func, args, kwargs or {}, found, read)
         return found
 
 

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_amp._torch import FakeTensor, OpOverload
+from lightning_amp._torch import OpOverload
 from lightning_amp.footprint.first_pass import STATISTICS
-from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.footprint.live_bytes import has_storage, tensors_of
 
-PLAIN = (Tensor, nn.Parameter, FakeTensor)
 COLLECTIVES = ("c10d", "_c10d_functional")
 
 
@@ -69,7 +68,7 @@ def how_of(func: Any) -> How:
 
 def is_plain(x: Tensor) -> bool:
     """Whether a tensor is given by its place in a storage."""
-    return type(x) in PLAIN and x.layout is torch.strided and not x.is_conj() and not x.is_neg()
+    return has_storage(x) and not x.is_conj() and not x.is_neg()
 
 
 def version_of(x: Tensor) -> int:

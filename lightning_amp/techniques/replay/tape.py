@@ -31,10 +31,9 @@ from torch import Tensor, nn
 from lightning_amp._torch import TorchDispatchMode, autograd_node
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.first_pass import digests
-from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.footprint.live_bytes import has_storage, tensors_of
 from lightning_amp.techniques.replay.operators import (
     HOW,
-    PLAIN,
     copied,
     draws_of,
     how_of,
@@ -159,7 +158,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = how.written(args, kwargs)
         segment = self.segment
         tensors = () if segment is None else tensors_of((args, kwargs))
-        whole = how.replayable and all(type(t) in PLAIN and t.layout is torch.strided for t in tensors)
+        whole = how.replayable and all(map(has_storage, tensors))
         for t in written:
             if self._is_own(t) and not (whole and self._ref(t)):
                 # no replay can repeat it: the storage is one from outside from here on
@@ -216,7 +215,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_own(self, x: Tensor) -> bool:
         """Whether this segment has made the tensor's storage."""
-        if type(x) not in PLAIN or x.layout is not torch.strided:
+        if not has_storage(x):
             return False
         found = self._known.get(id(x.untyped_storage()))
         return found is not None and found[0] is self.segment
@@ -246,7 +245,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _before_write(self, tensors: Iterable[Tensor]) -> None:
         """Copy what tapes hold of tensors that are about to be written."""
         for tensor in tensors:
-            if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+            if not has_storage(tensor):
                 continue
             key = id(tensor.untyped_storage())
             for ref in self._alive.pop(key, ()):
@@ -265,7 +264,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         numbers, new = list[int | None](), False
         for tensor in results:
             number = None
-            if type(tensor) in PLAIN and tensor.layout is torch.strided:
+            if has_storage(tensor):
                 storage = tensor.untyped_storage()
                 if id(storage) not in given:
                     number = self._new_slot(segment, storage)

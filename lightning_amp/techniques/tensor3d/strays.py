@@ -19,6 +19,7 @@ from lightning_amp._torch import TorchDispatchMode
 from lightning_amp.dist.registry import name_of, tensors_in
 from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.tensor3d.parameters import GridParameter
 
 HOOKS = (
@@ -182,18 +183,11 @@ class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def watch_hooks(module: nn.Module, parameters: list[GridParameter]) -> Callable[[], None]:
     """Refuse what the module's own hooks compute of parts; the returned function ends it."""
-    own, before = vars(module), dict[str, Any]()
-    for name in HOOKS:
-        if name in own or name in _overridden(type(module)):
-            before |= {name: own[name]} if name in own else {}
-            own[name] = _watched(name, getattr(module, name), parameters)
-
-    def undo() -> None:
-        for name in HOOKS:
-            own.pop(name, None)
-        own.update(before)
-
-    return undo
+    overridden = {*vars(module), *_overridden(type(module))}
+    watched = {
+        name: _watched(name, getattr(module, name), parameters) for name in HOOKS if name in overridden
+    }
+    return put_methods(module, watched)
 
 
 def _overridden(kind: type) -> Mapping[str, Any]:

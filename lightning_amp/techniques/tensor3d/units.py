@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
 from lightning_amp.errors import ModelError
 from lightning_amp.techniques.deferred import DEFERRED, DROPPED
+from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims
 from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
 from lightning_amp.techniques.tensor3d.grid import Grid
@@ -108,19 +109,13 @@ class GridUnits:
 
     def wrap_steps(self) -> None:
         """Run the module's steps with sharded tensors in the places of its parameters."""
-        own = vars(self._module)
-        for name in STEPS:
-            if getattr(type(self._module), name, None) is getattr(LightningModule, name, None):
-                continue
-            method = getattr(self._module, name)
-            before = {name: own[name]} if name in own else {}
-            own[name] = wraps(method)(partial(self.run, name, method))
-
-            def undo(name: str = name, before: dict[str, Any] = before) -> None:
-                own.pop(name, None)
-                own.update(before)
-
-            self._undo.append(undo)
+        methods = {
+            name: getattr(self._module, name)
+            for name in STEPS
+            if getattr(type(self._module), name, None) is not getattr(LightningModule, name, None)
+        }
+        steps = {name: wraps(method)(partial(self.run, name, method)) for name, method in methods.items()}
+        self._undo.append(put_methods(self._module, steps))
         self._undo.append(watch_hooks(self._module, self.parameters))
 
     def run(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
