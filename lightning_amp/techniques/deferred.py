@@ -1,4 +1,4 @@
-"""Modules on the device "meta", as `configure_model` makes them: they get values one at a time, when they are split.
+"""Initialise modules that are on the device "meta", one at a time, when their parameters are split.
 
 Modules follow each other as `module.modules()` has them, and draw from torch's generator, which all ranks share: the
 values are those of one process that calls `to_empty`, and then `reset_parameters` of each module in this order.

@@ -1,4 +1,4 @@
-"""Add replays of operators to a plan in the making: as few as a budget asks for."""
+"""Add replays of operators to a plan: the fastest choice within the budget."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Seconds, bytes and peak of a step on grids of ranks, from dry runs of it.
+"""Predict seconds, bytes and peak of a step on grids of ranks, from dry runs of it.
 
 A grid has axes x and y, whose ranks share a batch, z, whose ranks have other rows and parts of parameters, and copies
 ("data"), which average gradients. Groups nest in this order, x innermost, which decides the bandwidth of each

@@ -1,4 +1,4 @@
-"""What is to be known of an operator to run it a second time: what it writes to, what it draws, how tensors lie."""
+"""Look up what an operator writes to and which generators it draws from, so that it can run a second time."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The row of `replay` in the table of strategies, and the spec that its rule has in a plan."""
+"""Define the row of `replay` in the table of strategies, and the spec of its rule in a plan."""
 
 from dataclasses import dataclass
 from typing import Any

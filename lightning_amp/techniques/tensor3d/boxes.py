@@ -1,4 +1,4 @@
-"""Where a flat part lies in the whole parameter, as boxes of adjacent entries, for checkpoints in parts."""
+"""Find the boxes of adjacent entries that a flat part covers in the whole parameter, for checkpoints in parts."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product

@@ -1,4 +1,4 @@
-"""The collectives of parameters in a step: in one order on all ranks, begun early, waited for late.
+"""Issue the collectives of parameters in a step: in one order on all ranks, begun early, waited for late.
 
     first step    ranks compare, before each collective, what it is for; its order is kept
     later steps   the order is followed. Parameters are gathered ahead of their layers, and ranks compare once, when the
