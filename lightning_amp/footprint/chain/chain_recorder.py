@@ -53,14 +53,12 @@ class OperatorRates:
     memory_bytes: float
     overhead_seconds: float
 
-    def seconds(self, func: Any, args: Any, kwargs: Any, result: Any, read: Read) -> float:
-        """Of an operator with these arguments and this result; a view takes none."""
+    def seconds(self, func: Any, args: Any, kwargs: Any, result: Any, moved: int) -> float:
+        """Of an operator that reads and writes so many bytes; a view takes none."""
         if getattr(func, "is_view", False):
             return 0.0
         flops = FLOPS.get(getattr(func, "overloadpacket", None))
         n = 0 if flops is None else flops(*args, **kwargs, out_val=result)
-        both = (*(t for t, _ in read), *tensors_of(result))
-        moved = sum(t.nbytes for t in both if t.layout is torch.strided)
         return max(n / self.matmul_flops, moved / self.memory_bytes) + self.overhead_seconds
 
 
@@ -310,7 +308,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         # an operator that has failed is in `work` too
         self.orders += [self._now.order] * (len(self.work) - len(self.orders))
         self.took += [0.0] * (len(self.work) - len(self.took))
-        self.took[-1] = times_now() * self._rates.seconds(func, args, kwargs, result, read)
+        moved = sum(t.nbytes for t in (*(t for t, _ in read), *made) if t.layout is torch.strided)
+        self.took[-1] = times_now() * self._rates.seconds(func, args, kwargs, result, moved)
         if self._open is not None and self.work[-1][0] == FORWARD:
             self.calls[self._open].seconds += self.took[-1]
         if func._opname in VALUES:

@@ -45,9 +45,10 @@ class Look(Tape):  # type: ignore[no-untyped-call]
         before = self.at
         found = super().__torch_dispatch__(func, types, args, kwargs)
         if autograd_node() is None:
-            read = list(storages_of(tensors_of((args, kwargs))))
+            # of whole storages: a replay that is hardly faster is not worth its recording
+            moved = sum(storage.nbytes() for _, storage in storages_of(tensors_of((args, kwargs, found))))
             self.seconds += [0.0] * (before + 1 - len(self.seconds))
-            self.seconds[before] += self._rates.seconds(func, args, kwargs or {}, found, read)
+            self.seconds[before] += self._rates.seconds(func, args, kwargs or {}, found, moved)
         return found
 
 
