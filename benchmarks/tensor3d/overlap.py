@@ -10,8 +10,8 @@ they compare collectives, and keep their order.
 
 A rank has a core to itself. Where ranks share cores one computes while another waits, whatever the settings, and
 little is left to hide: with four ranks on two cores, matrix products by hand under an all-gather hid 13 % of it, with
-two ranks 34 %. On a link of 500 Mbit/s an all-reduce takes much of a core itself, and products by hand hide 26 % of it; on one of
-200 Mbit/s they hide 35 %, which is all of the products' seconds.
+two ranks 34 %. On a link of 500 Mbit/s an all-reduce takes much of a core itself, and products by hand hide 26 % of it;
+on one of 200 Mbit/s they hide 35 %, which is all of the products' seconds.
 
 What communication takes is the step with everything waited for at once, less the same step where the link is not
 limited; the share hidden is what a setting spares of it. `--write` puts the table into docs/tensor3d.md.
@@ -22,31 +22,19 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from benchmarks.page import ROOT, origin, paragraph, read_part, table, write_part
-from benchmarks.pipeline.shaped_links import (
-    ADDRESSES,
-    BURST,
-    LINKS,
-    NAMESPACES,
-    PORT,
-    linked,
-    refuse_without_root,
-)
-from benchmarks.training.whole_step import QUIET
+from benchmarks.pipeline.shaped_links import BURST, linked, refuse_without_root
+from benchmarks.tensor3d.nodes import on_nodes, step_seconds
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_seconds
@@ -88,37 +76,11 @@ class Chain(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class Watch(Callback):
-    """Seconds of every step."""
-
-    def __init__(self) -> None:
-        self.ends = list[float]()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        """A step has ended."""
-        self.ends.append(time.perf_counter())
-
-
 def fit(strategy: AMPStrategy, layers: int, width: int, rows: int) -> float:
     """Median seconds of a step."""
     torch.manual_seed(0)
-    module, watch = Chain(layers, width), Watch()
-    batches: Any = [torch.randn(rows, width) for _ in range(STEPS)]
-    options: dict[str, Any] = {
-        "devices": PER_NODE,
-        "num_nodes": RANKS // PER_NODE,
-        "accelerator": "cpu",
-        **QUIET,
-    }
-    Trainer(
-        strategy=strategy,
-        max_epochs=1,
-        plugins=[TorchElasticEnvironment()],
-        callbacks=[watch],
-        use_distributed_sampler=False,
-        **options,
-    ).fit(module, DataLoader(batches, batch_size=None))
-    return median(b - a for a, b in pairwise(watch.ends[SKIPPED - 1 :]))
+    module, batches = Chain(layers, width), [torch.randn(rows, width) for _ in range(STEPS)]
+    return step_seconds(strategy, module, batches, skipped=SKIPPED)
 
 
 def on_this_rank(mbit: int, grid: tuple[int, ...]) -> None:
@@ -157,43 +119,6 @@ def limit(mbit: int | None) -> None:
             kind = ["tbf", "rate", f"{mbit}mbit", "burst", str(BURST), "latency", "1s"]
         subprocess.run([*command, *kind], check=True)
     dist.barrier()
-
-
-def run(mbit: int, grid: tuple[int, ...]) -> dict[str, float]:
-    """A round: all ranks, two in each namespace; seconds of a step by setting.
-
-    Raises:
-        SystemExit: A rank was lost.
-    """
-    paths = os.pathsep.join([str(ROOT), *sys.path])
-    asked = ["--rank", "--mbit", str(mbit), "--grid", *map(str, grid)]
-    ranks = []
-    for rank in range(RANKS):
-        node = rank // PER_NODE
-        environment = os.environ | {
-            **{"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": LINKS[node]},
-            **{"RANK": str(rank), "LOCAL_RANK": str(rank % PER_NODE), "GROUP_RANK": str(node)},
-            **{"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(PER_NODE)},
-            **{"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "TORCHELASTIC_RUN_ID": "overlap"},
-        }
-        inside = ["ip", "netns", "exec", NAMESPACES[node]]
-        command = [*inside, sys.executable, "-m", "benchmarks.tensor3d.overlap", *asked]
-        ranks.append(
-            subprocess.Popen(
-                command,
-                env=environment,
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    said = [rank.communicate()[0] for rank in ranks]
-    lines = [line for line in said[0].splitlines() if line.startswith('{"')]
-    if any(rank.returncode for rank in ranks) or not lines:
-        raise SystemExit("\n".join(one[-3000:] for one in said))
-    found: dict[str, float] = json.loads(lines[-1])
-    return found
 
 
 def lines_of(
@@ -252,7 +177,8 @@ def main() -> None:
     found: dict[tuple[int, ...], list[dict[str, float]]] = {grid: [] for grid in grids}
     with linked(asked.mbit):
         for grid in [grid for _ in range(rounds) for grid in grids]:
-            found[grid].append(run(asked.mbit, grid))
+            words = ["--rank", "--mbit", str(asked.mbit), "--grid", *map(str, grid)]
+            found[grid].append(on_nodes("benchmarks.tensor3d.overlap", words, RANKS, PER_NODE))
             print(grid, json.dumps(found[grid][-1]), file=sys.stderr, flush=True)
     command = f"python -m benchmarks.tensor3d.overlap{' --quick' * asked.quick} --write"
     lines = list(lines_of(found, asked.mbit, rounds, command))
