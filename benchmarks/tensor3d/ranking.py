@@ -1,6 +1,6 @@
 """Rank all grids of eight ranks by prediction, and by seconds: two "nodes" of four ranks that a slow link joins.
 
-    sudo python -m benchmarks.tensor3d.ranking [--mbit 200] [--rounds 3] [--only GPT] [--quick] [--write]
+    sudo python -m benchmarks.tensor3d.ranking [--mbit 200] [--rounds 1] [--only GPT] [--write]
 
 As root: two network namespaces, joined by a pair of virtual links whose rate `tc` limits in both directions, four gloo
 ranks of one thread in each; ranks of one namespace are joined by its loopback, whose rate is limited too, to
@@ -41,12 +41,12 @@ from lightning_amp.planning.time.device_rates import CPU_CORE
 from lightning_amp.planning.time.grid_seconds import factorings, one_bandwidth, sent_seconds
 from lightning_amp.planning.time.link_seconds import Links
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.simulation.calibrate_links import _read, measured_between
+from lightning_amp.simulation.calibrate_links import links_of, measured_between
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 
 PAGE, PART = ROOT / "docs" / "tensor3d.md", "tensor3d.ranking"
 RANKS, PER_NODE, WITHIN = 8, 4, 8
-STEPS, SKIPPED, TOP, AT_ONCE = 5, 2, 5, 7
+STEPS, SKIPPED, TOP, AT_ONCE = 8, 2, 5, 7
 """At once: grids that one start of the ranks trains; each leaves threads of its groups behind."""
 Grid = tuple[int, int, int, int]
 GRIDS: list[Grid] = [
@@ -173,9 +173,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mbit", type=int, default=200, help="rate of the link")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", choices=SIZES, help="one of the models")
-    parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/tensor3d.md")
     parser.add_argument("--rank", nargs="*", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -187,13 +186,13 @@ def main() -> None:
     refuse_without_root()
     if asked.write:
         read_part(PAGE, PART)  # a page without markers is refused before anything is measured
-    rounds = 1 if asked.quick else asked.rounds
+    rounds = asked.rounds
     module, shared = "benchmarks.tensor3d.ranking", RANKS / (os.cpu_count() or 1)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with linked(asked.mbit):
         limit_loopback(asked.mbit * WITHIN)
         messages = on_nodes(module, ["--rank"], RANKS, PER_NODE)["links"]
-        links = _read(CPU_CORE.links, messages).links
+        links = links_of(CPU_CORE.links, messages).links
         print(links, file=sys.stderr, flush=True)
         for _, name in [(i, name) for i in range(rounds) for name in names]:
             of_round = dict[str, float]()
@@ -202,14 +201,14 @@ def main() -> None:
                 of_round |= on_nodes(module, ["--only", name, "--rank", *numbers], RANKS, PER_NODE)
             found[name].append(of_round)
             print(name, json.dumps(of_round), file=sys.stderr, flush=True)
-    command = f"python -m {module}{' --quick' * asked.quick} --write"
+    command = f"python -m {module} --write"
     lines = list(
         paragraph(
             f"""Grids by prediction and by seconds. {origin(command)} Eight gloo ranks of one thread, four in each of
             two network namespaces that a link of {asked.mbit} Mbit/s joins, the loopback of each limited to {WITHIN}
             times that; {links.intra_bandwidth / 1e6:.0f} MB/s
             measured within a node and {links.inter_bandwidth / 1e6:.0f} between, {format_seconds(links.latency)} a
-            message. Median of {rounds} rounds of {STEPS - SKIPPED} steps."""
+            message. Medians of {STEPS - SKIPPED} steps; rounds: {rounds}."""
         )
     )
     for name in names:

@@ -1,4 +1,4 @@
-"""Measure the links between the ranks of a run: seconds of messages there and back, between two ranks at a time.
+"""Measure the links between the ranks of a run: seconds of messages and their answers, between two ranks at a time.
 
 Under torchrun the ranks are those of the run, on one node or on several; else two processes of this machine are
 started. Of a pair the fastest message gives the latency, and the largest what more bytes take. Between two nodes one
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def measure_links(links: Links, device: str | None = None) -> MeasuredLinks | No
         with tempfile.TemporaryDirectory() as folder:
             start_processes(_as_rank, (folder, kind), nprocs=2)  # type: ignore[no-untyped-call]
             found = json.loads((Path(folder) / "found").read_text())
-    return _read(links, found) if rank == 0 else None
+    return links_of(links, found) if rank == 0 else None
 
 
 def _as_rank(rank: int, folder: str, device: str) -> None:
@@ -138,31 +139,39 @@ def measured_between(rank: int, ranks: int, place: torch.device) -> dict[str, An
     for name, pairs in stages.items():
         dist.barrier()
         mine = next((pair for pair in pairs if rank in pair), None)
-        dist.all_gather_object(everyones, None if mine is None else _there_and_back(mine, rank, place))
+        dist.all_gather_object(
+            everyones, None if mine is None else _one_way(mine, rank, place, shared=name == ALL)
+        )
         found[name] = [everyones[a] for a, _ in pairs]
     return found
 
 
-def _there_and_back(pair: tuple[int, int], rank: int, place: torch.device) -> list[float]:
-    """Half of the least seconds of a message to the other rank and back, by size."""
-    best = list[float]()
+def _one_way(pair: tuple[int, int], rank: int, place: torch.device, *, shared: bool) -> list[float]:
+    """Seconds of a message to the other rank, by size: the least, or the median where pairs share a link, for one may
+    have a message through while others pause.
+
+    The answer is the smallest message: pairs that measure at the same time load one direction of a link, where large
+    answers would load both, and the link would look twice as fast.
+    """
+    best, answer = list[float](), torch.zeros(SIZES[0], dtype=torch.uint8, device=place)
     for size in SIZES:
         message, seconds = torch.zeros(size, dtype=torch.uint8, device=place), list[float]()
         for _ in range(WARM_UP + ROUNDS):
             begin = time.perf_counter()
-            for sender in (0, 1):
-                if pair[sender] == rank:
-                    dist.send(message, pair[1 - sender])
+            for sender, sent in zip(pair, (message, answer), strict=True):
+                if sender == rank:
+                    dist.send(sent, pair[0] + pair[1] - rank)
                 else:
-                    dist.recv(message, pair[sender])
+                    dist.recv(sent, sender)
             if place.type == "cuda":
                 torch.cuda.synchronize(place)
-            seconds.append((time.perf_counter() - begin) / 2)
-        best.append(min(seconds[WARM_UP:]))
-    return best
+            seconds.append(time.perf_counter() - begin)
+        best.append((median if shared else min)(seconds[WARM_UP:]))
+    answered = best[0] / 2
+    return [max(seconds - answered, answered) for seconds in best]
 
 
-def _read(links: Links, found: Mapping[str, Any]) -> MeasuredLinks:
+def links_of(links: Links, found: Mapping[str, Any]) -> MeasuredLinks:
     """What links reach, by the seconds of messages."""
 
     def bandwidth(seconds: list[float]) -> float:

@@ -38,10 +38,10 @@ def test_links_follow_from_messages_there_and_back() -> None:
         BETWEEN: [of(2e-4, 1e9)],
         ALL: [of(3e-4, 0.5e9)] * 4,
     }
-    links = calibration._read(CPU_CORE.links, found).links
+    links = calibration.links_of(CPU_CORE.links, found).links
     assert (links.intra_bandwidth, links.inter_bandwidth) == pytest.approx((8e9, 2e9))
     assert (links.latency, links.adapters, links.ranks_per_node) == (2e-4, 2, 4)
-    alone = calibration._read(CPU_CORE.links, {"node": 2, WITHIN: [of(1e-4, 8e9)]})
+    alone = calibration.links_of(CPU_CORE.links, {"node": 2, WITHIN: [of(1e-4, 8e9)]})
     assert alone.links.inter_bandwidth == CPU_CORE.links.inter_bandwidth
     assert "not measured: run it under torchrun on two nodes" in alone.report()
     assert max(map(len, alone.report().splitlines())) <= 80
@@ -58,7 +58,7 @@ def test_ranks_of_several_nodes_measure_what_lies_between_them(tmp_path: Path) -
     assert one == other
     assert set(one) == {"node", BETWEEN, ALL}
     assert one["node"] == 1
-    links = calibration._read(CPU_CORE.links, one).links
+    links = calibration.links_of(CPU_CORE.links, one).links
     assert links.ranks_per_node == 1
     assert links.inter_bandwidth > 0
 
