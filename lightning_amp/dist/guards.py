@@ -16,7 +16,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_amp.dist._torch import functorch_utils
 from lightning_amp.dist.collectives import all_reduce, reduce_now
-from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, shard_error, tensors_in
+from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, part_in, splits_of, wrap
 from lightning_amp.dist.splits import AXES_OF_STEP, MeshAxis
 
@@ -72,13 +72,15 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
     def hooked(x: Tensor, hook: Any) -> Any:
         """Of `Tensor.register_hook`: a hook of the user gets the gradient of a whole tensor, not a share of it."""
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if type(x) is ShardedTensor or caller.startswith(OURS):
+        if type(x) is ShardedTensor:
+            # torch would look for the handler of this function
+            return FUNCTIONS[register_hook](x, hook)
+        if caller.startswith(OURS):
             return register_hook(x, hook)
 
         def whole(grad: Tensor) -> Tensor | None:
             grad = whole_gradient(grad)
             found = hook(grad)
-            # a share of the next hook is one of R again
             return grad if found is None else found
 
         return register_hook(x, whole)
