@@ -114,7 +114,8 @@ def main() -> None:
         pool = Ranks(ranks, difference, patience=300)
         for i, ((name, bias), grid) in enumerate(itertools.product(right, grids_of(ranks, asked.all))):
             # one of them on each grid
-            if ranks > 2 and not asked.all and (i + names.index(name)) % 2 != bias:
+            n = len(grids_of(ranks, asked.all))
+            if ranks > 2 and not asked.all and (i // n + i % n + names.index(name)) % 2:
                 continue
             found = pool.ask(name, bias, grid, {}, right[name, bias])
             runs += 1

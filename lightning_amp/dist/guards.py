@@ -16,11 +16,12 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_amp.dist._torch import functorch_utils
 from lightning_amp.dist.collectives import all_reduce, reduce_now
-from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, shard_error, tensors_in
+from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, part_in, splits_of, wrap
 from lightning_amp.dist.splits import AXES_OF_STEP, MeshAxis
 
 autograd: Any = torch.autograd
+OURS = ("torch.", "lightning_amp.")
 PASSED_ON = ("RegisterPostBackwardFunction",)
 """Functions of torch that return their tensors as they are: FSDP2's, which waits for a block's gradients."""
 
@@ -33,6 +34,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         axes: All axes that tensors of the step may be split over.
     """
     apply, engine = torch.autograd.Function.__dict__["apply"], autograd._engine_run_backward
+    register_hook: Any = Tensor.register_hook
     utils: Any = functorch_utils
     unwrap = utils.unwrap_dead_wrappers
     AXES_OF_STEP[:] = axes
@@ -53,7 +55,9 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             if cls.__name__ == "CheckpointFunction":
                 remedy = "call checkpoint with use_reentrant=False"
             raise shard_error(cls, [args], "autograd Functions do not see parts", remedy=remedy)
-        if not cls.__module__.startswith(("torch.", "lightning_amp.")) and not _in_handler(checked.__code__):
+        # hooks of modules on gradients stand for functions of the user
+        of_user = cls.__name__ == "BackwardHookFunction" or not cls.__module__.startswith(OURS)
+        if of_user and not _in_handler(checked.__code__):
             for tensor in tensors_in(found):
                 if tensor.requires_grad:
                     tensor.register_hook(whole_gradient)
@@ -64,6 +68,22 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         for axis in axes:
             grad = reduce_now(grad, axis) / axis.size if axis.size > 1 else grad
         return grad
+
+    def hooked(x: Tensor, hook: Any) -> Any:
+        """Of `Tensor.register_hook`: a hook of the user gets the gradient of a whole tensor, not a share of it."""
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if type(x) is ShardedTensor:
+            # torch would look for the handler of this function
+            return FUNCTIONS[register_hook](x, hook)
+        if caller.startswith(OURS):
+            return register_hook(x, hook)
+
+        def whole(grad: Tensor) -> Tensor | None:
+            grad = whole_gradient(grad)
+            found = hook(grad)
+            return grad if found is None else found
+
+        return register_hook(x, whole)
 
     def run(
         outputs: Any, seeds: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any
@@ -102,6 +122,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
 
     try:
         utils.unwrap_dead_wrappers = unwrapped
+        Tensor.register_hook = hooked  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment,method-assign]
         autograd._engine_run_backward = run
         # ranks have to issue the same collectives when blocks run again
@@ -109,6 +130,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             yield
     finally:
         utils.unwrap_dead_wrappers = unwrap
+        Tensor.register_hook = register_hook  # type: ignore[method-assign]
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         autograd._engine_run_backward = engine
 

@@ -1,6 +1,7 @@
 """Functions of Python that never reach the dispatcher, or reach it too late: properties, hooks, conversions, values."""
 
 import copy
+from math import prod
 from typing import Any, NoReturn
 
 import torch
@@ -8,16 +9,19 @@ from torch import Tensor
 
 from lightning_amp._torch import disable_torch_function
 from lightning_amp.dist._torch import no_modes
+from lightning_amp.dist.collectives import reduce_now
 from lightning_amp.dist.registry import FUNCTIONS, function, mapped, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import (
     ShardedTensor,
     copy_of,
     local_of,
     meta_of,
+    part_in,
     shape_of,
     splits_of,
     wrap,
 )
+from lightning_amp.dist.splits import AXES_OF_STEP
 
 METADATA = (
     *("size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "is_signed"),
@@ -81,8 +85,20 @@ for _name in ("retain_grad", "is_pinned", *NEW):
 @function(Tensor.register_hook)
 def _register_hook(x: ShardedTensor, hook: Any) -> Any:
     # not the tensor itself: a hook lives as long as the graph, and would keep it
-    splits = x.splits
-    return x.local.register_hook(lambda grad: local_of(hook(wrap(grad, splits))))
+    splits, axes = x.splits, tuple(AXES_OF_STEP or [split.axis for split in x.splits])
+
+    def whole(grad: Tensor) -> Tensor | None:
+        # each rank differentiates its copy of the loss: a part has R times the gradient, copies add up to that
+        for axis in axes:
+            grad = (grad if splits.on(axis) else reduce_now(grad, axis)) / axis.size
+        found = hook(wrap(grad, splits))
+        return (
+            None
+            if found is None
+            else part_in(found, splits) * prod(axis.size for axis in axes if splits.on(axis))
+        )
+
+    return x.local.register_hook(whole)
 
 
 @function(Tensor.backward, torch.autograd.backward)

@@ -1,6 +1,6 @@
 """Convolution, pooling, unfolding and padding along dims that are split: ranks exchange the rows at their borders."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from lightning_amp.dist.sharded_tensor import (
     splits_of,
     wrap,
 )
-from lightning_amp.dist.splits import Split, Splits
+from lightning_amp.dist.splits import MeshAxis, Split, Splits
 
 aten = torch.ops.aten
 
@@ -143,12 +143,25 @@ def _convolution(
         windows = [Window(*w) for w in zip(spans, stride, padding, strict=True)]
         n_out = [w.outputs(m) for w, m in zip(windows, shape_of(x)[first:], strict=True)]
         x, parts = in_parts(x, dims, n_out)
+        # over an axis that splits positions weights are whole: it cannot split the result's channels too
+        spatial = [split.axis for split, _ in parts]
+        given = (*(_whole_over(spatial, t) for t in given[:2]), *given[2:])
         plan = plan_without(conv, x, dims, *given)
         x = redistribute(x, Splits.of([*plan.arguments[0], *[split for split, _ in parts]]))
         part, padding, done = _with_windows(x, parts, first, windows)
         y = _computed(plan, lambda w, b: conv(part, w, b, stride, padding, dilation, groups), *given[:2])
         y = wrap(y, Splits.of([*plan.result, *done]))
     return y + bias.to(y.dtype).view(-1, *[1] * n) if summed and bias is not None else y
+
+
+def _whole_over(axes: Iterable[MeshAxis], x: Tensor | None) -> Tensor | None:
+    """A tensor that is whole over some axes."""
+    if x is None or not any(splits_of(x).on(axis) for axis in axes):
+        return x
+    splits = splits_of(x)
+    for axis in axes:
+        splits = splits.replaced(axis, None)
+    return redistribute(x, splits)
 
 
 def _own_groups(
@@ -213,6 +226,7 @@ def _transposed(
         size = shape_of(x)[first:]
         n_out = [(size[i] - 1) * stride[i] - 2 * padding[i] + spans[i] + more[i] for i in range(n)]
         x, parts = in_parts(x, dims, n_out)
+        w = _whole_over([split.axis for split, _ in parts], w)
         plan = plan_without(func, x, dims, w, None, *given)
         x = redistribute(x, Splits.of([*plan.arguments[0], *[split for split, _ in parts]]))
         part, keep = local_of(x), list[tuple[int, int, int]]()

@@ -187,6 +187,17 @@ ODD = [
         X,
         X,
     ),
+    case("hook that clamps", lambda x: _then(x * 1, lambda y: y.register_hook(_clamped)) * 3, X),
+    case(
+        "hook of whole values that clamps",
+        lambda x, w: x * _then(w * 1, lambda y: y.register_hook(_clamped)),
+        X,
+        ROW,
+    ),
+    case("hook of a module that clamps", lambda x, w: x * _hooked()(w * 1), X, ROW),
+    case(
+        "hook that changes nothing", lambda x: _then(x * 1, lambda y: y.register_hook(lambda g: None)) * 3, X
+    ),
     case("retain_grad", lambda x: _then(x * 1, lambda y: y.retain_grad()).exp(), X),
     case("gradient of an intermediate", lambda x: _grad_of(x * 1), X),
     case("detach", lambda x: x * x.detach() + x.clone().detach().requires_grad_().detach(), X),
@@ -348,6 +359,16 @@ class _Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g * 2
+
+
+def _clamped(grad):
+    return grad.clamp(-0.1, 0.1)
+
+
+def _hooked():
+    module = nn.Identity()
+    module.register_full_backward_hook(lambda module, given, found: (_clamped(given[0]),))
+    return module
 
 
 def _then(x, do):
