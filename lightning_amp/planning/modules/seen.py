@@ -5,9 +5,9 @@ Legend: bytes are of one rank; D ranks that average gradients, those of the data
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from lightning_amp.footprint.chain.chain import Chain
-from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.footprint.module_profile import ACTIVATIONS, HELD, ModuleProfile
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
@@ -42,6 +42,18 @@ class StageChunks:
 
     forms: Callable[[int], ChunkForms]
     passes: Callable[[int, Mapping[str, ChunkBlock]], Passes | str]
+
+
+class CountedWith(Protocol):
+    """A step that was counted with a rule installed."""
+
+    @property
+    def profile(self) -> ModuleProfile:
+        """Its bytes."""
+
+    @property
+    def chain(self) -> Chain:
+        """Its blocks, and its seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +95,7 @@ class Seen:
     sent_seconds: float = 0.0
     averages: bool = True
     replays: Callable[[tuple[Rule, ...]], Replays] | None = None
-    counted: Callable[[Rule], CountedStep | str] | None = None
+    counted: Callable[[Rule], CountedWith | str] | None = None
 
     @property
     def seconds(self) -> float:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from lightning_amp.dist._torch import functorch_utils
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.logits.pending import PutOff, values
 from lightning_amp.techniques.put_methods import method_of
@@ -22,24 +22,25 @@ def chunk_logits(module: nn.Module) -> dict[str, Callable[..., Any]]:
     """
     if not isinstance(module, LightningModule):
         raise InstallError(f"logits requires a LightningModule, found {type(module).__name__!r}")
-    step = method_of(module, "training_step")
+    return {"training_step": in_chunks(method_of(module, "training_step"))}
+
+
+def in_chunks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A training step that puts off products of linear layers."""
 
     @wraps(step)
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
-        put_off, apply = PutOff(), torch.autograd.Function.__dict__["apply"]
-
-        def applied(cls: Any, *given: Any, **named: Any) -> Any:
-            return apply.__get__(None, cls)(*map(values, given), **named)
-
-        # it reads its arguments in C++, where no mode sees it
-        torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment,method-assign]
+        put_off, utils = PutOff(), cast(Any, functorch_utils)
+        unwrap = utils.unwrap_dead_wrappers
+        # what autograd Functions call first of all: they read their arguments in C++, where no mode sees it
+        utils.unwrap_dead_wrappers = lambda given: unwrap(tree_map(values, given))
         try:
             with put_off:
                 found = step(module, *args, **kwargs)
         finally:
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+            utils.unwrap_dead_wrappers = unwrap
         found = tree_map(values, found)
         put_off.finish()
         return found
 
-    return {"training_step": run}
+    return run

@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 After = Callable[[Tensor], Tensor]
+linear: Any = torch.ops.aten.linear.default
+"""Not `F.linear`, which is put off while the step runs."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -73,7 +75,7 @@ class Rows:
     def product(self) -> Tensor:
         """The outputs, before what is computed from them value by value."""
         with torch.autocast(**_autocast_of(self.x.device.type, self.dtype if self.casts else None)):
-            return F.linear(self.x, self.weight, self.bias)
+            return cast(Tensor, linear(self.x, self.weight, self.bias))
 
     def with_x(self, x: Tensor) -> "Rows":
         """Of a view of the rows."""
@@ -95,7 +97,7 @@ class Rows:
     def chunks(self, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Rows of x and of other tensors, chunk by chunk."""
         flat = self.x.detach().reshape(-1, self.x.shape[-1])
-        return zip(*(t.split(self.chunk_rows) for t in (flat, *more)), strict=True)
+        return zip(*(torch.split(t, self.chunk_rows) for t in (flat, *more)), strict=True)
 
 
 def largest(rows: Rows) -> Tensor:
@@ -132,9 +134,13 @@ def cross_entropy(
         return None
     of_rows = target.reshape(-1) if classes else target.reshape(-1, rows.n_outputs)
     loss = partial(
-        F.cross_entropy, weight=weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+        F.cross_entropy,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
     )
-    losses = cast(Tensor, _RowLosses.apply(rows.x, rows.weight, rows.bias, of_rows, rows, loss))
+    losses = cast(Tensor, _RowLosses.apply(rows.x, rows.weight, rows.bias, of_rows, rows, loss))  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses.view(shape)
     # short types would lose what small rows add
@@ -162,7 +168,9 @@ class _RowLosses(torch.autograd.Function):
         ctx.loss, ctx.given = loss, (rows.dtype, rows.after)
         ctx.autocast = _autocast_of(x.device.type, _autocast_now(x.device.type))
         of_weight, of_bias = _computed_in(rows)
-        return torch.cat([loss(_outputs(rows, part, of_weight, of_bias), t) for part, t in rows.chunks(target)])
+        return torch.cat(
+            [loss(_outputs(rows, part, of_weight, of_bias), t) for part, t in rows.chunks(target)]
+        )
 
     @staticmethod
     @once_differentiable
@@ -177,7 +185,7 @@ class _RowLosses(torch.autograd.Function):
         for_bias = torch.zeros_like(bias) if wants_bias and bias is not None else None
         at = 0
         for part, t, of_rows in rows.chunks(target, grad):
-            product = F.linear(part.to(dtype), of_weight, of_bias).requires_grad_()
+            product = linear(part.to(dtype), of_weight, of_bias).requires_grad_()
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 outputs = product
                 for call in after:
@@ -218,7 +226,7 @@ def _computed_in(rows: Rows) -> tuple[Tensor, Tensor | None]:
 
 def _outputs(rows: Rows, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with torch.autocast(**_autocast_of(x.device.type, None)):
-        found = F.linear(x.to(rows.dtype), weight, bias)
+        found: Tensor = linear(x.to(rows.dtype), weight, bias)
     for call in rows.after:
         found = call(found)
     return found

@@ -33,8 +33,14 @@ MOVED = (
     " see in Python. Leave 'logits' out of the strategies"
 )
 METADATA = {
-    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__")),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda")),
+    *(
+        getattr(Tensor, name)
+        for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__")
+    ),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda")
+    ),
     *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_quantized", "is_meta", "layout")),
     Tensor.__hash__,
 }
@@ -55,14 +61,14 @@ class Pending(Tensor):
 
     @staticmethod
     def of(
-        rows: Rows, shape: Any, dtype: torch.dtype, base: "tuple[Pending, Callable[[Tensor], Tensor]] | None" = None
+        rows: Rows,
+        shape: Any,
+        dtype: torch.dtype,
+        base: "tuple[Pending, Callable[[Tensor], Tensor]] | None" = None,
     ) -> "Pending":
         """A tensor of a shape; with `base` a view of another one, and how to make it."""
-        found = cast(
-            Pending,
-            Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                Pending, shape, dtype=dtype, device=rows.x.device, requires_grad=rows.requires_grad
-            ),
+        found = Tensor._make_wrapper_subclass(
+            Pending, shape, dtype=dtype, device=rows.x.device, requires_grad=rows.requires_grad
         )
         found.rows, found._made, found._of = rows, None, base
         found._has_graph = torch.is_grad_enabled()
@@ -107,7 +113,9 @@ class Pending(Tensor):
         return func(*tree_map(values, args), **tree_map(values, kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse what has come past `__torch_function__`: autograd has not seen the product."""
         raise ModelError(MOVED)
 
@@ -269,7 +277,19 @@ def _after(func: Any, x: Pending, *args: Any, **kwargs: Any) -> Any:
     return Pending.of(x.rows.with_after(call), x.shape, dtype, (x, call))
 
 
-BY_VALUE = ("float", "double", "half", "bfloat16", "to", "mul", "div", "__mul__", "__truediv__", "__rmul__", "tanh")
+BY_VALUE = (
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "to",
+    "mul",
+    "div",
+    "__mul__",
+    "__truediv__",
+    "__rmul__",
+    "tanh",
+)
 for _name in BY_VALUE:
     for _home in (Tensor, torch):
         if hasattr(_home, _name):
