@@ -44,6 +44,8 @@ from lightning_amp.parallel.strata.stream import stream_strata
 from lightning_amp.planning.plan import specs
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.techniques.logits.install import chunk_logits
+from lightning_amp.techniques.logits.row import ChunkLogits
 from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.replay.install import replay_operators
 from lightning_amp.techniques.replay.row import ReplayOperators
@@ -99,6 +101,7 @@ TECHNIQUES: dict[type, Technique] = {
     specs.CompileStrata: Technique(compile_strata, on_decoder=True),
     specs.StrataParallel: Technique(share_strata, on_decoder=True, needs_mesh=True),
     specs.PipelineStages: Technique(pipeline_stages, needs_mesh=True),
+    ChunkLogits: Technique(lambda m, spec, mesh: Change({}, methods=chunk_logits(m))),
     ReplayOperators: Technique(lambda m, spec, mesh: Change({}, methods=replay_operators(m, spec))),
 }
 """The package's own; those of `register_technique` stand in their strategy's row of planning."""

@@ -19,3 +19,10 @@ def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], N
         own.update(before)
 
     return undo
+
+
+def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The function that a module runs as a method, called as `function(module, ...)`: put there, or of its class."""
+    put = vars(module).get(name)
+    found: Callable[..., Any] = getattr(type(module), name) if put is None else put.__func__
+    return found

@@ -44,7 +44,7 @@ from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
 from lightning_amp.planning.plan.strategies import STRATEGIES, not_together
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.put_methods import put_methods
+from lightning_amp.techniques.put_methods import method_of, put_methods
 from lightning_amp.techniques.replay.choose_cuts import Replays, Stretches
 from lightning_amp.techniques.replay.install import recorded
 from lightning_amp.techniques.replay.install import refuse as refuse_replay
@@ -90,6 +90,8 @@ class StepOfModule:
         self._forms: dict[int, ChunkForms] = {}
         self._chunked: dict[tuple[int, frozenset[tuple[str, ChunkBlock]]], Passes | str] = {}
         self._plans: dict[Any, Any] = {}
+        self._steps_with: dict[tuple[str, Spec], CountedStep | str] = {}
+        self._replays: dict[tuple[tuple[str, Spec], ...], Replays] = {}
 
     @classmethod
     def of(
@@ -149,28 +151,48 @@ class StepOfModule:
             refused=refused_techniques(self._module, step, values=self._trains),
             statistics_bytes=statistics_bytes(self._module),
             notes=tuple(self._notes(step)),
-            replays=Replays(partial(self._stretches, rates)),
+            replays=partial(self._replays_with, rates=rates),
+            counted=partial(self._counted_with, rates=rates),
         )
 
-    def _stretches(self, rates: Rates) -> Stretches | str:
+    def _counted_with(self, rule: Rule, *, rates: Rates) -> CountedStep | str:
+        """The step with a rule, or why it cannot have it."""
+        key = rule.fqn, rule.spec
+        if key not in self._steps_with:
+            try:
+                with self._installed([rule]):
+                    self._steps_with[key] = self._recorded(None, rates)
+            except AmpError as error:
+                self._steps_with[key] = str(error)
+        return self._steps_with[key]
+
+    def _replays_with(self, rules: tuple[Rule, ...], *, rates: Rates) -> Replays:
+        """Stretches of the step with rules."""
+        key = tuple((rule.fqn, rule.spec) for rule in rules)
+        return self._replays.setdefault(key, Replays(partial(self._stretches, rates, rules)))
+
+    def _stretches(self, rates: Rates, rules: tuple[Rule, ...]) -> Stretches | str:
         """What stretches of the step hold and take, or why it is not known."""
         found = list[Stretches]()
-
-        def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
-            look = Look(operator_rates(rates))
-            with recorded(look, module):
-                loss = type(module).training_step(module, *args, **kwargs)
-            found.append(stretches_of(look))
-            return loss
-
-        undo = put_methods(self._module, {"training_step": MethodType(training_step, self._module)})
         try:
-            refuse_replay(self._module)
-            self._counted(profile_module)
+            with self._installed(rules):
+                refuse_replay(self._module)
+                step = method_of(self._module, "training_step")
+
+                def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+                    look = Look(operator_rates(rates))
+                    with recorded(look, module):
+                        loss = step(module, *args, **kwargs)
+                    found.append(stretches_of(look))
+                    return loss
+
+                undo = put_methods(self._module, {"training_step": MethodType(training_step, self._module)})
+                try:
+                    self._counted(profile_module)
+                finally:
+                    undo()
         except AmpError as error:
             return str(error)
-        finally:
-            undo()
         # of the second step, in which optimisers have their state
         return found[-1]
 

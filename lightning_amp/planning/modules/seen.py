@@ -5,12 +5,14 @@ Legend: bytes are of one rank; D ranks that average gradients, those of the data
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.footprint.module_profile import ACTIVATIONS, HELD, ModuleProfile
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.fsdp_bytes import OPTIMISER, Unit
+from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
 from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.time.device_rates import Rates
@@ -42,6 +44,18 @@ class StageChunks:
     passes: Callable[[int, Mapping[str, ChunkBlock]], Passes | str]
 
 
+class CountedWith(Protocol):
+    """A step that was counted with a rule installed."""
+
+    @property
+    def profile(self) -> ModuleProfile:
+        """Its bytes."""
+
+    @property
+    def chain(self) -> Chain:
+        """Its blocks, and its seconds."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
     """A module's step as it is, on one device.
@@ -61,7 +75,9 @@ class Seen:
         notes: What else a person should know of the count, one sentence each.
         sent_seconds: What collectives of a technique with steps take, without those of gradients that ranks average.
         averages: Whether ranks average whole gradients; else `sent_seconds` has those of parts.
-        replays: Stretches of the step that may be replayed; None where nobody has looked at its operators.
+        replays: Specs that are installed -> stretches of the step with them that may be replayed; None where nobody
+            has looked at its operators.
+        counted: A rule -> the step with it, or why it cannot be; None where nobody counts it.
     """
 
     profile: ModuleProfile
@@ -78,7 +94,8 @@ class Seen:
     notes: tuple[str, ...] = ()
     sent_seconds: float = 0.0
     averages: bool = True
-    replays: Replays | None = None
+    replays: Callable[[tuple[Rule, ...]], Replays] | None = None
+    counted: Callable[[Rule], CountedWith | str] | None = None
 
     @property
     def seconds(self) -> float:

@@ -12,6 +12,7 @@ from lightning_amp.planning.modules.chain import CHUNKED, Chain, extra_seconds, 
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.fsdp_bytes import fsdp_held_bytes, fsdp_peak_bytes
 from lightning_amp.planning.modules.fsdp_seconds import fsdp_seconds
+from lightning_amp.planning.modules.logits import add as add_logits
 from lightning_amp.planning.modules.recompute_choice import choose, leanest
 from lightning_amp.planning.modules.replays import add as add_replays
 from lightning_amp.planning.modules.seen import LEAST_SECONDS, Draft, Seen, Target
@@ -183,6 +184,12 @@ TECHNIQUES: dict[str, Technique] = {
         add=_chunk,
         kinds=(ACTIVATIONS, TEMPORARIES),
         limit="the peak is outside of the blocks, or what they keep is whole between the chunks",
+        slow=True,
+    ),
+    "logits": Technique(
+        add=add_logits,
+        kinds=(ACTIVATIONS, TEMPORARIES),
+        limit="the peak is elsewhere",
         slow=True,
     ),
     "replay": Technique(

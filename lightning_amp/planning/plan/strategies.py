@@ -14,6 +14,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan import specs
 from lightning_amp.planning.plan.block_sizes import block_cells, chunk_buckets
 from lightning_amp.planning.plan.specs import Spec
+from lightning_amp.techniques.logits.row import ROW as LOGITS
 from lightning_amp.techniques.replay.row import ROW as REPLAY
 from lightning_amp.techniques.sequence.row import ROW as SEQUENCE
 from lightning_amp.techniques.tensor3d.row import ROW as TENSOR3D
@@ -228,6 +229,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         shrinks="inner tensors of a block to those of one chunk",
         specs=(specs.ChunkBlock,),
     ),
+    "logits": StrategyInfo(**LOGITS),
     "replay": StrategyInfo(**REPLAY),
     "sequence": StrategyInfo(**SEQUENCE),
     "tensor3d": StrategyInfo(**TENSOR3D),

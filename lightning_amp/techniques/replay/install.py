@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_amp._torch import AnyBatchNorm, is_compiled
 from lightning_amp.errors import InstallError
+from lightning_amp.techniques.put_methods import method_of
 from lightning_amp.techniques.replay.row import ReplayOperators
 from lightning_amp.techniques.replay.tape import Tape
 
@@ -22,7 +23,7 @@ def replay_operators(module: nn.Module, spec: ReplayOperators) -> dict[str, Call
         InstallError: As of `refuse`.
     """
     refuse(module)
-    return {"training_step": replayed(type(module).training_step, spec)}  # type: ignore[attr-defined]
+    return {"training_step": replayed(method_of(module, "training_step"), spec)}
 
 
 def refuse(module: nn.Module) -> None:

@@ -1,0 +1,43 @@
+"""Add cross-entropy in chunks of rows to a plan, by a count of the step with it."""
+
+from dataclasses import replace
+
+from lightning_amp.planning.modules.seen import LEAST_SECONDS, Draft, Seen, Target
+from lightning_amp.planning.plan.plan import Rule
+from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.techniques.logits.row import ChunkLogits
+
+RULE = Rule(fqn="", spec=ChunkLogits(), strategy="logits", why="counted")
+OTHERS = ("fsdp", "chunk")
+WORTH = 0.02
+"""Of the peak: what is less is not worth the seconds."""
+
+
+def add(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
+    """Cross-entropy runs in chunks of rows, and the product with a linear layer's weight once more in the backward
+    pass.
+    """
+    others = [name for name in draft.strategies if name in OTHERS]
+    if others:
+        return f"it is not supported together with {' and '.join(others)}"
+    if seen.counted is None:
+        return "the step was not counted with it"
+    step = seen.counted(RULE)
+    if isinstance(step, str):
+        return step
+    saved = seen.profile.peak_bytes - step.profile.peak_bytes
+    if saved < WORTH * seen.profile.peak_bytes:
+        return (
+            "the step has no cross-entropy of a linear layer with eight times as many outputs as inputs, or its peak is"
+            " elsewhere"
+        )
+    more = max(step.chain.seconds - seen.chain.seconds, LEAST_SECONDS)
+    why = f"logits are never whole, which keeps {format_bytes(saved)} less and takes {format_seconds(more)} more"
+    target = Target(strategy="logits", fqn="", spec=ChunkLogits(), why=why, saves_bytes=saved)
+    return replace(
+        draft,
+        peak_bytes=max(draft.peak_bytes - saved, seen.held_bytes),
+        relief_bytes=draft.relief_bytes + saved,
+        seconds=draft.seconds + more,
+        targets=(*draft.targets, target),
+    )

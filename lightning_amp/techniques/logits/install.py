@@ -1,0 +1,46 @@
+"""Install `logits`: linear layers of the training step put off their products."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from lightning_amp.dist._torch import functorch_utils
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.logits.pending import PutOff, values
+from lightning_amp.techniques.put_methods import method_of
+
+
+def chunk_logits(module: nn.Module) -> dict[str, Callable[..., Any]]:
+    """What a LightningModule runs instead of its methods, by name.
+
+    Raises:
+        InstallError: It is no LightningModule.
+    """
+    if not isinstance(module, LightningModule):
+        raise InstallError(f"logits requires a LightningModule, found {type(module).__name__!r}")
+    return {"training_step": in_chunks(method_of(module, "training_step"))}
+
+
+def in_chunks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A training step that puts off products of linear layers."""
+
+    @wraps(step)
+    def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+        put_off, utils = PutOff(), cast(Any, functorch_utils)
+        unwrap = utils.unwrap_dead_wrappers
+        # what autograd Functions call first of all: they read their arguments in C++, where no mode sees it
+        utils.unwrap_dead_wrappers = lambda given: unwrap(tree_map(values, given))
+        try:
+            with put_off:
+                found = step(module, *args, **kwargs)
+        finally:
+            utils.unwrap_dead_wrappers = unwrap
+        found = tree_map(values, found)
+        put_off.finish()
+        return found
+
+    return run

@@ -1,0 +1,232 @@
+"""Compute cross-entropy of a linear layer's outputs, and its gradients, in chunks of rows.
+
+With x [n, d], weight [v, d] and targets [n], a chunk has about n d / v rows, so that its logits have as many entries as
+x. The forward pass keeps the losses of rows; the backward pass computes the logits of a chunk again, and adds up
+
+    grad x_i       = grad logits_i @ weight
+    grad weight    = sum over chunks of grad logits_i^T @ x_i
+
+Numbers differ from those of whole logits by the order in which chunks are added up.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+After = Callable[[Tensor], Tensor]
+linear: Any = torch.ops.aten.linear.default
+"""Not `F.linear`, which is put off while the step runs."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rows:
+    """What the outputs of a linear layer are computed from.
+
+    Attributes:
+        x: [..., d].
+        weight, bias: [v, d], and [v] or None.
+        dtype: In which the product is computed.
+        casts: Whether autocast has asked for it.
+        after: What is computed value by value from the product.
+        moved: Whether classes are dim 1 of the outputs.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    casts: bool = False
+    after: tuple[After, ...] = ()
+    moved: bool = False
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> "Rows":
+        """Of a call of `F.linear`, under the autocast of now."""
+        to = _autocast_now(x.device.type) if x.dtype != torch.float64 else None
+        return cls(x=x, weight=weight, bias=bias, dtype=to or x.dtype, casts=to is not None)
+
+    @property
+    def n_rows(self) -> int:
+        """All rows."""
+        return self.x.numel() // max(1, self.x.shape[-1])
+
+    @property
+    def n_outputs(self) -> int:
+        """Of a row."""
+        return int(self.weight.shape[0])
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows whose outputs have as many entries as x."""
+        return max(1, self.x.numel() // max(1, self.n_outputs))
+
+    @property
+    def requires_grad(self) -> bool:
+        """Of the product."""
+        given = (self.x, self.weight, self.bias)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+
+    def product(self) -> Tensor:
+        """The outputs, before what is computed from them value by value."""
+        with torch.autocast(**_autocast_of(self.x.device.type, self.dtype if self.casts else None)):
+            return cast(Tensor, linear(self.x, self.weight, self.bias))
+
+    def with_x(self, x: Tensor) -> "Rows":
+        """Of a view of the rows."""
+        return replace(self, x=x)
+
+    def with_after(self, call: After) -> "Rows":
+        """With one more function that computes value by value."""
+        return replace(self, after=(*self.after, call))
+
+    def with_moved(self) -> "Rows":
+        """With classes as dim 1."""
+        return replace(self, moved=True)
+
+    def detached(self) -> "Rows":
+        """Without gradients."""
+        bias = None if self.bias is None else self.bias.detach()
+        return replace(self, x=self.x.detach(), weight=self.weight.detach(), bias=bias)
+
+    def chunks(self, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Rows of x and of other tensors, chunk by chunk."""
+        flat = self.x.detach().reshape(-1, self.x.shape[-1])
+        return zip(*(torch.split(t, self.chunk_rows) for t in (flat, *more)), strict=True)
+
+
+def largest(rows: Rows) -> Tensor:
+    """The number of the largest output of every row."""
+    with torch.no_grad():
+        weight, bias = _computed_in(rows)
+        found = [_outputs(rows, x, weight, bias).argmax(-1) for (x,) in rows.chunks()]
+    return torch.cat(found).view(rows.x.shape[:-1])
+
+
+def cross_entropy(
+    rows: Rows,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """As `F.cross_entropy` of the outputs; None where it is not supported in chunks, or is a mistake."""
+    known = size_average is None and reduce is None and reduction in ("none", "sum", "mean")
+    if not known or not isinstance(target, Tensor) or target.requires_grad:
+        return None
+    if rows.x.dim() != (3 if rows.moved else 2):
+        return None
+    classes = not target.is_floating_point()
+    if weight is not None and (weight.requires_grad or label_smoothing or not classes):
+        return None
+    if not classes and rows.moved:
+        target = target.movedim(1, -1)
+    shape = rows.x.shape[:-1]
+    if target.shape != (shape if classes else (*shape, rows.n_outputs)):
+        return None
+    of_rows = target.reshape(-1) if classes else target.reshape(-1, rows.n_outputs)
+    loss = partial(
+        F.cross_entropy,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+    losses = cast(Tensor, _RowLosses.apply(rows.x, rows.weight, rows.bias, of_rows, rows, loss))  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses.view(shape)
+    # short types would lose what small rows add
+    sums = losses.float() if losses.dtype in (torch.float16, torch.bfloat16) else losses
+    found = sums.sum()
+    if reduction == "mean" and classes:
+        counts = of_rows != ignore_index
+        if weight is not None:
+            counts = torch.where(counts, weight[of_rows.masked_fill(~counts, 0)], 0)
+        found = found / counts.sum()
+    elif reduction == "mean":
+        found = found / rows.n_rows
+    return found.to(losses.dtype)
+
+
+class _RowLosses(torch.autograd.Function):
+    """The loss of every row: x, weight, bias and targets -> [n]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rows: Rows, loss: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, target)
+        # without its tensors, which autograd keeps
+        ctx.loss, ctx.given = loss, (rows.dtype, rows.after)
+        ctx.autocast = _autocast_of(x.device.type, _autocast_now(x.device.type))
+        of_weight, of_bias = _computed_in(rows)
+        return torch.cat(
+            [loss(_outputs(rows, part, of_weight, of_bias), t) for part, t in rows.chunks(target)]
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, target = ctx.saved_tensors
+        dtype, after = ctx.given
+        rows = Rows(x=x, weight=weight, bias=bias, dtype=dtype, after=after)
+        of_weight, of_bias = _computed_in(rows)
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        for_x = torch.empty(rows.n_rows, x.shape[-1], dtype=x.dtype, device=x.device) if wants_x else None
+        for_weight = torch.zeros_like(weight) if wants_weight else None
+        for_bias = torch.zeros_like(bias) if wants_bias and bias is not None else None
+        at = 0
+        for part, t, of_rows in rows.chunks(target, grad):
+            product = linear(part.to(dtype), of_weight, of_bias).requires_grad_()
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                outputs = product
+                for call in after:
+                    outputs = call(outputs)
+                losses = ctx.loss(outputs, t)
+            (of_product,) = torch.autograd.grad(losses, product, of_rows)
+            del outputs, losses, product
+            if for_x is not None:
+                for_x[at : at + len(part)] = of_product @ of_weight
+            if for_weight is not None:
+                if for_weight.dtype == dtype:
+                    for_weight.addmm_(of_product.T, part)
+                else:
+                    for_weight += of_product.T @ part.to(dtype)
+            if for_bias is not None:
+                for_bias += of_product.sum(0)
+            at += len(part)
+        return None if for_x is None else for_x.view(x.shape), for_weight, for_bias, None, None, None
+
+
+def _autocast_of(kind: str, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Arguments of an autocast to a type; with None there is none."""
+    if dtype is None:
+        return {"device_type": kind if torch.amp.is_autocast_available(kind) else "cpu", "enabled": False}
+    return {"device_type": kind, "dtype": dtype}
+
+
+def _autocast_now(kind: str) -> torch.dtype | None:
+    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if enabled else None
+
+
+def _computed_in(rows: Rows) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias in the type of the product, cast once for all chunks."""
+    bias = None if rows.bias is None else rows.bias.detach().to(rows.dtype)
+    return rows.weight.detach().to(rows.dtype), bias
+
+
+def _outputs(rows: Rows, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with torch.autocast(**_autocast_of(x.device.type, None)):
+        found: Tensor = linear(x.to(rows.dtype), weight, bias)
+    for call in rows.after:
+        found = call(found)
+    return found

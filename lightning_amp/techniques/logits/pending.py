@@ -1,0 +1,317 @@
+"""Put off products of linear layers with more outputs than inputs, until the step reads them.
+
+`F.linear` returns a `Pending` tensor, which has no values. Views that keep the last dim, casts and products with a
+number are noted; cross-entropy runs in chunks of rows (loss.py); all else that reads it computes the product, once, and
+goes on with that, so that a step has the values and gradients that it has without.
+
+A whole product is computed in these cases too, for it would be read too late:
+
+    the step has ended, and something still has it      an attribute, or what the step returns
+    an autograd Function gets it                        which would not see where it comes from
+"""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from lightning_amp._torch import FakeTensor, disable_torch_function, top_saving_hooks
+from lightning_amp.errors import ModelError
+from lightning_amp.techniques.logits.loss import Rows, cross_entropy, largest
+
+LEAST_CHUNKS = 8
+"""Outputs by inputs of a layer, below which little is spared: of hidden layers there are four, of a vocabulary more."""
+PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+MOVED = (
+    "the gradient of logits was taken where it cannot be handed on to their layer: by an operator that torch does not"
+    " see in Python. Leave 'logits' out of the strategies"
+)
+METADATA = {
+    *(
+        getattr(Tensor, name)
+        for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__")
+    ),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda")
+    ),
+    *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_quantized", "is_meta", "layout")),
+    Tensor.__hash__,
+}
+"""What the wrapper says of itself."""
+
+
+class Pending(Tensor):
+    """The outputs of a linear layer, not computed yet.
+
+    Attributes:
+        rows: What they are computed from.
+    """
+
+    rows: Rows
+    _made: Tensor | None
+    _has_graph: bool
+    _of: "tuple[Pending, Callable[[Tensor], Tensor]] | None"
+
+    @staticmethod
+    def of(
+        rows: Rows,
+        shape: Any,
+        dtype: torch.dtype,
+        base: "tuple[Pending, Callable[[Tensor], Tensor]] | None" = None,
+    ) -> "Pending":
+        """A tensor of a shape; with `base` a view of another one, and how to make it."""
+        found = Tensor._make_wrapper_subclass(
+            Pending, shape, dtype=dtype, device=rows.x.device, requires_grad=rows.requires_grad
+        )
+        found.rows, found._made, found._of = rows, None, base
+        found._has_graph = torch.is_grad_enabled()
+        if rows.requires_grad:
+            with disable_torch_function():
+                found.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        return found
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it, or what it is a view of, was computed."""
+        return self._made is not None or (self._of is not None and self._of[0].is_made)
+
+    def made(self) -> Tensor:
+        """The product; the first call computes it."""
+        if self._made is None:
+            # metrics may be what reads it first, without gradients
+            with torch.set_grad_enabled(self._has_graph):
+                if self._of is None:
+                    self._made = self.rows.product()
+                else:
+                    # a view: what is written into one of them is read in the other
+                    base, view = self._of
+                    self._made = view(base.made())
+        return self._made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note a view, run cross-entropy in chunks, or compute the product and call the function."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with disable_torch_function():
+                return func(*args, **kwargs)
+        x = args[0] if args else None
+        if isinstance(x, Pending) and not x.is_made:
+            handler = HANDLERS.get(func)
+            found = NotImplemented if handler is None else handler(x, *args[1:], **kwargs)
+            if found is not NotImplemented:
+                return found
+        return func(*tree_map(values, args), **tree_map(values, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse what has come past `__torch_function__`: autograd has not seen the product."""
+        raise ModelError(MOVED)
+
+
+def values(x: Any) -> Any:
+    """The product in place of a tensor without values."""
+    return x.made() if isinstance(x, Pending) else x
+
+
+def _refuse_gradient(grad: Tensor) -> Tensor:
+    raise ModelError(MOVED)
+
+
+class PutOff(TorchFunctionMode):
+    """Products of linear layers are put off while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: list[weakref.ref[Pending]] = []
+        self._saving = top_saving_hooks(False)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Put off a linear layer, or call the function."""
+        kwargs = kwargs or {}
+        if func is F.linear and len(args) in (2, 3) and not kwargs:
+            found = self._put_off(*args)
+            if found is not None:
+                return found
+        elif func is F.linear:
+            return self.__torch_function__(func, types, _positional(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _put_off(self, x: Any, weight: Any, bias: Any = None) -> Pending | None:
+        plain = all(type(t) in PLAIN for t in (x, weight, bias) if t is not None)
+        # what is checkpointed runs again in the backward pass, and has to compute in the same order
+        if not plain or x.dim() < 2 or weight.dim() != 2 or top_saving_hooks(False) != self._saving:
+            return None
+        if weight.shape[0] < LEAST_CHUNKS * weight.shape[1] or x.numel() < LEAST_CHUNKS * x.shape[-1]:
+            return None
+        rows = Rows.of(x, weight, bias)
+        found = Pending.of(rows, (*x.shape[:-1], weight.shape[0]), rows.dtype)
+        self._alive.append(weakref.ref(found))
+        return found
+
+    def finish(self) -> None:
+        """Compute what something still has, with the parameters of now."""
+        for ref in self._alive:
+            found = ref()
+            if found is not None:
+                found.made()
+
+
+def _positional(input: Any, weight: Any, bias: Any = None) -> tuple[Any, ...]:
+    return input, weight, bias
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+"""By function -> what a Pending gives; NotImplemented: compute the product."""
+
+
+def _handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            for home in (Tensor, torch):
+                if hasattr(home, name):
+                    HANDLERS[getattr(home, name)] = handler
+        return handler
+
+    return register
+
+
+def _view(x: Pending, rows: Rows, view: Callable[[Tensor], Tensor]) -> Pending:
+    return Pending.of(rows, (*rows.x.shape[:-1], rows.n_outputs), x.dtype, (x, view))
+
+
+@_handles("view", "reshape")
+def _reshaped(x: Pending, *shape: Any, **kwargs: Any) -> Any:
+    if len(shape) == 1 and isinstance(shape[0], list | tuple):
+        shape = tuple(shape[0])
+    if kwargs or x.rows.moved or not shape or not all(type(n) is int for n in shape):
+        return NotImplemented
+    n, v = x.rows.n_rows, x.rows.n_outputs
+    if shape[-1] == -1:
+        known = 1
+        for m in shape[:-1]:
+            known *= m
+        shape = (*shape[:-1], v) if known == n else shape
+    if shape[-1] != v:
+        return NotImplemented
+    inner = x.rows.x.reshape(*shape[:-1], x.rows.x.shape[-1])
+    return _view(x, x.rows.with_x(inner), lambda t: t.reshape(shape))
+
+
+@_handles("flatten")
+def _flattened(x: Pending, start_dim: int = 0, end_dim: int = -1) -> Any:
+    last = x.dim() - 1
+    if x.rows.moved or end_dim % x.dim() == last:
+        return NotImplemented
+    inner = x.rows.x.flatten(start_dim, end_dim % x.dim())
+    return _view(x, x.rows.with_x(inner), lambda t: t.flatten(start_dim, end_dim))
+
+
+@_handles("contiguous")
+def _contiguous(x: Pending) -> Any:
+    return NotImplemented if x.rows.moved else x
+
+
+@_handles("__getitem__")
+def _indexed(x: Pending, index: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    if x.rows.moved or not all(isinstance(i, slice | int) or i is Ellipsis for i in items):
+        return NotImplemented
+    if any(isinstance(i, bool) for i in items):
+        return NotImplemented
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        missing = x.dim() - len(items) + 1
+        items = (*items[:at], *[slice(None)] * missing, *items[at + 1 :])
+    if len(items) == x.dim():
+        if items[-1] != slice(None):
+            return NotImplemented
+        items = items[:-1]
+    inner = x.rows.x[items]
+    if inner.dim() < 2:
+        return NotImplemented
+    return _view(x, x.rows.with_x(inner), lambda t: t[index])
+
+
+@_handles("transpose", "swapaxes", "movedim")
+def _transposed(x: Pending, a: Any, b: Any) -> Any:
+    # [rows, places, words] -> [rows, words, places], as cross-entropy takes them
+    if x.dim() != 3 or x.rows.moved or {a % 3, b % 3} != {1, 2}:
+        return NotImplemented
+    return _with_classes_second(x, lambda t: t.transpose(1, 2))
+
+
+@_handles("permute")
+def _permuted(x: Pending, *dims: Any) -> Any:
+    dims = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    if x.dim() != 3 or x.rows.moved or [d % 3 for d in dims] != [0, 2, 1]:
+        return NotImplemented
+    return _with_classes_second(x, lambda t: t.permute(0, 2, 1))
+
+
+def _with_classes_second(x: Pending, view: Callable[[Tensor], Tensor]) -> Pending:
+    b, n, v = x.rows.x.shape[0], x.rows.x.shape[1], x.rows.n_outputs
+    return Pending.of(x.rows.with_moved(), (b, v, n), x.dtype, (x, view))
+
+
+def _after(func: Any, x: Pending, *args: Any, **kwargs: Any) -> Any:
+    """A function that computes value by value comes after the product, in each chunk."""
+    if kwargs or not all(isinstance(a, float | int | torch.dtype) for a in args):
+        return NotImplemented
+
+    def call(t: Tensor) -> Tensor:
+        return cast(Tensor, func(t, *args))
+
+    dtype = call(torch.empty(0, dtype=x.dtype, device="meta")).dtype
+    return Pending.of(x.rows.with_after(call), x.shape, dtype, (x, call))
+
+
+BY_VALUE = (
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "to",
+    "mul",
+    "div",
+    "__mul__",
+    "__truediv__",
+    "__rmul__",
+    "tanh",
+)
+for _name in BY_VALUE:
+    for _home in (Tensor, torch):
+        if hasattr(_home, _name):
+            _func = getattr(_home, _name)
+            HANDLERS[_func] = partial(_after, _func)
+
+
+@_handles("detach")
+def _detached(x: Pending) -> Pending:
+    return Pending.of(x.rows.detached(), x.shape, x.dtype, (x, Tensor.detach))
+
+
+@_handles("argmax")
+def _argmax(x: Pending, dim: Any = None, keepdim: bool = False) -> Any:
+    if x.rows.moved or keepdim or dim is None or dim % x.dim() != x.dim() - 1:
+        return NotImplemented
+    return largest(x.rows)
+
+
+def _cross_entropy(x: Pending, target: Any, *args: Any, **kwargs: Any) -> Any:
+    found = cross_entropy(x.rows, target, *args, **kwargs)
+    return NotImplemented if found is None else found
+
+
+HANDLERS[F.cross_entropy] = _cross_entropy

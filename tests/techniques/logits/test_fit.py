@@ -1,0 +1,109 @@
+"""Language models train with logits in chunks, at the predicted peak, with the numbers of a plain run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.replay.__main__ import difference, fit
+from benchmarks.replay.models import MODELS, Llama
+from lightning_amp import AMPStrategy
+from lightning_amp.errors import PlanError
+from lightning_amp.techniques.logits.install import in_chunks
+from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.ranks import run_ranks
+
+
+def test_logits_are_never_whole_and_the_peak_is_the_predicted_one() -> None:
+    _, meter, _ = fit("Llama", "auto", steps=3)
+    exact, _, _ = fit("Llama", "auto", steps=3, double=True)
+    for names, share in ((["logits"], 0.5), (["logits", "replay"], 0.25)):
+        _, metered, plan = fit("Llama", AMPStrategy(strategies=names), steps=3)
+        assert metered.peak < share * meter.peak, names
+        assert metered.peak == pytest.approx(plan.predicted_peak_bytes, rel=0.01), names
+        after, _, _ = fit("Llama", AMPStrategy(strategies=names), steps=3, double=True)
+        assert difference(exact, after) < 1e-12, names
+
+
+def test_the_policy_takes_it_where_the_step_does_not_fit() -> None:
+    _, meter, _ = fit("Llama", "auto", steps=3)
+    for share, names in ((0.6, ["logits"]), (0.3, ["logits", "replay"])):
+        budget = int(share * meter.peak)
+        _, metered, plan = fit("Llama", AMPStrategy(device_memory=budget), steps=3)
+        assert [rule.strategy for rule in plan.rules] == names
+        assert metered.peak <= budget
+
+
+def test_a_step_without_such_a_loss_is_refused_and_says_so() -> None:
+    with pytest.raises(PlanError, match="no cross-entropy of a linear layer"):
+        fit("points", AMPStrategy(strategies="logits"), steps=1)
+
+
+class Keeps(Llama):
+    """Returns logits, keeps them, and reads them after the step, when the parameters are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = list[Tensor]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = self.embed(batch[:, :-1]), batch[:, 1:]
+        self.logits = self.head(self.norm(x))
+        loss = F.cross_entropy(self.logits.flatten(0, 1), y.flatten())
+        return {"loss": loss, "logits": self.logits.detach()[..., :3]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.read += [self.logits.detach().sum(), outputs["logits"].sum()]
+
+
+class Manual(Llama):
+    """Two backward passes in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+def test_logits_that_outlive_the_step_and_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = MODELS["Llama"][1]
+    for kind in (Keeps, Manual):
+
+        class InChunks(kind):  # type: ignore[misc, valid-type]
+            # whatever a plan would say of it
+            training_step = in_chunks(kind.training_step)
+
+        monkeypatch.setitem(MODELS, "Llama", (kind, batches))
+        before, _, _ = fit("Llama", "auto", steps=3, double=True)
+        monkeypatch.setitem(MODELS, "Llama", (InChunks, batches))
+        after, _, _ = fit("Llama", "auto", steps=3, double=True)
+        assert difference(before, after) < 1e-12, kind
+        if kind is Keeps:
+            torch.testing.assert_close(after.read, before.read, rtol=1e-12, atol=1e-12)
+
+
+def on_ranks(rank: int, ranks: int, name: str) -> tuple[dict[str, Tensor], int, list[str]]:
+    strategy = AMPStrategy(strategies=f"S1{name}")
+    plugins = [RunningRanks(rank, ranks)]
+    module, meter, plan = fit("Llama", strategy, steps=4, double=True, devices=ranks, plugins=plugins)
+    return module.state_dict(), meter.peak, [rule.strategy for rule in plan.rules]
+
+
+@pytest.mark.ranks
+def test_ranks_average_gradients(tmp_path: Path) -> None:
+    plain, chunked = (run_ranks(on_ranks, 2, tmp_path, name) for name in ("", ",logits"))
+    for (right, whole, _), (state, peak, rules) in zip(plain, chunked, strict=True):
+        assert "logits" in rules
+        assert peak < 0.6 * whole
+        torch.testing.assert_close(state, right, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,145 @@
+"""Expressions of logits have the values and gradients that they have without `logits`, in chunks or whole."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_amp.techniques.logits import loss, pending
+from lightning_amp.techniques.logits.install import in_chunks
+
+WORDS = 100
+Step = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+def entropy(logits: Tensor, y: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), **options)
+
+
+def written(change: Callable[[Tensor, Tensor], Any]) -> Step:
+    """Logits, or a view of them, are changed in place; the loss is of the other."""
+
+    def step(head: Any, x: Tensor, y: Tensor) -> Tensor:
+        logits = head(x)
+        view = logits.flatten(0, 1)
+        change(logits, view)
+        return F.cross_entropy(view, y.flatten()) + entropy(logits, y)
+
+    return step
+
+
+some = 50
+weights = torch.linspace(0, 1, WORDS).double()
+soft = torch.linspace(0, 1, 36 * WORDS).double()
+IN_CHUNKS: dict[str, Step] = {
+    "flatten": lambda h, x, y: entropy(h(x), y),
+    "view": lambda h, x, y: F.cross_entropy(h(x).view(-1, WORDS), y.view(-1)),
+    "view of rows": lambda h, x, y: F.cross_entropy(h(x).view(36, -1), y.view(-1)),
+    "next words": lambda h, x, y: entropy(h(x)[..., :-1, :].contiguous(), y[:, 1:]),
+    "first places": lambda h, x, y: entropy(h(x)[:, :4], y[:, :4]),
+    "one place": lambda h, x, y: F.cross_entropy(h(x)[:, 3], y[:, 3]),
+    "transposed": lambda h, x, y: F.cross_entropy(h(x).transpose(1, 2), y),
+    "permuted": lambda h, x, y: F.cross_entropy(h(x).permute(0, 2, 1), y),
+    "scaled": lambda h, x, y: entropy(h(x) / 0.7, y),
+    "capped": lambda h, x, y: entropy(30 * torch.tanh(h(x) * (1 / 30)), y),
+    "float": lambda h, x, y: entropy(h(x).float().double(), y),
+    "ignored": lambda h, x, y: entropy(h(x), torch.where(y > some, y, -100)),
+    "ignored by number": lambda h, x, y: entropy(h(x), y, ignore_index=int(y[0, 0])),
+    "smoothed": lambda h, x, y: entropy(h(x), torch.where(y > some, y, -100), label_smoothing=0.1),
+    "weighted": lambda h, x, y: entropy(h(x), torch.where(y > some, y, -100), weight=weights),
+    "loss of rows": lambda h, x, y: (
+        (F.cross_entropy(h(x).mT.mT.transpose(1, 2), y) ** 2)
+        + F.cross_entropy(h(x).transpose(1, 2), y, reduction="none").square().mean()
+    ),
+    "sum": lambda h, x, y: entropy(h(x), y, reduction="sum"),
+    "probabilities": lambda h, x, y: F.cross_entropy(h(x).flatten(0, 1), soft.view(36, WORDS)),
+    "probabilities, transposed": lambda h, x, y: F.cross_entropy(
+        h(x).transpose(1, 2), soft.view(4, WORDS, 9), label_smoothing=0.2
+    ),
+    "a module": lambda h, x, y: nn.CrossEntropyLoss()(h(x).flatten(0, 1), y.flatten()),
+    "by name": lambda h, x, y: F.cross_entropy(input=h(x).flatten(0, 1), target=y.flatten()),
+    "rows by a mask": lambda h, x, y: F.cross_entropy(h(x[y > 20]), y[y > 20]),
+    "accuracy": lambda h, x, y: entropy(z := h(x), y) * (1 + (z.argmax(-1) == y).double().mean()),
+    "two losses": lambda h, x, y: entropy(z := h(x), y) + entropy(z[:, 1:], y[:, :-1]),
+    "and a norm": lambda h, x, y: entropy(z := h(x), y) + z.logsumexp(-1).square().mean(),
+    "and probabilities": lambda h, x, y: entropy(z := h(x), y) * (1 + z.detach().softmax(-1).max()),
+    "metrics first": lambda h, x, y: (no_grad(lambda: h(x).sum()) + 1) * entropy(h(x), y),
+}
+WHOLE: dict[str, Step] = {
+    "metrics of the same": lambda h, x, y: [z := h(x), no_grad(lambda: z.softmax(-1)), entropy(z, y)][-1],
+    "another loss": lambda h, x, y: h(x).square().mean(),
+    "log-probabilities": lambda h, x, y: F.nll_loss(h(x).log_softmax(-1).flatten(0, 1), y.flatten()),
+    "masked": lambda h, x, y: F.cross_entropy(h(x)[y > some], y[y > some]),
+    "sample by sample": lambda h, x, y: sum(F.cross_entropy(r, t) for r, t in zip(h(x), y, strict=True)),
+    "joined": lambda h, x, y: entropy(torch.cat([h(x), h(x) * 2]), torch.cat([y, y])),
+    "some words": lambda h, x, y: entropy(h(x)[..., :some], y % some),
+    "bias of words": lambda h, x, y: entropy(h(x) + weights, y),
+    "changed": written(lambda z, v: z.mul_(0.5)),
+    "changed view": written(lambda z, v: v.mul_(0.5)),
+    "words left out": written(lambda z, v: z.__setitem__((..., 0), -9.0)),
+    "gradient hook": lambda h, x, y: [z := h(x), z.register_hook(lambda g: 2 * g), entropy(z, y)][-1],
+    "own Function by name": lambda h, x, y: twice(h(x)).square().mean(),
+    "own Function": lambda h, x, y: Twice.apply(h(x)).square().mean(),
+    "checkpointed": lambda h, x, y: checkpoint(lambda x: entropy(h(x), y), x, use_reentrant=False),
+    "list of logits": lambda h, x, y: entropy(torch.stack([h(x), h(x)]).mean(0), y),
+}
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+twice = Twice.apply
+
+
+def no_grad(call: Callable[[], Tensor]) -> Tensor:
+    with torch.no_grad():
+        return call()
+
+
+def trained(
+    step: Step, *, put_off: bool, dtype: torch.dtype = torch.float64, autocast: bool = False
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    embed, head = nn.Embedding(WORDS, 6).to(dtype), nn.Linear(6, WORDS).to(dtype)
+    x = torch.randint(WORDS, (4, 9))
+
+    def run(module: Any) -> Tensor:
+        return step(head, embed(x), x)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = (in_chunks(run) if put_off else run)(None)
+    found.backward()
+    grads = [p.grad for p in (*head.parameters(), *embed.parameters())]
+    return [found.detach(), *(torch.zeros(()) if g is None else g for g in grads)]
+
+
+def test_expressions_are_exact_and_those_of_cross_entropy_run_in_chunks() -> None:
+    for kinds, chunked in ((IN_CHUNKS, True), (WHOLE, False)):
+        for name, step in kinds.items():
+            with patch.object(pending, "cross_entropy", side_effect=loss.cross_entropy) as called:
+                for right, found in zip(
+                    trained(step, put_off=False), trained(step, put_off=True), strict=True
+                ):
+                    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12, msg=name)
+            assert bool(called.call_count) is chunked, name
+
+
+def test_mixed_precision_is_as_near_as_without() -> None:
+    for name in ("flatten", "next words", "smoothed", "ignored", "capped"):
+        right = trained(IN_CHUNKS[name], put_off=False, dtype=torch.float32)
+        plain = trained(IN_CHUNKS[name], put_off=False, dtype=torch.float32, autocast=True)
+        found = trained(IN_CHUNKS[name], put_off=True, dtype=torch.float32, autocast=True)
+        for r, p, f in zip(right, plain, found, strict=True):
+            assert f.dtype == p.dtype, name
+            assert (f - r).norm() <= 1.2 * (p - r).norm() + 1e-3 * r.norm(), name
