@@ -1,5 +1,6 @@
 """Install `tensor3d`: in a dry run as steps of the module, in a run as units that hold its parameters."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 import lightning_amp.techniques.tensor3d.layout_rules  # noqa: F401  (registers the rules)
 from lightning_amp._torch import is_compiled
@@ -97,6 +100,7 @@ def layouts(
         vars(module)["manual_backward"] = lambda *args, **kwargs: None
         try:
             with ExitStack() as stack:
+                stack.enter_context(_Unhooked())
                 for planner in planners.values():
                     stack.enter_context(planner)
                 stack.enter_context(
@@ -115,6 +119,16 @@ def layouts(
     with suppress(LookedAt):
         look({"training_step": training_step})
     return found
+
+
+class _Unhooked(TorchFunctionMode):
+    """Registers no hooks: nothing is differentiated while layouts are looked for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function that is no hook's."""
+        if func in (Tensor.register_hook, Tensor.retain_grad):
+            return RemovableHandle(OrderedDict())
+        return func(*args, **(kwargs or {}))
 
 
 def on_grid(

@@ -34,6 +34,9 @@ class Other(GPT):
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
+        # clamping is exact where ranks share the rows of a batch
+        if torch.is_grad_enabled() and self.optimizer == "Adagrad":
+            x.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
         return x
 
     def configure_optimizers(self) -> Any:
@@ -50,7 +53,7 @@ class Other(GPT):
 OPTIONS: dict[str, dict[str, Any]] = {
     "accumulated and clipped": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
     "clipped by value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
-    # it has state when it is made
+    # it has state when it is made; with a hook on a gradient
     "Adagrad": {"optimizer": "Adagrad"},
 }
 Grids = list[tuple[str, Grid]]
