@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from lightning_amp._torch import tree_map
 from lightning_amp.dist._torch import functorch_utils
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.logits.pending import PutOff, values

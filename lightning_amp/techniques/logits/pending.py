@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
-from lightning_amp._torch import FakeTensor, disable_torch_function, top_saving_hooks
+from lightning_amp._torch import FakeTensor, disable_torch_function, top_saving_hooks, tree_map
 from lightning_amp.errors import ModelError
 from lightning_amp.techniques.logits.loss import Rows, cross_entropy, largest
 
