@@ -193,6 +193,7 @@ VALUES = [
         "a hook that clamps a gradient",
         X,
         _hooked(lambda g: g.clamp(-0.02, 0.02)),
+        True,
         a=lin(6, 8),
         b=lin(8, 8),
         c=lin(8, 3),
