@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from lightning_amp import __version__
 from lightning_amp.cli.calibrate import add_calibrate
 from lightning_amp.cli.convert import add_convert
 from lightning_amp.cli.demo import add_demo
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train multi-modal single-cell Hi-C models within the memory you have.",
         epilog="fit, validate, test and predict take Lightning's flags: lightning-amp fit --help",
     )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
     parsers = {
