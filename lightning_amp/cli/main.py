@@ -9,8 +9,8 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 
-from lightning_amp import __version__
 from lightning_amp.cli.calibrate import add_calibrate
 from lightning_amp.cli.convert import add_convert
 from lightning_amp.cli.demo import add_demo
@@ -99,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Train multi-modal single-cell Hi-C models within the memory you have.",
         epilog="fit, validate, test and predict take Lightning's flags: lightning-amp fit --help",
     )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    # by its name, for the package imports what lies above this folder
+    version = import_module("lightning_amp").__version__
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {version}")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
     parsers = {

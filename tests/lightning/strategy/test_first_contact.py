@@ -46,6 +46,7 @@ def fitted(
         max_epochs=1,
         logger=CSVLogger(folder) if logger else False,
         default_root_dir=folder,
+        log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -138,7 +139,7 @@ def test_two_ranks_say_a_mistake_once_without_a_traceback(tmp_path: Path) -> Non
         text=True,
         cwd=tmp_path,
         env=environment,
-        timeout=120,
+        timeout=280,
     )
     assert run.returncode == 1
     assert run.stdout.startswith("predicted to run out of memory"), run.stderr
