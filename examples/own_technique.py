@@ -75,7 +75,7 @@ lightning_amp.register_technique(
 
 
 def train(folder: Path, *, devices: int = 2) -> None:
-    """Train for a moment on synthetic cells with few contacts; the plan is printed before the first step."""
+    """Train for a moment on synthetic cells with few contacts; the plan is shown before the first step."""
     data = folder / "data"
     if not data.exists():  # every rank runs this script; the first makes the data before it starts the others
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 
 from lightning_amp.cli.calibrate import add_calibrate
 from lightning_amp.cli.convert import add_convert
@@ -98,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Train multi-modal single-cell Hi-C models within the memory you have.",
         epilog="fit, validate, test and predict take Lightning's flags: lightning-amp fit --help",
     )
+    # by its name, for the package imports what lies above this folder
+    version = import_module("lightning_amp").__version__
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {version}")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
     parsers = {

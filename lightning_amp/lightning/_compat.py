@@ -12,6 +12,11 @@ from lightning.pytorch import LightningModule, Trainer
 # broadcasts parameters and buffers from rank 0 in large buffers; DDPStrategy uses it outside fitting
 from lightning.pytorch.overrides.distributed import _sync_module_states as broadcast_module
 
+# starts ranks by multiprocessing, and raises what one of them raised as text
+from lightning.pytorch.strategies.launchers.multiprocessing import (  # type: ignore[attr-defined]
+    _MultiProcessingLauncher as MultiProcessingLauncher,
+)
+
 # starts the other ranks' processes, and ends this one when one of them fails; the failure detector takes over from that
 from lightning.pytorch.strategies.launchers.subprocess_script import (  # type: ignore[attr-defined]
     _launch_process_observer as launch_process_observer,
@@ -33,6 +38,7 @@ from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined
 
 __all__ = [
     "DataConnector",
+    "MultiProcessingLauncher",
     "ScriptLauncher",
     "broadcast_module",
     "default_pg_timeout",

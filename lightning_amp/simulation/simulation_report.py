@@ -11,6 +11,7 @@ from lightning_amp.figures import simulated_memory
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, label
 from lightning_amp.planning.policies.auto import NEEDS_ATTENTION
+from lightning_amp.planning.reports.plan_report import batch_text, sample_word
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
 from lightning_amp.simulation.byte_meter import KINDS
@@ -27,8 +28,7 @@ def simulation_report(simulation: Simulation) -> str:
     plan = simulation.plan
     names = ", ".join(map(label, plan.strategies)) or "single-device execution"
     mesh = plan.mesh
-    cells = "1 cell" if plan.batch_size == 1 else f"{plan.batch_size:,} cells"
-    ranks = f"{mesh.data:,} data x {mesh.model:,} model, {cells} per rank and step"
+    ranks = f"{mesh.data:,} data x {mesh.model:,} model, {batch_text(plan)} per rank and step"
     sections = [
         _wrapped(f"Simulated training step: {names}", indent=""),
         f"{_wrapped(_status(simulation))}\nmesh: {ranks}",
@@ -146,7 +146,7 @@ def _remedies(plan: Plan) -> str:
     shared = [name for s, name in names.items() if STRATEGIES[s].model_axis]
     rows = []
     if plan.batch_size > 1:
-        rows.append(["fewer cells per step", "--batch-size, or batch in --shape"])
+        rows.append([f"fewer {sample_word(plan)}s per step", "--batch-size, or batch in --shape"])
     if alone:
         rows.append(["strategies", f"{', '.join(alone)}; on one device too"])
     if shared:

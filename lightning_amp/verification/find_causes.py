@@ -6,10 +6,10 @@ So two causes are found as well as one, and nothing is named that does not matte
     put right                           how
     random draws                        each cell draws from its own seed (keyed_draws.py), place by place
     batch statistics                    share_batch_statistics=True
-    unequal parts                       the batch is cut so that all ranks have equally many cells
+    unequal parts                       the batch is cut so that all ranks have equally many samples
     mean of means                       every rank gets the same cells
 
-A sum over cells is recognised by its gradients: all are the ranks' times the number of data ranks.
+A sum over samples is detected by its gradients: all are the ranks' times the number of data ranks.
 """
 
 from collections.abc import Iterator

@@ -77,7 +77,7 @@ class Culprit:
     """Something in the model that breaks equivalence.
 
     Attributes:
-        cause: "random draws", "batch statistics", "unequal parts", "sum over cells", "mean of means", "buffers",
+        cause: "random draws", "batch statistics", "unequal parts", "sum over samples", "mean of means", "buffers",
             "rounding", "not finite" or "unknown".
         where: Module, line or tensors.
         evidence: What was tried and what became of the errors.
@@ -137,7 +137,7 @@ class Verification:
         data, model = self.mesh
         head = (
             f"{self.module}: one process against {data * model} ranks, {data} x {model} (data x model), with"
-            f" {', '.join(self.strategies) or 'no strategies'}; {self.cells or 'an unknown number of'} cells in all,"
+            f" {', '.join(self.strategies) or 'no strategies'}; {self.cells or 'an unknown number of'} samples in all,"
             f" {self.steps} step{'s' if self.steps > 1 else ''}"
         )
         rows = [

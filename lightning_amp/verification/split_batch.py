@@ -38,13 +38,13 @@ def check_divisible(batch: object, parts: int) -> None:
     if parts > 1 and count_cells(batch) is None:
         raise DataError(
             f"a batch was to be split over {parts} ranks, found first axes {sizes!r}; allowed are tensors whose first"
-            " axis is the cell, equally long in the whole batch or in each modality of a batch {modality: mapping}:"
+            " axis is the sample, equally long in the whole batch or in each modality of a batch {modality: mapping}:"
             " bring it into that form, or verify one data rank with model_parallel_size=devices"
         )
     if sizes and sizes[0] < parts:
         raise DataError(
-            f"a batch of {sizes[0]!r} cells was to be split over {parts} data ranks; every rank needs one: give a batch"
-            f" of {parts} or more cells, or fewer devices"
+            f"a batch of {sizes[0]!r} samples was to be split over {parts} data ranks; every rank needs one: give a"
+            f" batch of {parts} or more samples, or fewer devices"
         )
 
 

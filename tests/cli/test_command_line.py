@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+import lightning_amp
 from lightning_amp.cli.main import main
 
 GOOD = """
@@ -71,6 +72,23 @@ def test_a_name_like_no_other_and_a_missing_file_are_told_alone(
     assert said.endswith("Lightning's own, such as 'auto' and 'ddp'\n")
     assert main(["fit", "--config", str(tmp_path / "none.yaml")]) == 2
     assert "File does not exist" in capsys.readouterr().err
+
+
+def test_a_missing_configuration_is_told_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("fit", "validate"):
+        assert main([verb]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(
+            f"lightning-amp: error: --config is missing: lightning-amp {verb} --config FILE.yaml"
+        )
+        assert len(said.splitlines()) == 1
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"lightning-amp {lightning_amp.__version__}\n"
 
 
 def test_verify_reads_the_same_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -205,7 +205,7 @@ def test_the_example_runs_and_writes_what_it_says(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--out", str(tmp_path), "--epochs", "3"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=250)
     assert run.returncode == 0, run.stderr
-    assert "Plan (policy auto): S1 data parallel" in run.stderr
+    assert "plan            S1 data parallel" in run.stderr
     losses = [float(value) for value in re.findall(r"generator_loss (\S+)", run.stdout)]
     assert len(losses) == 3
     assert losses[-1] < losses[0] / 2

@@ -252,6 +252,7 @@ def test_a_module_that_was_not_recognised_is_not_said_to_fit() -> None:
     assert tight.fits is False
     assert "without the activations, which are not known" in plan_report(tight)
     assert "no decomposed decoder was recognised: data parallelism (S1) only" in plan_report(made)
+    assert "paper" not in plan_report(plan(profile(rna())))
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ CULPRITS: dict[str, tuple[LightningModule, Any, dict[str, Any], list[tuple[str, 
     ),
     "mask": (cases.Masked(), cells(8), {}, [("mean of means", "the loss in training_step")]),
     "uneven mask": (cases.Masked(), cells(7), {}, [("mean of means", "the loss in training_step")]),
-    "sum": (cases.Summed(), cells(8), {}, [("sum over cells", "the loss in training_step")]),
+    "sum": (cases.Summed(), cells(8), {}, [("sum over samples", "the loss in training_step")]),
     "own statistics": (cases.Clean(cases.Centred()), cells(8), {}, [("batch statistics", "middle")]),
     "statistics per rank": (
         cases.Clean(), cells(8), {"share_batch_statistics": False}, [("batch statistics", "encoder.1")]
@@ -234,7 +234,7 @@ def test_what_cannot_be_verified_is_refused_and_the_next_one_is_not(workers: Wor
         verified(workers, cases.Raises(), cells(8))
     with pytest.raises(AmpError, match=r"ArithmeticError was raised in rank [01]: on purpose"):
         verified(workers, cases.RaisesOnRank(), cells(8))
-    with pytest.raises(DataError, match=r"a batch of 1 cells was to be split over 2 data ranks"):
+    with pytest.raises(DataError, match=r"a batch of 1 samples was to be split over 2 data ranks"):
         verified(workers, cases.Inline(), torch.ones(1, 3))
     with pytest.raises(PlanError, match=r"S5 was asked for and changes how a decomposed decoder"):
         verified(workers, cases.Inline(), torch.ones(4, 3), strategies="S1,S5", model_parallel_size=2)
@@ -385,7 +385,7 @@ def test_a_row_is_as_good_as_its_worst_tensor() -> None:
         module="M", strategies=(), mesh=(1, 2), cells=0, steps=1, rows=(row, broken), culprits=(culprit,)
     )
     assert found.to_dict()["rows"][1]["error"] == "nan"
-    assert "an unknown number of cells" in " ".join(str(found).split())
+    assert "an unknown number of samples" in " ".join(str(found).split())
 
 
 @pytest.mark.ranks

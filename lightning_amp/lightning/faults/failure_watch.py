@@ -20,7 +20,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_amp.errors import AmpError, InstallError, PlanError
+from lightning_amp.errors import AmpError
 from lightning_amp.lightning._compat import launch_process_observer, trainer_of
 from lightning_amp.lightning.faults.activity import doing_as_noted, doing_of_exception, doing_of_thread
 from lightning_amp.lightning.faults.detector import EXIT_STATUS, GRACE_S, Detector, Limits, say
@@ -32,6 +32,7 @@ from lightning_amp.lightning.faults.interrupt import (
     how_to_resume,
 )
 from lightning_amp.lightning.faults.link import Link, connect, listen
+from lightning_amp.lightning.faults.one_message import OF_ALL_RANKS
 
 CONNECT_S = 20.0
 LOOK_S = 0.5
@@ -207,7 +208,7 @@ class FailureWatch:
             return
         fault = self._detector.cause() if is_of_communication(exception) else self._detector.fault
         # these are raised on every rank with the same text, which has all that a person needs
-        of_all = isinstance(exception, PlanError | InstallError)
+        of_all = isinstance(exception, OF_ALL_RANKS)
         if fault is not None and fault.rank != rank:
             if not (of_all and fault.what.endswith(text_of(exception))):
                 self._blame(exception, fault)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 UNKNOWN = (
-    "the cells per step are not known: predicted for 1 cell; give the data module, or the training loader, an"
-    " attribute batch_size, the cells per rank and step"
+    "the batch size is not known: predicted for 1 sample; give the data module, or the training loader, an attribute"
+    " batch_size, the samples per rank and step"
 )
 
 Cells = tuple[int | None, str]

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from lightning_amp.dist.splits import Sent
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.chain.chain_of import CountedStep
+from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.planning.time.grid_seconds import DryRun, GridCost, Message, factorings, grid_cost, ranked
 from lightning_amp.planning.time.link_seconds import Links
 from lightning_amp.quantities import format_bytes, format_seconds
@@ -122,7 +123,7 @@ def choose_grid(
     steps.ranks, steps.run_ranks = steps.spec.model_ranks, ranks
     other = {"x": "y", "y": "x"} if cost.exchanged else {}
     steps.sent[:] = [one._replace(axis=other.get(one.axis, one.axis)) for one in found.sent]
-    return found.step, tuple(_notes(cost, costs, budget, n_grids=len(grids)))
+    return found.step, tuple(map(Explanation, _notes(cost, costs, budget, n_grids=len(grids))))
 
 
 def _costs(

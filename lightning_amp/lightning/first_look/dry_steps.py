@@ -14,7 +14,7 @@ from lightning_amp.dist.splits import MeshAxis, Sent
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.lightning.first_look.choose_grid import choose_grid
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.plan.specs import Spec
 from lightning_amp.planning.plan.strategies import STRATEGIES, targets_of, with_steps
 from lightning_amp.planning.time.grid_seconds import Message, sent_seconds
@@ -182,7 +182,7 @@ class DrySteps:
 
     def sent_notes(self) -> Iterator[str]:
         """What rank 0 sends in one batch, and a warning of operators that gather much of it."""
-        yield self._note()
+        yield Explanation(self._note())
         forward = [one for one in self.sent if not one.backward]
         moved = Counter[str]()
         for one in forward:

@@ -39,7 +39,7 @@ from lightning_amp.parallel.s1_data.batch_norm import statistics_bytes
 from lightning_amp.planning.modules.chunk_forms import ChunkForms
 from lightning_amp.planning.modules.seen import Seen, StageChunks
 from lightning_amp.planning.modules.techniques import TECHNIQUES
-from lightning_amp.planning.plan.plan import Rule
+from lightning_amp.planning.plan.plan import Explanation, Rule
 from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
 from lightning_amp.planning.plan.strategies import STRATEGIES, not_together
 from lightning_amp.planning.time.device_rates import Rates
@@ -218,7 +218,9 @@ class StepOfModule:
 
     def _notes(self, step: CountedStep) -> Iterator[str]:
         if step.profile.reason:
-            yield f"the step was measured with real values before it was planned: {step.profile.reason}"
+            yield Explanation(
+                f"the step was measured with real values before it was planned: {step.profile.reason}"
+            )
         if step.decides and step.chain.blocks:
             yield (
                 "the step draws random numbers in Python: if they decide which blocks run, as in stochastic depth, this"
@@ -226,12 +228,12 @@ class StepOfModule:
             )
         frozen = sum(p.nbytes for p in self._module.parameters() if not p.requires_grad)
         if frozen and self._around.unfreezes:
-            yield (
+            yield Explanation(
                 f"{format_bytes(frozen)} of parameters are frozen, and counted as if they were trained, for a callback"
                 " unfreezes some"
             )
         elif frozen:
-            yield (
+            yield Explanation(
                 f"{format_bytes(frozen)} of parameters are frozen, and counted so; on a CPU a budget that was named is"
                 " held where they are unfrozen later"
             )

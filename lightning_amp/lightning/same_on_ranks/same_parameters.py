@@ -46,9 +46,9 @@ Difference = tuple[str, float, list[int]]
 """Name, largest difference relative to the first such rank's largest entry, and ranks that differ from it."""
 
 SHARE_STATISTIC = (
-    "Before a running statistic is changed, sum what it is made of and its number of cells over the ranks, with"
+    "Before a running statistic is changed, sum what it is made of and its number of samples over the ranks, with"
     " torch.distributed.all_reduce, or in a LightningModule self.trainer.strategy.reduce(..., reduce_op='sum'); or let"
-    " all ranks read the same cells, with model_parallel_size=devices where the model has a decomposed decoder"
+    " all ranks read the same samples, with model_parallel_size=devices where the model has a decomposed decoder"
 )
 """What to do about a buffer of the rank's own cells."""
 
@@ -92,7 +92,7 @@ def warn_of_differences(
         rank_zero_warn(
             f"{_told('parameters', parameters, step)} A rank changes parameters by something that only it knows: a"
             " norm of gradients taken by hand where the plan splits parameters (trainer.strategy.gradient_norm() is the"
-            " same on all), torch.autograd.grad inside a split decoder, or its own cells or random numbers."
+            " same on all), torch.autograd.grad inside a split decoder, or its own samples or random numbers."
             " lightning-amp verify compares with one device"
         )
     parts_of = dict(module.named_modules())
@@ -105,7 +105,7 @@ def warn_of_differences(
         )
     if buffers := [row for row in found if row[0] not in named and row not in shared]:
         rank_zero_warn(
-            f"{_told('buffers', buffers, step)} A rank has changed them from its own cells or random numbers, as a"
+            f"{_told('buffers', buffers, step)} A rank has changed them from its own samples or random numbers, as a"
             f" running statistic of the batch is changed. {SHARE_STATISTIC}. lightning-amp verify says what it does to"
             " the loss"
         )
@@ -127,10 +127,10 @@ def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, apart: bool = 
         held, parts = _of_stages(held)
     if found := differing(held, mesh, parts):
         raise PlanError(
-            f"after the first step, {_named(found)}. A rank has changed them from its own cells, as a running statistic"
-            f" of the batch is changed, so that the {mesh.size(0)} ranks of the data axis train another model than one"
-            f" device does. {SHARE_STATISTIC}. With strategies='S1' by name the run goes on with a warning; a buffer"
-            " that nothing reads can be registered with persistent=False"
+            f"after the first step, {_named(found)}. A rank has changed them from its own samples, as a running"
+            f" statistic of the batch is changed, so that the {mesh.size(0)} ranks of the data axis train another model"
+            f" than one device does. {SHARE_STATISTIC}. With strategies='S1' by name the run goes on with a warning; a"
+            " buffer that nothing reads can be registered with persistent=False"
         )
 
 

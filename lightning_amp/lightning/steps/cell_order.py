@@ -70,7 +70,7 @@ class OwnCells(DistributedSampler[Any]):
             len(order)
         except TypeError as error:
             raise DataError(
-                f"{num_replicas} ranks are to share the cells of a loader, but its sampler has no length ({error});"
+                f"{num_replicas} ranks are to share the samples of a loader, but its sampler has no length ({error});"
                 " give it a __len__, or Trainer(use_distributed_sampler=False) with a sampler that makes the shares"
                 " itself, by trainer.distributed_sampler_kwargs"
             ) from None
@@ -95,9 +95,9 @@ class OwnCells(DistributedSampler[Any]):
             cells = [*chain.from_iterable(group)] if self.batched else group
             if len(cells) < self.num_replicas:
                 rank_zero_warn(
-                    f"The last batch has {len(cells)} cells for {self.num_replicas} ranks of the data axis, so its last"
-                    " cell is read by several of them and counts more than once. With drop_last=True, or another"
-                    " batch_size, every cell counts once."
+                    f"The last batch has {len(cells)} samples for {self.num_replicas} ranks of the data axis, so its"
+                    " last sample is read by several of them and counts more than once. With drop_last=True, or another"
+                    " batch_size, every sample counts once."
                 )
             mine = cells[self.rank :: self.num_replicas] or cells[-1:]
             yield mine if self.batched else mine[0]

@@ -124,8 +124,8 @@ class TrainingStep:
                 raise
             raise DataError(
                 f"a batch normalisation was to train on one value per channel, which has no variance, found: {error}."
-                " Two cells or more are needed, of all ranks together, or of each with share_batch_statistics=False:"
-                " take a batch_size of 2 or more, and drop_last=True where the last batch of an epoch has one cell"
+                " Two samples or more are needed, of all ranks together, or of each with share_batch_statistics=False:"
+                " take a batch_size of 2 or more, and drop_last=True where the last batch of an epoch has one sample"
             ) from error
         if self._finite is not None:
             self._finite.check_loss(output)

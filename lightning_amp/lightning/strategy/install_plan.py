@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from math import inf
 
 import lightning.pytorch as pl
 import torch
@@ -35,6 +34,7 @@ from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.out_of_memory import LEANER
 from lightning_amp.lightning.strategy.pipeline_run import check_run, pipelined
+from lightning_amp.lightning.strategy.plan_file import log_folder, report_path, write_plan
 from lightning_amp.lightning.strategy.plan_run import Facts, plan_in_force
 from lightning_amp.lightning.strategy.refusals import (
     announce,
@@ -50,10 +50,9 @@ from lightning_amp.parallel.install import Installed, install
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import PipelineStages
 from lightning_amp.planning.plan.strategies import STRATEGIES
-from lightning_amp.planning.policies.auto import SPARE
 from lightning_amp.planning.policies.build_rules import BY_USER
-from lightning_amp.planning.policies.race import Result, Strategies
-from lightning_amp.planning.reports.plan_report import labels, techniques
+from lightning_amp.planning.policies.race import Result, Strategies, entered_in
+from lightning_amp.planning.reports.plan_report import techniques
 from lightning_amp.quantities import format_bytes, format_seconds
 
 
@@ -92,7 +91,7 @@ class InstalledPlan:
 
     def install(self) -> Shards:
         """Make the plan and carry it out, or raise an AmpError; what was installed by then is there until `undo`."""
-        notes = self._foreign.notes
+        notes, self._folder = self._foreign.notes, log_folder(self._trainer)
         self._facts = Facts(self._request, self._here, self._trainer, trained=self._trained)
         plan = plan_in_force(self._facts, notes=notes)
         if self._goes_on(plan):
@@ -100,8 +99,8 @@ class InstalledPlan:
         self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if not self._request.rescue:
             self._facts.forget_step()
-        if self._trainer.state.fn == TrainerFn.FITTING or self._plan.evaluates:
-            announce(self._plan, self._request, held=self._holds(self._plan))
+        if self._is_shown(self._plan):
+            self._announce()
         installed = self._installed = self._made(self._plan)
         self._foreign.keep(swap.fqn for swap in installed.swaps)
         check_precision(installed, self._trainer.precision_plugin, self._plan)
@@ -131,7 +130,7 @@ class InstalledPlan:
             resumed is not None
             and self._request.races
             and resumed.mesh == plan.mesh
-            and resumed.strategies in _entered(plan)
+            and resumed.strategies in entered_in(plan)
         )
 
     def _may_race(self) -> bool:
@@ -151,15 +150,13 @@ class InstalledPlan:
         )
 
     def _race(self) -> None:
-        """Say which plan trains; start a race from the next batch on, if plans may race, and end the one before."""
+        """Start a race from the next batch on, if plans may race, and end the one before."""
         self._end_race()
-        first, entered = self._plan.strategies, _entered(self._plan)
+        first, entered = self._plan.strategies, entered_in(self._plan)
         if self._may_race() and entered - {first}:
             callback = RaceOfPlans(first, entered, switch=self.switch, tell=self._tell_result)
             self._end_race = put_first(self._trainer, callback)
             rank_zero_info("training starts with this plan; the first steps race it against others that fit")
-        elif self._trainer.state.fn == TrainerFn.FITTING:
-            rank_zero_info(f"training with this plan: {labels(self._plan)}")
 
     def switch(self, strategies: Strategies) -> None:
         """Put the modules of another plan in the place of those that are installed; all ranks call it between steps.
@@ -329,6 +326,16 @@ class InstalledPlan:
     def _keep(self, plan: Plan) -> None:
         self._plan = plan
         self._changed(plan=plan, predicted_step=self._facts.predicted_step(plan))
+        if self._folder and self._here.rank == 0 and self._is_shown(plan):
+            write_plan(self._folder, plan)
+
+    def _is_shown(self, plan: Plan) -> bool:
+        return self._trainer.state.fn == TrainerFn.FITTING or bool(plan.evaluates)
+
+    def _announce(self) -> None:
+        plan = self._plan
+        report = report_path(self._folder, plan)
+        announce(plan, self._request, held=self._holds(plan), report=report)
 
     def again(self, rows: str) -> None:
         """Plan anew, now that a decoder knows how many anchors it has, as `rows` says; all ranks call it."""
@@ -339,7 +346,7 @@ class InstalledPlan:
                 notes = f"{rows}: planned anew for these", *self._foreign.compare(plan)
             plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes))))
             self._keep(plan)
-            announce(plan, self._request, held=self._holds(plan))
+            self._announce()
             self._renew(plan)
             # peaks, and maybe the plan, are others than those of the race that has begun
             self._race()
@@ -371,19 +378,6 @@ class InstalledPlan:
     def _made(self, plan: Plan, *, within: list[str] | None = None) -> Installed:
         check_compiled(self._model, plan)
         return install(self._model, plan, self._mesh, within=within)
-
-
-def _entered(plan: Plan) -> set[Strategies]:
-    """Strategies of the candidates for the plan's mesh that leave memory to spare, or need no more than the plan does.
-
-    A prediction can be too low, and a plan that is only tried may not end a run.
-    """
-    most = inf if plan.budget_bytes is None else max(plan.predicted_peak_bytes, SPARE * plan.budget_bytes)
-    return {
-        c.strategies
-        for c in plan.candidates
-        if (c.data, c.model) == (plan.mesh.data, plan.mesh.model) and c.peak_bytes <= most
-    }
 
 
 def _split(plan: Plan) -> tuple[object, ...]:

@@ -6,6 +6,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_amp.lightning.steps.end_of_memory import tell_where
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.reports.plan_report import batch_text
 from lightning_amp.quantities import format_bytes
 
 LEANER = 0.75
@@ -28,30 +29,27 @@ def advice_on_memory(plan: Plan | None, device: torch.device) -> str:
     if plan is None:
         return f"{measured}. No plan was made yet: the module itself, or the data, do not fit"
     least = " at least" if plan.uncounted else ""
-    predicted = f"a peak of {format_bytes(plan.predicted_peak_bytes)}{least} was predicted for {_batch(plan)}"
+    predicted = (
+        f"a peak of {format_bytes(plan.predicted_peak_bytes)}{least} was predicted for {batch_text(plan)}"
+    )
     if plan.budget_bytes is not None:
         predicted += f", of {format_bytes(plan.budget_bytes)}"
     return f"{predicted}, and {measured}. {_next(plan)}"
 
 
-def _batch(plan: Plan) -> str:
-    return f"{plan.batch_size} cells" if plan.diagnosis is None else f"a batch of {plan.batch_size}"
-
-
 def _next(plan: Plan) -> str:
     """The fastest plan that needs much less, else the one that needs least; of a module also what was not asked for."""
-    smaller = "a smaller batch" if plan.diagnosis is not None else "fewer cells in a batch"
     less = [c for c in plan.candidates if c.peak_bytes < plan.predicted_peak_bytes]
     much = [c for c in less if c.peak_bytes <= LEANER * plan.predicted_peak_bytes]
     if less:
         found = min(much, key=lambda c: c.cell_seconds) if much else min(less, key=lambda c: c.peak_bytes)
         return (
             f"The next plan to try is strategies={','.join(found.strategies)!r} with"
-            f" model_parallel_size={found.model}: {format_bytes(found.peak_bytes)}; or take {smaller}"
+            f" model_parallel_size={found.model}: {format_bytes(found.peak_bytes)}; or take a smaller batch"
         )
     helps = {} if plan.diagnosis is None else plan.diagnosis.helps
     other = next((name for name in helps if name not in plan.strategies), "")
     if other:
         asked = ",".join([*plan.strategies, other])
-        return f"The next plan to try is strategies={asked!r}: {helps[other]}; or take {smaller}"
-    return f"No plan for these ranks needs less: take {smaller}, or more devices"
+        return f"The next plan to try is strategies={asked!r}: {helps[other]}; or take a smaller batch"
+    return "No plan for these ranks needs less: take a smaller batch, or more devices"

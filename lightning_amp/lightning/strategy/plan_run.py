@@ -37,7 +37,7 @@ from lightning_amp.planning.modules.plan_module import (
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.model_shape import ModelShape
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.plan.sharding import sharding_of, with_sharding
 from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
 from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, of_blocks_alone, parse_strategies
@@ -335,8 +335,8 @@ def _evaluated(made: Plan, facts: Facts, named: Sequence[str] | None) -> Plan:
                 raise PlanError(f"chunk was asked for, and its bytes are not known: {error}") from error
             return replace(made, notes=(*made.notes, f"the peak is not known: {error}"))
         rules = found.rules
-        note = f"{found.step} was counted with the first batch, without values"
-        note += f": {format_bytes(found.whole_bytes)} without chunks" if rules else ""
+        whole = f": {format_bytes(found.whole_bytes)} without chunks" if rules else ""
+        note = Explanation(f"{found.step} was counted with the first batch, without values{whole}")
         made = replace(
             made,
             evaluates=found.step,

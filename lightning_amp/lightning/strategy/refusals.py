@@ -24,6 +24,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, ShareBatchStatistics
 from lightning_amp.planning.plan.strategies import STRATEGIES
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
+from lightning_amp.planning.reports.summary import plan_summary
 from lightning_amp.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -39,16 +40,18 @@ KEEPS_LAYERS = ("ModelPruning",)
 ALL = "all parameters"
 
 
-def announce(plan: Plan, request: Request, *, held: bool) -> None:
+def announce(plan: Plan, request: Request, *, held: bool, report: str = "") -> None:
     """Show the plan before training starts, on rank 0; where it is predicted not to fit, refuse it or warn.
 
     Args:
         held: Whether batches are counted while they run, against the budget that was named.
+        report: File that holds the whole report; "" where none is written.
 
     Raises:
         PlanError: It does not fit, or that is not known where a budget was named and is not held; on all ranks.
     """
-    rank_zero_info(f"\n{plan_report(plan)}\n")
+    shown = plan_report(plan) if request.verbose else plan_summary(plan, report=report)
+    rank_zero_info(f"\n{shown}\n")
     said, budget = shortfall(plan) if plan.fits is False else "", format_bytes(plan.budget_bytes or 0)
     refused = request.if_unfit == "refuse"
     if refused and plan.fits is None and plan.uncounted and request.device_memory is not None and not held:

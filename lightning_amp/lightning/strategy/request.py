@@ -26,6 +26,7 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "rescue": (True, False),
     "fsdp_offload": (True, False),
     "device_speeds": (None, "measure"),
+    "verbose": (True, False),
 }
 
 OPTIONS_OF = {
@@ -79,6 +80,7 @@ class Request:
     tensor_grid: tuple[int, int, int] | None = None
     tensor_overlap: Sequence[str] = tuple(OVERLAP.split(","))
     tensor_cache: str | int = "0B"
+    verbose: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():

@@ -22,7 +22,7 @@ from lightning_amp.planning.modules.candidates import TIE
 from lightning_amp.planning.modules.plan_module import plan_module
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.modules.techniques import TECHNIQUES
-from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.plan import Explanation, Plan, Rule
 from lightning_amp.planning.plan.strategies import STRATEGIES, not_together, parse_strategies, with_steps
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
@@ -123,7 +123,7 @@ def in_parts(
             why = f"{', '.join(least.strategies)} needs {format_bytes(least.predicted_peak_bytes)} on as many ranks"
         except AmpError as error:
             why = f"{name} cannot be: {error}"
-        whole = replace(whole, notes=(*whole.notes, why))
+        whole = replace(whole, notes=(*whole.notes, Explanation(why)))
     name, best = min(found, key=lambda one: _pace(one[1]), default=("", whole))
     if not name or (whole.fits and _pace(best) * TIE > _pace(whole)):
         return whole
@@ -149,7 +149,10 @@ def _chosen(best: Plan, name: str, whole: Plan, found: Sequence[tuple[str, Plan]
     why = "; ".join([why, *slower])
     rules = (replace(rule, why=why) if rule.strategy == name else rule for rule in best.rules)
     return replace(
-        best, policy=whole.policy, rules=tuple(rules), notes=(*best.notes, f"{name} was taken: {why}")
+        best,
+        policy=whole.policy,
+        rules=tuple(rules),
+        notes=(*best.notes, Explanation(f"{name} was taken: {why}")),
     )
 
 

@@ -43,6 +43,7 @@ from lightning_amp.lightning.checkpoints.write_directory import replacing_direct
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.lightning.faults.fault import is_out_of_memory
 from lightning_amp.lightning.faults.interrupt import make_interruptible
+from lightning_amp.lightning.faults.one_message import print_mistakes_once, raise_mistakes
 from lightning_amp.lightning.same_on_ranks.all_ranks_save import wait_for_all
 from lightning_amp.lightning.same_on_ranks.replicas import (
     check_replicas,
@@ -121,6 +122,7 @@ class AMPStrategy(MeshStrategy):
         tensor_grid: tuple[int, int, int] | None = None,
         tensor_overlap: Sequence[str] = ("all_reduce", "reduce_scatter", "all_gather"),
         tensor_cache: str | int = "0B",
+        verbose: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -155,10 +157,12 @@ class AMPStrategy(MeshStrategy):
             tensor_cache: Of `strategies="tensor3d"`: bytes of gathered parameters that are kept for the backward pass.
             sequence_dim: Of `strategies="sequence"`, or of "tensor3d" where z splits samples: which dims.
             sequence_sizes, sequence_grid: Of `strategies="sequence"`: how they are split.
+            verbose: Whether the whole report of the plan is shown, rather than its summary of five lines.
 
         Raises:
             PlanError: A value outside what is allowed.
         """
+        print_mistakes_once()
         given = locals()
         one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         self.request = Request(**{field.name: given[field.name] for field in fields(Request)})
@@ -203,6 +207,7 @@ class AMPStrategy(MeshStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         make_interruptible(self._launcher)
+        raise_mistakes(self._launcher)
         # not before, for the Trainer refuses a plugin beside one that the strategy has already
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()

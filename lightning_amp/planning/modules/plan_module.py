@@ -26,7 +26,7 @@ from lightning_amp.planning.modules.stages import staged
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import ModelShape
-from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.plan import Explanation, Plan, Rule
 from lightning_amp.planning.plan.sharding import sharding_of
 from lightning_amp.planning.plan.specs import ChunkBlock, DataParallel, PipelineStages, RecomputeBlock
 from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, parse_strategies
@@ -291,7 +291,9 @@ def _shared(ranks: int, model: int) -> str:
 
 
 def _missing(seen: Seen, best: Draft, budget: int | None) -> list[str]:
-    return [] if budget is None or best.peak_bytes <= budget else [missing(seen, best, budget=budget)]
+    fits = budget is None or best.peak_bytes <= budget
+    # the refusal or the warning of a plan that does not fit has it too
+    return [] if fits else [Explanation(missing(seen, best, budget=budget or 0))]
 
 
 def _compared(
@@ -368,10 +370,8 @@ def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -
     strategies = in_order({*base.strategies, *best.strategies})
     whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
     if "chunk" in best.strategies and seen.chunks is not None and seen.chunks.known and seen.chunks.thinned:
-        notes.append(
-            f"{seen.chunks.thinned[0]!r} has more regions that could run in chunks than are compared: those with the"
-            " fewest bytes alive before and behind them were"
-        )
+        thinned = seen.chunks.thinned[0]
+        notes.append(Explanation(f"{thinned!r} has more regions that could run in chunks than are compared"))
     notes += _missing(seen, best, base.budget_bytes)
     notes += [] if compared.candidates else list(compared.dropped.values())
     return replace(

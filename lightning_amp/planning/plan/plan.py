@@ -25,6 +25,15 @@ from lightning_amp.planning.plan.strategies import (
 SCHEMA = 1
 
 
+class Explanation(str):
+    """A note that explains a choice. The whole report has it, the summary of a run leaves it out.
+
+    A plan that was read from JSON has plain notes, which the summary shows.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """One transformation: which modules, what, and why.
@@ -89,7 +98,7 @@ class Plan:
         strata_bytes: Predicted bytes held after each stratum of the forward pass.
         budget_bytes: Memory of one device, None when unknown.
         balance_cells: Whether to balance contacts over the ranks.
-        notes: Everything else a person should know, one sentence each.
+        notes: Everything else a person should know, one sentence each: warnings, and what is an `Explanation`.
         predicted_step_seconds: Predicted time of the decoder's part of a step; without a decoder, of a step; None where
             it is not known.
         predicted_rest_seconds: Predicted time of the rest of it, None where that is not the reference model's.

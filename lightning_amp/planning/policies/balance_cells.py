@@ -3,6 +3,7 @@
 from statistics import NormalDist
 
 from lightning_amp.planning.plan.axes import MeshShape
+from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.profiling.profile import Profile
 
 BALANCE_FROM = 0.02
@@ -23,8 +24,10 @@ def decide_balance(profile: Profile, mesh: MeshShape, batch_size: int) -> tuple[
     largest = NormalDist().inv_cdf((mesh.data - 0.375) / (mesh.data + 0.25))
     excess = max(spreads) / batch_size**0.5 * largest
     return excess >= BALANCE_FROM, [
-        f"contacts per cell vary by {100 * max(spreads):.0f} %: in a random step of {batch_size} cells per rank the"
-        f" busiest rank would have {100 * excess:.1f} % more than the mean"
+        Explanation(
+            f"contacts per cell vary by {100 * max(spreads):.0f} %: in a random step of {batch_size} cells per rank the"
+            f" busiest rank would have {100 * excess:.1f} % more than the mean"
+        )
     ]
 
 

@@ -7,7 +7,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import ModelShape
-from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.planning.plan.plan import Explanation, Plan, Rule
 from lightning_amp.planning.plan.specs import (
     BalanceCells,
     DataParallel,
@@ -126,7 +126,7 @@ def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Pla
         return plan
     own = speeds_of_model(speeds, plan.mesh.model)
     told = ", ".join(f"{speed:.2f}" for speed in speeds)
-    note = f"speeds of the ranks, measured, by that of the fastest: {told}"
+    note = Explanation(f"speeds of the ranks, measured, by that of the fastest: {told}")
 
     def dealt(rule: Rule) -> Rule:
         if not isinstance(rule.spec, StrataParallel):

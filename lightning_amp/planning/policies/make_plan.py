@@ -11,7 +11,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape, reference_shape
-from lightning_amp.planning.plan.plan import Candidate, Plan
+from lightning_amp.planning.plan.plan import Candidate, Explanation, Plan
 from lightning_amp.planning.plan.strategies import (
     ONLY_WITHOUT_DECODER,
     STRATEGIES,
@@ -179,9 +179,11 @@ def _of_paper(best: Candidate, request: Request) -> list[str]:
     cell = format_seconds(seconds / (mesh.data * shape.batch_size))
     peak = format_bytes(predict(shape, chosen, model_ranks=model).peak_bytes)
     return [
-        f"policy paper would take {', '.join(chosen) or 'none of them'} on {mesh.data} x {model}: a peak of {peak} and"
-        f" {cell} per cell in the decoder, here {format_bytes(best.peak_bytes)} and"
-        f" {format_seconds(best.cell_seconds)}"
+        Explanation(
+            f"policy paper would take {', '.join(chosen) or 'none of them'} on {mesh.data} x {model}: a peak of {peak}"
+            f" and {cell} per cell in the decoder, here {format_bytes(best.peak_bytes)} and"
+            f" {format_seconds(best.cell_seconds)}"
+        )
     ]
 
 

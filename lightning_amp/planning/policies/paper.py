@@ -19,6 +19,7 @@ from collections.abc import Collection
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, targets_of
 from lightning_amp.planning.policies.request import Request
 from lightning_amp.quantities import format_bytes
@@ -36,8 +37,10 @@ def mapped(request: Request) -> tuple[tuple[str, ...], list[str]]:
     if shape.profiled:
         return in_order(own | ({"S1"} if request.devices > 1 else set())), notes
     if request.devices == 1:
+        if shape.decoder is None:
+            return in_order(own), notes
         first = "one device: single-device execution (the paper's mapping prescribes nothing)"
-        return in_order(own), [first, *notes]
+        return in_order(own), [Explanation(first), *notes]
     base = {"S1", *own}
     under = ", ".join(in_order(base))
     if shape.decoder is None:
@@ -47,7 +50,7 @@ def mapped(request: Request) -> tuple[tuple[str, ...], list[str]]:
     if budget is None or whole <= budget:
         limit = "no memory budget is known" if budget is None else f"it fits in {format_bytes(budget)}"
         first = f"{format_bytes(whole)} per device under {under} and {limit}: {under} only"
-        return in_order(base), [first, *notes]
+        return in_order(base), [Explanation(first), *notes]
     asked = {
         s for s, row in STRATEGIES.items() if row.signal in request.diagnosis.signals and not row.from_outside
     }
@@ -57,7 +60,7 @@ def mapped(request: Request) -> tuple[tuple[str, ...], list[str]]:
     if "S5" in asked and peak(chosen) > budget:
         chosen.add(split)
     first = f"{format_bytes(whole)} per device under {under} exceeds {format_bytes(budget)}"
-    return in_order(chosen), [first, *notes]
+    return in_order(chosen), [Explanation(first), *notes]
 
 
 def registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tuple[set[str], list[str]]:

@@ -13,8 +13,9 @@ from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from math import inf
 
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import in_order
-from lightning_amp.planning.policies.auto import ACTIVATIONS, ATTENTIONS, DECODES, LIKELIHOODS
+from lightning_amp.planning.policies.auto import ACTIVATIONS, ATTENTIONS, DECODES, LIKELIHOODS, SPARE
 
 WARM_UP, TIMED = 1, 3
 APART = 1.25
@@ -34,6 +35,19 @@ class Result:
 
     winner: Strategies
     seconds: dict[Strategies, float]
+
+
+def entered_in(plan: Plan) -> set[Strategies]:
+    """Strategies of the candidates for the plan's mesh that leave memory to spare, or need no more than the plan does.
+
+    A prediction can be too low, and a plan that is only tried may not end a run.
+    """
+    most = inf if plan.budget_bytes is None else max(plan.predicted_peak_bytes, SPARE * plan.budget_bytes)
+    return {
+        c.strategies
+        for c in plan.candidates
+        if (c.data, c.model) == (plan.mesh.data, plan.mesh.model) and c.peak_bytes <= most
+    }
 
 
 def race(first: Strategies, entered: Collection[Strategies]) -> Generator[Strategies, float, Result]:

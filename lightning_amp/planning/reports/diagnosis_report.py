@@ -29,8 +29,8 @@ def diagnosis_sections(diagnosis: ModuleDiagnosis) -> list[str]:
         ]
         for fqn, size in diagnosis.modules.items()
     ]
-    advice = [[name, "helps", _alone(name, text)] for name, text in diagnosis.helps.items()]
-    advice += [[name, "does not", _alone(name, text)] for name, text in diagnosis.does_not_help.items()]
+    advice = [[name, "helps", alone(name, text)] for name, text in diagnosis.helps.items()]
+    advice += [[name, "does not", alone(name, text)] for name, text in diagnosis.does_not_help.items()]
     sections = ["\n".join(wrap(first, WIDTH)), table(["bytes", "share", "modules at the peak"], rows)]
     return [*sections, table(["technique", "helps", "because"], advice)] if advice else sections
 
@@ -42,6 +42,6 @@ def shortened(names: Sequence[str]) -> str:
     return f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
-def _alone(name: str, text: str) -> str:
+def alone(name: str, text: str) -> str:
     """A sentence without the technique's name, which stands before it."""
     return text.removeprefix(f"{name} would not: ").removeprefix(f"{name} would make ")

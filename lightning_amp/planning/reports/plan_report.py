@@ -5,7 +5,7 @@ from dataclasses import replace
 from textwrap import wrap
 
 from lightning_amp.planning.modules.leanest import LEAST
-from lightning_amp.planning.plan.plan import Candidate, Plan, Rule
+from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import Spec
 from lightning_amp.planning.plan.strategies import label
 from lightning_amp.planning.reports.diagnosis_report import diagnosis_sections, shortened
@@ -69,7 +69,7 @@ def plan_report(plan: Plan) -> str:
     sections += [stages_section(plan)] if plan.stages else []
     sections.append("\n".join(_prediction(plan)))
     if plan.candidates:
-        sections.append(candidate_table(plan.candidates, budget=plan.budget_bytes))
+        sections.append(candidate_table(plan))
     said = [note for note in plan.notes if not note.startswith(LEAST)]
     notes = [*said, *([shortfall(plan)] if plan.fits is False else [])]
     sections += ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in notes]
@@ -103,8 +103,9 @@ def _alike(plan: Plan) -> list[tuple[Rule, str]]:
     ]
 
 
-def candidate_table(candidates: Sequence[Candidate], *, budget: int | None) -> str:
+def candidate_table(plan: Plan) -> str:
     """The best of what was compared: the chosen one, others that fit, and some that need too much memory."""
+    candidates, budget = plan.candidates, plan.budget_bytes
     dropped = [c for c in candidates[1:] if budget is not None and c.peak_bytes > budget]
     kept = candidates[: len(candidates) - len(dropped)]
     n_dropped = max(SHOWN_DROPPED, SHOWN_FITTING + SHOWN_DROPPED - len(kept))
@@ -120,7 +121,7 @@ def candidate_table(candidates: Sequence[Candidate], *, budget: int | None) -> s
         ]
         for c in (*kept[:n_kept], *dropped[:n_dropped])
     ]
-    text = table(["verdict", "mesh", "peak", "step", "per cell", "techniques"], rows)
+    text = table(["verdict", "mesh", "peak", "step", f"per {sample_word(plan)}", "techniques"], rows)
     more = [max(0, len(kept) - n_kept), max(0, len(dropped) - n_dropped)]
     if not any(more):
         return text
@@ -167,32 +168,49 @@ def _mark(evidence: str, plan: Plan) -> str:
 
 
 def _prediction(plan: Plan) -> list[str]:
-    budget = "unknown" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
-    verdict = {True: "fits", False: "does NOT fit", None: "not compared"}[plan.fits]
-    size, mesh = format_bytes(plan.predicted_peak_bytes), plan.mesh
+    mesh, peak = plan.mesh, peak_text(plan)
     if plan.diagnosis is not None:
-        known = f"{size} of {budget} ({verdict})"
-        known = f"unknown, at least {size} of {budget}: {plan.uncounted}" if plan.uncounted else known
-        rows = [("predicted peak per rank", known)]
+        rows = [("predicted peak per rank", peak)]
         held = f"{format_bytes(plan.predicted_base_bytes)} of parameters, gradients and optimiser state"
         rows += [("kept between steps", held)]
     elif plan.evaluates:
-        rows = [(f"peak of {plan.evaluates}", f"{size} of {budget} ({verdict})")]
+        rows = [(f"peak of {plan.evaluates}", peak)]
         rows += [("parameters and batch", format_bytes(plan.predicted_base_bytes))]
     elif plan.strata_bytes:
         each = f"{len(plan.strata_bytes)} x {format_bytes(plan.predicted_stratum_bytes)}"
-        rows = [("predicted peak per rank", f"{size} of {budget} ({verdict})")]
+        rows = [("predicted peak per rank", peak)]
         rows += [("base + strata x each", f"{format_bytes(plan.predicted_base_bytes)} + {each}")]
     else:
-        known = "weights, gradients, optimiser state and what is known of the activations"
-        rows = [("predicted peak per rank", f"unknown, at least {size} of {budget}: {known}")]
-    cells = "1 cell" if plan.batch_size == 1 else f"{plan.batch_size} cells"
-    rows.append(("mesh", f"{mesh.data} data x {mesh.model} model, {cells} per rank and step"))
+        rows = [("predicted peak per rank", peak)]
+    rows.append(("mesh", f"{mesh.data} data x {mesh.model} model, {batch_text(plan)} per rank and step"))
     if plan.predicted_step_seconds is not None:
         rows.append(("predicted step", step_text(plan)))
         rows += [("", f"rates of {plan.rates_device}")] if plan.rates_device else []
     wrapped = [(name, wrap(value, WIDTH - 24)) for name, value in rows]
     return [("\n" + " " * 24).join([name.ljust(24) + lines[0], *lines[1:]]) for name, lines in wrapped]
+
+
+def peak_text(plan: Plan) -> str:
+    """The predicted peak of a rank and its budget: "8.54 MiB of 23.5 GiB (fits)"."""
+    budget = "unknown" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    size = f"{format_bytes(plan.predicted_peak_bytes)} of {budget}"
+    if plan.diagnosis is not None and plan.uncounted:
+        return f"unknown, at least {size}: {plan.uncounted}"
+    if plan.diagnosis is None and not plan.evaluates and not plan.strata_bytes:
+        known = "weights, gradients, optimiser state and what is known of the activations"
+        return f"unknown, at least {size}: {known}"
+    verdict = {True: "fits", False: "does NOT fit", None: "not compared"}[plan.fits]
+    return f"{size} ({verdict})"
+
+
+def batch_text(plan: Plan) -> str:
+    """The rows of a rank's batch: cells of a model with a Hi-C decoder, else samples."""
+    return f"{plan.batch_size:,} {sample_word(plan)}{'s' * (plan.batch_size != 1)}"
+
+
+def sample_word(plan: Plan) -> str:
+    """What a row of a batch is."""
+    return "cell" if plan.strata_bytes else "sample"
 
 
 def step_text(plan: Plan) -> str:

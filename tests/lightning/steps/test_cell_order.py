@@ -125,7 +125,7 @@ def test_a_model_group_reads_what_one_device_reads(
 
 def test_one_cell_for_two_ranks_is_read_by_both_with_a_warning() -> None:
     shares = [OwnCells(DataLoader(some(25), batch_size=4), num_replicas=2, rank=rank) for rank in (0, 1)]
-    with pytest.warns(UserWarning, match="last batch has 1 cells for 2 ranks"):
+    with pytest.warns(UserWarning, match="last batch has 1 samples for 2 ranks"):
         first, second = map(list, shares)
     assert len(first) == len(second) == len(shares[0]) == 4
     assert first[-1] == second[-1] == [24]

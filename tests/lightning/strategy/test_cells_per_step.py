@@ -115,7 +115,7 @@ def test_the_plan_knows_the_cells_or_says_what_to_do(tmp_path: Path) -> None:
     (found,) = run_ranks(planned, 1, tmp_path)
     for name, size in {**{name: size for name, (_, size) in LOADERS.items()}, "data module": 4}.items():
         got, notes = found[name]
-        told = [note for note in notes if "cells per step are not known" in note]
+        told = [note for note in notes if "the batch size is not known" in note]
         assert (got, len(told)) == ((1, 1) if size is None else (size, 0)), name
         if size is None:
             assert "give the data module, or the training loader, an attribute batch_size" in told[0]

@@ -75,7 +75,7 @@ def test_an_error_says_where_and_what_was_held(where: str) -> None:
     assert "Held were 320 B of parameters" in text
     assert f"{0 if where == 'forward' else 80} B of gradients" in text
     assert "672 B of optimiser state" in text
-    assert "was predicted for a batch of 16" in text
+    assert "was predicted for 16 samples" in text
     assert text.count("Held were") == text.count("Memory ended") == 1
     if where != "again":
         assert "The next plan to try is strategies='S1,recompute'" in text or "smaller batch" in text

@@ -217,7 +217,7 @@ def test_two_fits_have_the_same_plan_and_the_same_bits_whatever_the_clock_says(
     assert len(set(one["plans"])) == 1
     assert one["plan"] == other["plan"]
     assert all(torch.equal(other[name], value) for name, value in one.items() if isinstance(value, Tensor))
-    assert f"training with this plan: {labels(Plan.from_json(one['plan']))}" in caplog.text
+    assert f"plan            {labels(Plan.from_json(one['plan']))}\n" in caplog.text
 
 
 @pytest.mark.parametrize("name", CASES)

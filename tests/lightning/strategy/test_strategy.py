@@ -378,7 +378,7 @@ def test_reduce_does_not_round_and_counts_a_model_group_once(ranks: list[Any]) -
 
 
 def test_rank_0_warns_once_of_uncounted_cells_and_of_raw_backward(ranks: list[Any]) -> None:
-    for text in ("number of cells in the batch cannot be told", "call self.manual_backward(loss)"):
+    for text in ("number of samples in the batch cannot be told", "call self.manual_backward(loss)"):
         assert [sum(text in w for w in rank["warnings"]) >= 1 for rank in ranks] == [True, False]
     assert sum("cannot be told" in w for w in ranks[0]["warnings"]) == 1
 

@@ -14,8 +14,10 @@ import lightning_amp
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.planning.reports.module_report import module_report
 from lightning_amp.planning.reports.plan_report import plan_report, profile_report
+from lightning_amp.planning.reports.summary import plan_summary
 
 
 class Deep(pl.LightningModule):
@@ -72,6 +74,24 @@ def test_a_profile_and_a_plan_print_as_their_reports(profile: Any, tmp_path: Any
     synthesize(tmp_path / "data", cells=30, rna_cells=21, bins=24, strata=4, genes=40, cell_types=2)
     data = lightning_amp.profile(tmp_path / "data")
     assert f"{data}" == profile_report(data)
+
+
+def test_a_summary_has_five_lines_and_every_warning(profile: Any) -> None:
+    within = lightning_amp.plan(profile, device_memory=int(0.6 * profile.peak_bytes))
+    noted = replace(within, notes=(Explanation("why it was chosen"), "a warning"))
+    lines = plan_summary(noted, report="logs/amp_plan.txt").splitlines()
+    starts = ["plan  ", "predicted peak  ", "predicted step  ", "helps  ", "more  ", "note  "]
+    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 6
+    assert "(fits)" in lines[1]
+    assert "512 samples per rank" in lines[2]
+    assert "recompute saves" in lines[3]
+    assert "logs/amp_plan.txt" in lines[4]
+    assert lines[5].endswith("a warning")
+    as_it_is = plan_summary(lightning_amp.plan(profile)).splitlines()
+    assert as_it_is[3].startswith("would help      recompute: ")
+    assert "trainer.strategy.plan" in as_it_is[4]
+    # JSON does not say which notes explain: none is left out
+    assert "why it was chosen" in plan_summary(lightning_amp.Plan.from_json(noted.to_json()))
 
 
 def test_what_cannot_be_profiled_or_planned_is_refused(profile: Any) -> None:

@@ -1,0 +1,30 @@
+"""Writes the plan of a run into the folder of its logs: the whole report, and JSON that AMPStrategy(plan=) reads."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.cloud_io import get_filesystem
+
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.reports.plan_report import plan_report
+
+
+def log_folder(trainer: pl.Trainer) -> str:
+    """The folder of a run's logs; "" without a logger that writes files. A collective."""
+    return str(trainer.log_dir or "") if trainer.loggers else ""
+
+
+def report_path(folder: str, plan: Plan) -> str:
+    """The file of the report, as short as the current folder allows; "" without a folder."""
+    name = f"amp_plan_{plan.evaluates}.txt" if plan.evaluates else "amp_plan.txt"
+    return f"{folder.removeprefix(f'{Path.cwd()}/')}/{name}" if folder else ""
+
+
+def write_plan(folder: str, plan: Plan) -> None:
+    """Write the report and the JSON with the same name; rank 0 calls it."""
+    files = get_filesystem(folder)
+    files.makedirs(folder, exist_ok=True)
+    path = report_path(folder, plan)
+    for name, text in ((path, plan_report(plan)), (f"{path.removesuffix('.txt')}.json", plan.to_json())):
+        with files.open(name, "w", encoding="utf-8") as file:
+            file.write(f"{text}\n")

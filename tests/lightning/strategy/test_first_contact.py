@@ -1,0 +1,148 @@
+"""Claim: a fit shows its plan in five lines and writes all of it beside its logs; a mistake is one message."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_amp import AMPStrategy, Plan
+from lightning_amp.errors import PlanError
+from lightning_amp.lightning.faults.one_message import MistakesOnce
+from tests.paths import ROOT
+
+
+class Small(LightningModule):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def fitted(
+    folder: Path, caplog: pytest.LogCaptureFixture, *, logger: bool = True, **options: Any
+) -> list[str]:
+    """The lines that a fit says."""
+    caplog.clear()
+    trainer = Trainer(
+        strategy=AMPStrategy(**options),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=CSVLogger(folder) if logger else False,
+        default_root_dir=folder,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Small(), DataLoader(torch.randn(24, 8), batch_size=4))
+    return caplog.text.splitlines()
+
+
+def test_a_fit_says_five_lines_and_writes_the_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = fitted(tmp_path, caplog)
+    start = next(n for n, line in enumerate(said) if line.startswith("plan  "))
+    names = [line[:16].strip() for line in said[start : start + 6]]
+    assert names == ["plan", "predicted peak", "predicted step", "would help", "more", ""]
+    assert "4 samples per rank" in said[start + 2]
+    assert "a step: predicted" in said[-1]
+    assert "; measured " in said[-1]
+    assert not [line for line in said if "cell" in line or "paper" in line]
+    logs = tmp_path / "lightning_logs" / "version_0"
+    assert said[start + 4] == f"more            {logs}/amp_plan.txt, or AMPStrategy(verbose=True)"
+    report = (logs / "amp_plan.txt").read_text()
+    assert report.startswith("Plan (policy auto): ")
+    assert "cell" not in report
+    plan = Plan.read(logs / "amp_plan.json")
+    assert f"{plan}\n" == report
+
+    whole = fitted(tmp_path, caplog, verbose=True)
+    assert "\n".join(whole).count(report.strip()) == 1
+    assert not [line for line in whole if line.startswith("more ")]
+
+    before = sorted(tmp_path.rglob("*"))
+    assert any("print(trainer.strategy.plan)" in line for line in fitted(tmp_path, caplog, logger=False))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_plan_that_is_refused_is_written_and_one_that_trains_anyway_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(PlanError, match="predicted to run out of memory"):
+        fitted(tmp_path, caplog, device_memory="1KiB")
+    assert "does NOT fit" in (tmp_path / "lightning_logs" / "version_0" / "amp_plan.txt").read_text()
+    assert "does NOT fit" in caplog.text
+    with pytest.warns(UserWarning, match="predicted to run out of memory"):
+        fitted(tmp_path, caplog, device_memory="1KiB", unfit="train")
+
+
+def test_an_uncaught_mistake_is_its_message_and_other_errors_are_left_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    left: list[Any] = []
+    hook = MistakesOnce(lambda *args: left.append(args))
+    for error in (PlanError("what to do"), ValueError("other")):
+        hook(type(error), error, None)
+    assert capsys.readouterr().err == "lightning_amp.errors.PlanError: what to do\n"
+    assert [kind for kind, *_ in left] == [ValueError]
+
+
+SCRIPT = """
+import os, sys
+from lightning.pytorch import Trainer
+from lightning_amp import AMPStrategy
+from lightning_amp.errors import PlanError
+from tests.lightning.strategy.test_first_contact import DataLoader, Small, torch
+
+
+def fit(start_method):
+    strategy = AMPStrategy(device_memory="1KiB", start_method=start_method)
+    options = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
+    Trainer(strategy=strategy, **options).fit(Small(), DataLoader(torch.zeros(24, 8), batch_size=4))
+
+
+if "LOCAL_RANK" not in os.environ:
+    try:
+        fit("fork")
+    except PlanError as error:
+        print(error)
+fit("popen")
+"""
+
+
+@pytest.mark.ranks
+def test_two_ranks_say_a_mistake_once_without_a_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=280,
+    )
+    assert run.returncode == 1
+    assert run.stdout.startswith("predicted to run out of memory"), run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stderr.count("predicted to run out of memory") == 1
+    assert "lightning_amp.errors.PlanError: predicted to run out of memory" in run.stderr
