@@ -1,4 +1,4 @@
-"""Profile and plan a data directory, or a training step of any module: `lightning_amp.profile`, `lightning_amp.plan`."""
+"""`lightning_amp.profile` and `lightning_amp.plan`: of a data directory, or of any module's training step."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as plan_data
 
 # what a profile and a plan print as
-from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
+from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, rates_for
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import Attention
 from lightning_amp.profiling.read_profile import profile as profile_data
@@ -106,7 +106,7 @@ def plan(
     batch_size: int | None = None,
     model_parallel_size: int | str = "auto",
     shape: ModelShape | None = None,
-    rates: Rates | None = None,
+    rates: Rates | str | None = None,
     node_devices: int | None = None,
 ) -> Plan: ...
 
@@ -122,7 +122,7 @@ def plan(
     strategies: str | list[str] | tuple[str, ...] | None = "auto",
     batch_size: int | None = None,
     model_parallel_size: int | str = "auto",
-    rates: Rates | None = None,
+    rates: Rates | str | None = None,
 ) -> "ModulePlan": ...
 
 
@@ -137,7 +137,7 @@ def plan(
     batch_size: int | None = None,
     model_parallel_size: int | str = "auto",
     shape: ModelShape | None = None,
-    rates: Rates | None = None,
+    rates: Rates | str | None = None,
     node_devices: int | None = None,
 ) -> Any:
     """Decide what to install, without training and without starting ranks.
@@ -154,7 +154,8 @@ def plan(
             length. A module's profile has its own.
         model_parallel_size: Ranks of the model axis, or "auto".
         shape: For a directory: the model; None means the reference model with its default sizes.
-        rates: For a directory or a module: what one device reaches, for the predicted times; None is one core of a CPU.
+        rates: For a directory or a module: what one device reaches, for the predicted times, or its name, such as
+            "A100"; None is one core of a CPU.
         node_devices: For a directory: devices of one node; the model axis stays inside it unless `model_parallel_size`
             is longer. None when all devices are on one node.
 
@@ -167,6 +168,7 @@ def plan(
         PlanError: A request outside what is allowed, or strategies that this number of devices cannot run.
     """
     strategies = None if strategies == "auto" else strategies
+    reached = rates_for(rates) if isinstance(rates, str) else rates or CPU_CORE
     request: dict[str, Any] = {
         "devices": devices,
         "device_memory": device_memory,
@@ -180,11 +182,13 @@ def plan(
             **request,
             batch_size=64 if batch_size is None else batch_size,
             shape=shape,
-            rates=CPU_CORE if rates is None else rates,
+            rates=reached,
             node_devices=node_devices,
         )
     if batch is not None:
-        _refuse("a module and a batch, whose structure is the module's", shape=shape, node_devices=node_devices)
+        _refuse(
+            "a module and a batch, whose structure is the module's", shape=shape, node_devices=node_devices
+        )
         from lightning_amp.data.batch_of_shapes import batch_of_shapes
         from lightning_amp.footprint.inner_run import BY_ITSELF
         from lightning_amp.lightning.first_look.plan_of_module import plan_of_module
@@ -193,7 +197,7 @@ def plan(
             what,
             batch_of_shapes(batch) if isinstance(batch, str) else batch,
             around=BY_ITSELF,
-            rates=CPU_CORE if rates is None else rates,
+            rates=reached,
             request=request,
             options={},
             batch_size=batch_size,

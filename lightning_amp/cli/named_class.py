@@ -1,4 +1,4 @@
-"""`profile MODULE:CLASS` and `plan MODULE:CLASS`: a LightningModule by its name and a batch by its shapes; no YAML."""
+"""`profile MODULE:CLASS`: a LightningModule by its name and a batch by its shapes, without YAML."""
 
 import argparse
 import ast
@@ -23,9 +23,9 @@ def add_named_class(parser: argparse.ArgumentParser) -> None:
         "--batch",
         action="append",
         metavar="[NAME=]SIZES[:DTYPE]",
-        help="with MODULE:CLASS, a LightningModule of the current folder or an installed package, in the place of DIR: a"
-        " tensor of its batch, float32 unless DTYPE is given. Once for a tensor, several times for a tuple, with names"
-        f" for a dict ('ids=4x128:int64'); '4x128,' is a tuple of one. Example: {EXAMPLE}",
+        help="a tensor of the batch of MODULE:CLASS, which stands in the place of DIR and is a LightningModule of the"
+        " current folder or an installed package; float32 unless DTYPE is given. Once for a tensor, several times for a"
+        f" tuple, with names for a dict ('ids=4x128:int64'); '4x128,' is a tuple of one. Example: {EXAMPLE}",
     )
     parser.add_argument(
         "--init",

@@ -47,8 +47,8 @@ def batch_of_shapes(text: str) -> Shaped:
         names.append(found["name"] or "")
     if any(names) and (not all(names) or len(set(names)) < len(names)):
         raise DataError(
-            f"the shapes of a batch were given as {text!r}, with the names {names!r}; name every part, each with another"
-            " name, for a dict, or none for a tuple"
+            f"the shapes of a batch were given as {text!r}, with the names {names!r}; name every part, each by"
+            " another name, for a dict, or none for a tuple"
         )
     if any(names):
         return dict(zip(names, tensors, strict=True))

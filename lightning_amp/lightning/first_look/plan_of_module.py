@@ -1,11 +1,12 @@
 """Plan any module by one batch, without a run: for `lightning_amp.plan` and for `lightning-amp plan --config`."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
 
+import psutil
 from lightning.pytorch import LightningModule
 
 from lightning_amp.errors import ModelError, PlanError
@@ -35,19 +36,23 @@ class ModulePlan:
     Attributes:
         plan: As `AMPStrategy(plan=...)` takes it.
         profile: The step as it is, on one device.
+        module: Whose step it is.
+        step: It, to be counted again.
+        seen_at: Counts it with a batch of another length.
+        steps: Of a technique with steps of its own, of which the questions cannot be answered.
     """
 
     plan: Plan
     profile: ModuleProfile
-    _asked: "StepRequest" = field(repr=False)
-    _seen: dict[int | None, Seen] = field(repr=False)
-    _step: StepOfModule = field(repr=False)
+    module: LightningModule = field(repr=False)
+    step: StepOfModule = field(repr=False)
+    seen_at: Callable[[int | None], Seen] = field(repr=False)
+    steps: DrySteps | None = field(repr=False)
 
     def report(self) -> str:
         """What holds the peak, what helps, what does not, and what is predicted, as text of at most 80 columns."""
-        module = self._asked.module
-        classes = {fqn: type(child).__name__ for fqn, child in module.named_modules()}
-        return step_report(self.plan, self.profile, name=classes[""], classes=classes)
+        classes = {fqn: type(child).__name__ for fqn, child in self.module.named_modules()}
+        return step_report(self.plan, self.profile, classes=classes)
 
     __str__ = report
 
@@ -55,89 +60,46 @@ class ModulePlan:
         return f"<pre>{escape(self.report())}</pre>"
 
     def largest_batch(self) -> int:
-        """The largest number of samples of one batch that fits the budget with the plan's techniques.
+        """The largest number of samples of a batch that fits the budget with the plan's techniques.
 
         Of each technique there is as much as the batch needs; 0 where not even one sample fits.
 
         Raises:
-            PlanError: There is no budget, or it is not known how the step depends on the number of samples.
+            PlanError: There is no budget, or it is not known what another number of samples holds.
         """
         budget, start = self._budget("largest_batch"), self.profile.batch_size
         if start is None:
-            raise PlanError(
-                f"the largest batch of {type(self._asked.module).__name__!r} was asked for, and the tensors of its"
-                " batch have no length in common; give a batch whose tensors have one sample in a row"
-            )
+            raise PlanError("largest_batch was asked of a batch whose tensors have no length in common")
         return largest_batch(
-            lambda n: with_techniques_of(self.plan, self._seen_at(n)).peak_bytes, budget, start
+            lambda n: with_techniques_of(self.plan, self.seen_at(n)).peak_bytes, budget, start
         )
 
     def fewest_devices(self) -> int | None:
         """The fewest devices on which the batch fits the budget, by any technique; None where there are none.
 
         Raises:
-            PlanError: There is no budget, or it is not known what more devices would hold.
+            PlanError: There is no budget, or it is not known what more devices hold.
         """
-        found = fewest_ranks(self._seen_at(self.profile.batch_size), self._budget("fewest_devices"))
+        found = fewest_ranks(self.seen_at(self.profile.batch_size), self._budget("fewest_devices"))
         return None if found is None else found.ranks * found.model
 
     def answers(self) -> list[str]:
         """Both, as sentences, with and without techniques; none where there is no budget."""
-        budget, steps = self.plan.budget_bytes, self._asked.steps
-        if budget is None or steps is not None:
+        budget, mesh = self.plan.budget_bytes, self.plan.mesh
+        if budget is None or self.steps is not None:
             return []
-        seen, mesh = self._seen_at(self.profile.batch_size), self.plan.mesh
-        return answers(self._seen_at, seen, ranks=mesh.data * mesh.model, budget=budget)
-
-    def code(self) -> str:
-        """What the blocks run that the plan computes in chunks, as Python."""
-        return self._step.code(self.plan.rules)
-
-    def _seen_at(self, n: int | None) -> Seen:
-        if n not in self._seen:
-            self._seen[n] = self._asked.look(self._asked.step_at(n))
-        return self._seen[n]
+        seen = self.seen_at(self.profile.batch_size)
+        return answers(self.seen_at, seen, ranks=mesh.data * mesh.model, budget=budget)
 
     def _budget(self, question: str) -> int:
         if self.plan.budget_bytes is None:
             raise PlanError(f"{question} was asked of a plan without a budget; give device_memory='24GiB'")
-        if self._asked.steps is not None:
+        if self.steps is not None:
             raise PlanError(
-                f"{question} was asked of a plan with {self._asked.steps.name!r}, of which it is not known; plan batches"
-                " of several lengths, or on several numbers of devices"
+                f"{question} was asked of a plan with {self.steps.name!r}, of which it is not known; plan batches of"
+                " several lengths, or on several numbers of devices"
             )
         return self.plan.budget_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRequest:
-    """Whose step is planned, and how it is counted.
-
-    Attributes:
-        module, batch, around: As of `StepOfModule`.
-        rates: Of the device.
-        steps: Of a technique with steps of its own.
-        fsdp: How it is to split.
-        shared_statistics: Whether ranks exchange the statistics of batches.
-    """
-
-    module: LightningModule
-    batch: Any
-    around: Around
-    rates: Rates
-    steps: DrySteps | None
-    fsdp: FullyShard | None
-    shared_statistics: bool
-
-    def step_at(self, n: int | None) -> StepOfModule:
-        """The step of a batch of some length."""
-        return StepOfModule(
-            self.module, lambda: self.batch, around=self.around, batch_size=n, steps=self.steps
-        )
-
-    def look(self, step: StepOfModule) -> Seen:
-        """Count it."""
-        return step.seen(self.rates, fsdp=self.fsdp, shared_statistics=self.shared_statistics)
 
 
 def plan_of_module(
@@ -181,27 +143,31 @@ def plan_of_module(
         # the configuration's may be of other strategies
         fsdp = FullyShard(shard_ranks=options.get("fsdp_ranks"), offload=bool(options.get("fsdp_offload")))
     share = options.get("share_batch_statistics") is not False
-    asked = StepRequest(
-        module=module,
-        batch=batch,
-        around=around,
-        rates=rates,
-        steps=steps,
-        fsdp=fsdp,
-        shared_statistics=share and devices > 1,
-    )
-    step = asked.step_at(batch_size)
-    seen = asked.look(step)
-    if not around.prepared:
-        _refuse_late_layers(module, seen.profile)
+
+    def step_at(n: int | None) -> StepOfModule:
+        # the search for the largest batch must not fill this machine with a step that needs values
+        limit = None if n == batch_size else psutil.virtual_memory().total // 2
+        limited = replace(around, limit_bytes=around.limit_bytes or limit)
+        return StepOfModule(module, lambda: batch, around=limited, batch_size=n, steps=steps)
+
+    def look(step: StepOfModule) -> Seen:
+        return step.seen(rates, fsdp=fsdp, shared_statistics=share and devices > 1)
+
+    step = step_at(batch_size)
+    seen = look(step)
+    profile, known = seen.profile, {seen.profile.batch_size: seen}
+    own = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
+    if not around.prepared and profile.by_kind[PARAMETERS] > sum(own.values()):
+        raise ModelError(
+            f"a plan was asked for of {type(module).__name__!r}, which makes layers in `setup` or `configure_model`,"
+            " and these were not called; call them before: module.configure_model()"
+        )
     if steps is not None and STRATEGIES[steps.name].data_axis:
         # of its grid, which may have been chosen
         request["model_parallel_size"] = steps.ranks
+    shape = replace(describe(module, batch_size=profile.batch_size or 1), profiled=True)
     made = plan_step(
-        Counted(
-            seen=seen,
-            shape=replace(describe(module, batch_size=seen.profile.batch_size or 1), profiled=True),
-        ),
+        Counted(seen=seen, shape=shape),
         **request,
         micro_batches=options.get("micro_batches"),
         schedule=options.get("schedule"),
@@ -210,15 +176,10 @@ def plan_of_module(
     made = with_spec(made, steps, "")
     if not share:
         made = without_shared_statistics(made)
-    known = {seen.profile.batch_size: seen}
-    return ModulePlan(plan=made, profile=seen.profile, _asked=asked, _seen=known, _step=step)
 
+    def seen_at(n: int | None) -> Seen:
+        if n not in known:
+            known[n] = look(step_at(n))
+        return known[n]
 
-def _refuse_late_layers(module: LightningModule, profile: ModuleProfile) -> None:
-    """Refuse, with a ModelError, a module whose copy has made layers that it does not have itself."""
-    own = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
-    if profile.by_kind[PARAMETERS] > sum(own.values()):
-        raise ModelError(
-            f"a plan was asked for of {type(module).__name__!r}, which makes layers in `setup` or `configure_model`, and"
-            " these were not called; call them before: module.configure_model()"
-        )
+    return ModulePlan(plan=made, profile=profile, module=module, step=step, seen_at=seen_at, steps=steps)

@@ -17,18 +17,17 @@ SHOWN = 5
 """Modules and tensors: the largest, counting those of repeated modules as one."""
 
 
-def step_report(plan: Plan, profile: ModuleProfile, *, name: str, classes: Mapping[str, str]) -> str:
+def step_report(plan: Plan, profile: ModuleProfile, *, classes: Mapping[str, str]) -> str:
     """What holds the peak, what helps and what does not, the plan, and what is predicted.
 
     Args:
         plan: Of the module.
         profile: Of its step as it is.
-        name: Of its class.
-        classes: Of its modules, by their names.
+        classes: Of the modules, by their names, "" that of the module itself.
     """
     assert plan.diagnosis is not None, "the plan of a profiled step has one"
     ranks = plan.mesh.data * plan.mesh.model
-    lines = [f"{name} on {'1 device' if ranks == 1 else f'{ranks} devices'}", *peak_lines(profile)]
+    lines = [f"{classes['']} on {'1 device' if ranks == 1 else f'{ranks} devices'}", *peak_lines(profile)]
     blocks = list(dict.fromkeys(rule.fqn for rule in plan.rules if rule.fqn not in ("", "*")))
     chosen = f"{labels(plan)}{f' of {shortened(blocks)}' if blocks else ''}"
     budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)}"
