@@ -148,4 +148,4 @@ def test_what_is_wrong_with_a_class_or_its_batch_is_said_in_one_message(
     # which step, with which error, at which line
     assert "training step fails" in err
     assert "mat1 and mat2 shapes cannot be multiplied" in err
-    assert "wide_model.py:13: return self.net(batch).mean()" in err
+    assert "wide_model.py:12: return self.net(batch).mean()" in err
