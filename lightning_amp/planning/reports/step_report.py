@@ -6,9 +6,10 @@ from typing import TypeVar
 
 from lightning_amp.footprint.module_profile import ModuleBytes, ModuleProfile, TensorBytes
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.strategies import label
 from lightning_amp.planning.reports.diagnosis_report import advice_table, shortened
 from lightning_amp.planning.reports.module_report import called, peak_lines, share_of
-from lightning_amp.planning.reports.plan_report import labels, shortfall, shown_notes
+from lightning_amp.planning.reports.plan_report import shortfall, shown_notes
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes, format_seconds
 
@@ -29,7 +30,8 @@ def step_report(plan: Plan, profile: ModuleProfile, *, classes: Mapping[str, str
     ranks = plan.mesh.data * plan.mesh.model
     lines = [f"{classes['']} on {'1 device' if ranks == 1 else f'{ranks} devices'}", *peak_lines(profile)]
     blocks = list(dict.fromkeys(rule.fqn for rule in plan.rules if rule.fqn not in ("", "*")))
-    chosen = f"{labels(plan)}{f' of {shortened(blocks)}' if blocks else ''}"
+    named = " and ".join(label(one) if one == "S1" else one for one in plan.strategies)
+    chosen = f"{named}{f' of {shortened(blocks)}' if blocks else ''}"
     budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)}"
     verdict = {True: " (fits)", False: " (does NOT fit)", None: ""}[plan.fits]
     least = "at least " if plan.uncounted else ""
