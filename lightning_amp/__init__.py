@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor as StratumMemoryMonitor
     from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter as PredictionWriter
+    from lightning_amp.lightning.first_look.plan_of_module import ModulePlan as ModulePlan
     from lightning_amp.lightning.strategy.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
     from lightning_amp.parallel.chunk.chunk_module import chunk as chunk
@@ -79,6 +80,7 @@ _HOME = {
     "register_technique": "planning.plan.register_technique",
     "Profile": "planning.reports.plan_report",
     "ModuleProfile": "planning.reports.module_report",
+    "ModulePlan": "lightning.first_look.plan_of_module",
     "profile": "public",
     "verify": "verification.verify",
 }

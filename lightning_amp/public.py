@@ -13,7 +13,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as plan_data
 
 # what a profile and a plan print as
-from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
+from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, rates_for
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import Attention
 from lightning_amp.profiling.read_profile import profile as profile_data
@@ -21,8 +21,10 @@ from lightning_amp.profiling.read_profile import profile as profile_data
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
+    from lightning_amp.lightning.first_look.plan_of_module import ModulePlan
+
 NOT_LOOKED_FOR = (
-    "of a profile alone, chunks and stages are not looked for; a fit does, and lightning-amp plan --config"
+    "of a profile alone, chunks and stages are not looked for; lightning_amp.plan(module, batch) does"
 )
 
 
@@ -48,7 +50,8 @@ def profile(
 
     Args:
         what: The path of a data directory; or any LightningModule, whose parameters may be on the device "meta".
-        batch: For a module: an example of what its `training_step` gets.
+        batch: For a module: an example of what its `training_step` gets, or its shapes as text, such as "4x128",
+            "4x3x32x32,4:int64" or "ids=4x128:int64".
         batch_size: For a module: profile a batch of this length instead of the example's.
         setting: For a directory: which files to take where it holds several settings.
         attention: For a directory: whether the Hi-C decoder builds its keys with attention; "full" for that to all
@@ -69,12 +72,15 @@ def profile(
             " training_step gets: lightning_amp.profile(module, batch)"
         )
     # torch is loaded here: a directory is profiled without it
+    from lightning_amp.data.batch_of_shapes import batch_of_shapes
     from lightning_amp.footprint.chain.chain_of import count_step
     from lightning_amp.lightning.first_look.step_of_module import refused_techniques
     from lightning_amp.parallel.describe_module import describe
     from lightning_amp.parallel.fsdp.units import units_of
     from lightning_amp.parallel.s1_data.batch_norm import statistics_bytes
 
+    if isinstance(batch, str):
+        batch = batch_of_shapes(batch)
     step = count_step(what, batch, (), batch_size=batch_size)
     seen = Seen(
         profile=step.profile,
@@ -89,73 +95,135 @@ def profile(
     return replace(step.profile, counted=Counted(seen=seen, shape=shape))
 
 
+@overload
 def plan(
-    profile: Profile | ModuleProfile,
+    what: Profile | ModuleProfile,
     *,
     devices: int = 1,
     device_memory: str | int | None = None,
     policy: str = "auto",
-    strategies: str | list[str] | tuple[str, ...] | None = None,
+    strategies: str | list[str] | tuple[str, ...] | None = "auto",
     batch_size: int | None = None,
     model_parallel_size: int | str = "auto",
     shape: ModelShape | None = None,
-    rates: Rates | None = None,
+    rates: Rates | str | None = None,
     node_devices: int | None = None,
-) -> Plan:
-    """Decide what to install.
+) -> Plan: ...
+
+
+@overload
+def plan(
+    what: "LightningModule",
+    batch: Any,
+    *,
+    devices: int = 1,
+    device_memory: str | int | None = None,
+    policy: str = "auto",
+    strategies: str | list[str] | tuple[str, ...] | None = "auto",
+    batch_size: int | None = None,
+    model_parallel_size: int | str = "auto",
+    rates: Rates | str | None = None,
+) -> "ModulePlan": ...
+
+
+def plan(
+    what: Any,
+    batch: Any = None,
+    *,
+    devices: int = 1,
+    device_memory: str | int | None = None,
+    policy: str = "auto",
+    strategies: str | list[str] | tuple[str, ...] | None = "auto",
+    batch_size: int | None = None,
+    model_parallel_size: int | str = "auto",
+    shape: ModelShape | None = None,
+    rates: Rates | str | None = None,
+    node_devices: int | None = None,
+) -> Any:
+    """Decide what to install, without training and without starting ranks.
 
     Args:
-        profile: Of a data directory, or of a module's training step as `lightning_amp.profile(module, batch)` makes it.
+        what: Any LightningModule; or what `lightning_amp.profile` returns, of a data directory or of a module.
+        batch: For a module: an example of what its `training_step` gets, or its shapes as text, as for `profile`.
         devices: Ranks in all, over all nodes.
         device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown.
         policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
-        strategies: The user's own choice from the library instead of the policy's; still checked and predicted.
-        batch_size: For a directory: cells per rank and modality, by default 64. A module's profile has its own.
+        strategies: The user's own choice from the library instead of the policy's; still checked and predicted. "auto"
+            and None leave it to the policy.
+        batch_size: For a directory: cells per rank and modality, by default 64. For a module: plan a batch of this
+            length. A module's profile has its own.
         model_parallel_size: Ranks of the model axis, or "auto".
         shape: For a directory: the model; None means the reference model with its default sizes.
-        rates: For a directory: what one device reaches, for the predicted times; None is one core of a CPU, as for a
-            module.
+        rates: For a directory or a module: what one device reaches, for the predicted times, or its name, such as
+            "A100"; None is one core of a CPU.
         node_devices: For a directory: devices of one node; the model axis stays inside it unless `model_parallel_size`
             is longer. None when all devices are on one node.
 
     Returns:
-        The plan; `print` shows its report. Of a module, chunks and stages are not looked for: a fit does, and
-        `lightning-amp plan --config`.
+        The plan; `print` shows its report. Of a module a ModulePlan, with the methods `largest_batch` and
+        `fewest_devices` and the Plan as `plan`. Of a module's profile, chunks and stages are not looked for.
 
     Raises:
+        ModelError: The module's step fails, or the module cannot be copied.
         PlanError: A request outside what is allowed, or strategies that this number of devices cannot run.
     """
-    if isinstance(profile, Profile):
+    strategies = None if strategies == "auto" else strategies
+    reached = rates_for(rates) if isinstance(rates, str) else rates or CPU_CORE
+    request: dict[str, Any] = {
+        "devices": devices,
+        "device_memory": device_memory,
+        "policy": policy,
+        "strategies": strategies,
+        "model_parallel_size": model_parallel_size,
+    }
+    if isinstance(what, Profile):
         return plan_data(
-            profile,
-            devices=devices,
-            device_memory=device_memory,
-            policy=policy,
-            strategies=strategies,
+            what,
+            **request,
             batch_size=64 if batch_size is None else batch_size,
-            model_parallel_size=model_parallel_size,
             shape=shape,
-            rates=CPU_CORE if rates is None else rates,
+            rates=reached,
             node_devices=node_devices,
         )
-    counted = getattr(profile, "counted", None)
+    if batch is not None:
+        _refuse(
+            "a module and a batch, whose structure is the module's", shape=shape, node_devices=node_devices
+        )
+        from lightning_amp.data.batch_of_shapes import batch_of_shapes
+        from lightning_amp.footprint.inner_run import BY_ITSELF
+        from lightning_amp.lightning.first_look.plan_of_module import plan_of_module
+
+        return plan_of_module(
+            what,
+            batch_of_shapes(batch) if isinstance(batch, str) else batch,
+            around=BY_ITSELF,
+            rates=reached,
+            request=request,
+            options={},
+            batch_size=batch_size,
+        )
+    counted = getattr(what, "counted", None)
     if not isinstance(counted, Counted):
         raise PlanError(
-            f"a plan was asked for of a {type(profile).__name__!r} that has no blocks; give what"
-            " lightning_amp.profile(DIR) or lightning_amp.profile(module, batch) returns"
+            f"a plan was asked for of a {type(what).__name__!r} that has no blocks; give what"
+            " lightning_amp.profile(DIR) or lightning_amp.profile(module, batch) returns, or a module and a batch:"
+            " lightning_amp.plan(module, batch)"
         )
-    given = {"batch_size": batch_size, "shape": shape, "rates": rates, "node_devices": node_devices}
-    if of_data := [name for name, value in given.items() if value is not None]:
-        raise PlanError(
-            f"{', '.join(of_data)} {'was' if len(of_data) == 1 else 'were'} given beside the profile of a module's"
-            " step, which has what it was counted with; leave it out, or profile the module anew"
-        )
-    made = plan_step(
-        counted,
-        devices=devices,
-        device_memory=device_memory,
-        policy=policy,
-        strategies=strategies,
-        model_parallel_size=model_parallel_size,
+    _refuse(
+        "the profile of a module's step, which has what it was counted with",
+        batch_size=batch_size,
+        shape=shape,
+        rates=rates,
+        node_devices=node_devices,
     )
+    made = plan_step(counted, **request)
     return replace(made, notes=(*made.notes, NOT_LOOKED_FOR))
+
+
+def _refuse(what: str, **given: Any) -> None:
+    """Refuse, with a PlanError, options that do not go with what is planned."""
+    if names := [name for name, value in given.items() if value is not None]:
+        raise PlanError(
+            f"{', '.join(names)} {'was' if len(names) == 1 else 'were'} given with {what}; leave"
+            f" {'it' if len(names) == 1 else 'them'} out"
+        )

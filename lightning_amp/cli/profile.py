@@ -1,4 +1,4 @@
-"""`lightning-amp profile`: what a data directory holds, or what a training step of a configuration's model holds."""
+"""`lightning-amp profile`: what a data directory holds, or what a training step of a module holds."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_amp.cli.calibrate import check_target
+from lightning_amp.cli.named_class import add_named_class, named_step, of_shapes
 from lightning_amp.cli.request import add_data, read
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.errors import PlanError
@@ -17,12 +18,13 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE.yaml", help="of `lightning-amp fit`: profile its model's step instead"
     )
-    parser.add_argument("--batch-size", type=int, help="with --config: cells or samples of the batch")
+    parser.add_argument("--batch-size", type=int, help="of a step: cells or samples of the batch")
     parser.add_argument(
         "--plot",
         metavar="FILE.png",
-        help="with --config: draw the step by kind and module; replaces the file",
+        help="of a step: draw it by kind and module; replaces the file",
     )
+    add_named_class(parser)
     parser.set_defaults(run=_run)
 
 
@@ -30,23 +32,25 @@ def _run(arguments: argparse.Namespace) -> None:
     from lightning_amp.planning.reports.module_report import module_report
     from lightning_amp.planning.reports.plan_report import profile_report
 
-    if (arguments.config is None) == (arguments.data_dir is None):
+    named = named_step(arguments)
+    if named is None and (arguments.config is None) == (arguments.data_dir is None):
         raise PlanError(
             f"a profile was asked for of DIR={arguments.data_dir!r} and --config {arguments.config!r}; give one of"
-            " them: a data directory, or a configuration of `lightning-amp fit`"
+            " them: a data directory, or a configuration of `lightning-amp fit`; or MODULE:CLASS with --batch"
         )
-    if arguments.plot is not None and arguments.config is None:
+    of_data = named is None and arguments.config is None
+    if arguments.plot is not None and of_data:
         raise PlanError(
             f"--plot {arguments.plot!r} was asked for of a data directory, which has no training step to draw; give"
             " --config, or leave --plot out"
         )
     if arguments.plot is not None:
         check_target("--plot", arguments.plot, "step.png", overwrite=True)
-    if arguments.config is None:
+    if of_data:
         found: Any = read(arguments)
         text = profile_report(found)
     else:
-        found = _of_configuration(arguments.config, arguments.batch_size)
+        found = _of_step(arguments, named)
         text = module_report(found)
         if arguments.plot is not None:
             with written_aside(Path(arguments.plot)) as aside:
@@ -54,9 +58,15 @@ def _run(arguments: argparse.Namespace) -> None:
     print(json.dumps(found.to_dict(), indent=2) if arguments.format == "json" else text)
 
 
-def _of_configuration(path: str, batch_size: int | None) -> Any:
+def _of_step(arguments: argparse.Namespace, named: Any) -> Any:
+    from lightning_amp.footprint.inner_run import BY_ITSELF
     from lightning_amp.footprint.profile_module import profile_module
-    from lightning_amp.verification.read_configuration import read_step
 
-    module, batch, around, _ = read_step(path, batch_size)
-    return profile_module(module, batch, batch_size=batch_size, around=around)
+    if named is None:
+        from lightning_amp.verification.read_configuration import read_step
+
+        module, batch, around, _ = read_step(arguments.config, arguments.batch_size)
+    else:
+        (module, batch), around = named, BY_ITSELF
+    with of_shapes(arguments):
+        return profile_module(module, batch, batch_size=arguments.batch_size, around=around)

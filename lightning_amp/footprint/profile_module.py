@@ -20,7 +20,7 @@ from lightning_amp._torch import FakeTensorMode
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.bounded_step import OverBudget
-from lightning_amp.footprint.failed_step import of_transform, why_values
+from lightning_amp.footprint.failed_step import of_transform, users_line, why_values
 from lightning_amp.footprint.fake_copy import copy_of, copy_of_data, fake_batch, length_of, resize
 from lightning_amp.footprint.guest import as_guest
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
@@ -125,14 +125,15 @@ def counted_step(
         if with_values and isinstance(failed, OverBudget):
             raise PlanError(
                 f"the step of {name!r} cannot be counted without values: {reason}. It was run with values on a copy of"
-                f" the module, and a budget was named that has no room for it beside the module itself: {failed}"
+                f" the module, and the memory it may take has no room for it beside the module itself: {failed}"
             ) from failed
         if not with_values:
             reason = why_values(failed)
             _refuse_values(module, reason, around, failed)
+    at = users_line(failed)
     raise ModelError(
-        f"a profile was asked for of {name!r}, whose training step fails: {failed!r}; give a batch as its training_step"
-        " gets it"
+        f"a profile was asked for of {name!r}, whose training step fails: {failed!r}{f' ({at})' if at else ''}; give a"
+        " batch as its training_step gets it"
     ) from failed
 
 

@@ -6,10 +6,12 @@ be recorded for every number of ranks and length of the batch. A plan that was c
 leanest.
 """
 
+from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.candidates import draft, merit, on_ranks, sets_of_techniques
 from lightning_amp.planning.modules.seen import Asked, Draft, Seen
 from lightning_amp.planning.modules.stages import staged
 from lightning_amp.planning.modules.techniques import all_fixed
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
 
 LEAST = "the least that"
@@ -50,6 +52,26 @@ def over_stages(seen: Seen, ranks: int) -> list[Draft]:
     """That in which as many ranks as can be share a batch as stages; none where there can be no pipeline."""
     stages = max((n for n in range(2, _blocks(seen) + 1) if ranks % n == 0), default=0)
     return _staged(seen, stages, data=ranks // stages) if stages else []
+
+
+def with_techniques_of(plan: Plan, seen: Seen) -> Draft:
+    """That of them with a plan's techniques, on its ranks; a batch of another length may do without some.
+
+    Raises:
+        PlanError: The step cannot be run as the plan's stages.
+    """
+    if not plan.stages:
+        sets = (names for names in sets_of_techniques() if {*names} <= {*plan.strategies})
+        made = [draft(seen, names, ranks=plan.gradient_ranks, budget=0) for names in sets]
+        return min((one for one in made if isinstance(one, Draft)), key=_leaner)
+    asked = Asked(
+        again=("*",) if "recompute" in plan.strategies else (),
+        chunks=None if "chunk" in plan.strategies else {},
+    )
+    found = staged(seen, plan.mesh.model, data=plan.mesh.data, budget=0, asked=asked)
+    if isinstance(found, str):
+        raise PlanError(f"the step was asked for as {plan.mesh.model} stages, and that cannot be: {found}")
+    return found
 
 
 def fewest_ranks(seen: Seen, budget: int, *, above: int = 0) -> Draft | None:

@@ -29,10 +29,15 @@ def diagnosis_sections(diagnosis: ModuleDiagnosis) -> list[str]:
         ]
         for fqn, size in diagnosis.modules.items()
     ]
+    sections = ["\n".join(wrap(first, WIDTH)), table(["bytes", "share", "modules at the peak"], rows)]
+    return [*sections, *filter(None, [advice_table(diagnosis)])]
+
+
+def advice_table(diagnosis: ModuleDiagnosis) -> str:
+    """Every technique with what it would do; "" where there is none."""
     advice = [[name, "helps", alone(name, text)] for name, text in diagnosis.helps.items()]
     advice += [[name, "does not", alone(name, text)] for name, text in diagnosis.does_not_help.items()]
-    sections = ["\n".join(wrap(first, WIDTH)), table(["bytes", "share", "modules at the peak"], rows)]
-    return [*sections, table(["technique", "helps", "because"], advice)] if advice else sections
+    return table(["technique", "helps", "because"], advice) if advice else ""
 
 
 def shortened(names: Sequence[str]) -> str:

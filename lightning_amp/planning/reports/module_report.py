@@ -18,42 +18,46 @@ PARTS_IN_WORDS = {
 
 def module_report(profile: ModuleProfile) -> str:
     """Kinds at the peak, largest modules, largest tensors."""
-    peak = profile.peak_bytes
-
-    def share(n_bytes: int) -> list[str]:
-        return [format_bytes(n_bytes), f"{100 * n_bytes / max(1, peak):.0f} %"]
-
-    size = "" if profile.batch_size is None else f", batch of {profile.batch_size:,}"
-    where = f" of {profile.peak_module}" if profile.peak_module else ""
-    kinds = [[*share(profile.by_kind[kind]), kind] for kind in KINDS]
-    modules = [[*share(row.n_bytes), row.fqn or "(the module itself)"] for row in profile.modules[:SHOWN]]
-    tensors = [
-        [
-            *share(row.n_bytes),
-            f"{list(row.shape)} {row.dtype}",
-            _called(row),
-        ]
-        for row in profile.tensors[:SHOWN]
+    head = "\n".join(fill(line, WIDTH) for line in peak_lines(profile))
+    kinds = [[*share_of(profile, profile.by_kind[kind]), kind] for kind in KINDS]
+    modules = [
+        [*share_of(profile, row.n_bytes), row.fqn or "(the module itself)"] for row in profile.modules[:SHOWN]
     ]
-    largest = f"{PARTS_IN_WORDS[profile.largest]} ({profile.largest})"
-    lines = [
-        f"peak of a training step: {format_bytes(peak)} in the {PHASES[profile.peak_phase]}{where}{size}",
-        f"largest part: {largest}, {' = '.join(share(profile.parts[profile.largest]))}",
+    tensors = [
+        [*share_of(profile, row.n_bytes), f"{list(row.shape)} {row.dtype}", called(row)]
+        for row in profile.tensors[:SHOWN]
     ]
     tables = [
         table(["bytes", "share", "kind at the peak"], kinds),
         table(["bytes", "share", "largest modules"], modules),
         table(["bytes", "share", "shape", "largest tensors"], tensors),
     ]
-    head = "\n".join(fill(line, WIDTH) for line in lines)
-    return "\n\n".join([head, *tables, fill(f"counted on {profile.measured}{_because(profile)}", WIDTH)])
+    counted = fill(f"counted on {profile.measured}{_because(profile)}", WIDTH)
+    return "\n\n".join([head, *tables, counted])
+
+
+def peak_lines(profile: ModuleProfile) -> list[str]:
+    """Where the peak is, and its largest part."""
+    size = "" if profile.batch_size is None else f", batch of {profile.batch_size:,}"
+    where = f" of {profile.peak_module}" if profile.peak_module else ""
+    largest = f"{PARTS_IN_WORDS[profile.largest]} ({profile.largest})"
+    return [
+        f"peak of a training step: {format_bytes(profile.peak_bytes)} in the"
+        f" {PHASES[profile.peak_phase]}{where}{size}",
+        f"largest part: {largest}, {' = '.join(share_of(profile, profile.parts[profile.largest]))}",
+    ]
+
+
+def share_of(profile: ModuleProfile, n_bytes: int) -> list[str]:
+    """Bytes, as text, and by the peak."""
+    return [format_bytes(n_bytes), f"{100 * n_bytes / max(1, profile.peak_bytes):.0f} %"]
 
 
 # a profile prints as its report; it lies in a room that knows none
 ModuleProfile.__str__ = module_report  # type: ignore[method-assign, assignment]
 
 
-def _called(tensor: TensorBytes) -> str:
+def called(tensor: TensorBytes) -> str:
     """A parameter's name has its module's in it."""
     return (
         tensor.name

@@ -271,7 +271,7 @@ TUNED = "Tuning the batch size is currently not supported with distributed strat
     checked="the refusal",
     against="one",
     refused={"1": TUNED, "2": TUNED, WIDE: TUNED},
-    note="Lightning's own refusal of all distributed strategies; `lightning-amp plan --batch-size` predicts the peak",
+    note="Lightning's own refusal of all distributed strategies; `lightning_amp.plan(...).largest_batch()` answers it",
 )
 def scale_batch_size(site: Site) -> Outcome:
     Tuner(site.trainer()).scale_batch_size(Tiny(), site.loader(), max_trials=1)

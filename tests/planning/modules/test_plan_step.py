@@ -102,8 +102,8 @@ def test_what_cannot_be_profiled_or_planned_is_refused(profile: Any) -> None:
     with pytest.raises(PlanError, match="of a 'ModuleProfile' that has no blocks; give what"):
         lightning_amp.plan(profile_module(Deep(), torch.randn(4, 32)))
     with pytest.raises(PlanError, match="of a 'Deep' that has no blocks"):
-        lightning_amp.plan(Deep())  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="batch_size was given beside the profile of a module's step"):
+        lightning_amp.plan(Deep())  # type: ignore[call-overload]
+    with pytest.raises(PlanError, match="batch_size was given with the profile of a module's step"):
         lightning_amp.plan(profile, batch_size=4)
     with pytest.raises(PlanError, match="chunk cannot be: the blocks were not looked at"):
         lightning_amp.plan(profile, strategies="chunk", device_memory="1MiB")

@@ -1,0 +1,185 @@
+"""Plan any module by one batch, without a run: for `lightning_amp.plan` and for `lightning-amp plan --config`."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from html import escape
+from typing import Any
+
+import psutil
+from lightning.pytorch import LightningModule
+
+from lightning_amp.errors import ModelError, PlanError
+from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.module_profile import PARAMETERS, ModuleProfile
+from lightning_amp.lightning.first_look.dry_steps import DrySteps, with_spec
+from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.parallel.describe_module import describe
+from lightning_amp.planning.modules.leanest import fewest_ranks, with_techniques_of
+from lightning_amp.planning.modules.plan_module import told_apart
+from lightning_amp.planning.modules.plan_step import Counted, plan_step
+from lightning_amp.planning.modules.questions import answers, largest_batch
+from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.specs import FullyShard
+from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies
+from lightning_amp.planning.policies.build_rules import without_shared_statistics
+from lightning_amp.planning.reports.step_report import step_report
+from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.quantities import parse_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePlan:
+    """The plan of a module's training step; `print` shows its report.
+
+    Attributes:
+        plan: As `AMPStrategy(plan=...)` takes it.
+        profile: The step as it is, on one device.
+        module: Whose step it is.
+        step: It, to be counted again.
+        seen_at: Counts it with a batch of another length.
+        steps: Of a technique with steps of its own, of which the questions cannot be answered.
+    """
+
+    plan: Plan
+    profile: ModuleProfile
+    module: LightningModule = field(repr=False)
+    step: StepOfModule = field(repr=False)
+    seen_at: Callable[[int | None], Seen] = field(repr=False)
+    steps: DrySteps | None = field(repr=False)
+
+    def report(self) -> str:
+        """What holds the peak, what helps, what does not, and what is predicted, as text of at most 80 columns."""
+        classes = {fqn: type(child).__name__ for fqn, child in self.module.named_modules()}
+        return step_report(self.plan, self.profile, classes=classes)
+
+    __str__ = report
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.report())}</pre>"
+
+    def largest_batch(self) -> int:
+        """The largest number of samples of a batch that fits the budget with the plan's techniques.
+
+        Of each technique there is as much as the batch needs; 0 where not even one sample fits.
+
+        Raises:
+            PlanError: There is no budget, or it is not known what another number of samples holds.
+        """
+        budget, start = self._budget("largest_batch"), self.profile.batch_size
+        if start is None:
+            raise PlanError("largest_batch was asked of a batch whose tensors have no length in common")
+        return largest_batch(
+            lambda n: with_techniques_of(self.plan, self.seen_at(n)).peak_bytes, budget, start
+        )
+
+    def fewest_devices(self) -> int | None:
+        """The fewest devices on which the batch fits the budget, by any technique; None where there are none.
+
+        Raises:
+            PlanError: There is no budget, or it is not known what more devices hold.
+        """
+        found = fewest_ranks(self.seen_at(self.profile.batch_size), self._budget("fewest_devices"))
+        return None if found is None else found.ranks * found.model
+
+    def answers(self) -> list[str]:
+        """Both, as sentences, with and without techniques; none where there is no budget."""
+        budget, mesh = self.plan.budget_bytes, self.plan.mesh
+        if budget is None or self.steps is not None:
+            return []
+        seen = self.seen_at(self.profile.batch_size)
+        return answers(self.seen_at, seen, ranks=mesh.data * mesh.model, budget=budget)
+
+    def _budget(self, question: str) -> int:
+        if self.plan.budget_bytes is None:
+            raise PlanError(f"{question} was asked of a plan without a budget; give device_memory='24GiB'")
+        if self.steps is not None:
+            raise PlanError(
+                f"{question} was asked of a plan with {self.steps.name!r}, of which it is not known; plan batches of"
+                " several lengths, or on several numbers of devices"
+            )
+        return self.plan.budget_bytes
+
+
+def plan_of_module(
+    module: LightningModule,
+    batch: Any,
+    *,
+    around: Around,
+    rates: Rates,
+    request: Mapping[str, Any],
+    options: Mapping[str, Any],
+    batch_size: int | None = None,
+) -> ModulePlan:
+    """Plan the step of a module.
+
+    Args:
+        module, batch, around, batch_size: As of `StepOfModule`.
+        rates: Of the device.
+        request: `devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as of `plan_step`.
+        options: Of AMPStrategy, for its techniques; what is None was not given.
+
+    Raises:
+        AmpError: The step cannot be counted, or nothing can be planned as asked.
+    """
+    if not isinstance(module, LightningModule):
+        raise ModelError(
+            f"a plan was asked for of a {type(module).__name__!r} and a batch; give a LightningModule with a batch, or"
+            " what lightning_amp.profile returns without one"
+        )
+    request = dict(request)
+    _, named = told_apart(request["strategies"], policy=request["policy"])
+    size, memory, devices = (request[name] for name in ("model_parallel_size", "device_memory", "devices"))
+    given = argparse.Namespace(**{name: value for name, value in options.items() if value is not None})
+    given.model_parallel_size = size
+    of_run = {"run_ranks": devices, "budget": None if memory is None else parse_bytes(memory)}
+    ids = parse_strategies(request["strategies"] or "S1")
+    steps = DrySteps.asked(ids, given, devices if size == "auto" else size, **of_run)
+    if steps is not None:
+        steps.check_ranks()
+    fsdp = None
+    if "fsdp" in (named or ()):
+        # the configuration's may be of other strategies
+        fsdp = FullyShard(shard_ranks=options.get("fsdp_ranks"), offload=bool(options.get("fsdp_offload")))
+    share = options.get("share_batch_statistics") is not False
+
+    def step_at(n: int | None) -> StepOfModule:
+        # the search for the largest batch must not fill this machine with a step that needs values
+        limit = None if n == batch_size else psutil.virtual_memory().total // 2
+        limited = replace(around, limit_bytes=around.limit_bytes or limit)
+        return StepOfModule(module, lambda: batch, around=limited, batch_size=n, steps=steps)
+
+    def look(step: StepOfModule) -> Seen:
+        return step.seen(rates, fsdp=fsdp, shared_statistics=share and devices > 1)
+
+    step = step_at(batch_size)
+    seen = look(step)
+    profile, known = seen.profile, {seen.profile.batch_size: seen}
+    own = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
+    if not around.prepared and profile.by_kind[PARAMETERS] > sum(own.values()):
+        raise ModelError(
+            f"a plan was asked for of {type(module).__name__!r}, which makes layers in `setup` or `configure_model`,"
+            " and these were not called; call them before: module.configure_model()"
+        )
+    if steps is not None and STRATEGIES[steps.name].data_axis:
+        # of its grid, which may have been chosen
+        request["model_parallel_size"] = steps.ranks
+    shape = replace(describe(module, batch_size=profile.batch_size or 1), profiled=True)
+    made = plan_step(
+        Counted(seen=seen, shape=shape),
+        **request,
+        micro_batches=options.get("micro_batches"),
+        schedule=options.get("schedule"),
+        count=step.count,
+    )
+    made = with_spec(made, steps, "")
+    if not share:
+        made = without_shared_statistics(made)
+
+    def seen_at(n: int | None) -> Seen:
+        if n not in known:
+            known[n] = look(step_at(n))
+        return known[n]
+
+    return ModulePlan(plan=made, profile=profile, module=module, step=step, seen_at=seen_at, steps=steps)

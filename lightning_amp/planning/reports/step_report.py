@@ -1,0 +1,93 @@
+"""The plan of a module's step in the words of the module, as text of at most 80 columns."""
+
+from collections.abc import Mapping
+from textwrap import fill, wrap
+from typing import TypeVar
+
+from lightning_amp.footprint.module_profile import ModuleBytes, ModuleProfile, TensorBytes
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.strategies import label
+from lightning_amp.planning.reports.diagnosis_report import advice_table, shortened
+from lightning_amp.planning.reports.module_report import called, peak_lines, share_of
+from lightning_amp.planning.reports.plan_report import shortfall, shown_notes
+from lightning_amp.planning.reports.table import WIDTH, table
+from lightning_amp.quantities import format_bytes, format_seconds
+
+T = TypeVar("T", ModuleBytes, TensorBytes)
+SHOWN = 5
+"""Modules and tensors: the largest, counting those of repeated modules as one."""
+
+
+def step_report(plan: Plan, profile: ModuleProfile, *, classes: Mapping[str, str]) -> str:
+    """What holds the peak, what helps and what does not, the plan, and what is predicted.
+
+    Args:
+        plan: Of the module.
+        profile: Of its step as it is.
+        classes: Of the modules, by their names, "" that of the module itself.
+    """
+    assert plan.diagnosis is not None, "the plan of a profiled step has one"
+    ranks = plan.mesh.data * plan.mesh.model
+    lines = [f"{classes['']} on {'1 device' if ranks == 1 else f'{ranks} devices'}", *peak_lines(profile)]
+    blocks = list(dict.fromkeys(rule.fqn for rule in plan.rules if rule.fqn not in ("", "*")))
+    named = " and ".join(label(one) if one == "S1" else one for one in plan.strategies)
+    chosen = f"{named}{f' of {shortened(blocks)}' if blocks else ''}"
+    budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)}"
+    verdict = {True: " (fits)", False: " (does NOT fit)", None: ""}[plan.fits]
+    least = "at least " if plan.uncounted else ""
+    rows = [
+        ("plan", chosen if plan.rules else "nothing to install"),
+        ("predicted peak", f"{least}{format_bytes(plan.predicted_peak_bytes)}{budget} per device{verdict}"),
+    ]
+    if plan.predicted_step_seconds is not None:
+        seconds = format_seconds(plan.predicted_step_seconds)
+        rows.append(("predicted step", f"{seconds} at the rates of {plan.rates_device}"))
+    predicted = "\n".join(
+        fill(value, WIDTH, initial_indent=f"{key:16}", subsequent_indent=" " * 16) for key, value in rows
+    )
+    sections = ["\n".join(fill(line, WIDTH) for line in lines), *_holders(profile, classes)]
+    sections += [advice_table(plan.diagnosis), predicted]
+    notes = [*shown_notes(plan), *([shortfall(plan)] if plan.fits is False else [])]
+    sections += ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in notes]
+    return "\n\n".join(filter(None, sections))
+
+
+def _holders(profile: ModuleProfile, classes: Mapping[str, str]) -> list[str]:
+    """Modules and tensors at the peak."""
+    modules: dict[tuple[str, ...], list[ModuleBytes]] = {}
+    for module in profile.modules:
+        kind = classes.get(module.fqn, "")
+        modules.setdefault((_any_number(module.fqn), kind), []).append(module)
+    tensors: dict[tuple[str, ...], list[TensorBytes]] = {}
+    for tensor in profile.tensors:
+        shape = f"{list(tensor.shape)} {tensor.dtype}"
+        tensors.setdefault((_any_number(called(tensor)), shape, tensor.kind), []).append(tensor)
+    held = [
+        [
+            *share_of(profile, sum(one.n_bytes for one in group)),
+            f"{group[0].fqn or 'itself'} ({kind})" if len(group) == 1 else f"{fqn} ({len(group)} x {kind})",
+        ]
+        for (fqn, kind), group in _largest(modules)
+    ]
+    alive = [
+        [
+            *share_of(profile, sum(one.n_bytes for one in group)),
+            shape if len(group) == 1 else f"{len(group)} x {shape}",
+            kind,
+            called(group[0]) if len(group) == 1 else name,
+        ]
+        for (name, shape, kind), group in _largest(tensors)
+    ]
+    return [
+        table(["bytes", "share", "modules at the peak"], held),
+        table(["bytes", "share", "shape", "kind", "tensors at the peak"], alive),
+    ]
+
+
+def _any_number(name: str) -> str:
+    """The name that repeated modules have in common: "blocks.*.norm"."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _largest(groups: dict[tuple[str, ...], list[T]]) -> list[tuple[tuple[str, ...], list[T]]]:
+    return sorted(groups.items(), key=lambda item: -sum(one.n_bytes for one in item[1]))[:SHOWN]
