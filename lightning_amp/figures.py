@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 DPI = 150
 INK, GREY, RED = "#222222", "#8a8a8a", "#c1272d"
 NO_DATA = "#d9d9d9"
-# Okabe and Ito's colours, which any colour vision can distinguish. More classes take ten dark colours, then the same ten
+# Okabe and Ito's colours, which any colour vision can distinguish. More classes take ten dark colours, then the same
 # in a light tone, with another marker after each ten: a small marker alone is hard to see.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 MARKERS = ("o", "^", "s", "D", "v", "P")
