@@ -352,7 +352,9 @@ def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_])
     order = np.random.default_rng(0).permutation(len(points))  # else the class drawn last hides the others
     tones = np.array(PALETTE)
     if len(names) > len(PALETTE):
-        tones = np.array([to_hex(colour) for colour in colormaps["tab20"].colors]).reshape(10, 2).T.ravel()
+        tones = (
+            np.array([to_hex(colour) for colour in colormaps["tab20"](range(20))]).reshape(10, 2).T.ravel()
+        )
     colours = tones[np.arange(len(names)) % len(tones)]
     markers = np.array(MARKERS)[np.arange(len(names)) // 10 % len(MARKERS)]
     for marker in MARKERS:
