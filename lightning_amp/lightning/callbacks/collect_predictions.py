@@ -74,12 +74,14 @@ def features_of(table: CellTable) -> pd.DataFrame:
 def describe_run(trainer: pl.Trainer) -> dict[str, Any]:
     """Return what uns["lightning_amp"] says: versions, model with its hyper-parameters as JSON, checkpoint and plan."""
     plan, module = getattr(trainer.strategy, "plan", None), trainer.lightning_module
+    # Lightning's command line adds names that begin with an underscore
+    settings = {name: value for name, value in module.hparams.items() if not name.startswith("_")}
     return {
         "version": import_module("lightning_amp").__version__,
         "torch": str(torch.__version__),
         "lightning": metadata.version("lightning"),
         "model": type(module).__name__,
-        "hyper_parameters": json.dumps(dict(module.hparams), default=str),
+        "hyper_parameters": json.dumps(settings, default=str),
         "checkpoint": Path(trainer.ckpt_path or "none").name,
         "strategy": type(trainer.strategy).__name__,
         "techniques": ",".join(getattr(plan, "strategies", ())),
