@@ -11,16 +11,20 @@ from textwrap import wrap
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, to_hex
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 DPI = 150
 INK, GREY, RED = "#222222", "#8a8a8a", "#c1272d"
-# Okabe and Ito's colours, told apart with any colour vision; markers repeat them for more classes.
+NO_DATA = "#d9d9d9"
+# Okabe and Ito's colours, which any colour vision can distinguish. More classes take ten dark colours, then the same
+# in a light tone, with another marker after each ten: a small marker alone is hard to see.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 MARKERS = ("o", "^", "s", "D", "v", "P")
 BUDGET_IN_SIGHT = 20
@@ -209,10 +213,10 @@ def contact_maps(
     starts: Sequence[int],
     title: str,
 ) -> None:
-    """Draw contact maps side by side on one logarithmic colour scale; pairs without contacts stay white.
+    """Draw contact maps side by side on one logarithmic colour scale: white without contacts, grey without data.
 
     Args:
-        maps: heading -> [bin, bin] contacts
+        maps: heading -> [bin, bin] contacts, NaN where there are no data
         chromosomes: of each bin; bins of a chromosome follow each other
         starts: of each bin, in base pairs
     """
@@ -220,13 +224,16 @@ def contact_maps(
     scale = _common_scale(list(values.values()))
     figure = new_figure(4.6 * len(maps) + 0.6, 4.7)
     panels = _panels(figure, len(maps))
+    colours = colormaps["Reds"].with_extremes(under="white", bad=NO_DATA)
     for axes, (heading, contacts) in zip(panels, values.items(), strict=True):
-        image = axes.imshow(
-            np.ma.masked_less_equal(contacts, 0), cmap="Reds", norm=scale, interpolation="nearest"
-        )
+        # a logarithmic scale masks zeros, as it does what is not known
+        shown = np.ma.masked_invalid(np.where(contacts == 0, (scale.vmin or 1.0) / 2, contacts))
+        image = axes.imshow(shown, cmap=colours, norm=scale, interpolation="nearest")
         axes.set_title(heading, fontsize=11)
         _name_bins(axes, np.asarray(chromosomes), np.asarray(starts))
     figure.colorbar(image, ax=panels, shrink=0.8, label="contacts")
+    if any(np.isnan(contacts).any() for contacts in values.values()):
+        figure.legend(handles=[Patch(color=NO_DATA, label="no data")], loc="lower right", frameon=False)
     figure.suptitle(title)
     save_figure(figure, path)
 
@@ -343,8 +350,13 @@ def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_])
     names, codes = np.unique(classes, return_inverse=True)
     size = 34 if len(points) < 300 else 12
     order = np.random.default_rng(0).permutation(len(points))  # else the class drawn last hides the others
-    colours = np.array(PALETTE)[np.arange(len(names)) % len(PALETTE)]
-    markers = np.array(MARKERS)[np.arange(len(names)) // len(PALETTE) % len(MARKERS)]
+    tones = np.array(PALETTE)
+    if len(names) > len(PALETTE):
+        tones = (
+            np.array([to_hex(colour) for colour in colormaps["tab20"](range(20))]).reshape(10, 2).T.ravel()
+        )
+    colours = tones[np.arange(len(names)) % len(tones)]
+    markers = np.array(MARKERS)[np.arange(len(names)) // 10 % len(MARKERS)]
     for marker in MARKERS:
         mine = order[markers[codes[order]] == marker]
         x, y = points[mine].T

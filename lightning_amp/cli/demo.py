@@ -30,7 +30,7 @@ trainer:
     - class_path: lightning_amp.StratumMemoryMonitor
       init_args: {dirpath: $out/memory, every_n_steps: 30}
     - class_path: lightning_amp.PredictionWriter
-      init_args: {out_dir: $out/predictions}
+      init_args: {out_dir: $out/predictions, celltype_key: celltype, impute_rna: true}
     - class_path: lightning.pytorch.callbacks.ModelCheckpoint
       init_args: {dirpath: $out/checkpoints, filename: last, enable_version_counter: false}
 model:

@@ -25,7 +25,8 @@ from lightning_amp.cli.main import main
 from lightning_amp.data.files import new_hdf5 as module
 from lightning_amp.data.files.new_hdf5 import new_hdf5
 from lightning_amp.data.files.write_aside import written_aside
-from lightning_amp.data.files.write_results import write_embedding, write_scool
+from lightning_amp.data.files.write_cooler import write_scool
+from lightning_amp.data.files.write_results import write_embedding
 from lightning_amp.data.prepare.prepare import prepare
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
@@ -185,9 +186,9 @@ def test_embeddings_are_written_in_full_or_not_at_all(tmp_path: Path) -> None:
     embedding = np.random.default_rng(0).random((1000, 8), dtype=np.float32)
     path = tmp_path / "e.h5ad"
     with pytest.raises(DataError, match="make room"), file_limit(9000):
-        write_embedding(path, obs=obs, embedding=embedding)
+        write_embedding(path, obs=obs, parts={"obsm": {"X_amp": embedding}})
     assert names_in(tmp_path) == []
-    write_embedding(path, obs=obs, embedding=embedding)
+    write_embedding(path, obs=obs, parts={"obsm": {"X_amp": embedding}})
     found = anndata.read_h5ad(path)
     assert found.shape == (1000, 0)
     pd.testing.assert_frame_equal(found.obs, obs)

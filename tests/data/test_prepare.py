@@ -7,6 +7,7 @@ from typing import Any
 
 import anndata
 import cooler
+import h5py
 import networkx
 import numpy as np
 import pandas as pd
@@ -70,6 +71,17 @@ def test_every_feature_holds_the_contacts_of_its_two_bins(files: Files, cis_only
     assert (hic.var["chrom"].astype(str) == hic.var["target_chrom"].astype(str)).all() == cis_only
     assert hic.var_names[0] == "chr1:0-1000000"
     assert hic.var_names[n_expected - 1].endswith("-3")
+
+
+def test_the_genome_assembly_is_kept(files: Files) -> None:
+    cells = {cell: make_pixels(i) for i, cell in enumerate(CELLS)}
+    for assembly in (None, "hg38"):
+        cooler.create_scool(str(files.hic), make_bins(), cells, dtypes={"count": np.int32}, assembly=assembly)
+        found = prepare(**files.arguments(), overwrite=True)
+        assert anndata.read_h5ad(found.hic).uns["amp"]["genome_assembly"] == (assembly or "unknown")
+    with h5py.File(files.hic, "r+") as file:
+        del file.attrs["genome-assembly"]
+    assert ScoolFile(files.hic).assembly() == "hg38", "of a cell"
 
 
 def test_layout_of_a_prepared_file_is_that_of_its_names(files: Files) -> None:

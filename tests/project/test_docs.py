@@ -23,7 +23,7 @@ from tests.paths import ROOT
 PAGES = {
     str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-NOT_RUN = 15
+NOT_RUN = 16
 """Blocks that are marked as not run; a page that marks one more says so here."""
 RUN = ("profile", "plan")
 """Commands that are cheap; the others are parsed."""

@@ -84,6 +84,14 @@ class CellTable:
             obs: pd.DataFrame = read_elem(file["obs"])
         return obs
 
+    def read_var(self) -> pd.DataFrame:
+        """Read the table of features; not kept."""
+        from anndata.io import read_elem
+
+        with open_h5ad(self.path) as file:
+            var: pd.DataFrame = read_elem(file["var"])
+        return var
+
     def feature_names(self) -> list[str]:
         """Read the feature names in file order; not kept, since a Hi-C modality has a million of them."""
         with open_h5ad(self.path) as file:

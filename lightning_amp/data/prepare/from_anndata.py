@@ -16,6 +16,7 @@ from lightning_amp.data.files.graphml import write_graph
 from lightning_amp.data.files.h5ad_header import DEPTH_COLUMNS
 from lightning_amp.data.files.new_hdf5 import new_hdf5
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
+from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY
 from lightning_amp.data.files.write_h5ad import write_annotations
 from lightning_amp.data.prepare.gene_positions import as_genes, read_genes
 from lightning_amp.data.prepare.guidance_graph import bin_names, build_graph
@@ -99,14 +100,21 @@ def _raw_counts(name: str, data: Any) -> Any:
     return counts.astype(np.float32)
 
 
-def _write_matrix(root: Path, name: str, counts: Any, obs: pd.DataFrame, var: pd.DataFrame) -> Path:
+def _write_matrix(
+    root: Path,
+    name: str,
+    counts: Any,
+    obs: pd.DataFrame,
+    var: pd.DataFrame,
+    uns: dict[str, Any] | None = None,
+) -> Path:
     from anndata.io import write_elem
 
     (root / name).mkdir()
     path = root / name / f"{name}_objects.h5ad"
     with new_hdf5(path) as (file, _):
         write_elem(file, "X", sp.csr_matrix(counts))
-        write_annotations(file, obs=obs.set_axis(obs.index.astype(str)), var=var, uns={})
+        write_annotations(file, obs=obs.set_axis(obs.index.astype(str)), var=var, uns=uns or {})
     return path
 
 
@@ -114,7 +122,9 @@ def _write_hic(root: Path, hic: Any, counts: Any) -> FeatureLayout:
     """Write the Hi-C modality; the plan balances cells by their depth, which is added where it is missing."""
     known = any(name in hic.obs for name in DEPTH_COLUMNS)
     obs = hic.obs if known else hic.obs.assign(depth=counts.sum(axis=1, dtype=np.float64))
-    path = _write_matrix(root, "hic", counts, obs, hic.var)
+    # what `prepare` has written, for the imputed maps
+    assembly = hic.uns.get("amp", {}).get("genome_assembly", UNKNOWN_ASSEMBLY)
+    path = _write_matrix(root, "hic", counts, obs, hic.var, {"amp": {"genome_assembly": str(assembly)}})
     try:
         return read_layout(path)
     except DataError as error:

@@ -10,6 +10,7 @@ from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.graphml import write_graph
 from lightning_amp.data.files.resolution import format_resolution, parse_resolution
 from lightning_amp.data.files.write_aside import write_aside
+from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY
 from lightning_amp.data.prepare.by_columns import store_by_columns
 from lightning_amp.data.prepare.cell_labels import label_cells, read_labels
 from lightning_amp.data.prepare.feature_grid import FeatureGrid, build_grid
@@ -85,6 +86,7 @@ def prepare(
             loop_quantile=loop_quantile,
             min_depth=min_depth,
             source=scool.path,
+            assembly=scool.assembly(),
         )
         if by_columns:
             for path in find(aside).modalities.values():
@@ -103,6 +105,7 @@ def write_modalities(
     loop_quantile: float,
     min_depth: int,
     source: str | Path,
+    assembly: str = UNKNOWN_ASSEMBLY,
 ) -> None:
     """Write hic/, rna/ and graphs/ under an existing directory; arguments as for `write_hic`, `write_rna`,
     `build_graph`.
@@ -122,7 +125,7 @@ def write_modalities(
         grid=grid,
         labels=labels,
         min_depth=min_depth,
-        settings=settings,
+        settings=settings | {"genome_assembly": assembly},
         source=source,
     )
     vertices, edges = build_graph(positions, grid.bins, bulk, loop_quantile=loop_quantile)

@@ -16,6 +16,7 @@ import pandas as pd
 from lightning_amp.data.files.hdf5 import open_hdf5, read_strings
 from lightning_amp.data.files.raw_counts import fault_of_counts
 from lightning_amp.data.files.resolution import strip_resolution
+from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY
 from lightning_amp.errors import DataError
 
 PIXELS = ["bin1_id", "bin2_id", "count"]
@@ -80,6 +81,16 @@ class ScoolFile:
                 "needed, bin the contacts again at one resolution"
             )
         return width
+
+    def assembly(self) -> str:
+        """Return the name of the genome assembly in the attributes of the file or its first cell, else "unknown"."""
+        with open_hdf5(self.path, what=".scool file") as file:
+            for group in (file, file["cells"][self.cells()[0]]):
+                found = group.attrs.get("genome-assembly", UNKNOWN_ASSEMBLY)
+                found = found.decode() if isinstance(found, bytes) else str(found)
+                if found != UNKNOWN_ASSEMBLY:
+                    return found
+        return UNKNOWN_ASSEMBLY
 
     def pixels(self, cell: str) -> pd.DataFrame:
         """Return the contacts, bin1_id <= bin2_id and count, of the cell that the file calls so.

@@ -1,14 +1,21 @@
 """Gathers the predictions of all ranks, as AnnData in memory or for those who write them."""
 
+import json
+from importlib import import_module, metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import numpy as np
+import pandas as pd
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from lightning_amp.data.describe_embedding import describe_embedding
+from lightning_amp.data.files.write_results import NO_FEATURES
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -30,8 +37,9 @@ def collect_predictions(outputs: list[Any] | None, data: SingleCellDataModule) -
         data: the data module that it was given
 
     Returns:
-        modality -> all cells in the data's order with their obs, without features; obsm["X_amp"] is NaN for a cell that
-        was not predicted (`limit_predict_batches`)
+        modality -> all cells in the data's order with their obs and, but for Hi-C, var, without X; obsm["X_amp"] is NaN
+        for a cell that was not predicted (`limit_predict_batches`). Principal components, nearest neighbours and
+        uns["lightning_amp"] are those of the files of `PredictionWriter`
 
     Raises:
         DataError: there are no outputs, or the data module has served no trainer
@@ -49,8 +57,36 @@ def collect_predictions(outputs: list[Any] | None, data: SingleCellDataModule) -
     for batch in outputs:
         add_batch(parts, batch, data.trainer.lightning_module)
     embeddings = gather(parts, data, data.trainer.world_size)
-    tables = {modality: data.tables[modality].read_obs() for modality in embeddings}
-    return {name: AnnData(obs=tables[name], obsm={"X_amp": values}) for name, values in embeddings.items()}
+    run = describe_run(data.trainer)
+    found = {}
+    for modality, values in embeddings.items():
+        table, described = data.tables[modality], describe_embedding(values)
+        described["uns"]["lightning_amp"] = run
+        found[modality] = AnnData(obs=table.read_obs(), var=features_of(table), **described)
+    return found
+
+
+def features_of(table: CellTable) -> pd.DataFrame:
+    """Return the table of a modality's features, such as genes; empty for Hi-C, which has a million pairs of bins."""
+    return NO_FEATURES if table.modality == "hic" else table.read_var()
+
+
+def describe_run(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what uns["lightning_amp"] says: versions, model with its hyper-parameters as JSON, checkpoint and plan."""
+    plan, module = getattr(trainer.strategy, "plan", None), trainer.lightning_module
+    # Lightning's command line adds names that begin with an underscore
+    settings = {name: value for name, value in module.hparams.items() if not name.startswith("_")}
+    return {
+        "version": import_module("lightning_amp").__version__,
+        "torch": str(torch.__version__),
+        "lightning": metadata.version("lightning"),
+        "model": type(module).__name__,
+        "hyper_parameters": json.dumps(settings, default=str),
+        "checkpoint": Path(trainer.ckpt_path or "none").name,
+        "strategy": type(trainer.strategy).__name__,
+        "techniques": ",".join(getattr(plan, "strategies", ())),
+        "ranks": trainer.world_size,
+    }
 
 
 def add_batch(parts: Parts, outputs: Any, module: pl.LightningModule) -> None:

@@ -1,14 +1,15 @@
-"""Writes the predictions of all ranks as files: embeddings, imputed contact maps and a picture.
+"""Writes the predictions of all ranks as files: embeddings, imputed contacts and expression, and pictures.
 
 The model's part is two methods:
 
     predict_step(batch, batch_idx) -> {modality: {"index": int64 [cell], "embedding": float [cell, dim]}}
-    impute(modality, cells: CellBatch) -> [cell, feature], expected contacts
+    impute(modality, cells: CellBatch) -> [cell, feature], expected counts
 
 A plain callback, not Lightning's BasePredictionWriter: that one asks the loop for the batch indices of a
 batch sampler, which a loader of whole steps has not; `index` says which cells these are.
 """
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -19,40 +20,53 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from lightning_amp import figures
 from lightning_amp.data.cell_keys import hash_integers
-from lightning_amp.data.files.strata_layout import FeatureLayout
+from lightning_amp.data.describe_embedding import MOST_CELLS, describe_embedding
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.data.files.write_results import (
-    bin_table,
-    celltypes,
-    has_celltypes,
+    celltype_column,
+    labels_of,
+    read_assembly,
     write_embedding,
     write_imputed,
+    write_pseudobulk,
 )
-from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.loading.datamodule import HIC, SingleCellDataModule
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.data.neighbours import NEIGHBOURS, same_type_share
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.lightning.callbacks.collect_predictions import Embeddings, Parts, add_batch, gather
+from lightning_amp.lightning.callbacks.collect_predictions import (
+    Embeddings,
+    Parts,
+    add_batch,
+    describe_run,
+    features_of,
+    gather,
+)
+from lightning_amp.lightning.callbacks.draw_predictions import draw_cells, draw_maps
 
-MIN_UMAP_CELLS = 5
+RNA = "rna"
+NO_ROWS = np.empty(0, dtype=np.int64)
+Imputed = Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]
+"""Rows of a modality and their expected counts, [row, feature], some cells at a time."""
 PROJECTIONS = ("pca", "umap")
 ALIGNED = 1.25
 """Times the share by chance from which on modalities are said to meet."""
-MAP_BINS = 300
-"""Bins in the picture of a contact map; a whole genome would be a grey square."""
 
 
 class PredictionWriter(pl.Callback):
-    """Writes embeddings, imputed contact maps and a picture at the end of `trainer.predict`, on rank 0.
+    """Writes embeddings, imputed data and pictures at the end of `trainer.predict`, on rank 0.
 
     Files:
-        embeddings_<modality>.h5ad: all cells in the file's order, obs as there, obsm["X_amp"]; NaN for a cell
-            that was not predicted (`limit_predict_batches`)
+        embeddings_<modality>.h5ad: all cells in the file's order, obs as there, var but for Hi-C, no X;
+            obsm["X_amp"], NaN for a cell that was not predicted (`limit_predict_batches`), and its principal components
+            obsm["X_pca"]; nearest neighbours as scanpy's `pp.neighbors` keeps them, if all cells were predicted and are
+            at most 100,000; uns["lightning_amp"], versions, model, plan and settings
         imputed.scool: expected contacts of some cells, if there is Hi-C
+        pseudobulk/<type>.cool, <type>.mcool: sum of the expected contacts of a type's cells, with `celltype_key`, if
+            there is Hi-C that has this column and the model has `impute`; every rank imputes all cells
         embedding.png: all modalities in the plane, by PCA or by UMAP
-        contact_map.png: the first imputed cell, measured beside expected
+        contact_map.png: the first imputed cell, measured and expected
 
     `written` names them and `remarks` says what they do not show by themselves, on rank 0.
 
@@ -60,10 +74,14 @@ class PredictionWriter(pl.Callback):
         out_dir: where to write; made if absent
         contact_map_cells: names of the cells to impute, or how many (the first ones of the file); 0 for none
         projection: "pca", or "umap" with the package umap-learn, which takes half a minute to compile
+        celltype_key: column of obs with the cells' types, for colours and pseudobulk; by default "celltype" or
+            "cell_type", for colours alone
+        batch_key: column of obs with the cells' experimental batches, for colours
+        impute_rna: write layers["imputed"] of RNA cells, the expected counts at each cell's own depth and batch
 
     Raises:
-        DataError: an argument is out of range, the trainer has no SingleCellDataModule, unknown cells are asked,
-            or `out_dir` cannot be made
+        DataError: an argument is out of range, the trainer has no SingleCellDataModule, no modality has the column or
+            the cells that were asked for, or `out_dir` cannot be made
         ModelError: the model does not return or do what is said above
     """
 
@@ -73,6 +91,9 @@ class PredictionWriter(pl.Callback):
         *,
         contact_map_cells: int | list[str] = 4,
         projection: Literal["pca", "umap"] = "pca",
+        celltype_key: str | None = None,
+        batch_key: str | None = None,
+        impute_rna: bool = False,
     ) -> None:
         if isinstance(contact_map_cells, int) and contact_map_cells < 0:
             raise DataError(
@@ -84,7 +105,8 @@ class PredictionWriter(pl.Callback):
                 " umap-learn: pip install umap-learn"
             )
         self.out_dir = Path(out_dir)
-        self.projection = projection
+        self.projection: Literal["pca", "umap"] = projection
+        self.celltype_key, self.batch_key, self.impute_rna = celltype_key, batch_key, impute_rna
         self.contact_map_cells = contact_map_cells
         self.written: list[Path] = []
         self.remarks: list[str] = []
@@ -94,12 +116,22 @@ class PredictionWriter(pl.Callback):
         """Refuse what cannot work before the first batch is predicted."""
         if stage != "predict":
             return
-        rows = self._rows_to_impute(_data_of(trainer))
-        if len(rows) and not hasattr(pl_module, "impute"):
-            raise ModelError(
-                f"contact_map_cells={self.contact_map_cells!r} was asked, but {type(pl_module).__name__!r} has no "
-                "method impute(modality, cells); add it, or give contact_map_cells=0"
+        data = _data_of(trainer)
+        self._check_columns(data)
+        if self.impute_rna and RNA not in data.tables:
+            raise DataError(
+                f"impute_rna=True requires RNA cells; loaded are {sorted(data.tables)!r}: leave impute_rna out"
             )
+        asked = {
+            f"contact_map_cells={self.contact_map_cells!r}": len(self._rows_to_impute(data)) > 0,
+            "impute_rna=True": self.impute_rna,
+        }
+        for option in (option for option, is_asked in asked.items() if is_asked):
+            if not hasattr(pl_module, "impute"):
+                raise ModelError(
+                    f"{option} was asked, but {type(pl_module).__name__!r} has no method impute(modality, cells); "
+                    "add it, or give contact_map_cells=0 and leave impute_rna out"
+                )
         try:
             self.out_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -127,16 +159,39 @@ class PredictionWriter(pl.Callback):
         """Gather over ranks and write."""
         data = _data_of(trainer)
         embeddings = gather(self._parts, data, trainer.world_size)
-        # On every rank: a decoder that is spread over ranks needs them all.
-        imputed = _impute(self._rows_to_impute(data), data, trainer, pl_module)
         self._parts = {}
-        if trainer.is_global_zero:
-            self._write(embeddings, imputed, data)
+        tables = {modality: data.tables[modality].read_obs() for modality in embeddings}
+        known = {name: np.flatnonzero(np.isfinite(x).all(axis=1)) for name, x in embeddings.items()}
+        # On every rank: a decoder that is spread over ranks needs them all.
+        maps: Embeddings = {}
+        for rows, contacts in _impute(HIC, self._rows_to_impute(data), data, trainer, pl_module):
+            maps.update(zip(data.tables[HIC].obs_names[rows].tolist(), contacts, strict=True))
+        sums = {}
+        if self.celltype_key in tables.get(HIC, ()) and hasattr(pl_module, "impute"):
+            labels = labels_of(tables[HIC], self.celltype_key)
+            sums = _sum_by(labels, _impute(HIC, known[HIC], data, trainer, pl_module))
+        asked = known.get(RNA, NO_ROWS) if self.impute_rna else NO_ROWS
+        expression = _impute(RNA, asked, data, trainer, pl_module)
+        if not trainer.is_global_zero:
+            for _ in expression:
+                pass
+            return
+        self._write_cells(embeddings, tables, expression, trainer, data)
+        self._write_maps(maps, sums, data)
+        self._draw(embeddings, tables, maps, data)
+
+    def _check_columns(self, data: SingleCellDataModule) -> None:
+        columns = {modality: list(table.read_obs().columns) for modality, table in data.tables.items()}
+        for option, key in (("celltype_key", self.celltype_key), ("batch_key", self.batch_key)):
+            if key is not None and not any(key in found for found in columns.values()):
+                raise DataError(
+                    f"{option}={key!r} is no column of obs; found {columns!r}. Name one of these or leave {option} out"
+                )
 
     def _rows_to_impute(self, data: SingleCellDataModule) -> NDArray[np.int64]:
-        if "hic" not in data.tables:
-            return np.empty(0, dtype=np.int64)
-        names = data.tables["hic"].obs_names.tolist()
+        if HIC not in data.tables:
+            return NO_ROWS
+        names = data.tables[HIC].obs_names.tolist()
         if isinstance(self.contact_map_cells, int):
             return np.arange(min(self.contact_map_cells, len(names)))
         row_of = {name: row for row, name in enumerate(names)}
@@ -148,26 +203,84 @@ class PredictionWriter(pl.Callback):
             )
         return np.array([row_of[name] for name in self.contact_map_cells], dtype=np.int64)
 
-    def _write(self, embeddings: Embeddings, imputed: Embeddings, data: SingleCellDataModule) -> None:
-        tables = {modality: data.tables[modality].read_obs() for modality in embeddings}
+    def _write_cells(
+        self,
+        embeddings: Embeddings,
+        tables: dict[str, pd.DataFrame],
+        expression: Imputed,
+        trainer: pl.Trainer,
+        data: SingleCellDataModule,
+    ) -> None:
+        columns = {"celltype_key": self.celltype_key, "batch_key": self.batch_key}
+        settings = {name: key for name, key in columns.items() if key is not None}
+        about = {**describe_run(trainer), "settings": settings}
         for modality, embedding in embeddings.items():
+            parts = describe_embedding(embedding)
+            parts["uns"]["lightning_amp"] = about
+            if not parts["obsp"]:
+                self.remarks.append(
+                    f"{modality}: no nearest neighbours are written, for a cell was not predicted or there are less"
+                    f" than 3 or more than {MOST_CELLS:,} cells; scanpy.pp.neighbors finds them by use_rep='X_amp'"
+                )
             path = self.out_dir / f"embeddings_{modality}.h5ad"
-            write_embedding(path, obs=tables[modality], embedding=embedding)
+            write_embedding(
+                path,
+                obs=tables[modality],
+                var=features_of(data.tables[modality]),
+                parts=parts,
+                imputed=expression if modality == RNA else (),
+            )
             self.written.append(path)
-        if imputed and data.layout is not None:
-            self.written += write_imputed(self.out_dir, layout=data.layout, contacts=imputed)
-            self.remarks += _cells_left_out(len(imputed), data.tables["hic"].n_cells)
-        self.remarks += _agreement(embeddings, tables)
+
+    def _write_maps(
+        self,
+        maps: Embeddings,
+        sums: dict[str, tuple[int, NDArray[np.float64]]],
+        data: SingleCellDataModule,
+    ) -> None:
+        if data.layout is None:
+            return
+        assembly = read_assembly(data.tables[HIC].path)
+        if maps:
+            self.written += write_imputed(self.out_dir, layout=data.layout, contacts=maps, assembly=assembly)
+            self.remarks += _cells_left_out(len(maps), data.tables[HIC].n_cells)
+        if self.celltype_key is not None and not sums:
+            self.remarks.append(
+                f"no pseudobulk is written: it requires a model with impute, and {self.celltype_key!r} in obs of Hi-C"
+            )
+        if self.celltype_key is not None and sums:
+            folder = self.out_dir / "pseudobulk"
+            folder.mkdir(exist_ok=True)
+            self.written += write_pseudobulk(
+                folder, layout=data.layout, sums=sums, key=self.celltype_key, assembly=assembly
+            )
+
+    def _draw(
+        self,
+        embeddings: Embeddings,
+        tables: dict[str, pd.DataFrame],
+        maps: Embeddings,
+        data: SingleCellDataModule,
+    ) -> None:
+        self.remarks += _agreement(embeddings, tables, self.celltype_key)
+        labels = {self.celltype_key or "cell type": _types(tables, self.celltype_key)}
+        if self.batch_key is not None:
+            key = self.batch_key
+            labels[key] = {name: labels_of(obs, key if key in obs else None) for name, obs in tables.items()}
         if embeddings:
             path = self.out_dir / "embedding.png"
             with written_aside(path) as aside:
-                _draw(aside, embeddings, tables, projection=self.projection)
+                draw_cells(aside, embeddings, labels, projection=self.projection)
             self.written.append(path)
-        for cell in list(imputed)[:1]:
+        for cell in list(maps)[:1]:
             path = self.out_dir / "contact_map.png"
             with written_aside(path) as aside:
-                _draw_maps(aside, cell, imputed[cell], data)
+                draw_maps(aside, cell, maps[cell], data)
             self.written.append(path)
+
+
+def _types(tables: dict[str, pd.DataFrame], key: str | None) -> dict[str, NDArray[np.str_]]:
+    return {name: labels_of(obs, celltype_column(obs, key)) for name, obs in tables.items()}
 
 
 def _cells_left_out(n_imputed: int, n_cells: int) -> list[str]:
@@ -179,12 +292,9 @@ def _cells_left_out(n_imputed: int, n_cells: int) -> list[str]:
     ]
 
 
-def _agreement(embeddings: Embeddings, tables: dict[str, pd.DataFrame]) -> list[str]:
-    labelled = [modality for modality in embeddings if has_celltypes(tables[modality])]
-    found = same_type_share(
-        {modality: embeddings[modality] for modality in labelled},
-        {modality: celltypes(tables[modality]) for modality in labelled},
-    )
+def _agreement(embeddings: Embeddings, tables: dict[str, pd.DataFrame], key: str | None = None) -> list[str]:
+    labelled = [name for name in embeddings if celltype_column(tables[name], key) is not None]
+    found = same_type_share({name: embeddings[name] for name in labelled}, _types(tables, key))
     if found is None:
         return []
     share, chance = found
@@ -195,94 +305,32 @@ def _agreement(embeddings: Embeddings, tables: dict[str, pd.DataFrame]) -> list[
     ]
 
 
-def project(embedding: NDArray[np.float32], *, method: str) -> tuple[NDArray[np.float64], tuple[str, str]]:
-    """Return cells in the plane, and the names of its axes: too few cells for UMAP go by PCA.
-
-    Args:
-        embedding: [cell, dim]
-        method: "pca" or "umap"
-
-    Returns:
-        [cell, 2] and the names, with the share of the variance where the axis is a principal component
-    """
-    if method == "pca" or len(embedding) < MIN_UMAP_CELLS:
-        return _principal_plane(embedding.astype(np.float64))
-    # late, for it compiles itself on import
-    from umap import UMAP
-
-    reducer = UMAP(n_neighbors=min(15, len(embedding) - 1), random_state=0, n_jobs=1)
-    return np.asarray(reducer.fit_transform(embedding), dtype=np.float64), ("UMAP1", "UMAP2")
-
-
-def _principal_plane(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], tuple[str, str]]:
-    centred = x - x.mean(axis=0)
-    axes, variances, _ = np.linalg.svd(centred.T @ centred)
-    axes = axes[:, :2] * np.sign(axes[np.abs(axes[:, :2]).argmax(axis=0), [0, 1][: axes.shape[1]]])
-    plane = centred @ axes
-    shares = np.pad(variances, (0, 1)) / max(variances.sum(), np.finfo(np.float64).tiny)
-    return np.pad(plane, ((0, 0), (0, 2 - plane.shape[1]))), (_component(1, shares), _component(2, shares))
-
-
-def _component(i: int, shares: NDArray[np.float64]) -> str:
-    return f"PC{i} ({shares[i - 1]:.0%} of the variance)"
-
-
-def _draw(path: Path, embeddings: Embeddings, tables: dict[str, pd.DataFrame], *, projection: str) -> None:
-    together = np.concatenate(list(embeddings.values()))
-    known = np.isfinite(together).all(axis=1)
-    types = np.concatenate([celltypes(tables[modality]) for modality in embeddings])
-    modalities = np.repeat(list(embeddings), [len(values) for values in embeddings.values()])
-    xy, axis_names = project(together[known], method=projection)
-    labels = {"cell type": types[known].tolist(), "modality": modalities[known].tolist()}
-    title = f"Embedding of {known.sum()} cells"
-    figures.embedding(path, xy=xy, labels=labels, title=title, axis_names=axis_names)
-
-
-def _draw_maps(path: Path, cell: str, imputed: NDArray[np.float32], data: SingleCellDataModule) -> None:
-    """Draw what was measured of one cell beside what the model expects, at the coarsest resolution."""
-    table = data.tables["hic"]
-    assert data.layout is not None, "a data module with Hi-C cells has their layout"
-    row = int(np.flatnonzero(table.obs_names == cell)[0])
-    measured = table.counts[[row]].toarray()[0]
-    maps = {"measured": _map(measured, data.layout), "expected by the model": _map(imputed, data.layout)}
-    bins = bin_table(data.layout, data.layout.strata[0])[: len(maps["measured"])]
-    figures.contact_maps(
-        path,
-        maps=maps,
-        chromosomes=bins["chrom"].tolist(),
-        starts=bins["start"].tolist(),
-        title=f"{cell}: contacts of the first {len(bins)} bins",
-    )
-
-
-def _map(contacts: NDArray[np.float32], layout: FeatureLayout) -> NDArray[np.float32]:
-    """Return the symmetric matrix [bin, bin] of a cell's features, [feature]."""
-    strata = [s for s in layout.strata if s.resolution == layout.strata[0].resolution]
-    size = min(MAP_BINS, strata[0].n_features)
-    matrix = np.zeros((size, size), dtype=np.float32)
-    for stratum in strata:
-        inside = stratum.anchors + stratum.k < size
-        first = stratum.anchors[inside]
-        matrix[first, first + stratum.k] = contacts[stratum.start : stratum.stop][inside]
-    return np.maximum(matrix, matrix.T)
-
-
 def _impute(
-    rows: NDArray[np.int64], data: SingleCellDataModule, trainer: pl.Trainer, module: Any
-) -> Embeddings:
-    """Return the expected contacts of some Hi-C cells by name; Lightning has switched to eval without
-    gradients."""
+    modality: str, rows: NDArray[np.int64], data: SingleCellDataModule, trainer: pl.Trainer, module: Any
+) -> Imputed:
+    """Yield some rows of a modality and their expected counts, [row, feature], until all are done.
+
+    Lightning has switched to eval without gradients.
+    """
     dataset = MultiModalDataset(data.tables)
-    imputed: Embeddings = {}
     for start in range(0, len(rows), data.batch_size):
         chunk = rows[start : start + data.batch_size]
-        batch: Any = dataset[StepIndices(rows={"hic": chunk}, draw_key=hash_integers(data.seed))]
+        batch: Any = dataset[StepIndices(rows={modality: chunk}, draw_key=hash_integers(data.seed))]
         batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
         with trainer.precision_plugin.forward_context():
-            contacts: torch.Tensor = module.impute("hic", batch["hic"])
-        names = data.tables["hic"].obs_names[chunk].tolist()
-        imputed.update(zip(names, contacts.float().cpu().numpy(), strict=True))
-    return imputed
+            expected: torch.Tensor = module.impute(modality, batch[modality])
+        yield chunk, expected.float().cpu().numpy()
+
+
+def _sum_by(labels: NDArray[np.str_], imputed: Imputed) -> dict[str, tuple[int, NDArray[np.float64]]]:
+    """Return the number of cells and the sum [feature] of each label, in alphabetical order."""
+    sums: dict[str, tuple[int, NDArray[np.float64]]] = {}
+    for rows, values in imputed:
+        for label in np.unique(labels[rows]).tolist():
+            mine = values[labels[rows] == label]
+            n_cells, total = sums.get(label, (0, np.zeros(values.shape[1])))
+            sums[label] = n_cells + len(mine), total + mine.sum(axis=0, dtype=np.float64)
+    return dict(sorted(sums.items()))
 
 
 def _data_of(trainer: pl.Trainer) -> SingleCellDataModule:

@@ -221,7 +221,9 @@ def reference_model(rank: int, ranks: int, *, data_dir: Path, folder: Path) -> F
         "measured ranks": sorted({row["rank"] for row in monitor.rows}),
         "measured strata": len(monitor.table()),
     }
-    writer = PredictionWriter(folder / "predictions", contact_map_cells=1)
+    writer = PredictionWriter(
+        folder / "predictions", contact_map_cells=1, celltype_key="celltype", impute_rna=True
+    )
     trainer = trainer_of(rank, ranks, callbacks=[writer], use_distributed_sampler=True)
     trainer.predict(model, data, return_predictions=False)
     return found | {"predictions": [str(path) for path in writer.written]}

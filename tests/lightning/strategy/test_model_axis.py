@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anndata
+import cooler
 import numpy as np
 import pytest
 import torch
@@ -177,6 +178,19 @@ def test_predictions_are_those_of_one_process_and_written_once(folder: Path, run
             one, other = (anndata.read_h5ad(folder / run / file) for run in ("one", name))
             assert list(one.obs_names) == list(other.obs_names)
             np.testing.assert_allclose(other.obsm["X_amp"], one.obsm["X_amp"], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(other.layers["imputed"], one.layers["imputed"], rtol=1e-5)
+        assert other.uns["lightning_amp"]["ranks"] == len(runs[name])
+        types = sorted((folder / "one" / "glue/predictions/pseudobulk").glob("*.cool"))
+        assert types
+        for path in types:
+            one_map, other_map = (
+                cooler.Cooler(str(path)),
+                cooler.Cooler(str(folder / name / "glue/predictions/pseudobulk" / path.name)),
+            )
+            assert other_map.info["metadata"] == one_map.info["metadata"]
+            np.testing.assert_allclose(
+                other_map.matrix(balance=False)[:], one_map.matrix(balance=False)[:], rtol=1e-5
+            )
 
 
 def test_memory_is_measured_on_every_rank(runs: Runs) -> None:

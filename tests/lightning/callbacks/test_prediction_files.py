@@ -1,0 +1,336 @@
+"""The files of a prediction go on in scanpy and cooler: genes, neighbours, settings, pseudobulk, imputed expression."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anndata
+import cooler
+import h5py
+import lightning.pytorch as pl
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+import torch
+from scipy.spatial.distance import cdist
+
+from lightning_amp import figures
+from lightning_amp.data.describe_embedding import describe_embedding, principal_components
+from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
+from lightning_amp.data.files.write_cooler import coarsen, is_fixed, write_mcool
+from lightning_amp.data.files.write_results import (
+    _file_stems,
+    labels_of,
+    read_assembly,
+    write_pseudobulk,
+)
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.neighbours import neighbour_graph
+from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.errors import DataError, ModelError
+from lightning_amp.lightning.callbacks import prediction_writer
+from lightning_amp.lightning.callbacks.collect_predictions import collect_predictions
+from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter
+from lightning_amp.models.glue import GLUE
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+]
+CONTACT_MAPS = figures.contact_maps
+KEYS = {"celltype_key": "celltype", "batch_key": "batch"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "synthetic"
+    synthesize(out, cells=30, rna_cells=21, bins=24, strata=4, genes=40, cell_types=2)
+    (hic,) = (out / "hic").glob("*.h5ad")
+    with h5py.File(hic, "r+") as file:
+        del file["uns/amp/genome_assembly"]
+        anndata.io.write_elem(file, "uns/amp/genome_assembly", "hg38")
+    return out
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take the most of the time, and other tests look at them."""
+    for name in ("embedding", "contact_maps"):
+        monkeypatch.setattr(figures, name, lambda path, **_: path.touch())
+
+
+class Halves(pl.LightningModule):
+    """Embeds a cell at random and imputes half its counts."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {
+            name: {"index": cells["index"], "embedding": torch.randn(len(cells["index"]), 4)}
+            for name, cells in batch.items()
+        }
+
+    def impute(self, modality: str, cells: Any) -> torch.Tensor:
+        assert not self.training, "imputing in training mode"
+        return cells["x"] / 2
+
+
+class Mute(pl.LightningModule):
+    predict_step = Halves.predict_step
+
+
+def predict(
+    root: Path, writer: PredictionWriter, model: pl.LightningModule | None = None, **options: Any
+) -> tuple[list[Any] | None, SingleCellDataModule]:
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[writer], **quiet, **options)
+    data = SingleCellDataModule(root, batch_size=8)
+    return trainer.predict(model or Halves(), datamodule=data), data
+
+
+def source(root: Path, modality: str) -> anndata.AnnData:
+    (path,) = (root / modality).glob("*.h5ad")
+    return anndata.read_h5ad(path)
+
+
+def test_the_h5ad_has_genes_neighbours_and_settings(root: Path, tmp_path: Path) -> None:
+    writer = PredictionWriter(tmp_path, impute_rna=True, contact_map_cells=0, **KEYS)
+    outputs, data = predict(root, writer)
+    collected = collect_predictions(outputs, data)
+    for modality in ("hic", "rna"):
+        found, cells = anndata.read_h5ad(tmp_path / f"embeddings_{modality}.h5ad"), source(root, modality)
+        embedding = found.obsm["X_amp"]
+        assert found.X is None
+        pca = found.obsm["X_pca"]
+        np.testing.assert_allclose(cdist(pca, pca), cdist(embedding, embedding), atol=1e-5)
+        assert found.uns["pca"]["variance_ratio"].sum() == pytest.approx(1)
+        params = found.uns["neighbors"]["params"]
+        assert (params["n_neighbors"], params["method"], params["use_rep"]) == (15, "umap", "X_amp")
+        for name in ("distances", "connectivities"):
+            assert found.uns["neighbors"][f"{name}_key"] == name
+            assert (found.obsp[name] != collected[modality].obsp[name]).nnz == 0
+        assert (found.obsp["distances"].getnnz(axis=1) == 14).all()
+        about = found.uns["lightning_amp"]
+        assert about["torch"] == torch.__version__
+        assert (about["model"], about["checkpoint"], about["strategy"]) == (
+            "Halves",
+            "none",
+            "SingleDeviceStrategy",
+        )
+        assert dict(about["settings"]) == KEYS
+        assert json.loads(about["hyper_parameters"]) == {}
+        pd.testing.assert_frame_equal(found.var, collected[modality].var)
+    np.testing.assert_array_equal(found.var_names, cells.var_names)
+    assert {"chrom", "chromStart", "chromEnd"} <= set(found.var)
+    assert found.layers["imputed"].dtype == np.float32
+    np.testing.assert_array_equal(found.layers["imputed"], cells.X.toarray() / 2)
+
+
+def test_what_was_not_predicted_has_no_neighbours_and_no_expression(root: Path, tmp_path: Path) -> None:
+    writer = PredictionWriter(tmp_path, impute_rna=True, contact_map_cells=0, celltype_key="celltype")
+    predict(root, writer, limit_predict_batches=1)
+    found = anndata.read_h5ad(tmp_path / "embeddings_rna.h5ad")
+    assert np.isfinite(found.layers["imputed"]).all(axis=1).tolist() == [True] * 8 + [False] * 13
+    assert np.isfinite(found.obsm["X_pca"]).all(axis=1).tolist() == [True] * 8 + [False] * 13
+    assert not found.obsp
+    assert "neighbors" not in found.uns
+    assert any("rna: no nearest neighbours are written" in remark for remark in writer.remarks)
+    cells = sum(json.loads(cooler_attribute(path, "metadata"))["cells"] for path in pseudobulk(tmp_path))
+    assert cells == 8, "the cells that were predicted"
+
+
+def pseudobulk(folder: Path) -> list[Path]:
+    return sorted((folder / "pseudobulk").glob("*.cool"))
+
+
+def cooler_attribute(path: Path, name: str) -> Any:
+    with h5py.File(path) as file:
+        return file.attrs[name]
+
+
+def test_pseudobulk_is_the_sum_over_the_cells_of_a_type(root: Path, tmp_path: Path) -> None:
+    writer = PredictionWriter(tmp_path, contact_map_cells=0, **KEYS)
+    _, data = predict(root, writer)
+    cells = source(root, "hic")
+    types = sorted(cells.obs["celltype"].unique())
+    assert [path.stem for path in pseudobulk(tmp_path)] == [name.replace(" ", "_") for name in types]
+    for path, name in zip(pseudobulk(tmp_path), types, strict=True):
+        clr = cooler.Cooler(str(path))
+        mine = cells.X.toarray()[cells.obs["celltype"] == name]
+        dense, total = clr.matrix(balance=False)[:], mine.sum(axis=0) / 2
+        for stratum in data.layout.strata:
+            expected = total[slice(*stratum.columns)]
+            np.testing.assert_array_equal(dense[stratum.anchors, stratum.anchors + stratum.k], expected)
+        assert clr.info["sum"] == total.sum()
+        assert clr.info["metadata"] == {
+            "celltype": name,
+            "cells": len(mine),
+            "count": "sum of the expected contacts of the cells",
+        }
+        assert clr.bins().columns.tolist() == ["chrom", "start", "end"], "no weights"
+        assert clr.binsize == 1_000_000
+        assert cooler.fileops.is_cooler(str(path))
+        assert cooler.fileops.is_multires_file(str(path.with_suffix(".mcool")))
+        assert {path, path.with_suffix(".mcool")} <= set(writer.written)
+
+
+def test_imputed_maps_name_the_assembly_of_the_contacts(root: Path, tmp_path: Path) -> None:
+    writer = PredictionWriter(tmp_path, contact_map_cells=1, **KEYS)
+    predict(root, writer)
+    maps = [path for path in writer.written if path.suffix in (".scool", ".cool")]
+    assert len(maps) == 3
+    assert {cooler_attribute(path, "genome-assembly") for path in maps} == {"hg38"}
+    (cell,) = cooler.fileops.list_scool_cells(str(maps[0]))
+    assert cooler.Cooler(f"{maps[0]}::{cell}").info["genome-assembly"] == "hg38"
+    data = SingleCellDataModule.from_anndata(hic=source(root, "hic"))
+    data.setup()
+    assert read_assembly(data.tables["hic"].path) == "hg38"
+
+
+def test_a_mcool_is_what_cooler_would_make_of_the_cool(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    bins = pd.concat(
+        pd.DataFrame({"chrom": chrom, "start": np.arange(n) * 10, "end": np.arange(n) * 10 + 10})
+        for chrom, n in (("chr1", 61), ("chr2", 44))
+    ).reset_index(drop=True)
+    bins.loc[60, "end"] -= 3
+    bin1, bin2 = np.nonzero(np.triu(rng.random((105, 105)) < 0.2))
+    pixels = pd.DataFrame({"bin1_id": bin1, "bin2_id": bin2, "count": rng.random(len(bin1))})
+    write_mcool(tmp_path / "ours.mcool", bins, pixels, assembly="hg38")
+    cooler.create_cooler(str(tmp_path / "base.cool"), bins, pixels, dtypes={"count": float}, ordered=True)
+    theirs = str(tmp_path / "theirs.mcool")
+    cooler.zoomify_cooler(str(tmp_path / "base.cool"), theirs, [10, 20], chunksize=1000)
+    found = cooler.fileops.list_coolers(str(tmp_path / "ours.mcool"))
+    assert found == ["/resolutions/10", "/resolutions/20"]
+    for name in found:
+        one, other = (cooler.Cooler(f"{path}::{name}") for path in (tmp_path / "ours.mcool", theirs))
+        pd.testing.assert_frame_equal(one.bins()[:], other.bins()[:])
+        pd.testing.assert_frame_equal(one.pixels()[:], other.pixels()[:])
+        pd.testing.assert_series_equal(one.chromsizes, other.chromsizes)
+        assert one.info["genome-assembly"] == "hg38"
+        assert one.info["bin-size"] == other.info["bin-size"]
+    assert len(coarsen(bins, pixels, 1000)[0]) == 2, "bins end with their chromosome"
+
+
+def test_bins_that_leave_some_out_are_not_of_one_width(tmp_path: Path) -> None:
+    bins = pd.DataFrame({"chrom": "chr1", "start": [0, 10, 30], "end": [10, 20, 40]})
+    assert is_fixed(bins[:2])
+    assert not is_fixed(bins), "cooler would look for the third one at 20"
+    # a stratum that is padded beyond the last bin, as in HiGLUE's files
+    strata = (Stratum(0, None, 0, 3, np.arange(3)), Stratum(1, None, 3, 6, np.arange(3)))
+    layout = FeatureLayout(strata, np.array(["chr1:0-10", "chr1:10-20", "chr1:30-40"]))
+    sums = {"L2/3 IT": (2, np.arange(6.0)), "l2 3 IT": (1, np.ones(6))}
+    paths = write_pseudobulk(tmp_path, layout=layout, sums=sums, key="type")
+    assert [path.name for path in paths] == ["L2_3_IT.cool", "l2_3_IT_2.cool"]
+    one = cooler.Cooler(str(paths[0]))
+    assert one.pixels()[:]["count"].tolist() == [3, 1, 4, 2], "no pixel for a sum of zero"
+    assert one.info["metadata"]["type"] == "L2/3 IT"
+    assert _file_stems(["", "..", "a"]) == ["_", "__2", "a"]
+
+
+def test_columns_and_options_that_there_are_not(root: Path, tmp_path: Path) -> None:
+    for option in KEYS:
+        writer = PredictionWriter(tmp_path, **{option: "cluster"})
+        with pytest.raises(DataError, match=rf"{option}='cluster' is no column of obs; found .*'celltype'"):
+            predict(root, writer)
+    with pytest.raises(ModelError, match="impute_rna=True was asked, but 'Mute' has no method impute"):
+        predict(root, PredictionWriter(tmp_path, contact_map_cells=0, impute_rna=True), Mute())
+    writer = PredictionWriter(tmp_path, contact_map_cells=0, celltype_key="celltype")
+    predict(root, writer, Mute())
+    assert any("no pseudobulk is written: it requires a model with impute" in x for x in writer.remarks)
+    assert not (tmp_path / "pseudobulk").exists()
+
+
+def test_missing_labels_are_unknown() -> None:
+    obs = pd.DataFrame({"a": pd.Categorical(["x", None]), "b": [1.0, np.nan]})
+    assert labels_of(obs, "a").tolist() == ["x", "Unknown"]
+    assert labels_of(obs, "b").tolist() == ["1.0", "Unknown"]
+    assert labels_of(obs, None).tolist() == ["Unknown", "Unknown"]
+
+
+def test_the_reference_model_imputes_expression(root: Path, tmp_path: Path) -> None:
+    data = SingleCellDataModule(root, batch_size=8)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    writer = PredictionWriter(tmp_path, impute_rna=True, contact_map_cells=0)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, enable_checkpointing=False, callbacks=[writer], **quiet
+    )
+    model = GLUE(latent_dim=8, hidden_dim=16, window=8, edges_per_step=64)
+    trainer.fit(model, data)
+    trainer.predict(model, data, return_predictions=False)
+    found = anndata.read_h5ad(tmp_path / "embeddings_rna.h5ad")
+    depth = np.asarray(source(root, "rna").X.sum(axis=1)).ravel()
+    np.testing.assert_allclose(found.layers["imputed"].sum(axis=1), depth, rtol=1e-4)
+    assert json.loads(found.uns["lightning_amp"]["hyper_parameters"])["latent_dim"] == 8
+
+
+def test_the_graph_of_neighbours_is_that_of_umap() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(600, 5)).astype(np.float32)
+    distances, connectivities = neighbour_graph(x)
+    all_pairs = cdist(x, x)
+    np.fill_diagonal(all_pairs, np.inf)
+    nearest = np.sort(all_pairs, axis=1)[:, :14]
+    found = np.sort(distances.data.reshape(600, 14), axis=1)
+    np.testing.assert_allclose(found, nearest, rtol=1e-5)
+    np.testing.assert_allclose(
+        distances[3, distances[3].indices].toarray()[0], all_pairs[3, distances[3].indices]
+    )
+    assert abs(connectivities - connectivities.T).max() == 0
+    assert (connectivities.data > 0).all()
+    assert connectivities.data.max() == 1, "the nearest neighbour"
+    # one direction: the sigma of a row for which its memberships add up to log2(15)
+    beyond = nearest - nearest[:, :1]
+    for row, column in ((0, 3), (599, 13)):
+        low, high = 1e-6, 1e3
+        for _ in range(200):
+            sigma = (low + high) / 2
+            low, high = (low, sigma) if np.exp(-beyond[row] / sigma).sum() > np.log2(15) else (sigma, high)
+        other = int(np.argsort(all_pairs[row])[column])
+        forth = np.exp(-beyond[row, column] / sigma)
+        least = forth if all_pairs[other, row] > nearest[other, -1] else 0
+        assert connectivities[row, other] >= forth - 1e-4
+        if least:
+            assert connectivities[row, other] == pytest.approx(forth, rel=1e-3)
+    same = neighbour_graph(np.ones((20, 3), np.float32))
+    assert (same[0].data == 0).all()
+    assert (same[1].data == 1).all()
+    few = describe_embedding(x[:3])
+    assert few["obsp"]["distances"].nnz == 6
+    assert not describe_embedding(x[:2])["obsp"]
+    scores, variances = principal_components(x.astype(np.float64))
+    np.testing.assert_allclose(np.diag(np.cov(scores.T)), variances)
+    assert sp.issparse(few["obsp"]["connectivities"])
+
+
+def test_pairs_without_data_are_grey_in_the_picture_of_a_map(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, np.ndarray] = {}
+    monkeypatch.setattr(figures, "contact_maps", lambda path, *, maps, **_: drawn.update(maps))
+    data = SingleCellDataModule(root)
+    data.setup()
+    counts = data.tables["hic"].counts.tolil()
+    for stratum in data.layout.strata:
+        empty = (stratum.anchors == 5) | (stratum.anchors + stratum.k == 5)
+        counts[:, np.arange(*stratum.columns)[empty]] = 0
+    data.tables["hic"].counts = counts.tocsr()
+    cell = str(data.tables["hic"].obs_names[0])
+    prediction_writer.draw_maps(tmp_path / "map.png", cell, np.ones(data.layout.n_features, np.float32), data)
+    for contacts in drawn.values():
+        assert np.isnan(contacts[5]).all(), "a bin that no cell has contacts of"
+        assert np.isnan(contacts[0, 4]), "beyond the strata"
+        assert np.isfinite(contacts[0, :4]).all()
+    figure: list[Any] = []
+    monkeypatch.setattr(figures, "save_figure", lambda drawn, path: figure.append(drawn))
+    CONTACT_MAPS(
+        tmp_path / "x",
+        maps={"a": np.array([[1, 0], [0, np.nan]])},
+        chromosomes=["1", "1"],
+        starts=[0, 1],
+        title="",
+    )
+    (image,) = (axes.images[0] for axes in figure[0].axes if axes.images)
+    colours = image.cmap(image.norm(image.get_array()))
+    assert (colours[0, 1] == 1).all(), "white: no contacts"
+    np.testing.assert_allclose(colours[1, 1, :3], 0xD9 / 255)
+    assert [text.get_text() for legend in figure[0].legends for text in legend.get_texts()] == ["no data"]
