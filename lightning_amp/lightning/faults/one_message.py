@@ -34,7 +34,7 @@ class MistakesOnce:
         """Print the message of an uncaught mistake on rank 0."""
         if not issubclass(kind, OF_ALL_RANKS):
             self._before(kind, error, trace)
-        elif rank_zero_only.rank == 0:
+        elif getattr(rank_zero_only, "rank", 0) == 0:
             print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
 
 
