@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states as broadcast_module
 
 # starts ranks by multiprocessing, and raises what one of them raised as text
-from lightning.pytorch.strategies.launchers.multiprocessing import (  # type: ignore[attr-defined]
+from lightning.pytorch.strategies.launchers.multiprocessing import (
     _MultiProcessingLauncher as MultiProcessingLauncher,
 )
 
