@@ -34,8 +34,9 @@ class MistakesOnce:
         """Print the message of an uncaught mistake on rank 0."""
         if not issubclass(kind, OF_ALL_RANKS):
             self._before(kind, error, trace)
-        elif getattr(rank_zero_only, "rank", 0) == 0:
-            print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+            return
+        text = "".join(traceback.format_exception_only(error))
+        rank_zero_only(print)(text, end="", file=sys.stderr)
 
 
 def print_mistakes_once() -> None:
