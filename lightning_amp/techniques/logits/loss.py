@@ -19,6 +19,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lightning_amp.errors import ModelError
+
+WRITTEN = (
+    "logits were read after the inputs or the weight of their layer had been changed in place, and with 'logits' their"
+    " product would see the change; make the change out of place or after the loss, or leave 'logits' out"
+)
 After = Callable[[Tensor], Tensor]
 linear: Any = torch.ops.aten.linear.default
 """Not `F.linear`, which is put off while the step runs."""
@@ -35,6 +41,7 @@ class Rows:
         casts: Whether autocast has asked for it.
         after: What is computed value by value from the product.
         moved: Whether classes are dim 1 of the outputs.
+        given: What the layer was called with, and autograd's counts of writes to it.
     """
 
     x: Tensor
@@ -44,12 +51,19 @@ class Rows:
     casts: bool = False
     after: tuple[After, ...] = ()
     moved: bool = False
+    given: tuple[tuple[Tensor, int], ...] = ()
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None) -> "Rows":
         """Of a call of `F.linear`, under the autocast of now."""
         to = _autocast_now(x.device.type) if x.dtype != torch.float64 else None
-        return cls(x=x, weight=weight, bias=bias, dtype=to or x.dtype, casts=to is not None)
+        given = tuple((t, t._version) for t in (x, weight, bias) if t is not None)
+        return cls(x=x, weight=weight, bias=bias, dtype=to or x.dtype, casts=to is not None, given=given)
+
+    def check(self) -> None:
+        """Refuse, with a ModelError, to compute with values that are others than when the layer was called."""
+        if any(t._version != version for t, version in self.given):
+            raise ModelError(WRITTEN)
 
     @property
     def n_rows(self) -> int:
@@ -74,6 +88,7 @@ class Rows:
 
     def product(self) -> Tensor:
         """The outputs, before what is computed from them value by value."""
+        self.check()
         with torch.autocast(**_autocast_of(self.x.device.type, self.dtype if self.casts else None)):
             return cast(Tensor, linear(self.x, self.weight, self.bias))
 
@@ -102,6 +117,7 @@ class Rows:
 
 def largest(rows: Rows) -> Tensor:
     """The number of the largest output of every row."""
+    rows.check()
     with torch.no_grad():
         weight, bias = _computed_in(rows)
         found = [_outputs(rows, x, weight, bias).argmax(-1) for (x,) in rows.chunks()]
@@ -132,6 +148,7 @@ def cross_entropy(
     shape = rows.x.shape[:-1]
     if target.shape != (shape if classes else (*shape, rows.n_outputs)):
         return None
+    rows.check()
     of_rows = target.reshape(-1) if classes else target.reshape(-1, rows.n_outputs)
     loss = partial(
         F.cross_entropy,

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_amp.errors import ModelError
 from lightning_amp.techniques.logits import loss, pending
 from lightning_amp.techniques.logits.install import in_chunks
 
@@ -143,3 +145,25 @@ def test_mixed_precision_is_as_near_as_without() -> None:
         for r, p, f in zip(right, plain, found, strict=True):
             assert f.dtype == p.dtype, name
             assert (f - r).norm() <= 1.2 * (p - r).norm() + 1e-3 * r.norm(), name
+
+
+def test_a_write_before_the_product_is_refused() -> None:
+    head, embed, x = nn.Linear(6, WORDS), nn.Embedding(WORDS, 6), torch.randint(WORDS, (4, 9))
+    head.requires_grad_(False)
+
+    def written_inputs(module: Any) -> Tensor:
+        # without `logits` the step is right: the layer has read the inputs, and nothing keeps them
+        inputs = embed(x) * 1
+        logits = head(inputs)
+        inputs.add_(1)
+        return entropy(logits, x)
+
+    def written_weight(module: Any) -> Tensor:
+        logits = head(embed(x))
+        with torch.no_grad():
+            head.weight.mul_(0.5)
+        return logits.sum()
+
+    for step in (written_inputs, written_weight):
+        with pytest.raises(ModelError, match="had been changed in place"):
+            in_chunks(step)(None)
