@@ -129,7 +129,7 @@ def test_fit_from_yaml_by_name_and_by_class_path(data_dir, tmp_path) -> None:
         "init_args": {"policy": "paper", "strategies": "S1,S3,S4"},
     }
     for name, strategy, found in (
-        ("name", "amp", "(policy auto)"),
+        ("name", "amp", "predicted peak"),
         ("path", by_path, "S3 chunked attention"),
     ):
         file = tmp_path / f"{name}.yaml"
