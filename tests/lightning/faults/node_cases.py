@@ -47,7 +47,7 @@ def train(data_dir: Path, out: Path, *, nodes: int, devices: int, settings: dict
         "environment": type(strategy.cluster_environment).__name__,
         "node": trainer.node_rank,
         "mesh": [plan.mesh.data, plan.mesh.model],
-        "notes": list(plan.notes),
+        "notes": list(map(str, plan.notes)),
         "steps": trainer.global_step,
         "state": model.state_dict(),
     }

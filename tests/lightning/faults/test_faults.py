@@ -220,6 +220,7 @@ def test_the_first_parameter_whose_gradient_is_not_finite_is_named(
 def test_out_of_memory_is_told_with_the_next_plan_to_try() -> None:
     class Made:
         batch_size, predicted_peak_bytes, budget_bytes, diagnosis, uncounted = 8, 3 << 20, 4 << 20, None, ""
+        strata_bytes = (1 << 20,)
         candidates = tuple(
             Candidate(strategies=("S1", s), data=1, model=2, peak_bytes=n, step_seconds=1, cell_seconds=t)
             for s, n, t in (
