@@ -15,10 +15,10 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_amp.dist._torch import functorch_utils
-from lightning_amp.dist.collectives import all_reduce, reduce_now
+from lightning_amp.dist.collectives import all_reduce
 from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, shard_error, tensors_in
-from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, part_in, splits_of, wrap
-from lightning_amp.dist.splits import AXES_OF_STEP, MeshAxis
+from lightning_amp.dist.sharded_tensor import ShardedTensor, local_of, part_in, splits_of, true_gradient, wrap
+from lightning_amp.dist.splits import AXES_OF_STEP, WHOLE, MeshAxis
 
 autograd: Any = torch.autograd
 OURS = ("torch.", "lightning_amp.")
@@ -64,10 +64,8 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         return found
 
     def whole_gradient(grad: Tensor) -> Tensor:
-        """Of a whole tensor, for what is no linear function of it: ranks have shares that add up to R gradients."""
-        for axis in axes:
-            grad = reduce_now(grad, axis) / axis.size if axis.size > 1 else grad
-        return grad
+        """Of a whole tensor, for what is no linear function of it."""
+        return true_gradient(grad, WHOLE, axes)
 
     def hooked(x: Tensor, hook: Any) -> Any:
         """Of `Tensor.register_hook`: a hook of the user gets the gradient of a whole tensor, not a share of it."""

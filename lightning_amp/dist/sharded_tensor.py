@@ -7,7 +7,7 @@ computes on the parts. So only forward operators have handlers; backward follows
 """
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any, cast
 
@@ -177,7 +177,7 @@ class ShardedTensor(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """A copy of the gradient, split as the tensor is; every rank has differentiated its copy of the loss."""
+        """A copy of the gradient, split as the tensor is."""
         if self._make is not None:
             raise ShardError(
                 "the gradient of a parameter was read in a step, and this rank has a part of it; call"
@@ -186,9 +186,8 @@ class ShardedTensor(Tensor):
         found = self.local.grad
         if found is None:
             return None
-        for axis in AXES_OF_STEP or [split.axis for split in self.splits]:
-            found = (found if self.splits.on(axis) else reduce_now(found, axis)) / axis.size
-        return ShardedTensor(found, self.splits, copied=True)
+        axes = AXES_OF_STEP or [split.axis for split in self.splits]
+        return ShardedTensor(true_gradient(found, self.splits, axes), self.splits, copied=True)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -315,6 +314,17 @@ def wrap(
 def axes_in(*tensors: Tensor) -> list[MeshAxis]:
     """The axes that some tensors are split over, in the order of their names."""
     return sorted({s.axis for t in tensors for s in splits_of(t)}, key=lambda axis: axis.name)
+
+
+def true_gradient(found: Tensor, splits: Splits, axes: Iterable[MeshAxis]) -> Tensor:
+    """The gradient of a tensor with some splits, of which autograd has found `found`; a collective.
+
+    Every rank differentiates its copy of the loss: a part has R times its gradient, and what the ranks find of a tensor
+    that all of them have adds up to R times the gradient.
+    """
+    for axis in axes:
+        found = (found if splits.on(axis) else reduce_now(found, axis)) / axis.size
+    return found
 
 
 def part_in(x: Tensor, splits: Splits) -> Tensor:

@@ -3,7 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import nn
+
+from lightning_amp._torch import is_compiled
+from lightning_amp.errors import InstallError
 
 
 def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], None]:
@@ -26,3 +30,15 @@ def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
     put = vars(module).get(name)
     found: Callable[..., Any] = getattr(type(module), name) if put is None else put.__func__
     return found
+
+
+def refuse_unseen(technique: str, module: nn.Module) -> None:
+    """Refuse, with an InstallError, a module whose operators a technique would not see while its step runs."""
+    if not isinstance(module, LightningModule):
+        raise InstallError(f"{technique} requires a LightningModule, found {type(module).__name__!r}")
+    for name, child in module.named_modules():
+        if is_compiled(child):
+            raise InstallError(
+                f"{technique}: torch.compile was applied to {name or type(module).__name__!r}, whose operators are not"
+                " seen; leave one of them out"
+            )

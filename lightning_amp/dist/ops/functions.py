@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_amp._torch import disable_torch_function
 from lightning_amp.dist._torch import no_modes
-from lightning_amp.dist.collectives import reduce_now
 from lightning_amp.dist.registry import FUNCTIONS, function, mapped, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import (
     ShardedTensor,
@@ -19,6 +18,7 @@ from lightning_amp.dist.sharded_tensor import (
     part_in,
     shape_of,
     splits_of,
+    true_gradient,
     wrap,
 )
 from lightning_amp.dist.splits import AXES_OF_STEP
@@ -88,10 +88,7 @@ def _register_hook(x: ShardedTensor, hook: Any) -> Any:
     splits, axes = x.splits, tuple(AXES_OF_STEP or [split.axis for split in x.splits])
 
     def whole(grad: Tensor) -> Tensor | None:
-        # each rank differentiates its copy of the loss: a part has R times the gradient, copies add up to that
-        for axis in axes:
-            grad = (grad if splits.on(axis) else reduce_now(grad, axis)) / axis.size
-        found = hook(wrap(grad, splits))
+        found = hook(wrap(true_gradient(grad, splits, axes), splits))
         return (
             None
             if found is None

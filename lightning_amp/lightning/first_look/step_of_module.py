@@ -44,10 +44,9 @@ from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
 from lightning_amp.planning.plan.strategies import STRATEGIES, not_together
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.put_methods import method_of, put_methods
+from lightning_amp.techniques.put_methods import method_of, put_methods, refuse_unseen
 from lightning_amp.techniques.replay.choose_cuts import Replays, Stretches
 from lightning_amp.techniques.replay.install import recorded
-from lightning_amp.techniques.replay.install import refuse as refuse_replay
 from lightning_amp.techniques.replay.look import Look, stretches_of
 
 T = TypeVar("T")
@@ -161,7 +160,8 @@ class StepOfModule:
         if key not in self._steps_with:
             try:
                 with self._installed([rule]):
-                    self._steps_with[key] = self._recorded(None, rates)
+                    step = self._steps_with[key] = self._recorded(None, rates)
+                self._counts[key,] = step.profile
             except AmpError as error:
                 self._steps_with[key] = str(error)
         return self._steps_with[key]
@@ -176,7 +176,7 @@ class StepOfModule:
         found = list[Stretches]()
         try:
             with self._installed(rules):
-                refuse_replay(self._module)
+                refuse_unseen("replay", self._module)
                 step = method_of(self._module, "training_step")
 
                 def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
@@ -305,8 +305,7 @@ class StepOfModule:
         return self._chunked[key]
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
-        """Profile the step once more with rules installed, and undo them; for after `seen` or `take`. What was counted
-        of the same rules is not counted again.
+        """Profile the step with rules installed, once for the same rules, and undo them; for after `seen` or `take`.
 
         Raises:
             AmpError: A technique refuses the module, or the step fails with it.

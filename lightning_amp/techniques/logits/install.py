@@ -7,27 +7,19 @@ from typing import Any, cast
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_amp._torch import is_compiled, tree_map
+from lightning_amp._torch import tree_map
 from lightning_amp.dist._torch import functorch_utils
-from lightning_amp.errors import InstallError
 from lightning_amp.techniques.logits.pending import PutOff, values
-from lightning_amp.techniques.put_methods import method_of
+from lightning_amp.techniques.put_methods import method_of, refuse_unseen
 
 
 def chunk_logits(module: nn.Module) -> dict[str, Callable[..., Any]]:
     """What a LightningModule runs instead of its methods, by name.
 
     Raises:
-        InstallError: It is no LightningModule, or a part of it is compiled.
+        InstallError: As of `refuse_unseen`.
     """
-    if not isinstance(module, LightningModule):
-        raise InstallError(f"logits requires a LightningModule, found {type(module).__name__!r}")
-    for name, child in module.named_modules():
-        if is_compiled(child):
-            raise InstallError(
-                f"logits: torch.compile was applied to {name or type(module).__name__!r}, whose products are not seen;"
-                " leave one of them out"
-            )
+    refuse_unseen("logits", module)
     return {"training_step": in_chunks(method_of(module, "training_step"))}
 
 

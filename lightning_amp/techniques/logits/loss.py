@@ -83,8 +83,7 @@ class Rows:
     @property
     def requires_grad(self) -> bool:
         """Of the product."""
-        given = (self.x, self.weight, self.bias)
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+        return any(t is not None and t.requires_grad for t in (self.x, self.weight, self.bias))
 
     def product(self) -> Tensor:
         """The outputs, before what is computed from them value by value."""

@@ -2,7 +2,8 @@
 
 `F.linear` returns a `Pending` tensor, which has no values. Views that keep the last dim, casts and products with a
 number are noted; cross-entropy runs in chunks of rows (loss.py); all else that reads it computes the product, once, and
-goes on with that, so that a step has the values and gradients that it has without.
+goes on with that, so that a step has the values and gradients that it has without. Views and copies of it are computed
+at the same moment: what is written into one of them next is seen by the views, and not by the copies.
 
 A whole product is computed in these cases too, for it would be read too late:
 
@@ -13,6 +14,7 @@ A whole product is computed in these cases too, for it would be read too late:
 import weakref
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -20,16 +22,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_amp._torch import FakeTensor, disable_torch_function, top_saving_hooks, tree_map
+from lightning_amp._torch import disable_torch_function, top_saving_hooks, tree_leaves, tree_map
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.live_bytes import has_storage
 from lightning_amp.techniques.logits.loss import Rows, cross_entropy, largest
 
 LEAST_CHUNKS = 8
 """Outputs by inputs of a layer, below which little is spared: of hidden layers there are four, of a vocabulary more."""
-PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 MOVED = (
-    "the gradient of logits was taken where it cannot be handed on to their layer: by an operator that torch does not"
-    " see in Python. Leave 'logits' out of the strategies"
+    "the gradient of logits was taken where it cannot be handed on to their layer, as by torch.autograd.grad, or by an"
+    " operator that torch does not see in Python. Leave 'logits' out of the strategies"
 )
 METADATA = {
     *(
@@ -55,8 +57,8 @@ class Pending(Tensor):
 
     rows: Rows
     _made: Tensor | None
-    _has_graph: bool
     _of: "tuple[Pending, Callable[[Tensor], Tensor]] | None"
+    _family: "list[weakref.ref[Pending]]"
 
     @staticmethod
     def of(
@@ -65,12 +67,16 @@ class Pending(Tensor):
         dtype: torch.dtype,
         base: "tuple[Pending, Callable[[Tensor], Tensor]] | None" = None,
     ) -> "Pending":
-        """A tensor of a shape; with `base` a view of another one, and how to make it."""
+        """A tensor of a shape; with `base` a view or copy of another one, and how to make it."""
+        if not torch.is_grad_enabled():
+            # what reads it with gradients has none to hand on
+            rows = rows.detached()
         found = Tensor._make_wrapper_subclass(
             Pending, shape, dtype=dtype, device=rows.x.device, requires_grad=rows.requires_grad
         )
         found.rows, found._made, found._of = rows, None, base
-        found._has_graph = torch.is_grad_enabled()
+        found._family = base[0]._family if base else []
+        found._family.append(weakref.ref(found))
         if rows.requires_grad:
             with disable_torch_function():
                 found.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
@@ -78,20 +84,18 @@ class Pending(Tensor):
 
     @property
     def is_made(self) -> bool:
-        """Whether it, or what it is a view of, was computed."""
-        return self._made is not None or (self._of is not None and self._of[0].is_made)
+        """Whether it was computed."""
+        return self._made is not None
 
     def made(self) -> Tensor:
-        """The product; the first call computes it."""
+        """The product; the first call computes it, and all its views and copies."""
         if self._made is None:
-            # metrics may be what reads it first, without gradients
-            with torch.set_grad_enabled(self._has_graph):
-                if self._of is None:
-                    self._made = self.rows.product()
-                else:
-                    # a view: what is written into one of them is read in the other
-                    base, view = self._of
-                    self._made = view(base.made())
+            for one in (ref() for ref in self._family):
+                if one is not None:
+                    # metrics may be what reads it first, without gradients
+                    with torch.set_grad_enabled(one.rows.requires_grad):
+                        one._made = one.rows.product() if one._of is None else one._of[1](one._of[0].made())
+        assert self._made is not None, "it is one of its family"
         return self._made
 
     @classmethod
@@ -104,11 +108,19 @@ class Pending(Tensor):
             with disable_torch_function():
                 return func(*args, **kwargs)
         x = args[0] if args else None
-        if isinstance(x, Pending) and not x.is_made:
-            handler = HANDLERS.get(func)
-            found = NotImplemented if handler is None else handler(x, *args[1:], **kwargs)
+        if isinstance(x, Pending) and not x.is_made and (handler := HANDLERS.get(func)) is not None:
+            try:
+                given = signature(handler).bind(*args, **kwargs)
+            except TypeError:
+                # arguments in another form than the handler's
+                given = None
+            found = NotImplemented if given is None else handler(*given.args, **given.kwargs)
             if found is not NotImplemented:
                 return found
+        if func is torch.autograd.grad and any(
+            isinstance(t, Pending) and not t.is_made for t in tree_leaves(args)
+        ):
+            raise ModelError(MOVED)
         return func(*tree_map(values, args), **tree_map(values, kwargs))
 
     @classmethod
@@ -139,16 +151,14 @@ class PutOff(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Put off a linear layer, or call the function."""
         kwargs = kwargs or {}
-        if func is F.linear and len(args) in (2, 3) and not kwargs:
-            found = self._put_off(*args)
-            if found is not None:
-                return found
-        elif func is F.linear:
-            return self.__torch_function__(func, types, _positional(*args, **kwargs))
-        return func(*args, **kwargs)
+        found = self._put_off(*args, **kwargs) if func is F.linear else None
+        return func(*args, **kwargs) if found is None else found
 
-    def _put_off(self, x: Any, weight: Any, bias: Any = None) -> Pending | None:
-        plain = all(type(t) in PLAIN for t in (x, weight, bias) if t is not None)
+    def _put_off(self, input: Any, weight: Any, bias: Any = None) -> Pending | None:
+        x, plain = input, all(has_storage(t) for t in (input, weight, bias) if t is not None)
+        if torch.is_inference_mode_enabled():
+            # its tensors do not say when they are written to
+            return None
         # what is checkpointed runs again in the backward pass, and has to compute in the same order
         if not plain or x.dim() < 2 or weight.dim() != 2 or top_saving_hooks(False) != self._saving:
             return None
@@ -165,10 +175,6 @@ class PutOff(TorchFunctionMode):
             found = ref()
             if found is not None:
                 found.made()
-
-
-def _positional(input: Any, weight: Any, bias: Any = None) -> tuple[Any, ...]:
-    return input, weight, bias
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -219,7 +225,7 @@ def _flattened(x: Pending, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 @_handles("contiguous")
 def _contiguous(x: Pending) -> Any:
-    return NotImplemented if x.rows.moved else x
+    return NotImplemented if x.rows.moved else _view(x, x.rows, Tensor.contiguous)
 
 
 @_handles("__getitem__")
@@ -246,7 +252,7 @@ def _indexed(x: Pending, index: Any) -> Any:
 @_handles("transpose", "swapaxes", "movedim")
 def _transposed(x: Pending, a: Any, b: Any) -> Any:
     # [rows, places, words] -> [rows, words, places], as cross-entropy takes them
-    if x.dim() != 3 or x.rows.moved or {a % 3, b % 3} != {1, 2}:
+    if x.dim() != 3 or x.rows.moved or not isinstance(a, int) or {a % 3, b % 3} != {1, 2}:
         return NotImplemented
     return _with_classes_second(x, lambda t: t.transpose(1, 2))
 
@@ -264,15 +270,18 @@ def _with_classes_second(x: Pending, view: Callable[[Tensor], Tensor]) -> Pendin
     return Pending.of(x.rows.with_moved(), (b, v, n), x.dtype, (x, view))
 
 
-def _after(func: Any, x: Pending, *args: Any, **kwargs: Any) -> Any:
+def _after(func: Any, x: Pending, *args: Any) -> Any:
     """A function that computes value by value comes after the product, in each chunk."""
-    if kwargs or not all(isinstance(a, float | int | torch.dtype) for a in args):
+    kinds = torch.dtype if func is Tensor.to else float | int
+    if not all(isinstance(a, kinds) for a in args):
         return NotImplemented
 
     def call(t: Tensor) -> Tensor:
         return cast(Tensor, func(t, *args))
 
     dtype = call(torch.empty(0, dtype=x.dtype, device="meta")).dtype
+    if not dtype.is_floating_point:
+        return NotImplemented
     return Pending.of(x.rows.with_after(call), x.shape, dtype, (x, call))
 
 

@@ -9,9 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_amp._torch import AnyBatchNorm, is_compiled
-from lightning_amp.errors import InstallError
-from lightning_amp.techniques.put_methods import method_of
+from lightning_amp._torch import AnyBatchNorm
+from lightning_amp.techniques.put_methods import method_of, refuse_unseen
 from lightning_amp.techniques.replay.row import ReplayOperators
 from lightning_amp.techniques.replay.tape import Tape
 
@@ -20,22 +19,10 @@ def replay_operators(module: nn.Module, spec: ReplayOperators) -> dict[str, Call
     """What a LightningModule runs instead of its methods, by name, so that segments of its step are replayed.
 
     Raises:
-        InstallError: As of `refuse`.
+        InstallError: As of `refuse_unseen`.
     """
-    refuse(module)
+    refuse_unseen("replay", module)
     return {"training_step": replayed(method_of(module, "training_step"), spec)}
-
-
-def refuse(module: nn.Module) -> None:
-    """Refuse, with an InstallError, a module whose operators the tape would not see."""
-    if not isinstance(module, LightningModule):
-        raise InstallError(f"replay requires a LightningModule, found {type(module).__name__!r}")
-    for name, child in module.named_modules():
-        if is_compiled(child):
-            raise InstallError(
-                f"replay: torch.compile was applied to {name or type(module).__name__!r}, whose operators are not seen;"
-                " leave one of them out"
-            )
 
 
 @contextmanager

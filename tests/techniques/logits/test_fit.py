@@ -13,8 +13,8 @@ from benchmarks.replay.models import MODELS, Llama
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.logits.install import in_chunks
-from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
+from tests.techniques.replay.test_fit import on_ranks
 
 
 def test_logits_are_never_whole_and_the_peak_is_the_predicted_one() -> None:
@@ -93,16 +93,9 @@ def test_logits_that_outlive_the_step_and_steps_by_hand(monkeypatch: pytest.Monk
             torch.testing.assert_close(after.read, before.read, rtol=1e-12, atol=1e-12)
 
 
-def on_ranks(rank: int, ranks: int, name: str) -> tuple[dict[str, Tensor], int, list[str]]:
-    strategy = AMPStrategy(strategies=f"S1{name}")
-    plugins = [RunningRanks(rank, ranks)]
-    module, meter, plan = fit("Llama", strategy, steps=4, double=True, devices=ranks, plugins=plugins)
-    return module.state_dict(), meter.peak, [rule.strategy for rule in plan.rules]
-
-
 @pytest.mark.ranks
 def test_ranks_average_gradients(tmp_path: Path) -> None:
-    plain, chunked = (run_ranks(on_ranks, 2, tmp_path, name) for name in ("", ",logits"))
+    plain, chunked = (run_ranks(on_ranks, 2, tmp_path, "Llama", names, True) for names in ("S1", "S1,logits"))
     for (right, whole, _), (state, peak, rules) in zip(plain, chunked, strict=True):
         assert "logits" in rules
         assert peak < 0.6 * whole

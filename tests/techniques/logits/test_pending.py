@@ -34,6 +34,18 @@ def written(change: Callable[[Tensor, Tensor], Any]) -> Step:
     return step
 
 
+def copied(take: Callable[[Tensor], Tensor], rows: int = 9) -> Step:
+    """Logits are changed in place after something was taken of them; the loss is of that."""
+
+    def step(head: Any, x: Tensor, y: Tensor) -> Tensor:
+        logits = head(x)
+        taken = take(logits)
+        logits.mul_(0.5)
+        return entropy(taken, y[:, :rows])
+
+    return step
+
+
 some = 50
 weights = torch.linspace(0, 1, WORDS).double()
 soft = torch.linspace(0, 1, 36 * WORDS).double()
@@ -69,6 +81,18 @@ IN_CHUNKS: dict[str, Step] = {
     "two losses": lambda h, x, y: entropy(z := h(x), y) + entropy(z[:, 1:], y[:, :-1]),
     "and a norm": lambda h, x, y: entropy(z := h(x), y) + z.logsumexp(-1).square().mean(),
     "and probabilities": lambda h, x, y: entropy(z := h(x), y) * (1 + z.detach().softmax(-1).max()),
+    "by keywords": lambda h, x, y: F.cross_entropy(h(x).flatten(start_dim=0, end_dim=1), y.view(size=(36,))),
+    "of a teacher": lambda h, x, y: (
+        entropy(h(x), y) * (1 + no_grad(lambda: h(x + 1)).detach().max() * 0)
+        + entropy(no_grad(lambda: h(x + 1)), y)
+    ),
+    "of a teacher in inference": lambda h, x, y: (
+        entropy(h(x), y) + float(inferred(lambda: entropy(h(x + 1), y)))
+    ),
+    "scaled without gradients": lambda h, x, y: entropy(z := h(x), y) + entropy(no_grad(lambda: z / 2), y),
+    "of rows without gradients": lambda h, x, y: (
+        entropy(z := h(x), y) + entropy(no_grad(lambda: z[:, :4]), y[:, :4])
+    ),
     "metrics first": lambda h, x, y: (no_grad(lambda: h(x).sum()) + 1) * entropy(h(x), y),
 }
 WHOLE: dict[str, Step] = {
@@ -80,6 +104,14 @@ WHOLE: dict[str, Step] = {
     "joined": lambda h, x, y: entropy(torch.cat([h(x), h(x) * 2]), torch.cat([y, y])),
     "some words": lambda h, x, y: entropy(h(x)[..., :some], y % some),
     "bias of words": lambda h, x, y: entropy(h(x) + weights, y),
+    "transposed by keywords": lambda h, x, y: F.cross_entropy(h(x).transpose(dim0=1, dim1=2), y),
+    "numbers": lambda h, x, y: h(x).to(torch.int64).sum() * 0 + h(x).square().mean(),
+    # copies have the values of before, and views those of after
+    "changed after a copy": copied(lambda z: z / 0.7),
+    "changed after a cast": copied(lambda z: z.to(torch.float32).double()),
+    "changed after a slice and a copy": copied(lambda z: z[:, :-1].contiguous(), rows=8),
+    "changed after a slice and a shape": copied(lambda z: z[:, :-1].reshape(4, 8, WORDS), rows=8),
+    "changed after a slice": copied(lambda z: z[:, :-1], rows=8),
     "changed": written(lambda z, v: z.mul_(0.5)),
     "changed view": written(lambda z, v: v.mul_(0.5)),
     "words left out": written(lambda z, v: z.__setitem__((..., 0), -9.0)),
@@ -102,6 +134,11 @@ class Twice(torch.autograd.Function):
 
 
 twice = Twice.apply
+
+
+def inferred(call: Callable[[], Tensor]) -> Tensor:
+    with torch.inference_mode():
+        return call()
 
 
 def no_grad(call: Callable[[], Tensor]) -> Tensor:
@@ -167,3 +204,16 @@ def test_a_write_before_the_product_is_refused() -> None:
     for step in (written_inputs, written_weight):
         with pytest.raises(ModelError, match="had been changed in place"):
             in_chunks(step)(None)
+
+
+def test_a_gradient_of_logits_that_were_not_computed_is_refused() -> None:
+    head, embed, x = nn.Linear(6, WORDS), nn.Embedding(WORDS, 6), torch.randint(WORDS, (4, 9))
+
+    def step(module: Any) -> Tensor:
+        logits = head(embed(x))
+        loss = entropy(logits, x)
+        (grad,) = torch.autograd.grad(loss, logits, create_graph=True, allow_unused=True)
+        return loss if grad is None else loss + grad.square().sum()
+
+    with pytest.raises(ModelError, match=r"as by torch\.autograd\.grad"):
+        in_chunks(step)(None)

@@ -39,17 +39,18 @@ def test_a_plan_is_kept_as_json_and_carried_out_again(tmp_path: Path) -> None:
     assert isinstance(copy.deepcopy(given), Plan)
 
 
-def on_ranks(rank: int, ranks: int, name: str) -> tuple[dict[str, Tensor], int, list[str]]:
-    strategy = AMPStrategy(strategies="S1" if name == "plain" else "S1,replay")
+def on_ranks(
+    rank: int, ranks: int, model: str, strategies: str, double: bool = False
+) -> tuple[dict[str, Tensor], int, list[str]]:
     # each rank has half of the batches
-    found = fit("U-Net", strategy, steps=4, devices=ranks, plugins=[RunningRanks(rank, ranks)])
-    module, meter, plan = found
+    options: dict[str, Any] = {"devices": ranks, "plugins": [RunningRanks(rank, ranks)], "double": double}
+    module, meter, plan = fit(model, AMPStrategy(strategies=strategies), steps=4, **options)
     return module.state_dict(), meter.peak, [rule.strategy for rule in plan.rules]
 
 
 @pytest.mark.ranks
 def test_ranks_average_gradients_of_replayed_steps(tmp_path: Path) -> None:
-    plain, replayed = (run_ranks(on_ranks, 2, tmp_path, name) for name in ("plain", "replay"))
+    plain, replayed = (run_ranks(on_ranks, 2, tmp_path, "U-Net", names) for names in ("S1", "S1,replay"))
     for (right, whole, _), (state, peak, rules) in zip(plain, replayed, strict=True):
         assert "replay" in rules
         assert peak < 0.75 * whole
