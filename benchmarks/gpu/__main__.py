@@ -21,6 +21,7 @@ from benchmarks.gpu import (
     exactness,
     generic,
     kernels,
+    language_model,
     loading,
     memory,
     one_trainer,
@@ -37,17 +38,25 @@ PARTS = (
     Part(
         name="exactness", title="Exactness of every technique", file="checks", seconds=90, run=exactness.run
     ),
-    Part(name="speed", title="Time and peak of heavy decoders", file="speed", seconds=170, run=speed.run),
+    Part(name="generic", title="Techniques of any module", file="checks", seconds=40, run=generic.run),
+    Part(
+        name="language_model",
+        title="A language model with each technique",
+        file="memory",
+        seconds=130,
+        run=language_model.run,
+    ),
     Part(name="memory", title="Memory, predicted and measured", file="memory", seconds=75, run=memory.run),
     Part(
         name="one_rank", title="One rank of the Trainer", file="trainer", seconds=35, run=one_trainer.one_rank
     ),
-    Part(name="generic", title="Techniques of any module", file="checks", seconds=40, run=generic.run),
     Part(name="kernels", title="Kernels and gaps", file="kernels", seconds=30, run=kernels.run),
     Part(name="calibrate", title="Rates of the device", file="calibration", seconds=30, run=calibration.run),
     Part(name="determinism", title="Two equal runs", file="trainer", seconds=30, run=one_trainer.determinism),
     Part(name="monitor", title="The memory monitor", file="trainer", seconds=25, run=one_trainer.monitor),
-    Part(name="loading", title="Waiting for cells", file="trainer", seconds=60, run=loading.run),
+    Part(name="loading", title="Waiting for cells", file="trainer", seconds=40, run=loading.run),
+    # it times as many cases as there are seconds, so it comes last
+    Part(name="speed", title="Time and peak of heavy decoders", file="speed", seconds=170, run=speed.run),
 )
 
 
@@ -60,6 +69,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
     parser.add_argument("--only", help=f"some of the parts: {','.join(part.name for part in PARTS)}")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts, default %(default)s")
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else [part.name for part in PARTS]
     unknown = sorted(set(names) - {part.name for part in PARTS})
@@ -73,7 +83,9 @@ def main() -> None:
     def after() -> None:
         write_report(arguments.out, parts, device=arguments.device, tiny=arguments.tiny)
 
-    runner = Runner(arguments.out, device=arguments.device, tiny=arguments.tiny, seconds=SECONDS, after=after)
+    runner = Runner(
+        arguments.out, device=arguments.device, tiny=arguments.tiny, seconds=arguments.seconds, after=after
+    )
     try:
         ran = runner.run(parts)
     except KeyboardInterrupt:

@@ -17,7 +17,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import anndata
 import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -73,6 +72,8 @@ def write_data(folder: Path, *, gigabytes: float, bins: int, strata: int) -> Pat
 
     found = synthesize(folder, cells=POOL, bins=bins, strata=strata, genes=300).hic
     assert found is not None, "synthetic data have Hi-C"
+    import anndata  # a device that trains on cells made in memory need not have it
+
     pool = anndata.read_h5ad(found)
     n_cells = round(gigabytes * 1e9 / (ENTRY_BYTES * pool.X.nnz / POOL))
     which = np.random.default_rng(0).integers(POOL, size=n_cells)
