@@ -272,7 +272,8 @@ def make_root(root: Any) -> None:
 
 def begin_gathered(root: Any) -> None:
     """Gather the root's parameters of `fully_shard`, as its forward does: a training step is no forward."""
-    root._get_fsdp_state()._pre_forward(root, (), {})
+    # torch before 2.13 moves arguments to an accelerator and takes the first, so there must be one
+    root._get_fsdp_state()._pre_forward(root, (None,), {})
     _drop_received(root)
 
 
@@ -360,4 +361,5 @@ def undo_fully_shard(root: nn.Module) -> None:
             handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
         for handle in handles:
             handle.remove()
-        module.__class__ = type(module).__mro__[module._orig_cls_mro_index]  # type: ignore[index]
+        # a module on which `fully_shard` has failed has its class still
+        module.__class__ = type(module).__mro__[getattr(module, "_orig_cls_mro_index", 0)]

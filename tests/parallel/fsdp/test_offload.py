@@ -6,6 +6,7 @@ On CPU ranks tests/lightning/strategy/test_hsdp.py trains so. The test on a GPU 
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -73,6 +74,28 @@ def on_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
     pairs = zip(module.parameters(), plain.parameters(), strict=True)
     found["off"] = max(float((p.detach().cpu() - q.detach().cpu()).abs().max()) for p, q in pairs)
     return found
+
+
+def as_an_accelerator(rank: int, ranks: int) -> float:
+    torch.manual_seed(0)
+    module, x = Net().double(), torch.randn(4, 6, dtype=torch.float64)
+    plain = copy.deepcopy(module)
+    steps(plain, x)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("data",))
+    sharded = FullySharded(module, ["blocks.*", ""], mesh)
+    # torch moves the arguments of a forward where the device has this name
+    with mock.patch("torch._C._get_privateuse1_backend_name", lambda: "cpu"):
+        steps(module, x, sharded)
+    for parameter in sharded.parameters:
+        parameter.restore()
+    sharded.undo()
+    pairs = zip(module.parameters(), plain.parameters(), strict=True)
+    return max(float((p.detach() - q.detach()).abs().max()) for p, q in pairs)
+
+
+@pytest.mark.ranks
+def test_a_step_without_arguments_runs_where_torch_moves_them(tmp_path: Path) -> None:
+    assert max(run_ranks(as_an_accelerator, 2, tmp_path)) < 1e-12
 
 
 @pytest.mark.gpu
