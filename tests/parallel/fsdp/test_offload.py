@@ -84,7 +84,7 @@ def as_an_accelerator(rank: int, ranks: int) -> float:
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("data",))
     sharded = FullySharded(module, ["blocks.*", ""], mesh)
     # torch moves the arguments of a forward where the device has this name
-    named = mock.patch("torch._C._get_privateuse1_backend_name", return_value="cpu")
+    named = mock.patch("torch._C._get_privateuse1_backend_name", mock.Mock(return_value="cpu"))
     vars(module)["training_step"] = named(module.training_step)
     steps(module, x, sharded)
     for parameter in sharded.parameters:
