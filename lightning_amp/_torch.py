@@ -89,6 +89,7 @@ attend_on_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 attend_on_cuda_back = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 
 __all__ = [
+    "ALLOCATOR_VARIABLES",
     "FLASH_ATTENTION",
     "AnyBatchNorm",
     "AnyDropout",
@@ -129,6 +130,7 @@ __all__ = [
     "own_class",
     "past_threshold",
     "scale_each",
+    "set_allocator",
     "softmax_backward",
     "softplus_backward",
     "start_backward",
@@ -153,6 +155,9 @@ FLASH_ATTENTION = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
+
+# by which a user chooses an allocator, or how it works
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 # x where another tensor is above a threshold, else 0, in one kernel
 past_threshold = torch.ops.aten.threshold_backward.default
@@ -263,6 +268,11 @@ def multiplies_in_tf32() -> bool:
     # "none" leaves it to the setting of all backends
     of_all = torch.backends.fp32_precision  # type: ignore[attr-defined]
     return bool((of_all if asked == "none" else asked) == "tf32")
+
+
+def set_allocator(settings: str) -> None:
+    """Set how an accelerator's allocator takes segments from now on, as `ALLOCATOR_VARIABLES` do."""
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def make_root(root: Any) -> None:

@@ -16,12 +16,14 @@ import sys
 from pathlib import Path
 
 from benchmarks.gpu import (
+    at_peak,
     calibration,
     device_part,
     exactness,
     generic,
     kernels,
     language_model,
+    largest_batch,
     loading,
     memory,
     one_trainer,
@@ -43,10 +45,12 @@ PARTS = (
         name="language_model",
         title="A language model with each technique",
         file="memory",
-        seconds=130,
+        seconds=80,
         run=language_model.run,
     ),
+    Part(name="largest_batch", title="The largest batch", file="memory", seconds=110, run=largest_batch.run),
     Part(name="memory", title="Memory, predicted and measured", file="memory", seconds=75, run=memory.run),
+    Part(name="at_peak", title="What the peak holds", file="memory", seconds=40, run=at_peak.run),
     Part(
         name="one_rank", title="One rank of the Trainer", file="trainer", seconds=35, run=one_trainer.one_rank
     ),

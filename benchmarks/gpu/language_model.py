@@ -1,4 +1,4 @@
-"""Memory and time of a language model with each technique, and the largest batch that the device holds.
+"""Memory and time of a language model with each technique.
 
 The model is a decoder with its head and loss inside `training_step`. Predicted are the bytes of the plan that
 `Trainer(strategy="amp")` made, measured is the peak of torch's allocator in the third step, above what was allocated
@@ -7,7 +7,6 @@ before the module was made. `largest_batch` is asked for the device's whole memo
 
 import gc
 import time
-from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -17,13 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-import lightning_amp
 from benchmarks.gpu.device import free_bytes, take_workspaces, wait
 from benchmarks.gpu.one_trainer import trainer_for
 from benchmarks.gpu.run_parts import Work
-from lightning_amp.errors import AmpError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.quantities import format_bytes
 
 STEPS, MEASURED = 6, 2
 """Steps of a fit, and the one whose peak is read."""
@@ -40,8 +36,6 @@ CASES: tuple[tuple[tuple[str, ...] | None, float | None], ...] = (
 """Strategies, or the share of the plain step's peak that the policy gets as its budget."""
 GOAL = 0.05
 """How far predicted and measured bytes may be apart."""
-AROUND = (0.95, 1.0, 1.05, 1.1)
-"""Batches that are run, as shares of the largest one predicted."""
 
 
 class Layer(nn.Module):
@@ -135,22 +129,26 @@ class Measure(pl.Callback):
         )
 
 
+def sizes_for(*, tiny: bool) -> tuple[dict[str, int], int]:
+    """The model's sizes, and rows of a batch."""
+    if tiny:
+        return {"width": 16, "heads": 2, "depth": 2, "words": 300, "positions": 32}, 4
+    return {"width": 1024, "heads": 16, "depth": 12, "words": 32_000, "positions": 1024}, 16
+
+
 def run(work: Work) -> None:
-    """A row for each case, then the largest batch."""
-    if work.tiny:
-        sizes, rows = {"width": 16, "heads": 2, "depth": 2, "words": 300, "positions": 32}, 4
-    else:
-        sizes, rows = {"width": 1024, "heads": 16, "depth": 12, "words": 32_000, "positions": 1024}, 16
-    _, exact = _fit(work, sizes, 1 if work.tiny else 2, ("S1",), None, "32-true")
+    """A row for each case."""
+    sizes, rows = sizes_for(tiny=work.tiny)
+    _, exact = fit(work, sizes, 1 if work.tiny else 2, ("S1",), None, "32-true")
     plain, wrong = 0, list[str]()
     for strategies, share in CASES[::3] if work.tiny else CASES:
         budget = None if share is None else int(share * plain)
         name = ",".join(strategies) if strategies else f"budget {share:.0%}"
         try:
             # exactness in float32, for bf16 rounds what is computed in another order
-            _, few = _fit(work, sizes, 1 if work.tiny else 2, strategies or ("S1",), None, "32-true")
+            _, few = fit(work, sizes, 1 if work.tiny else 2, strategies or ("S1",), None, "32-true")
             error = max(float(abs(a - b) / abs(b)) for a, b in zip(few.losses, exact.losses, strict=True))
-            row, found = _fit(work, sizes, rows, strategies, budget, "bf16-mixed")
+            row, found = fit(work, sizes, rows, strategies, budget, "bf16-mixed")
         except Exception as failure:
             wrong.append(name)
             work.record.row(case=name, answer=f"{type(failure).__name__}: {str(failure).splitlines()[0]}")
@@ -168,12 +166,11 @@ def run(work: Work) -> None:
             step_seconds=median(found.seconds[MEASURED + 1 :]),
             loss_error=error,
         )
-    _largest(work, sizes)
     if wrong:
         raise AssertionError(f"{wrong!r} failed, or are further than {GOAL:.0%} from the prediction")
 
 
-def _fit(
+def fit(
     work: Work,
     sizes: dict[str, int],
     rows: int,
@@ -181,6 +178,7 @@ def _fit(
     budget: int | None,
     precision: Any,
 ) -> tuple[dict[str, Any], Measure]:
+    """Train for a few steps: what the plan says, and what was measured."""
     module, seen = LanguageModel(**sizes), Measure(work.device)
     generator = torch.Generator().manual_seed(1)
     batch = torch.randint(sizes["words"], (rows, sizes["positions"] + 1), generator=generator)
@@ -207,52 +205,3 @@ def _fit(
     del trainer, strategy, module, loader
     gc.collect()
     return row, seen
-
-
-def _largest(work: Work, sizes: dict[str, int]) -> None:
-    """Ask for the largest batch of the free memory, and run batches around it."""
-    budget = free_bytes(work.device) or 64 * 2**20
-    for strategies in (("S1",), ("S1", "logits")):
-        module = LanguageModel(**sizes)
-        batch = torch.zeros(4, sizes["positions"] + 1, dtype=torch.int64)
-        begun = time.monotonic()
-        try:
-            largest = lightning_amp.plan(
-                module, batch, strategies=list(strategies), device_memory=budget
-            ).largest_batch()
-        except AmpError as error:
-            work.record.note(f"largest batch with {','.join(strategies)}: {error}")
-            continue
-        asked = time.monotonic() - begun
-        runs = dict(_tries(work, sizes, module, strategies, largest))
-        work.record.row(
-            strategies=",".join(strategies),
-            budget_bytes=budget,
-            largest_batch=largest,
-            asked_seconds=asked,
-            **{f"{share:g} of it": told for share, told in runs.items()},
-        )
-
-
-def _tries(
-    work: Work, sizes: dict[str, int], module: LanguageModel, strategies: tuple[str, ...], largest: int
-) -> Iterator[tuple[float, str]]:
-    for share in AROUND[1::2] if work.tiny else AROUND:
-        rows = int(share * largest)
-        if work.clock.left < 0:
-            yield share, "no time"
-            continue
-        try:
-            began = time.monotonic()
-            row, seen = _fit(work, sizes, rows, strategies, None, "32-true")
-            peak = format_bytes(seen.peak_bytes)
-            yield (
-                share,
-                f"{rows} rows fit, {peak} of {format_bytes(row['predicted_bytes'])}, {time.monotonic() - began:.0f} s",
-            )
-        except torch.OutOfMemoryError:
-            yield share, f"{rows} rows: out of memory"
-        except AmpError as error:
-            yield share, f"{rows} rows: {str(error).splitlines()[0]}"
-        gc.collect()
-        free_bytes(work.device)

@@ -207,10 +207,24 @@ def test_tf32_is_known_from_the_older_setting_too(products, asked, tf32) -> None
     assert multiplies_in_tf32() is tf32
 
 
-def test_a_gpu_has_what_is_free_and_what_torch_keeps_for_itself(monkeypatch) -> None:
+def test_a_gpu_has_what_is_free_and_what_torch_keeps_but_for_workspaces(monkeypatch) -> None:
+    monkeypatch.setattr(hardware, "_take_workspaces", lambda device: 2**26)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * 2**30, 40 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * 2**30)
-    assert hardware.device_budget(torch.device("cuda", 0), node_ranks=4) == 32 * 2**30
+    assert hardware.device_budget(torch.device("cuda", 0), node_ranks=4) == 32 * 2**30 - 2**26
+
+
+def test_segments_grow_on_cuda_unless_the_environment_has_settings(monkeypatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(hardware, "set_allocator", found.append)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    hardware.let_segments_grow(torch.device("cpu"))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    hardware.let_segments_grow(torch.device("cuda", 0))
+    assert found == []
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    hardware.let_segments_grow(torch.device("cuda", 0))
+    assert found == ["expandable_segments:True"]
 
 
 class Module:

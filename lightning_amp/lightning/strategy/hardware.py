@@ -1,5 +1,6 @@
 """Where a run takes place: this rank among the others, what its device can hold, and the mesh of all ranks."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -7,6 +8,7 @@ import psutil
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.same_on_ranks.replicas import Broadcast
 from lightning_amp.lightning.strategy.measured_rates import measured_rates
@@ -39,8 +41,30 @@ def device_budget(device: torch.device, *, node_ranks: int) -> int:
     """Bytes that one rank may use; on CPU the ranks of a node share its memory."""
     if device.type == "cuda":
         # without the context and what other processes have: half a gigabyte and more, which no tensor can have
-        return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
+        library = _take_workspaces(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device)) - library
     return int(psutil.virtual_memory().total) // max(1, node_ranks)
+
+
+def _take_workspaces(device: torch.device) -> int:
+    """Bytes that cuBLAS takes from torch's allocator at the first product of each thread, forward and backward."""
+    before = int(torch.cuda.memory_allocated(device))
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(8, 8, device=device, requires_grad=True)
+        (x @ x).sum().backward()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+    del x
+    return int(torch.cuda.memory_allocated(device)) - before
+
+
+def let_segments_grow(device: torch.device) -> None:
+    """Let CUDA's allocator grow the segments that it has, unless the environment configures it.
+
+    Segments of one size each are kept for tensors of that size: under recomputation 12.3 GiB were taken where 7.5 were
+    used at once (docs/gpu.md), and a step that fits by its tensors ran out of memory.
+    """
+    if device.type == "cuda" and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        set_allocator("expandable_segments:True")
 
 
 def device_rates(device: torch.device, *, measure: bool = False) -> tuple[Rates, str]:

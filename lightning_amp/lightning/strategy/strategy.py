@@ -56,7 +56,7 @@ from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differ
 from lightning_amp.lightning.steps.cell_order import CellOrder
 from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
-from lightning_amp.lightning.strategy.hardware import while_others_start
+from lightning_amp.lightning.strategy.hardware import let_segments_grow, while_others_start
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.out_of_memory import explain
 from lightning_amp.lightning.strategy.over_data_axis import check_split, shard_fully, share_statistics
@@ -219,6 +219,7 @@ class AMPStrategy(MeshStrategy):
             while_others_start(self.launcher, self.root_device, self.request)
             super().setup_environment()
             self._failures.connected()
+        let_segments_grow(self.root_device)
         # ddp starts the streams anew, where a plain run, which shuffles by them, goes on
         set_random_state(drawn, self.root_device)
         if self.world_size > 1:
