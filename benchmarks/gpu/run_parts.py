@@ -145,6 +145,9 @@ def _carry_out(part: Part, out: Path, device: str, tiny: bool, seconds: float) -
     os.setpgid(0, 0)
     record, begin = Record(out / f"{part.file}.json", part.name), time.monotonic()
     place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        # a device without an index cannot be set
+        place = torch.device("cuda", 0)
     warnings.simplefilter("ignore")
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
