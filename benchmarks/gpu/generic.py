@@ -24,6 +24,7 @@ from benchmarks.gpu.one_trainer import BACKENDS, trainer_for
 from benchmarks.gpu.run_parts import Work
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.parallel.contract.sharded_parameter import local
 from lightning_amp.parallel.fsdp.fully_sharded import FullySharded
 
 STEPS = 3
@@ -195,6 +196,8 @@ def _train_sharded(module: Blocks, mesh: DeviceMesh, *, offload: bool) -> Found:
         sharded.before_update()
         optimizer.step()
         sharded.after_update()
+    places = {local(parameter.shard).device for parameter in sharded.parameters}
+    assert not offload or places == {torch.device("cpu")}, f"rows lie on {places!r}"
     for parameter in sharded.parameters:
         parameter.restore()
     sharded.undo()

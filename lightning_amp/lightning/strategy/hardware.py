@@ -17,6 +17,9 @@ from lightning_amp.parallel.rates_of import rates_of
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import parse_bytes
 
+TENSORS_SHARE = 0.97
+"""Of what CUDA's allocator can have, what tensors can have: on an H100 steps of 95 % ran, and of 99 % did not."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ThisRank:
@@ -42,7 +45,8 @@ def device_budget(device: torch.device, *, node_ranks: int) -> int:
     if device.type == "cuda":
         # without the context and what other processes have: half a gigabyte and more, which no tensor can have
         library = _take_workspaces(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device)) - library
+        found = int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
+        return int(TENSORS_SHARE * (found - library))
     return int(psutil.virtual_memory().total) // max(1, node_ranks)
 
 

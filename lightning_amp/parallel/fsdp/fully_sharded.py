@@ -15,7 +15,7 @@ the end of both passes, one all-reduce of two integers (agreement.py).
 In groups of S ranks, such as those of a node (HSDP), R is S: a group has all parameters, and gathers and sums among its
 ranks, after which one all-reduce of the rows' gradients goes between the groups. All ranks of the data axis compare
 what they do. With `offload` the rows, their gradients and the optimiser's state lie in the host's memory, and the
-optimiser works there; the module is whole on the device once, before it is split. Not run on a GPU yet.
+optimiser works there; the module is whole on the device once, before it is split.
 
 `training_step` and its like are no `forward`, so they are wrapped on the instance; so are methods that look at all
 parameters in a step, while those of the root are gathered. `undo` gives the module back as it was, with whole
