@@ -123,6 +123,7 @@ def plan(
     batch_size: int | None = None,
     model_parallel_size: int | str = "auto",
     rates: Rates | str | None = None,
+    precision: str | None = None,
 ) -> "ModulePlan": ...
 
 
@@ -139,6 +140,7 @@ def plan(
     shape: ModelShape | None = None,
     rates: Rates | str | None = None,
     node_devices: int | None = None,
+    precision: str | None = None,
 ) -> Any:
     """Decide what to install, without training and without starting ranks.
 
@@ -158,6 +160,8 @@ def plan(
             "A100"; None is one core of a CPU.
         node_devices: For a directory: devices of one node; the model axis stays inside it unless `model_parallel_size`
             is longer. None when all devices are on one node.
+        precision: For a module: that of the Trainer, such as "bf16-mixed"; None is "32-true". Operators are cast as
+            autocast of the device that plans casts them: a CPU's keeps a copy of logits that a GPU's does not.
 
     Returns:
         The plan; `print` shows its report. Of a module a ModulePlan, with the methods `largest_batch` and
@@ -168,7 +172,10 @@ def plan(
         PlanError: A request outside what is allowed, or strategies that this number of devices cannot run.
     """
     strategies = None if strategies == "auto" else strategies
-    reached = rates_for(rates) if isinstance(rates, str) else rates or CPU_CORE
+    half = precision is not None and precision.startswith(("bf16", "16"))
+    reached = rates or CPU_CORE
+    if isinstance(reached, str):
+        reached = rates_for(reached, products="half" if half else "float32")
     request: dict[str, Any] = {
         "devices": devices,
         "device_memory": device_memory,
@@ -177,6 +184,7 @@ def plan(
         "model_parallel_size": model_parallel_size,
     }
     if isinstance(what, Profile):
+        _refuse("a directory's profile, whose plan is one of float32", precision=precision)
         return plan_data(
             what,
             **request,
@@ -190,13 +198,13 @@ def plan(
             "a module and a batch, whose structure is the module's", shape=shape, node_devices=node_devices
         )
         from lightning_amp.data.batch_of_shapes import batch_of_shapes
-        from lightning_amp.footprint.inner_run import BY_ITSELF
+        from lightning_amp.footprint.inner_run import BY_ITSELF, Around
         from lightning_amp.lightning.first_look.plan_of_module import plan_of_module
 
         return plan_of_module(
             what,
             batch_of_shapes(batch) if isinstance(batch, str) else batch,
-            around=BY_ITSELF,
+            around=BY_ITSELF if precision is None else Around(precision=precision),
             rates=reached,
             request=request,
             options={},
@@ -215,6 +223,7 @@ def plan(
         shape=shape,
         rates=rates,
         node_devices=node_devices,
+        precision=precision,
     )
     made = plan_step(counted, **request)
     return replace(made, notes=(*made.notes, NOT_LOOKED_FOR))

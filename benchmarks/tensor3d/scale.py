@@ -34,7 +34,7 @@ from lightning_amp.planning.time.link_seconds import collective_seconds
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 
-A100 = rates_for("A100", tf32=True).on_nodes_of(4)
+A100 = rates_for("A100", products="tf32").on_nodes_of(4)
 # float32 is counted: products of bf16 take half, and so do bytes moved in the device
 BF16 = replace(A100, matmul_flops=2 * A100.matmul_flops, memory_bytes=2 * A100.memory_bytes)
 LENGTH, WORDS, MEMORY = 2048, 51200, 40 * 2**30

@@ -6,9 +6,19 @@ from lightning_amp._torch import multiplies_in_tf32
 from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, nearest_rates
 
 
-def rates_of(device: torch.device) -> tuple[Rates, str]:
-    """Rates of a device, of a CPU those of one core, and a sentence that says whose they are where it is not known."""
+def rates_of(device: torch.device, precision: str = "32-true") -> tuple[Rates, str]:
+    """Rates of a device, of a CPU those of one core, and a sentence that says whose they are where it is not known.
+
+    Args:
+        precision: As a Trainer has it, which says what products are computed in.
+    """
     if device.type != "cuda":
         return CPU_CORE, ""
     found = torch.cuda.get_device_properties(device)
-    return nearest_rates(found.name, memory_bytes=int(found.total_memory), tf32=multiplies_in_tf32())
+    products = "half" if is_half(precision) else "tf32" if multiplies_in_tf32() else "float32"
+    return nearest_rates(found.name, memory_bytes=int(found.total_memory), products=products)
+
+
+def is_half(precision: str) -> bool:
+    """Whether products under a Trainer's precision are those of bfloat16 or float16."""
+    return precision.startswith(("bf16", "16"))

@@ -55,9 +55,10 @@ def test_names_of_devices(name: str, known: str) -> None:
 
 
 def test_tf32_is_asked_for() -> None:
-    plain, tf32 = rates_for("A100"), rates_for("A100", tf32=True)
+    plain, tf32 = rates_for("A100"), rates_for("A100", products="tf32")
     assert tf32 == replace(plain, matmul_flops=8 * plain.matmul_flops)
-    assert rates_for("cpu", tf32=True) is CPU_CORE
+    assert rates_for("A100", products="half") == replace(plain, matmul_flops=16 * plain.matmul_flops)
+    assert rates_for("cpu", products="half") is CPU_CORE
 
 
 def test_faster_devices_are_predicted_to_be_faster() -> None:
@@ -96,8 +97,8 @@ def test_an_unknown_gpu_gets_the_rates_of_the_one_whose_memory_is_nearest(name, 
 
 
 def test_a_known_gpu_is_not_replaced_whatever_its_memory() -> None:
-    known = nearest_rates("NVIDIA A100-SXM4-80GB", memory_bytes=80 * 2**30, tf32=True)
-    assert known == (rates_for("A100", tf32=True), "")
+    known = nearest_rates("NVIDIA A100-SXM4-80GB", memory_bytes=80 * 2**30, products="tf32")
+    assert known == (rates_for("A100", products="tf32"), "")
 
 
 def test_rates_are_read_from_a_file(tmp_path) -> None:

@@ -71,15 +71,18 @@ def let_segments_grow(device: torch.device) -> None:
         set_allocator("expandable_segments:True")
 
 
-def device_rates(device: torch.device, *, measure: bool = False) -> tuple[Rates, str]:
+def device_rates(
+    device: torch.device, *, measure: bool = False, precision: str = "32-true"
+) -> tuple[Rates, str]:
     """Rates of a device, and a sentence that says whose they are where it is not a known one; else "".
 
     Args:
         measure: Whether those of a CPU are measured; else they are those of one known core.
+        precision: As the Trainer has it.
     """
     if measure and device.type != "cuda":
         return measured_rates(torch.get_num_threads()), ""
-    return rates_of(device)
+    return rates_of(device, precision)
 
 
 def while_others_start(launcher: object, device: torch.device, request: Request) -> None:
@@ -114,7 +117,7 @@ def make_groups(device_type: str, *, n_ranks: int, model_ranks: int, shard_ranks
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard", "model"))
 
 
-def rates_in(request: Request, here: ThisRank) -> tuple[Rates, list[str]]:
+def rates_in(request: Request, here: ThisRank, precision: str) -> tuple[Rates, list[str]]:
     """Rates of the file in the request, else of the device, with a note where the device is not known.
 
     A CPU is measured only before a race, whose outcome depends on the machine and the moment anyway. Without a race,
@@ -123,7 +126,7 @@ def rates_in(request: Request, here: ThisRank) -> tuple[Rates, list[str]]:
     if request.rates is not None:
         found, note = Rates.read(request.rates), ""
     else:
-        found, note = device_rates(here.device, measure=request.races)
+        found, note = device_rates(here.device, measure=request.races, precision=precision)
     # whatever device a file is of, settings are those of the device here
     found = replace(found, launches=here.device.type != "cpu")
     return found.on_nodes_of(here.node_ranks), [note] if note else []

@@ -128,7 +128,7 @@ class Facts:
     @cached_property
     def rates(self) -> tuple[Rates, list[str]]:
         """What a device reaches, and a note where it is not known."""
-        return rates_in(self.request, self.here)
+        return rates_in(self.request, self.here, str(self.trainer.precision))
 
     @cached_property
     def budget(self) -> int:

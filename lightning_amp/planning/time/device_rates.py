@@ -1,7 +1,7 @@
 """What devices reach, for the cost model: rates of products and of memory, and the links between them.
 
 Figures of GPUs are those of the vendor's data sheets (NVIDIA GeForce RTX 3090; A100, H100 and H200 in the SXM form):
-float32 products, or TF32 ones where asked for (dense), memory bandwidth, and NVLink in one direction, of the RTX 3090
+products (dense) in float32, TF32, bfloat16 and float16, memory bandwidth, and NVLink in one direction, of the RTX 3090
 PCI Express 4.0 x16. To the host PCI Express x16 in one direction, 4.0 or (H100 and H200) 5.0. Between nodes one
 200 Gb/s adapter per device (RTX 3090 and A100) or one of 400 Gb/s. Sheets say nothing of attention, by products or in
 fused kernels, of an operator's overhead and of a message's latency; these are round estimates.
@@ -116,12 +116,12 @@ class Rates:
         return cls.from_json(text, source=str(path))
 
 
-def rates_for(device_name: str, *, tf32: bool = False) -> Rates:
+def rates_for(device_name: str, *, products: str = "float32") -> Rates:
     """The rates of a device whose name contains that of a known one, such as "NVIDIA A100-SXM4-40GB".
 
     Args:
         device_name: As torch names it, or "cpu".
-        tf32: Whether float32 products may run in TF32; torch does so only when told to.
+        products: "float32", "tf32" where torch is set to it, or "half" for bfloat16 and float16.
 
     Raises:
         PlanError: No known device.
@@ -133,20 +133,21 @@ def rates_for(device_name: str, *, tf32: bool = False) -> Rates:
             " choose the one most like it and calibrate"
         )
     rates = DEVICES[found]
-    return replace(rates, matmul_flops=TF32_FLOPS[found]) if tf32 and found in TF32_FLOPS else rates
+    flops = PRODUCTS.get(products, {}).get(found)
+    return rates if flops is None else replace(rates, matmul_flops=flops)
 
 
-def nearest_rates(device_name: str, *, memory_bytes: int, tf32: bool = False) -> tuple[Rates, str]:
+def nearest_rates(device_name: str, *, memory_bytes: int, products: str = "float32") -> tuple[Rates, str]:
     """The rates of a GPU, known or not, and a sentence that says whose they are where it is not; else "".
 
     Args:
         memory_bytes: Memory of the device.
-        tf32: Whether float32 products may run in TF32.
+        products: As for `rates_for`.
     """
     if _known(device_name):
-        return rates_for(device_name, tf32=tf32), ""
+        return rates_for(device_name, products=products), ""
     near = min(MEMORY_GIB, key=lambda name: abs(log(memory_bytes / 2**30 / MEMORY_GIB[name])))
-    return rates_for(near, tf32=tf32), (
+    return rates_for(near, products=products), (
         f"the rates of {device_name!r} are not known: times are predicted for {DEVICES[near].device}, whose memory is"
         " nearest; `lightning-amp calibrate` measures them"
     )
@@ -217,5 +218,8 @@ DEVICES = {
 }
 """By a part of the device's name."""
 MEMORY_GIB = {"RTX 3090": 24, "A100": 40, "H100": 80, "H200": 141}
-TF32_FLOPS = {"A100": 156e12, "H100": 494e12, "H200": 494e12}
-"""Dense; of the RTX 3090 it is what float32 reaches."""
+PRODUCTS = {
+    "tf32": {"A100": 156e12, "H100": 494e12, "H200": 494e12},
+    "half": {"RTX 3090": 71e12, "A100": 312e12, "H100": 989e12, "H200": 989e12},
+}
+"""Operations per second of dense products that are not float32's; TF32 of the RTX 3090 is what float32 reaches."""
