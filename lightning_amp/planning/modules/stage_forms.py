@@ -28,6 +28,7 @@ import numpy as np
 
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.planning.modules.seen import LEAST_SECONDS, Seen, StageChunks, Target
+from lightning_amp.planning.pipeline.layer_seconds import segment_seconds
 from lightning_amp.planning.pipeline.stage_bytes import Pipeline, rank_peak
 from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
 from lightning_amp.quantities import format_bytes, format_seconds
@@ -238,17 +239,6 @@ def _tried(
 def _seconds_of(passes: Passes, runs: Sequence[tuple[int, int]]) -> float:
     forward, backward = segment_seconds(passes)
     return float(sum((forward + backward)[start:end].sum() for start, end in runs))
-
-
-def segment_seconds(passes: Passes) -> tuple[Any, Any]:
-    """Of every segment, forward and backward, [K + 1] each."""
-    before = np.concatenate([[0.0], np.cumsum(passes.seconds)])
-    forward = before[passes.first[1:]] - before[passes.first[:-1]]
-    inside = passes.segment >= 0
-    backward = np.bincount(
-        passes.segment[inside], weights=passes.seconds[inside], minlength=len(passes.names) + 1
-    )
-    return forward, backward
 
 
 def targets_again(part: Passes, blocks: Sequence[int]) -> tuple[Target, ...]:

@@ -7,7 +7,9 @@
        passes (pipeline/stage_bytes.py); where that exceeds the budget after all, the cap is lowered, and cut again
     4. blocks that are computed again in their stage, as few as are needed where the budget is exceeded, and where that
        is not enough blocks that run in chunks (stage_forms.py)
-    5. of the numbers of micro-batches that are tried the fastest that fits, else that of the least peak
+    5. of the numbers of micro-batches that are tried the fastest that fits, else that of the least peak. Tried are one,
+       two and four per rank, and the fastest of all numbers by Eq. 8 of Zhou et al. 2025 (CSIMD), each with its own
+       exact cut (pipeline/micro_batches.py)
 
 With "gpipe" what follows the blocks runs once, for the whole batch; with the others for every micro-batch, and once
 more without gradients for the whole batch.
@@ -16,12 +18,11 @@ Known limits: seconds are those of operators one after the other at the device's
 step to its blocks (placeholders) takes no time here; caps do not count what passes make for a moment, the peak does.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from math import inf
-from typing import Any
 
 import numpy as np
 
@@ -35,25 +36,26 @@ from lightning_amp.planning.modules.stage_forms import (
     fewest_again,
     fewest_chunks,
     repeatable,
-    segment_seconds,
     targets_again,
     targets_in_chunks,
 )
 from lightning_amp.planning.pipeline.blocks_of_stages import filled, layer_bytes
 from lightning_amp.planning.pipeline.cut import cut_pipeline
+from lightning_amp.planning.pipeline.layer_seconds import LayerSeconds
+from lightning_amp.planning.pipeline.micro_batches import Devices, LayerTimes, fastest_of
 from lightning_amp.planning.pipeline.schedules import Order, fills_rounds, schedule
 from lightning_amp.planning.pipeline.stage_bytes import Pipeline, held_bytes, rank_peaks
-from lightning_amp.planning.pipeline.timeline import StageTimes, timeline
+from lightning_amp.planning.pipeline.timeline import timeline
 from lightning_amp.planning.plan.specs import PipelineStages
 from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.time.fill_settings import speeds_of_model
 from lightning_amp.planning.time.link_seconds import collective_seconds
-from lightning_amp.quantities import format_bytes
+from lightning_amp.quantities import format_bytes, format_seconds
 
 SAFE = "gpipe"
 """What a policy takes: the loss may be any function of the batch. Others refuse a step whose loss is no mean."""
 PER_RANK = (1, 2, 4)
-"""Micro-batches per rank that are tried."""
+"""Micro-batches per rank that are tried whatever is fastest: fewer or more may be needed to fit."""
 CAPS = 12
 """Caps that are tried for one cut."""
 
@@ -70,6 +72,7 @@ class _Shape:
     micro_batches: int
     budget: int | None
     speeds: tuple[float, ...] = ()
+    compared: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def of_stages(self) -> tuple[float, ...] | None:
@@ -90,6 +93,17 @@ class _Shape:
     def orders(self) -> tuple[Order, ...]:
         """Of every rank."""
         return schedule(self.schedule, self.ranks, self.micro_batches, stages_per_device=self.each)
+
+    def seconds(self, part: Passes) -> LayerSeconds:
+        """Of the blocks of a micro-batch."""
+        return LayerSeconds.of(
+            part,
+            self.whole,
+            links=self.seen.rates.links,
+            ranks=self.ranks,
+            micro_batches=self.micro_batches,
+            at_once=self.at_once,
+        )
 
 
 def best_pipeline(seen: Seen, *, ranks: int, budget: int | None, asked: Asked) -> Draft | str:
@@ -139,7 +153,11 @@ def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Aske
     if stages > blocks:
         return f"there are {blocks} blocks for {stages} stages"
     counts = sorted({min(whole.rows, asked.micro_batches or n * model) for n in PER_RANK})
-    shapes = [replace(first, micro_batches=count) for count in counts if fills_rounds(name, model, count)]
+    counts = [count for count in counts if fills_rounds(name, model, count)]
+    if counts and asked.micro_batches is None and budget != 0:
+        found = _fastest(first, -(-whole.rows // counts[-1]))
+        counts, first = sorted({*counts, *found}), replace(first, compared=found)
+    shapes = [replace(first, micro_batches=count) for count in counts]
     if not shapes:
         return f"{counts!r} micro-batches do not fill the rounds of an interleaved schedule on {model} ranks"
     made, parts, refused = list[Draft](), list[Passes](), ""
@@ -165,6 +183,37 @@ def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Aske
         in_chunks = (list(_drafts_in_chunks(*one, asked)) for one in zip(shapes, parts, strict=True))
         made += next(filter(None, in_chunks), [])
     return _best(made, budget)
+
+
+def _fastest(shape: _Shape, rows: int) -> dict[int, float]:
+    """The number of micro-batches of the least time by Eq. 8, over all there can be, one and one per rank: seconds.
+
+    Args:
+        rows: Of the smallest micro-batch that is counted; others lie on the line between it and the whole.
+
+    Returns:
+        The fastest first; empty where the times are not known.
+    """
+    whole, counted = shape.whole, shape.seen.passes(rows) if shape.seen.passes else ""
+    if isinstance(counted, str) or counted.rows == whole.rows or shape.each > 1:
+        # stages that take turns on a rank have another time than Eq. 8
+        return {}
+    # more micro-batches of as many rows would be empty
+    every = sorted({-(-whole.rows // n) for n in range(1, whole.rows + 1)} | {min(shape.ranks, whole.rows)})
+    parts = [whole.at(counted, -(-whole.rows // count)) for count in every]
+    layers = [
+        replace(shape, micro_batches=count).seconds(part)
+        for count, part in zip(every, parts, strict=True)
+        if part
+    ]
+    if len(layers) < len(every):
+        return {}
+    names = ("forward", "backward", "send_forward", "send_backward")
+    tables = {name: np.stack([getattr(one, name) for one in layers]) for name in names}
+    after = np.array([one.rest + one.silent for one in layers])
+    times = LayerTimes(counts=tuple(every), after=after, **tables)
+    devices = Devices(n_stages=shape.ranks, speeds=shape.of_stages)
+    return fastest_of(times, devices, (1, min(shape.ranks, whole.rows)))
 
 
 def _fits(made: Sequence[Draft], budget: int) -> bool:
@@ -231,8 +280,8 @@ def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: Asked) -> li
     """Those that were asked for; else the fastest as it is, and the fastest that fits in its form of least bytes."""
     if asked.ends is not None:
         return [asked.ends]
-    fastest = _cut(replace(shape, budget=None), part, _Layers.of(shape, part))
-    return sorted({fastest, _cut(shape, least, _Layers.of(shape, least))})
+    fastest = _cut(replace(shape, budget=None), part, shape.seconds(part))
+    return sorted({fastest, _cut(shape, least, shape.seconds(least))})
 
 
 def _pipeline(shape: _Shape, part: Passes, ends: tuple[int, ...]) -> Pipeline:
@@ -244,7 +293,7 @@ def _draft(
 ) -> Draft:
     """Cut, and predict."""
     part = computed_again(run.part, again)
-    layers = _Layers.of(shape, part)
+    layers = shape.seconds(part)
     if ends is None:
         ends = _cut(shape, part, layers)
     pipeline = _pipeline(shape, part, ends)
@@ -296,6 +345,10 @@ def _target(shape: _Shape, ends: tuple[int, ...], stages: Sequence[Stage]) -> Ta
         f" micro-batches by {shape.schedule}: a rank waits {100 * bubble:.0f} % of the time, and needs"
         f" {format_bytes(peak)} at most"
     )
+    if shape.compared:
+        (fastest, _), *others = shape.compared.items()
+        other = ", ".join(f"{count}: {format_seconds(seconds)}" for count, seconds in others)
+        why += f"; of 1 to {shape.whole.rows} micro-batches {fastest} are the fastest ({other})"
     saved = max(0, shape.seen.profile.peak_bytes - peak)
     fqn = shape.whole.names[0].rpartition(".")[0]
     return Target(strategy="pipeline", fqn=fqn, spec=spec, why=why, saves_bytes=saved)
@@ -312,58 +365,7 @@ def _after(shape: _Shape, pipeline: Pipeline) -> float:
     return averaged + fullest * float(whole.seconds[whole.optimises].sum())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Layers:
-    """Seconds of every block for one micro-batch, with what lies before the first and after the last.
-
-    Attributes:
-        rest: What follows the blocks, forward and backward, once for the whole batch.
-        silent: The same once more, without gradients.
-    """
-
-    forward: Any
-    backward: Any
-    send_forward: Any
-    send_backward: Any
-    rest: float
-    silent: float
-
-    @classmethod
-    def of(cls, shape: _Shape, part: Passes) -> "_Layers":
-        """Of the segments of a micro-batch."""
-        there, back = segment_seconds(part)
-        forward, backward = there[:-1].copy(), back[:-1].copy()
-        whole_there, whole_back = segment_seconds(shape.whole)
-        if not shape.at_once:
-            forward[-1] += there[-1]
-            backward[-1] += back[-1]
-        links = shape.seen.rates.links
-        sends = np.array([collective_seconds("exchange", n, shape.ranks, links) for n in part.sent_bytes])
-        again = shape.micro_batches > 1 and not shape.at_once
-        return cls(
-            forward=forward,
-            backward=backward,
-            send_forward=sends,
-            # block i returns the gradient of what the one before it has sent
-            send_backward=np.array([0.0, *sends[:-1]]),
-            rest=float(whole_there[-1] + whole_back[-1]) if shape.at_once else 0.0,
-            silent=float(whole_there[-1]) if again else 0.0,
-        )
-
-    def stages(self, ends: Sequence[int], speeds: tuple[float, ...] | None) -> StageTimes:
-        """Summed up."""
-        made = StageTimes.of(
-            ends,
-            self.forward,
-            self.backward,
-            send_forward=self.send_forward,
-            send_backward=self.send_backward,
-            speeds=speeds,
-        )
-        return replace(made, rest=self.rest / (speeds[-1] if speeds else 1.0))
-
-
-def _cut(shape: _Shape, part: Passes, layers: _Layers) -> tuple[int, ...]:
+def _cut(shape: _Shape, part: Passes, layers: LayerSeconds) -> tuple[int, ...]:
     """Ends of the stages: the least rho_1 + rho_2 whose peak is within the budget, else of the least bytes found."""
     stages = shape.ranks * shape.each
     cut = partial(

@@ -5,14 +5,16 @@
 
 All times are those of one of p micro-batches, and they are not proportional to its size: each layer has its own for
 every p. `gpipe_seconds` takes all p at once (their Algorithm 4); `cross_search` chooses cut and p in turn until
-neither improves (Algorithm 1), `search_all` cuts for every p. Either takes the cut of least rho_1 + rho_2 for a p, as
-the paper does: what is sent once per cut is in T but not in what is minimised, and for p = 1 it is all that matters.
+neither improves (Algorithm 1), `search_all` cuts for every p that may be best. Either takes the cut of least
+rho_1 + rho_2 for a p, as the paper does: what is sent once per cut is in T but not in what is minimised, and for p = 1
+it is all that matters.
 
 Legend: K layers, P numbers of micro-batches.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -35,6 +37,7 @@ class LayerTimes:
         backward: Of the backward pass.
         send_forward: Of sending what the layer returns on.
         send_backward: Of sending the gradient that the layer returns back.
+        after: What a step takes besides, once for all micro-batches, [P]; none: no time.
     """
 
     counts: tuple[int, ...]
@@ -42,6 +45,7 @@ class LayerTimes:
     backward: Table
     send_forward: Table
     send_backward: Table
+    after: Float[np.ndarray, " P"] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what does not fit together.
@@ -140,7 +144,7 @@ def gpipe_seconds(
     )
     once = sum(part.sum(1) for part in (forward, backward, on, back))
     seconds: NDArray[np.float64] = once + (np.array(times.counts) - 1) * slowest
-    return seconds
+    return seconds if times.after is None else seconds + times.after
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,22 +188,48 @@ def cross_search(times: LayerTimes, devices: Devices, *, first: int | None = Non
 
 
 def search_all(times: LayerTimes, devices: Devices) -> Choice:
-    """Cut for every number of micro-batches, and choose the best of these cuts and any number of micro-batches.
+    """Cut for every number of micro-batches that may be best, and choose the best of these cuts and any number.
 
-    So it is never worse than `cross_search`, wherever that begins. Ties go to the fewest micro-batches.
+    A number whose least possible time is no less than one that was found is not cut for. Ties go to the fewest
+    micro-batches.
 
     Raises:
         PlanError: As `cut_pipeline`.
     """
-    ends = [_cut(times, devices, row).ends for row in range(len(times.counts))]
-    seconds = np.stack([gpipe_seconds(times, cut, speeds=devices.speeds) for cut in ends], axis=1)
-    row, column = np.unravel_index(seconds.argmin(), seconds.shape)
-    return Choice(
-        ends=ends[column],
-        micro_batches=times.counts[row],
-        seconds=float(seconds[row, column]),
-        cuts=len(ends),
-    )
+    least = _least_seconds(times, devices)
+    best: Choice | None = None
+    cuts = 0
+    # exact cuts take most of the time, so the most promising number comes first
+    for row in np.argsort(least, kind="stable"):
+        if best is not None and least[row] > best.seconds:
+            break
+        ends, cuts = _cut(times, devices, int(row)).ends, cuts + 1
+        seconds = gpipe_seconds(times, ends, speeds=devices.speeds)
+        found = int(seconds.argmin())
+        one = Choice(ends=ends, micro_batches=times.counts[found], seconds=float(seconds[found]), cuts=cuts)
+        if best is None or (one.seconds, one.micro_batches) < (best.seconds, best.micro_batches):
+            best = one
+    assert best is not None, "there is a number of micro-batches"
+    return replace(best, cuts=cuts)
+
+
+def fastest_of(times: LayerTimes, devices: Devices, others: Sequence[int]) -> dict[int, float]:
+    """Seconds of the best number of micro-batches, then of some others, each cut for itself."""
+    best = search_all(times, devices)
+    seconds = {count: _cut(times, devices, times.counts.index(count)).seconds for count in others}
+    return {best.micro_batches: best.seconds} | seconds
+
+
+def _least_seconds(times: LayerTimes, devices: Devices) -> NDArray[np.float64]:
+    """Less than any cut can take: all devices as busy as the slowest, nothing sent, [P]."""
+    speeds = np.array(speeds_of(devices.speeds, devices.n_stages))
+    busy: Any = 0.0
+    for table in (times.forward, times.backward):
+        busy += np.maximum(table.sum(1) / speeds.sum(), table.max(1) / speeds.max())
+    once = (times.forward.sum(1) + times.backward.sum(1)) / speeds.max()
+    least: NDArray[np.float64] = once + (np.array(times.counts) - 1) * busy
+    # sums of floats in another order may differ in the last digits
+    return (least if times.after is None else least + times.after) * (1 - 1e-9)
 
 
 def _cut(times: LayerTimes, devices: Devices, row: int) -> Choice:

@@ -88,6 +88,27 @@ def made(found: Draft | str) -> Draft:
     return found
 
 
+@pytest.mark.parametrize("fixed", [0.0, 0.2, 3.0])
+def test_the_number_of_micro_batches_is_the_fastest_of_all(fixed: float) -> None:
+    """Part of every operator's time does not shrink with the micro-batch, so many small ones may be slower."""
+    rows = 24
+
+    def of(length: int | None) -> Passes:
+        found = passes(length or rows, seconds=(1.0, 2.0, 1.0, 1.0, 2.0, 1.0))
+        return replace(found, seconds=np.where(found.seconds > 0, found.seconds + fixed, 0.0))
+
+    there = replace(step(), passes=of)
+
+    def seconds(count: int | None) -> tuple[float, int]:
+        found = made(staged(there, 2, data=1, budget=None, asked=Asked(micro_batches=count)))
+        return found.seconds, found.targets[0].spec.micro_batches  # type: ignore[union-attr]
+
+    every = {count: seconds(count)[0] for count in range(1, rows + 1)}
+    free, chosen = seconds(None)
+    assert free == pytest.approx(min(every.values()))
+    assert every[chosen] == pytest.approx(free)
+
+
 def spec_of(draft: Draft) -> PipelineStages:
     (target,) = (target for target in draft.targets if target.strategy == "pipeline")
     assert isinstance(target.spec, PipelineStages)
