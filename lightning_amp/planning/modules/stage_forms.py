@@ -28,9 +28,9 @@ import numpy as np
 
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.planning.modules.seen import LEAST_SECONDS, Seen, StageChunks, Target
-from lightning_amp.planning.pipeline.layer_seconds import segment_seconds
 from lightning_amp.planning.pipeline.stage_bytes import Pipeline, rank_peak
 from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
+from lightning_amp.planning.time.layer_seconds import segment_seconds
 from lightning_amp.quantities import format_bytes, format_seconds
 
 

@@ -41,7 +41,6 @@ from lightning_amp.planning.modules.stage_forms import (
 )
 from lightning_amp.planning.pipeline.blocks_of_stages import filled, layer_bytes
 from lightning_amp.planning.pipeline.cut import cut_pipeline
-from lightning_amp.planning.pipeline.layer_seconds import LayerSeconds
 from lightning_amp.planning.pipeline.micro_batches import Devices, LayerTimes, fastest_of
 from lightning_amp.planning.pipeline.schedules import Order, fills_rounds, schedule
 from lightning_amp.planning.pipeline.stage_bytes import Pipeline, held_bytes, rank_peaks
@@ -49,6 +48,7 @@ from lightning_amp.planning.pipeline.timeline import timeline
 from lightning_amp.planning.plan.specs import PipelineStages
 from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.time.fill_settings import speeds_of_model
+from lightning_amp.planning.time.layer_seconds import LayerSeconds
 from lightning_amp.planning.time.link_seconds import collective_seconds
 from lightning_amp.quantities import format_bytes, format_seconds
 
