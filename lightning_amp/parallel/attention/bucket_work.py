@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_amp._torch import past_threshold, softmax_backward
 from lightning_amp.parallel.attention.precision import computed_in
 from lightning_amp.parallel.attention.rotary import from_pairs, rotary, to_pairs
+from lightning_amp.parallel.device_settings import launches_operators
 from lightning_amp.planning.sizes.bucket_runs import Band, Run
 
 SELF_SCORE = -5e4
@@ -288,8 +289,14 @@ class BucketWork:
         if run.missing:
             # rows that are only counted have no value
             ds.select(-1, -1).zero_()
-        # in place: every number is read before it is written, on CUDA from a copy that torch makes
-        softmax_backward(ds, weights, out=ds)
+        if launches_operators(ds) and ds.dtype.itemsize >= 4:
+            # CUDA's kernel first makes the product of both, another tensor as large as the scores; in bfloat16 that
+            # is half as large, and a product in place would be rounded
+            total = ds.mul_(weights).sum(-1, keepdim=True)
+            ds.addcmul_(weights, total, value=-1)
+        else:
+            # in place: every number is read before it is written
+            softmax_backward(ds, weights, out=ds)
         # the score of a row with itself is a constant
         self._with_themselves(ds, run, rows).zero_()
         return ds

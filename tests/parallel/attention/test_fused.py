@@ -380,8 +380,9 @@ def test_an_accelerator_runs_few_operators_on_all_buckets_and_waits_for_none() -
     assert [sum("bmm" in name for name in names) for names in found.values()] == [10, 11]
     assert not {"_local_scalar_dense", "nonzero", "index", "lift_fresh", "arange", "cos"} & set(found[False])
     with settings_of("cpu"):
-        # each of six turns is two products with small tables, of which none is a part
-        assert len(operators(FusedAttention(DIM, WINDOW), leaves)) == len(found[False]) + 6
+        # each of six turns is two products with small tables, of which none is a part; a softmax's backward pass is
+        # one operator, and not three
+        assert len(operators(FusedAttention(DIM, WINDOW), leaves)) == len(found[False]) + 6 - 2
     wide = draw(5 * 150 + 2, dtype=torch.float32)
     with settings_of("cuda"):
         assert len(operators(FusedAttention(DIM, 150), wide)) == len(found[False]), "whatever the sizes"
