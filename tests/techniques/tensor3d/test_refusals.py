@@ -175,13 +175,6 @@ BATCH = CASES["gated"].batch
 REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     "ranks": (Small, (3, 1, 1), {}, "model_parallel_size|a grid of 3 ranks was given for 2 ranks"),
     "rows": (Small, (1, 1, 4), {}, "a grid of 4 ranks was given for 2 ranks"),
-    "others": (
-        Small,
-        (2, 1, 1),
-        {"options": {"strategies": "tensor3d,fsdp"}},
-        "fsdp .*not supported together",
-    ),
-    "chunk": (Small, (2, 1, 1), {"options": {"strategies": "tensor3d,chunk"}}, "chunk cannot be: it is not"),
     "batch norm": (Normed, (2, 1, 1), {}, "'more' is a SyncBatchNorm"),
     "by hand": (ByHand, (2, 1, 1), {}, "self.clip_gradients"),
     "an optimiser": (Coupled, (2, 1, 1), {}, "'Adafactor'.*tensor3d splits"),
@@ -233,6 +226,12 @@ def test_options_are_checked_before_processes_start() -> None:
     for options, words in (
         ({"tensor_grid": (2, 1, 1)}, "which is of tensor3d"),
         ({"strategies": "tensor3d,sequence", "tensor_grid": (2, 1, 1)}, "leave 'sequence' out"),
+        ({"strategies": "tensor3d,fsdp"}, "fsdp and tensor3d cannot be together: z of a grid shards"),
+        ({"strategies": ["tensor3d", "chunk"]}, "it captures a block as a graph of whole tensors"),
+        ({"strategies": ["tensor3d", "pipeline"], "tensor_grid": (2, 1, 1)}, "a stage has whole blocks"),
+        ({"strategies": "tensor3d,logits"}, "logits and tensor3d cannot be together: .* over classes"),
+        ({"strategies": "tensor3d,replay"}, "replay and tensor3d cannot be together: .* has parts"),
+        ({"strategies": "tensor3d,S3"}, "S3 and tensor3d cannot be together: it is not supported"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1)}, "allowed are three whole numbers"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1, 0)}, "allowed are three whole numbers"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1, 1), "model_parallel_size": 4}, "leave model_paral"),
