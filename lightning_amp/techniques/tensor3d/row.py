@@ -104,5 +104,5 @@ ROW: dict[str, Any] = {
         " again",
     },
     "asked": asked,
-    "without_step": "Give a grid (tensor_grid=), a plan of a fit (plan=), or make the step run on fake tensors",
+    "without_step": "Give a grid (tensor_grid=), or a plan of a fit (plan=)",
 }

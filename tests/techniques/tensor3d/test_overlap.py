@@ -120,7 +120,25 @@ class Heads(nn.Module):
         return found
 
 
-UNEVEN: dict[str, Any] = {"windows": (Windows, (2, 2, 1)), "heads": (Heads, (2, 1, 2))}
+class Complex(nn.Module):
+    """A view of real numbers as complex ones, conjugate, of which the imaginary parts are negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.pairs = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel, x = torch.view_as_complex(self.pairs).conj(), self.inner(x)
+        found: Tensor = (x * kernel).real.square().mean() + (x * kernel.imag).sin().mean()
+        return found
+
+
+SAVED: dict[str, Any] = {
+    "windows": (Windows, (2, 2, 1)),
+    "heads": (Heads, (2, 1, 2)),
+    "complex": (Complex, (2, 1, 2)),
+}
+"""Modules of which autograd saves views of parameters."""
 
 # by step and by place in z
 ALIKE: dict[str, dict[str, Any]] = {
@@ -289,7 +307,7 @@ def on_ranks(rank: int, ranks: int) -> dict[str, Any]:
             found[name] = run.trained()
         except ModelError as error:
             found[name] = str(error)
-    for name, (make, sizes) in UNEVEN.items():
+    for name, (make, sizes) in SAVED.items():
         found[name] = OnGrid(ranks, Grid.of(grid_mesh("cpu", sizes, ranks)), make, numbers).trained()
     return found
 
@@ -319,7 +337,7 @@ def test_what_overlaps_changes_no_number_and_no_promise(tmp_path: Path) -> None:
         for name, words_of_error in UNLIKE_WORDS.items():
             assert re.search(words_of_error, str(found[name]), re.DOTALL), (name, found[name])
     exact = {name: partial(Branching, **branches) for name, branches in ALIKE.items()}
-    for name, make in {**exact, **{name: make for name, (make, _) in UNEVEN.items()}}.items():
+    for name, make in {**exact, **{name: make for name, (make, _) in SAVED.items()}}.items():
         module, batches = made(make, numbers)
         train(module, batches)
         state = {key: p.detach() for key, p in module.named_parameters()}

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,27 @@ class Normed1(Small):
             self.net.weight.div_(self.net.weight.norm())
 
 
+class Anew(Small):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.reset_parameters()
+
+
+class Copied(Small):
+    def on_train_start(self) -> None:
+        self.more = deepcopy(self.net)
+
+
+class Scripted(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.jit.trace(nn.Linear(5, 4).double(), torch.zeros(2, 5).double())
+
+
+class Transformed(Small):
+    def loss(self, batch: Any) -> Tensor:
+        return torch.func.vmap(self.net)(batch).square().mean()  # type: ignore[no-any-return]
+
+
 class Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -185,6 +207,25 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     "one memory": (Twice, (2, 1, 1), {}, "'net.weight' and 'more.weight' are two with one memory"),
     "a view": (Kept, (1, 1, 2), {}, "'first' is a view of the parameter 'net.weight'"),
     "a norm between steps": (Normed1, (2, 1, 1), {}, "'on_train_batch_end' calls .*norm' .*'net.weight'"),
+    "values drawn anew": (
+        Anew,
+        (2, 1, 1),
+        {},
+        "'on_train_batch_start' fails with ValueError.*flat. If it reads",
+    ),
+    "a copy": (
+        Copied,
+        (2, 1, 1),
+        {},
+        "'on_train_start' copies the parameter 'net.weight'.*make the copy in setup",
+    ),
+    "a transform": (
+        Transformed,
+        (2, 1, 1),
+        {},
+        "'linear' in 'Transformed'.*inside a transform of torch.func",
+    ),
+    "scripted": (Scripted, (2, 1, 1), {}, "'net' is a ScriptModule, whose compiled code reads"),
     "a function by another name": (Named, (1, 2, 1), {}, "autograd Functions do not see parts"),
     "a branch": (Branching, (1, 1, 2), {}, "under tensor3d all ranks use the same .*rank 1 gathers"),
     "a write": (Writing, (2, 1, 1), {}, "'clamp_'.*Writing"),
