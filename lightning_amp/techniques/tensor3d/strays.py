@@ -163,6 +163,9 @@ class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operator; what it returns of parts is a part."""
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            # what is asked of a fake tensor, such as its device
+            return func(*args, **kwargs)
         given = [t for t in tensors_in((args, kwargs)) if type(t) is not ShardedTensor]
         of = [self._parts.get(t.untyped_storage()._cdata) for t in given]
         # a whole norm, computed by the library, is no part
@@ -221,6 +224,9 @@ def _watched(name: str, hook: Callable[..., Any], parameters: list[GridParameter
             with _ByValue(name, parameters):
                 return hook(*args, **kwargs)
         except (ValueError, RuntimeError, IndexError) as error:
+            # others are signals, as that a step needs values
+            if type(error) not in (ValueError, RuntimeError, IndexError):
+                raise
             raise ModelError(FAILS.format(hook=name, error=error)) from error
         finally:
             for one in parameters:
