@@ -7,9 +7,9 @@ every rank. A module on a grid is
 
     exact     to 1e-10
     drawn     where random numbers of split features are others than those of whole ones, and all ranks agree
-    refused   where every rank raises an error of the library, with one message
+    refused   where every rank raises an error of the library, with one message that says why
     wrong     the rest, without an error
-    raw       where a rank raises an error of torch or of Python
+    raw       where a rank raises an error of torch or of Python, also in the words of one of the library
     hangs     where ranks give no answer for 60 seconds, or some of them raise an error and others wait
 
 Exit status 1 where there is a wrong, raw or hanging one. Processes are started once; half an hour on two cores.
@@ -54,6 +54,8 @@ TABLES = {
 }
 ATTACKS = {one.name: one for table in TABLES.values() for one in table}
 STEPS, BOUND, PATIENCE_S = 3, 1e-10, 60.0
+UNNAMED = "whose training step fails: "
+"""In a message: an error of torch or of Python follows."""
 KINDS = ("exact", "drawn", "refused", "wrong", "raw", "hangs")
 
 
@@ -121,7 +123,7 @@ def judged(found: list[Found], right: list[dict[str, Tensor]], drawn: bool) -> F
         exact = "drawn" if drawn else "exact"
         return (exact, f"{error:.0e}") if error <= BOUND else ("wrong", f"{where} differs by {error:.1e}")
     if kinds == {"refused"}:
-        return found[0]
+        return ("raw" if UNNAMED in found[0][1] else "refused"), found[0][1]
     why = " || ".join(f"{kind}: {text if kind != 'done' else ''}" for kind, text in found)
     return ("raw" if "raw" in kinds and "hangs" not in kinds else "hangs"), why
 

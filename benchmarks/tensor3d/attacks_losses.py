@@ -62,6 +62,16 @@ def _complex(m: Any, x: Tensor) -> Tensor:
     return m.b((z * z.conj().roll(1, -1)).real + z.abs())
 
 
+def _conjugate(m: Any, x: Tensor) -> Tensor:
+    h, kernel = m.a(x), torch.view_as_complex(m.w).conj()
+    return m.b((h * kernel).real + h * kernel.imag)
+
+
+def _adjoint(m: Any, x: Tensor) -> Tensor:
+    z = torch.complex(m.a(x), m.b(x))
+    return m.c((z @ (z.mH @ z)).real.tanh())
+
+
 def _spectral(m: Any, x: Tensor) -> Tensor:
     low = torch.fft.rfft(m.a(x).mT, n=5)[..., :2]
     out = torch.einsum("bik,iok->bok", low, torch.view_as_complex(m.w))
@@ -112,6 +122,8 @@ LOSSES = [
     attack("written features", X, _written, a=lin(6, 8), b=lin(8, 3)),
     attack("operators in place", X, _in_place, a=lin(6, 8), b=lin(8, 3), c=lin(6, 8)),
     attack("complex features", X, _complex, a=lin(6, 8), b=lin(8, 3), c=lin(6, 8)),
+    attack("a conjugate kernel", X, _conjugate, a=lin(6, 8), w=par(8, 2), b=lin(8, 3)),
+    attack("adjoint products", SEQ, _adjoint, a=lin(8, 6), b=lin(8, 6), c=lin(6, 3)),
     attack("a spectral convolution", SEQ, _spectral, a=lin(8, 6), b=lin(4, 2), w=par(6, 4, 2, 2)),
     attack("whitened features", SEQ, _center, a=lin(8, 8), b=lin(8, 3)),
     attack("splines", X, _spline, w=par(8, 6, 4), b=lin(8, 3)),

@@ -241,6 +241,13 @@ NETS = [
         table=par(15),
         out=lin(8, 3),
     ),
+    attack(
+        "matrices of heads",
+        SEQ,
+        lambda m, x: m.a(x).unflatten(-1, (3, 1)).transpose(1, 2).tanh() @ m.w,
+        a=lin(8, 3),
+        w=par(3, 1, 4),
+    ),
     attack("unfolded patches", IMAGE, lambda m, x: m.b(m.a(F.unfold(x, 3).mT)), a=lin(36, 8), b=lin(8, 3)),
     attack(
         "folded patches",

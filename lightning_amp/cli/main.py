@@ -1,4 +1,4 @@
-"""`lightning-amp`: demo, prepare, profile, plan, simulate, calibrate, verify, convert, fit, validate, test, predict.
+"""`lightning-amp`: demo, prepare, profile, plan, simulate, calibrate, tune, convert, verify, and Lightning's four.
 
 The first four need no torch and start at once; the last four are Lightning's own command line and take its flags.
 `simulate` and `calibrate` load torch once what was asked for is known to make sense.
@@ -18,6 +18,7 @@ from lightning_amp.cli.plan import add_plan
 from lightning_amp.cli.prepare import add_prepare
 from lightning_amp.cli.profile import add_profile
 from lightning_amp.cli.simulate import add_simulate
+from lightning_amp.cli.tune import add_tune
 from lightning_amp.cli.verbs import PROGRAM, VERBS, described
 from lightning_amp.cli.verify import add_verify
 from lightning_amp.data.files.write_aside import FULL, cannot_write
@@ -31,6 +32,7 @@ ADD = {
     "plan": add_plan,
     "simulate": add_simulate,
     "calibrate": add_calibrate,
+    "tune": add_tune,
     "convert": add_convert,
     "verify": add_verify,
 }

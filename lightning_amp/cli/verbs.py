@@ -43,6 +43,12 @@ VERBS: dict[str, tuple[str, str, str]] = {
         " write them as JSON, for --rates of plan and simulate and for AMPStrategy(rates=...).",
         "--device cpu --out rates.json",
     ),
+    "tune": (
+        "train some steps on the grids of tensor3d that a plan ranks first",
+        "Plan the model of a configuration with tensor3d, train a few steps on this machine on each of the grids that"
+        " are predicted to be fastest, and write the plan of the one that is.",
+        "--config config.yaml --devices 8 --out plan.json",
+    ),
     "convert": (
         "write a sharded checkpoint as the plain one, a single file",
         "Put the shards of a checkpoint directory together: any Trainer loads the file, under any strategy.",

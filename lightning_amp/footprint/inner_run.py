@@ -272,6 +272,13 @@ class _Here(SingleDeviceStrategy):
         recorder.in_step = before
         return found
 
+    def gradient_norm(self) -> torch.Tensor:
+        """As AMPStrategy has it, of the gradients that are here."""
+        assert self.lightning_module is not None, "a hook of the module asks"
+        return torch.nn.utils.get_total_norm(
+            [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
+        )
+
     def teardown(self) -> None:
         """Leave the module where it is."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp.dist.guards import guarded
@@ -94,6 +95,25 @@ def test_groups_of_a_convolution_stay_on_their_ranks(groups: int) -> None:
     assert {one.why for one in sent} <= {"sum", ""}
 
 
+class Passing(TorchFunctionMode):
+    """Looks at calls, as for a reference to a parameter in a first step."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dry_run_passes_checks_of_values_and_takes_positions_in_lists() -> None:
+    """Other ranks' values are not there in a dry run: a check of all has to be one of the own ones."""
+
+    def call(x: Tensor) -> Tensor:
+        found = torch.distributions.Normal(x, x.exp(), validate_args=True).log_prob(x)
+        assert (x == x).all()
+        return found[:, [2, 0, 1]] + found[:, (3, 3, 1)]
+
+    with Passing():
+        counted(call, ((ROWS, 8), {"x": 1}))
+
+
 def test_operators_that_need_features_whole_are_named() -> None:
     """What is sent for sums is not theirs; a note names them from a tenth of what a forward pass sends on."""
     steps = DrySteps("tensor3d", TensorParallel3D(grid="2x1x1"), 2)
@@ -102,4 +122,4 @@ def test_operators_that_need_features_whole_are_named() -> None:
         sent, _ = counted(call, linear, ((WORDS, 8), {"x": 1}))
         steps.sent[:] = sent
         assert any(one.moves for one in sent) == named
-        assert any("features whole" in note and "cumsum" in note for note in steps.notes()) == named
+        assert any("features whole" in note and "cumsum" in note for note in steps.sent_notes()) == named

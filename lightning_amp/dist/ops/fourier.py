@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_amp.dist.by_rule import by_rule
 from lightning_amp.dist.registry import BY_RULE, name_of, operator
-from lightning_amp.dist.sharded_tensor import dim_of, splits_of
+from lightning_amp.dist.sharded_tensor import ShardedTensor, dim_of, splits_of, wrap
 
 aten = torch.ops.aten
 
@@ -26,3 +27,11 @@ def _fourier(func: Any, x: Tensor, dim: Sequence[int], norm: int, last: Any) -> 
     if name == "_fft_r2c":
         return aten._fft_c2c.default(func(x, [one], norm, last), rest, norm, True)
     return func(aten._fft_c2c.default(x, rest, norm, False), [one], norm, last)
+
+
+@operator("view_as_real")
+def _as_real(func: Any, x: Tensor) -> Any:
+    """A part may be a conjugate yet to be computed, of which the wrapper does not know."""
+    if not (isinstance(x, ShardedTensor) and x.held.is_conj()):
+        return BY_RULE
+    return by_rule(func, wrap(x.held.resolve_conj(), x.splits, True, x.strides))

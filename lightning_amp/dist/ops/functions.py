@@ -119,9 +119,14 @@ def _reversed_dims(x: Tensor) -> Tensor:
     return x.permute(*reversed(range(x.dim())))
 
 
-@function(Tensor.mT.__get__, Tensor.mH.__get__, Tensor.H.__get__)  # type: ignore[attr-defined]
+@function(Tensor.mT.__get__)  # type: ignore[attr-defined]
 def _transposed(x: Tensor) -> Tensor:
     return x.transpose(-1, -2)
+
+
+@function(Tensor.mH.__get__, Tensor.H.__get__)  # type: ignore[attr-defined]
+def _adjoint(x: Tensor) -> Tensor:
+    return x.transpose(-1, -2).conj()
 
 
 @function(Tensor.data.__get__)  # type: ignore[attr-defined]

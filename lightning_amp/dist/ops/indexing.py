@@ -13,7 +13,16 @@ from lightning_amp.dist.collectives import exchange, pick
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
 from lightning_amp.dist.registry import BY_RULE, LOST, function, name_of, operator, shard_error
-from lightning_amp.dist.sharded_tensor import dim_of, local_of, redistribute, shape_of, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import (
+    COMPUTE,
+    dim_of,
+    held_by,
+    local_of,
+    redistribute,
+    shape_of,
+    splits_of,
+    wrap,
+)
 from lightning_amp.dist.splits import Split, Splits
 from lightning_amp.graph.flow import RULES
 
@@ -138,6 +147,18 @@ def _owners_between(tensors: Sequence[Tensor], i: int, dim: int, split: Split) -
     before = [owners.runs[-1].rank for j, owners in cut if j < i]
     after = [owners.runs[0].rank for j, owners in cut if j > i]
     return Owners.from_vector([(before[-1:] + after)[0]] * n, axis.size)
+
+
+@function(Tensor.__getitem__)
+def _getitem(x: Tensor, index: Any) -> Any:
+    """Lists of positions as tensors, into which torch turns them where no subclass can."""
+    given = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(i, list | tuple) for i in given):
+        device = held_by(x).device
+        index = tuple(
+            torch.tensor(i, device=device) if isinstance(i, list | tuple) and len(i) else i for i in given
+        )
+    return COMPUTE["function"](Tensor.__getitem__, (x, index), {})
 
 
 @function(Tensor.__setitem__)

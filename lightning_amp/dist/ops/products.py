@@ -109,9 +109,9 @@ class _GatheredProduct(torch.autograd.Function):
         left, right = ctx.saved_tensors
         of_left = of_right = None
         if ctx.needs_input_grad[0]:
-            of_left = grad @ gather(right, *ctx.to).mT
+            of_left = grad @ gather(right, *ctx.to).mH
         if ctx.needs_input_grad[1]:
-            of_right = reduce_scatter(left.mT @ grad, *ctx.to)
+            of_right = reduce_scatter(left.mH @ grad, *ctx.to)
         return of_left, of_right, None, None, None
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_amp.dist.by_rule import with_whole
 from lightning_amp.dist.collectives import reduce_now, stacked
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.registry import BY_RULE, name_of, operator
+from lightning_amp.dist.registry import BY_RULE, composed, name_of, operator
 from lightning_amp.dist.sharded_tensor import dim_of, local_of, redistribute, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import Splits
 
@@ -109,15 +109,17 @@ def _place_of_extreme(func: Any, x: Tensor, dim: int | None = None, keepdim: boo
     return torch.where((x == best) | x.isnan(), place, n).amin(dim, keepdim)
 
 
+composed(_is_all_true=lambda x: x.all(), _is_any_true=lambda x: x.any())
+
+
 @operator("any", "all", "count_nonzero")
 def _count(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
     gone = dims_of(dim, len(shape_of(x)))
     if not _crosses(x, gone):
         return BY_RULE
-    found = torch.sum(x != 0, gone, keepdim)
-    if name_of(func) == "count_nonzero":
-        return found
-    return found > 0 if name_of(func) == "any" else found == prod(shape_of(x)[d] for d in gone)
+    # a dry run counts those of its rank alone
+    found = torch.sum((x == 0) if name_of(func) == "all" else (x != 0), gone, keepdim)
+    return found if name_of(func) == "count_nonzero" else found == 0 if name_of(func) == "all" else found > 0
 
 
 @operator("prod", "logsumexp", "linalg_vector_norm")

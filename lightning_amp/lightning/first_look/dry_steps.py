@@ -110,6 +110,9 @@ class DrySteps:
     def put(self, module: LightningModule) -> Callable[[], None]:
         """Put the steps in the place of a module's; returns what undoes it."""
         if self._looking:
+            technique = import_module(STRATEGIES[self.name].steps)
+            if hasattr(technique, "refuse"):
+                technique.refuse(module)
             return put_methods(
                 module, {name: MethodType(step, module) for name, step in self._looking.items()}
             )
@@ -237,11 +240,13 @@ def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:
     if steps is None:
         return plan
     # outside of a fit no step is counted, and on a grid that was given parameters are split without layouts too
-    needed = bool(why) or not (STRATEGIES[steps.name].data_axis and bool(getattr(steps.spec, "grid", "")))
-    if not steps.chosen and needed:
+    row, given = STRATEGIES[steps.name], bool(getattr(steps.spec, "grid", ""))
+    if not steps.chosen and (why or not (row.data_axis and given)):
+        found = f"which fails: {why}" if why else "and none is counted in this run"
+        # a grid alone does not say how layers are split
+        hint = "" if why and row.data_axis else f". {row.without_step}"
         raise PlanError(
-            f"{steps.name} was asked for, and how it splits is found when the step of the first batch is counted; found"
-            f" {why or 'a run whose step is not counted'!r}. {STRATEGIES[steps.name].without_step}"
+            f"{steps.name} finds how it splits by a count of the first batch's step, {found}{hint}"
         )
     rules = (replace(rule, spec=steps.spec) if rule.strategy == steps.name else rule for rule in plan.rules)
     return replace(plan, rules=tuple(rules))

@@ -201,15 +201,15 @@ class StepOfModule:
         found = steps.choose(self._batch, lambda: self._count_step(None, rates), rates.links)
         step = found or self._count_step(None, rates)
         self._profiles[_places(())] = step.profile
-        why = not_together(steps.name)
-        others = {other: why for other in TECHNIQUES if other not in STRATEGIES[steps.name].together}
+        together = STRATEGIES[steps.name].together
+        others = {other: not_together(steps.name, other) for other in TECHNIQUES if other not in together}
         return Seen(
             profile=step.profile,
             chain=step.chain,
             # what splits parameters too averages no whole gradients
             units=() if STRATEGIES[steps.name].data_axis else units_of(self._module),
             rates=rates,
-            no_stages=why,
+            no_stages=not_together(steps.name, "pipeline"),
             refused={**refused_techniques(self._module, step, values=self._trains), **others},
             sent_seconds=steps.sent_seconds(rates.links),
             averages=not STRATEGIES[steps.name].data_axis,

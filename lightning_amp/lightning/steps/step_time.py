@@ -13,6 +13,7 @@ Known limits: where the memory of every step is measured, that takes time too. C
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -69,7 +70,7 @@ class Moment:
 class StepTimer(pl.Callback):
     """Takes the time of training steps, for which a plan predicts one."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan | None) -> None:
         self._plan = plan
         self._steps: list[tuple[Moment, Moment]] = []
         self._begin: Moment | None = None
@@ -104,6 +105,8 @@ class StepTimer(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the measured beside the predicted time; the plan may have been made anew."""
+        if self._plan is None:
+            return
         measured, predicted = self.median_seconds, self._plan.predicted_step_seconds
         if measured is not None and predicted is not None:
             rank_zero_info(
@@ -111,3 +114,20 @@ class StepTimer(pl.Callback):
                 f" {self._plan.rates_device or 'an unnamed device'}); measured {format_seconds(measured)} for all of it"
                 f" (median of {len(self._steps) - WARM_UP})"
             )
+
+
+class StepSeconds(StepTimer):
+    """Writes the median of the steps that count to a file.
+
+    Args:
+        path: Of the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(None)
+        self._path = path
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write it, of rank 0."""
+        if trainer.is_global_zero and self.median_seconds is not None:
+            Path(self._path).write_text(str(self.median_seconds))

@@ -257,7 +257,11 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
             node_devices=here.node_ranks,
         )
         made = with_schedule(made, shape, micro_batches=request.micro_batches, schedule=request.schedule)
-        made = with_spec(with_sharding(made, request.sharding, launches=rates.launches), steps, facts.seen[1])
+        made = with_spec(
+            with_sharding(made, request.sharding, launches=rates.launches),
+            steps,
+            facts.seen[1].removeprefix(f"{NO_PROFILE}: "),
+        )
         made = with_speeds(made, shape, facts.speeds)
         return replace(made, notes=(*made.notes, *note, *notes))
 

@@ -188,11 +188,6 @@ class Request:
 
     def _check_plan(self) -> None:
         chosen = () if self.strategies is None else parse_strategies(self.strategies)
-        if {"sequence", "tensor3d"} <= {*chosen}:
-            raise PlanError(
-                f"strategies={self.strategies!r} was asked for; z of a grid splits samples where strategies='tensor3d'"
-                " is given with sequence_dim, such as {'ids': 1, 'labels': 1}: leave 'sequence' out"
-            )
         for name, of in OPTIONS_OF.items():
             others = ("tensor3d",) if name == "sequence_dim" else ()
             if getattr(self, name) != getattr(Request, name) and not {of, *others} & {*chosen}:

@@ -23,7 +23,7 @@ from lightning_amp.planning.modules.plan_module import plan_module
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.plan import Explanation, Plan, Rule
-from lightning_amp.planning.plan.strategies import STRATEGIES, not_together, parse_strategies, with_steps
+from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies, refuse_apart, with_steps
 from lightning_amp.planning.time.device_rates import Rates
 from lightning_amp.quantities import format_bytes
 
@@ -165,11 +165,7 @@ def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> C
     name = with_steps(plan.strategies)
     if not name:
         return lambda: None
-    others = [s for s in plan.strategies if s != name and s not in STRATEGIES[name].together]
-    if others:
-        raise PlanError(
-            f"{', '.join(others)} was asked for together with {name}: {not_together(name)}. Leave one of them out"
-        )
+    refuse_apart(plan.strategies)
     if decoders := list(find_decoders(module)):
         raise PlanError(
             f"{name} was asked for, and {decoders[0]!r} is a decomposed decoder; ask for 'nodes', which splits its"

@@ -5,8 +5,8 @@ row of `STRATEGIES`, which cannot be together in `CONFLICTS`; how a policy reads
 how a spec is installed in `parallel/install.py`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY
@@ -45,6 +45,8 @@ class StrategyInfo:
             steps are averaged over the model axis too, unless its `split_parameters` gives what splits and reduces
             them. "" for all others.
         together: Of such a technique: the strategies that it goes together with.
+        apart: Of such a technique: why others do not, and what to do instead; those that it does not name have a
+            general reason.
         asked: Of such a technique: its spec with the options that a person has given, and whether they say all of it.
         without_step: Of such a technique: what to do where the first step cannot be counted.
         shape_after: Of a strategy from outside: shape of the model and ranks of the model axis -> shape that the
@@ -62,6 +64,7 @@ class StrategyInfo:
     install: Callable[..., Any] | None = None
     steps: str = ""
     together: tuple[str, ...] = ()
+    apart: Mapping[str, str] = field(default_factory=dict)
     asked: "Callable[[Any, Any], tuple[Spec, bool]] | None" = None
     without_step: str = ""
     shape_after: "Callable[[ModelShape, int], ModelShape] | None" = None
@@ -78,9 +81,7 @@ def _on_decoder(
     """Targets of a strategy that changes the decoder, or the same leaf of each of its strata."""
 
     def targets(shape: "ModelShape") -> list[Target]:
-        assert shape.decoder is not None, (
-            "a strategy with a choice needs a decoder, which the policy has checked"
-        )
+        assert shape.decoder is not None, "the policy has checked that there is a decoder"
         return [(shape.decoder.fqn + (leaf and f".strata.*.{leaf}"), spec_of(shape.decoder))]
 
     return targets
@@ -236,9 +237,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
 }
 
 ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"
-COLLECTIVES_INSIDE = (
-    "ranks send each other parts of a stratum while it is computed, which compile does not look into"
-)
+COLLECTIVES_INSIDE = "ranks send parts of a stratum while it is computed, which compile does not look into"
 ONE_ATTENTION = "both say how attention is computed"
 
 ONLY_WITHOUT_DECODER = (
@@ -248,17 +247,9 @@ ONLY_WITHOUT_DECODER = (
 CONFLICTS: tuple[tuple[str, str, str], ...] = (
     ("S3", "fused", "both say how attention is computed; fused needs less memory and is faster"),
     ("S3", "sdpa", ONE_ATTENTION),
-    (
-        "S3",
-        "recompute",
-        "chunks keep what they are computed from, also in strata that are; use stream, or fused",
-    ),
+    ("S3", "recompute", "chunks keep what they are computed from; use stream, or fused"),
     ("S5", "fused", "under S5 the scores are sums over the ranks, which fused attention never holds; use S3"),
-    (
-        "S5",
-        "sdpa",
-        "under S5 the scores are sums over the ranks, which torch's kernels do not hand out; use S3",
-    ),
+    ("S5", "sdpa", "under S5 the scores are sums over the ranks, which torch's kernels keep; use S3"),
     ("S2", "compile", COLLECTIVES_INSIDE),
     ("S5", "compile", COLLECTIVES_INSIDE),
     ("nodes", "compile", COLLECTIVES_INSIDE),
@@ -329,7 +320,7 @@ def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...
     """Read a list of strategy ids, given as a list or as "S1,S3"; sorted, each once, S1 always included.
 
     Raises:
-        PlanError: An id that is not in the library.
+        PlanError: An id that is not in the library, or one that does not go together with a technique of steps.
     """
     if not isinstance(asked, str | list | tuple):
         raise PlanError(
@@ -345,7 +336,9 @@ def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...
             f"strategies={asked!r} was asked for, {unknown or 'nothing'!r} is not in the library; allowed are"
             f" {', '.join(STRATEGIES)}, as a list or separated by commas"
         )
-    return in_order({"S1", *ids})
+    found = in_order({"S1", *ids})
+    refuse_apart(found)
+    return found
 
 
 def with_steps(strategies: Iterable[str]) -> str:
@@ -353,13 +346,25 @@ def with_steps(strategies: Iterable[str]) -> str:
     return next((name for name in strategies if name in STRATEGIES and STRATEGIES[name].steps), "")
 
 
-def not_together(name: str) -> str:
+def not_together(name: str, other: str) -> str:
     """Why a strategy does not go together with `name`, which has steps, and what to do instead."""
-    others = [other for other in STRATEGIES[name].together if other != "S1"]
+    row = STRATEGIES[name]
+    others = [one for one in row.together if one != "S1"]
     less = f"with {' and '.join(others)}, and with more ranks of the model axis (model_parallel_size)"
-    return (
+    return row.apart.get(other) or (
         f"it is not supported together with {name}; a rank holds less {less if others else 'on more ranks'}"
     )
+
+
+def refuse_apart(strategies: Iterable[str]) -> None:
+    """Refuse, with a PlanError, what does not go together with a strategy that has steps."""
+    chosen = tuple(strategies)
+    name = with_steps(chosen)
+    for other in chosen if name else ():
+        if other != name and other not in STRATEGIES[name].together:
+            raise PlanError(
+                f"{other} and {name} cannot be together: {not_together(name, other)}. Leave one of them out"
+            )
 
 
 def specs_by_name() -> dict[str, type[Spec]]:

@@ -79,6 +79,10 @@ ROW: dict[str, Any] = {
     "model_axis": True,
     "steps": "lightning_amp.techniques.sequence.install",
     "together": ("S1", "recompute", "fsdp"),
+    "apart": {
+        "tensor3d": "z of a grid splits samples: leave 'sequence' out, and give strategies='tensor3d' with"
+        " sequence_dim, such as {'ids': 1, 'labels': 1}",
+    },
     "asked": asked,
     "without_step": "Name the dims, as in AMPStrategy(sequence_dim={'ids': 1})",
 }

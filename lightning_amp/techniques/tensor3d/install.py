@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 import lightning_amp.techniques.tensor3d.layout_rules  # noqa: F401  (registers the rules)
-from lightning_amp._torch import is_compiled
+from lightning_amp._torch import in_transform, is_compiled
 from lightning_amp.dist._torch import (
     AUTOGRAD_AND_AUTOCAST,
     excluded_keys,
@@ -25,6 +25,7 @@ from lightning_amp.dist._torch import (
     included_keys,
     skip_one_torch_function,
 )
+from lightning_amp.dist.registry import shard_error, tensors_in
 from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.techniques.tensor3d.grid import Grid, grid_mesh
@@ -32,7 +33,7 @@ from lightning_amp.techniques.tensor3d.in_step import STRAY
 from lightning_amp.techniques.tensor3d.layouts import largest_rank, with_axes_exchanged, written
 from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
-from lightning_amp.techniques.tensor3d.strays import refuse_aliases
+from lightning_amp.techniques.tensor3d.strays import refuse_aliases, watch_hooks
 from lightning_amp.techniques.tensor3d.units import GridUnits
 
 NO_GRADIENT = "does not require grad"
@@ -66,6 +67,9 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
         # of the copy that is counted
         units[id(module)] = GridUnits(module, spec, grid, begun=True)
         units[id(module)].cut(_optimizers_in(found))
+        watch_hooks(module, units[id(module)].parameters)
+        # after the gradients are summed, which is no hook of the user's
+        vars(module)["on_after_backward"] = MethodType(on_after_backward, module)
         return found
 
     def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
@@ -128,6 +132,8 @@ class _Unhooked(TorchFunctionMode):
         """Call a function that is no hook's."""
         if func in (Tensor.register_hook, Tensor.retain_grad):
             return RemovableHandle(OrderedDict())
+        if in_transform() and any(isinstance(t, nn.Parameter) for t in tensors_in((args, kwargs))):
+            raise shard_error(func, [args], "it is called inside a transform of torch.func, such as vmap")
         return func(*args, **(kwargs or {}))
 
 
@@ -182,6 +188,11 @@ def refuse(module: LightningModule) -> None:
             raise InstallError(
                 f"tensor3d: {name!r} is a SyncBatchNorm, which is not supported: it would count rows twice that several"
                 " ranks have; use BatchNorm1d to 3d, whose statistics are those of all ranks' rows"
+            )
+        if isinstance(child, torch.jit.ScriptModule):
+            raise InstallError(
+                f"tensor3d: {name!r} is a ScriptModule, whose compiled code reads its parameters itself; give the"
+                " module that was scripted or traced"
             )
         if is_compiled(child):
             raise InstallError(

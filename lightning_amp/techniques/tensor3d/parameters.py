@@ -44,6 +44,9 @@ class GridParameter:
         shape: Of the whole parameter.
         is_cut: Whether the parameter has this rank's part.
         most_bytes: Of the entries of the split dims, on the rank that has most of them.
+        is_forgotten: Whether autograd saves where what was gathered came from. What torch saves of a dim of size 1 can
+            be a view where it is a copy of a longer one: where some ranks have one entry of a dim and others have more,
+            some would gather it again and others would not.
     """
 
     technique = "tensor3d"
@@ -72,6 +75,7 @@ class GridParameter:
         for _, dim, owners in splits:
             most[dim] = max(owners.counts)
         self.most_bytes = prod(most) * parameter.element_size()
+        self.is_forgotten = not any(min(o.counts) == 1 < max(o.counts) for _, _, o in splits)
         self._in_step.largest_bytes = max(self._in_step.largest_bytes, self.most_bytes)
 
     @property
@@ -194,7 +198,8 @@ class _Gathered(torch.autograd.Function):
         # of a layer that hands its gradient on later there is none
         ctx.set_materialize_grads(False)
         found = of.gather()
-        _remember(found, of)
+        if of.is_forgotten:
+            _remember(found, of)
         return found
 
     @staticmethod
@@ -223,7 +228,8 @@ def forgetting_gathered() -> Iterator[None]:
     def pack(x: Tensor) -> Any:
         # what checkpoints save may be sharded
         known = None if type(x) is ShardedTensor else _WHENCE.get(x.untyped_storage()._cdata)
-        if known is None:
+        # views as complex numbers, and of their imaginary parts, are more than strides
+        if known is None or x.dtype != known[1].parameter.dtype or x.is_neg():
             return x
         return known[1], known[1].parameter._version, x.shape, x.stride(), x.storage_offset()
 

@@ -7,7 +7,7 @@ in hooks     more is computed than value by value, such as a norm: looked for in
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
@@ -36,6 +36,14 @@ IN_HOOK = (
     "tensor3d: {hook!r} calls {op!r} on the parameter {name!r} or its gradient, of which this rank has a part between"
     " steps; allowed are operators that compute value by value, with parameters that are split alike. Compute it in"
     " training_step, where parameters are whole, take trainer.strategy.gradient_norm(), or train with strategies='S1'"
+)
+FAILS = (
+    "tensor3d: {hook!r} fails with {error!r}, and between steps parameters have this rank's part, flat. If it reads"
+    " their shapes or values, do so in training_step, where they are whole, or train with strategies='S1'"
+)
+COPIED = (
+    "tensor3d: {hook!r} copies the parameter {name!r}, of which this rank has a part between steps; make the copy in"
+    " setup, where parameters are whole, or train with strategies='S1'"
 )
 _ABOUT = ("data", "shape", "ndim", "T", "mT", "H", "mH", "real", "imag")
 """What is read of a tensor that is another one of a part."""
@@ -128,10 +136,14 @@ def _reads(func: Any) -> bool:
 def _is_ours() -> bool:
     """Whether the library or an optimiser calls a function of torch, and not the user."""
     frame = sys._getframe(2)
-    while frame.f_back and (name := frame.f_globals.get("__name__", "")).partition(".")[0] == "torch":
+    while frame.f_back:
+        name = frame.f_globals.get("__name__", "")
         if name.startswith("torch.optim."):
             # in a step that optimises by hand, which updates this rank's parts
             return True
+        # a mode of the library that counts passes on what others call
+        if name.partition(".")[0] != "torch" and not frame.f_code.co_name.startswith("__torch_"):
+            break
         frame = frame.f_back
     return bool(frame.f_globals.get("__name__", "").startswith("lightning_amp."))
 
@@ -151,6 +163,9 @@ class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operator; what it returns of parts is a part."""
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            # what is asked of a fake tensor, such as its device
+            return func(*args, **kwargs)
         given = [t for t in tensors_in((args, kwargs)) if type(t) is not ShardedTensor]
         of = [self._parts.get(t.untyped_storage()._cdata) for t in given]
         # a whole norm, computed by the library, is no part
@@ -203,7 +218,22 @@ def _overridden(kind: type) -> Mapping[str, Any]:
 def _watched(name: str, hook: Callable[..., Any], parameters: list[GridParameter]) -> Callable[..., Any]:
     @wraps(hook)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _ByValue(name, parameters):
-            return hook(*args, **kwargs)
+        for one in parameters:
+            vars(one.parameter)["__deepcopy__"] = partial(_refuse_copy, name, one.name)
+        try:
+            with _ByValue(name, parameters):
+                return hook(*args, **kwargs)
+        except (ValueError, RuntimeError, IndexError) as error:
+            # others are signals, as that a step needs values
+            if type(error) not in (ValueError, RuntimeError, IndexError):
+                raise
+            raise ModelError(FAILS.format(hook=name, error=error)) from error
+        finally:
+            for one in parameters:
+                vars(one.parameter).pop("__deepcopy__", None)
 
     return call
+
+
+def _refuse_copy(hook: str, name: str, memo: object) -> None:
+    raise ModelError(COPIED.format(hook=hook, name=name))

@@ -63,6 +63,15 @@ VALUES = [
     case("complex", lambda x: torch.view_as_real(torch.exp(1j * x) * (2 + x)), X),
     case("complex parts", lambda x: (1j * x).exp().abs() + (1j * x).exp().real + (1j * x).imag, X),
     case("complex from parts", lambda x, y: torch.complex(x, y).conj() * torch.polar(x.abs(), y), X, X),
+    case(
+        "conjugate parts",
+        lambda x, y: torch.complex(x, y).conj().imag + torch.complex(x, y).conj().real,
+        X,
+        X,
+    ),
+    case(
+        "conjugate products", lambda x, y: _adjoint_products(torch.complex(x, y), torch.complex(y, x)), X, X
+    ),
     case("view_as_complex", lambda x: torch.view_as_real(torch.view_as_complex(x) ** 2), (9, 4, 2), at=0),
     case("angle", lambda x: torch.complex(x, x + 1).angle(), X),
     case("nan_to_num", lambda x: (x.log()).nan_to_num(0.0), X),
@@ -176,3 +185,8 @@ def _plus_equal(x, y):
     x += y
     x *= 2
     return x
+
+
+def _adjoint_products(a, b):
+    a, b = a.movedim(0, -1), b.movedim(0, -1)
+    return [torch.view_as_real(x) for x in (a.mH @ b, a @ b.mH, a.conj().mT @ b)]

@@ -1,5 +1,8 @@
 """Claim: the grid and the roles of its axes are chosen by the seconds of a step, as dry runs give them."""
 
+import json
+import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,14 +201,53 @@ def test_a_policy_takes_it_where_others_do_not_fit_or_are_slow(tmp_path: Path) -
     assert any("S1, fsdp takes" in note for note in plans[3].notes)
 
 
-@IGNORED
-def test_the_command_line_plans_a_grid(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+@pytest.fixture
+def deep(tmp_path: Path, monkeypatch: Any) -> str:
+    """A configuration, also for processes that are started."""
     (tmp_path / "deep_of_grid.py").write_text(FILE)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[3]}")
     (tmp_path / "deep.yaml").write_text(
         "seed_everything: 1\nmodel:\n  class_path: deep_of_grid.Deep\ndata:\n  class_path: deep_of_grid.Rows\n"
+        "trainer:\n  accelerator: cpu\n"
     )
-    words = ["plan", "--config", str(tmp_path / "deep.yaml"), "--devices", "2", "--strategies", "tensor3d"]
+    return str(tmp_path / "deep.yaml")
+
+
+@IGNORED
+def test_the_fastest_of_the_first_grids_is_found_by_training(
+    deep: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """One grid is trained on; where three are, the fastest counts, and one that fails does not."""
+    out = tmp_path / "plan.json"
+    words = ["tune", "--config", deep, "--devices", "2", "--out", str(out)]
+    assert main([*words, "--grids", "1", "--steps", "3"]) == 0
+    assert re.search(r"1, 1, 2 +[\d.]+ m?s +[\d.]+ m?s\n", capsys.readouterr().out)
+    assert Plan.from_json(out.read_text()).rules[-1].spec.grid == "1x1x2"  # type: ignore[attr-defined]
+    seconds = {"1x1x2": "4.0", "1x2x1": "1.0", "2x1x1": ""}
+
+    def run(command: list[str], **_: Any) -> Any:
+        given = dict(word.partition("=")[::2] for word in command)
+        plan = Plan.read(given["--trainer.strategy.plan"])
+        found = seconds[plan.rules[-1].spec.grid]  # type: ignore[attr-defined]
+        if found:
+            (timer,) = json.loads(given["--trainer.callbacks"])
+            Path(timer["init_args"]["path"]).write_text(found)
+        return SimpleNamespace(returncode=0 if found else 1, stderr="out of memory\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert main([*words, "--overwrite"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"1, 1, 2 .* 2.00 s\n1, 2, 1 .* 1.00 s\n2, 1, 1 .* fails: out of memory\n", text), text
+    assert Plan.from_json(out.read_text()).rules[-1].spec.grid == "1x2x1"  # type: ignore[attr-defined]
+    assert main([*words, "--overwrite", "--steps", "2"]) == 2
+    assert "which leaves nothing to compare" in capsys.readouterr().err
+    assert main(words) == 2
+
+
+@IGNORED
+def test_the_command_line_plans_a_grid(deep: str, capsys: Any) -> None:
+    words = ["plan", "--config", deep, "--devices", "2", "--strategies", "tensor3d"]
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "3 grids compared: (1, 1, 2) takes least time for a batch" in text

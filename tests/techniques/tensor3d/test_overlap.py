@@ -94,6 +94,52 @@ class Branching(nn.Module):
         return found
 
 
+class Windows(nn.Module):
+    """Attention without heads, whose last layer is cut when it is read: its three outputs are one and two of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4, 6), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x[:, None].expand(-1, 3, -1)).chunk(3, -1)
+        found: Tensor = self.out((q @ k.mT).softmax(-1) @ v).square().mean()
+        return found
+
+
+class Heads(nn.Module):
+    """One head of a rank is a view of its matrices, and two are copies, when torch multiplies batches of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.heads = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x[:, None].expand(-1, 2, -1)).unflatten(-1, (3, 1)).transpose(1, 2)
+        found: Tensor = (x.tanh() @ self.heads).square().mean()
+        return found
+
+
+class Complex(nn.Module):
+    """A view of real numbers as complex ones, conjugate, of which the imaginary parts are negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.pairs = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel, x = torch.view_as_complex(self.pairs).conj(), self.inner(x)
+        found: Tensor = (x * kernel).real.square().mean() + (x * kernel.imag).sin().mean()
+        return found
+
+
+SAVED: dict[str, Any] = {
+    "windows": (Windows, (2, 2, 1)),
+    "heads": (Heads, (2, 1, 2)),
+    "complex": (Complex, (2, 1, 2)),
+}
+"""Modules of which autograd saves views of parameters."""
+
 # by step and by place in z
 ALIKE: dict[str, dict[str, Any]] = {
     "once": {"takes": lambda step, z: step == 1},
@@ -261,6 +307,8 @@ def on_ranks(rank: int, ranks: int) -> dict[str, Any]:
             found[name] = run.trained()
         except ModelError as error:
             found[name] = str(error)
+    for name, (make, sizes) in SAVED.items():
+        found[name] = OnGrid(ranks, Grid.of(grid_mesh("cpu", sizes, ranks)), make, numbers).trained()
     return found
 
 
@@ -288,8 +336,9 @@ def test_what_overlaps_changes_no_number_and_no_promise(tmp_path: Path) -> None:
         assert_overlapped(found["log"])
         for name, words_of_error in UNLIKE_WORDS.items():
             assert re.search(words_of_error, str(found[name]), re.DOTALL), (name, found[name])
-    for name, branches in ALIKE.items():
-        module, batches = made(partial(Branching, **branches), numbers)
+    exact = {name: partial(Branching, **branches) for name, branches in ALIKE.items()}
+    for name, make in {**exact, **{name: make for name, (make, _) in SAVED.items()}}.items():
+        module, batches = made(make, numbers)
         train(module, batches)
         state = {key: p.detach() for key, p in module.named_parameters()}
         for found in ranks:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,27 @@ class Normed1(Small):
             self.net.weight.div_(self.net.weight.norm())
 
 
+class Anew(Small):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.reset_parameters()
+
+
+class Copied(Small):
+    def on_train_start(self) -> None:
+        self.more = deepcopy(self.net)
+
+
+class Scripted(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.jit.trace(nn.Linear(5, 4).double(), torch.zeros(2, 5).double())
+
+
+class Transformed(Small):
+    def loss(self, batch: Any) -> Tensor:
+        return torch.func.vmap(self.net)(batch).square().mean()  # type: ignore[no-any-return]
+
+
 class Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -175,13 +197,6 @@ BATCH = CASES["gated"].batch
 REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     "ranks": (Small, (3, 1, 1), {}, "model_parallel_size|a grid of 3 ranks was given for 2 ranks"),
     "rows": (Small, (1, 1, 4), {}, "a grid of 4 ranks was given for 2 ranks"),
-    "others": (
-        Small,
-        (2, 1, 1),
-        {"options": {"strategies": "tensor3d,fsdp"}},
-        "fsdp .*not supported together",
-    ),
-    "chunk": (Small, (2, 1, 1), {"options": {"strategies": "tensor3d,chunk"}}, "chunk cannot be: it is not"),
     "batch norm": (Normed, (2, 1, 1), {}, "'more' is a SyncBatchNorm"),
     "by hand": (ByHand, (2, 1, 1), {}, "self.clip_gradients"),
     "an optimiser": (Coupled, (2, 1, 1), {}, "'Adafactor'.*tensor3d splits"),
@@ -192,6 +207,25 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     "one memory": (Twice, (2, 1, 1), {}, "'net.weight' and 'more.weight' are two with one memory"),
     "a view": (Kept, (1, 1, 2), {}, "'first' is a view of the parameter 'net.weight'"),
     "a norm between steps": (Normed1, (2, 1, 1), {}, "'on_train_batch_end' calls .*norm' .*'net.weight'"),
+    "values drawn anew": (
+        Anew,
+        (2, 1, 1),
+        {},
+        "'on_train_batch_start' fails with ValueError.*flat. If it reads",
+    ),
+    "a copy": (
+        Copied,
+        (2, 1, 1),
+        {},
+        "'on_train_start' copies the parameter 'net.weight'.*make the copy in setup",
+    ),
+    "a transform": (
+        Transformed,
+        (2, 1, 1),
+        {},
+        "'linear' in 'Transformed'.*inside a transform of torch.func",
+    ),
+    "scripted": (Scripted, (2, 1, 1), {}, "'net' is a ScriptModule, whose compiled code reads"),
     "a function by another name": (Named, (1, 2, 1), {}, "autograd Functions do not see parts"),
     "a branch": (Branching, (1, 1, 2), {}, "under tensor3d all ranks use the same .*rank 1 gathers"),
     "a write": (Writing, (2, 1, 1), {}, "'clamp_'.*Writing"),
@@ -233,6 +267,12 @@ def test_options_are_checked_before_processes_start() -> None:
     for options, words in (
         ({"tensor_grid": (2, 1, 1)}, "which is of tensor3d"),
         ({"strategies": "tensor3d,sequence", "tensor_grid": (2, 1, 1)}, "leave 'sequence' out"),
+        ({"strategies": "tensor3d,fsdp"}, "fsdp and tensor3d cannot be together: z of a grid shards"),
+        ({"strategies": ["tensor3d", "chunk"]}, "it captures a block as a graph of whole tensors"),
+        ({"strategies": ["tensor3d", "pipeline"], "tensor_grid": (2, 1, 1)}, "a stage has whole blocks"),
+        ({"strategies": "tensor3d,logits"}, "logits and tensor3d cannot be together: .* over classes"),
+        ({"strategies": "tensor3d,replay"}, "replay and tensor3d cannot be together: .* has parts"),
+        ({"strategies": "tensor3d,S3"}, "S3 and tensor3d cannot be together: it is not supported"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1)}, "allowed are three whole numbers"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1, 0)}, "allowed are three whole numbers"),
         ({"strategies": "tensor3d", "tensor_grid": (2, 1, 1), "model_parallel_size": 4}, "leave model_paral"),
