@@ -1,5 +1,6 @@
 """`lightning_amp.profile` and `lightning_amp.plan`: of a data directory, or of any module's training step."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -123,6 +124,7 @@ def plan(
     batch_size: int | None = None,
     model_parallel_size: int | str = "auto",
     rates: Rates | str | None = None,
+    blocks: Sequence[type | str] | None = None,
 ) -> "ModulePlan": ...
 
 
@@ -139,6 +141,7 @@ def plan(
     shape: ModelShape | None = None,
     rates: Rates | str | None = None,
     node_devices: int | None = None,
+    blocks: Sequence[type | str] | None = None,
 ) -> Any:
     """Decide what to install, without training and without starting ranks.
 
@@ -158,6 +161,8 @@ def plan(
             "A100"; None is one core of a CPU.
         node_devices: For a directory: devices of one node; the model axis stays inside it unless `model_parallel_size`
             is longer. None when all devices are on one node.
+        blocks: For a module and a batch: classes, their paths, or names or patterns of the submodules that are blocks,
+            as of `AMPStrategy`.
 
     Returns:
         The plan; `print` shows its report. Of a module a ModulePlan, with the methods `largest_batch` and
@@ -176,6 +181,8 @@ def plan(
         "strategies": strategies,
         "model_parallel_size": model_parallel_size,
     }
+    if blocks is not None and batch is None:
+        raise PlanError(f"blocks={blocks!r} was given, which goes with a module and a batch; leave it out")
     if isinstance(what, Profile):
         return plan_data(
             what,
@@ -199,7 +206,7 @@ def plan(
             around=BY_ITSELF,
             rates=reached,
             request=request,
-            options={},
+            options={"blocks": blocks},
             batch_size=batch_size,
         )
     counted = getattr(what, "counted", None)

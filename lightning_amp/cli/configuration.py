@@ -67,7 +67,7 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
         options=options,
         batch_size=arguments.batch_size,
     )
-    code = made.step.code(made.plan.rules) if getattr(arguments, "show_code", False) else ""
+    code = made.code() if getattr(arguments, "show_code", False) else ""
     return replace(made.plan, notes=(*made.plan.notes, *made.answers())), code
 
 
