@@ -11,7 +11,7 @@ from torch import nn
 from lightning_amp.errors import PlanError
 
 MARK = "_lightning_amp_block"
-"""Attribute of a named block. It is the module's, so that copies of the module, and parts of it, have the same blocks."""
+"""Attribute of a named block: so copies of a module, and modules inside of it, have the same blocks."""
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
@@ -88,7 +88,9 @@ def named_blocks(module: nn.Module, entries: Sequence[type | str] | None) -> Ite
 def check_entries(entries: Any) -> None:
     """Refuse, with a PlanError, what is no list of classes and names."""
     listed = isinstance(entries, list | tuple) and len(entries) > 0
-    if not listed or not all(isinstance(entry, type) or (isinstance(entry, str) and entry) for entry in entries):
+    if not listed or not all(
+        isinstance(entry, type) or (isinstance(entry, str) and entry) for entry in entries
+    ):
         raise PlanError(
             f"blocks={entries!r} was given; allowed is a list of classes of modules and of names or patterns of"
             " submodules, such as ['decoder.*', 'my.module.Res'], or None"
@@ -100,9 +102,9 @@ def refuse_uncalled(module: nn.Module, called: set[str]) -> None:
     for fqn, block in find_blocks(module).items():
         if MARK in vars(block) and fqn not in called:
             raise PlanError(
-                f"blocks= names {fqn!r} ({type(block).__name__}), and {fqn!r} is never called with gradients by the step;"
-                f" of the named ones it calls {', '.join(sorted(called)) or 'none'}: name modules whose forward the step"
-                " runs, rather than a list of them or one that is only read"
+                f"blocks= names {fqn!r} ({type(block).__name__}), and {fqn!r} is never called with gradients by the"
+                f" step; of the named ones it calls {', '.join(sorted(called)) or 'none'}: name modules whose forward"
+                " the step runs, rather than a list of them or one that is only read"
             )
 
 

@@ -1,8 +1,9 @@
 """LightningModule + batch -> Chain: which blocks could be computed again, and what a step's peak and time follow from.
 
 Blocks are those that were named, else the children of the outermost lists and sequences (find_blocks.py), in the order
-in which the step calls them: of a U-Net those of its way down, its middle and its way up. A list inside a block is part of the
-block, which is recomputed as a whole. A block is left as it is where it cannot run twice (first_pass.py), and says why.
+in which the step calls them: of a U-Net those of its way down, its middle and its way up. A list inside a block is part
+of the block, which is recomputed as a whole. A block is left as it is where it cannot run twice (first_pass.py), and
+says why.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""Claim: `blocks=` names submodules by class, name or pattern that techniques then work on, wherever they are attributes;
-the plan's peak is measured, training is as before, and what cannot be a block is refused in one message.
+"""Claim: `blocks=` names submodules by class, name or pattern that techniques then work on, wherever they are; the
+plan's peak is measured, training is as before, and what cannot be a block is refused in one message.
 """
 
 import re
@@ -60,7 +60,9 @@ def _fit(strategy: Any) -> tuple[Attributes, Meter, Any]:
 def test_named_parts_are_computed_again_and_train_as_before() -> None:
     plain, full, _ = _fit("auto")
     names = ["down1", "down2", "up1", "up2"]
-    module, meter, plan = _fit(AMPStrategy(strategies="recompute", blocks=["down?", "up*"], device_memory="1GiB"))
+    module, meter, plan = _fit(
+        AMPStrategy(strategies="recompute", blocks=["down?", "up*"], device_memory="1GiB")
+    )
     assert [rule.fqn for rule in plan.rules if rule.strategy == "recompute"] == names
     assert plan.predicted_peak_bytes == meter.live.peak < 0.6 * full.live.peak
     for one, other in zip(plain.parameters(), module.parameters(), strict=True):
