@@ -18,10 +18,10 @@ from lightning_amp.footprint.module_profile import PARAMETERS, ModuleProfile
 from lightning_amp.lightning.first_look.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.parallel.describe_module import describe
-from lightning_amp.planning.modules.leanest import fewest_ranks, with_techniques_of
+from lightning_amp.planning.modules.leanest import fewest_ranks
 from lightning_amp.planning.modules.plan_module import told_apart
 from lightning_amp.planning.modules.plan_step import Counted, plan_step
-from lightning_amp.planning.modules.questions import answers, largest_batch
+from lightning_amp.planning.modules.questions import answers, largest_batches
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import FullyShard
@@ -43,6 +43,7 @@ class ModulePlan:
         step: It, to be counted again.
         seen_at: Counts it with a batch of another length.
         naming: Lets the module's blocks be those of `blocks`, while it is counted.
+        named: Whether its techniques were named, rather than chosen by the policy.
         steps: Of a technique with steps of its own, of which the questions cannot be answered.
     """
 
@@ -52,6 +53,7 @@ class ModulePlan:
     step: StepOfModule = field(repr=False)
     seen_at: Callable[[int | None], Seen] = field(repr=False)
     naming: Callable[[], AbstractContextManager[None]] = field(repr=False)
+    named: bool = field(repr=False)
     steps: DrySteps | None = field(repr=False)
 
     def report(self) -> str:
@@ -65,9 +67,9 @@ class ModulePlan:
         return f"<pre>{escape(self.report())}</pre>"
 
     def largest_batch(self) -> int:
-        """The largest number of samples of a batch that fits the budget with the plan's techniques.
+        """The largest number of samples of a batch that fits the budget, as `answers` says; 0 where not even one does.
 
-        Of each technique there is as much as the batch needs; 0 where not even one sample fits.
+        It is with the techniques that were named, or with any where the policy chooses, as much of each as is needed.
 
         Raises:
             PlanError: There is no budget, or it is not known what another number of samples holds.
@@ -76,9 +78,8 @@ class ModulePlan:
         if start is None:
             raise PlanError("largest_batch was asked of a batch whose tensors have no length in common")
         with self.naming():
-            return largest_batch(
-                lambda n: with_techniques_of(self.plan, self.seen_at(n)).peak_bytes, budget, start
-            )
+            most = largest_batches(self.seen_at, self.seen_at(start), budget=budget, **self._asked)
+        return max(most.plain, most.lean)
 
     def fewest_devices(self) -> int | None:
         """The fewest devices on which the batch fits the budget, by any technique; None where there are none.
@@ -92,12 +93,16 @@ class ModulePlan:
 
     def answers(self) -> list[str]:
         """Both, as sentences, with and without techniques; none where there is no budget."""
-        budget, mesh = self.plan.budget_bytes, self.plan.mesh
+        budget = self.plan.budget_bytes
         if budget is None or self.steps is not None:
             return []
         with self.naming():
-            seen = self.seen_at(self.profile.batch_size)
-            return answers(self.seen_at, seen, ranks=mesh.data * mesh.model, budget=budget)
+            return answers(self.seen_at, self.seen_at(self.profile.batch_size), budget=budget, **self._asked)
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        mesh = self.plan.mesh
+        return {"ranks": mesh.data * mesh.model, "named": self.plan if self.named else None}
 
     def code(self) -> str:
         """What the blocks run that the plan computes in chunks, as Python."""
@@ -198,5 +203,12 @@ def plan_of_module(
         return known[n]
 
     return ModulePlan(
-        plan=made, profile=profile, module=module, step=step, seen_at=seen_at, naming=naming, steps=steps
+        plan=made,
+        profile=profile,
+        module=module,
+        step=step,
+        seen_at=seen_at,
+        naming=naming,
+        named=request["strategies"] is not None,
+        steps=steps,
     )

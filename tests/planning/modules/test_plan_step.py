@@ -89,7 +89,13 @@ def test_a_summary_has_five_lines_and_every_warning(profile: Any) -> None:
     assert lines[5].endswith("a warning")
     as_it_is = plan_summary(lightning_amp.plan(profile)).splitlines()
     assert as_it_is[3].startswith("would help      recompute: ")
-    assert "trainer.strategy.plan" in as_it_is[4]
+    assert "trainer.strategy.plan" in as_it_is[-1]
+    # a text that is too long goes on below; a path is not broken
+    named = plan_summary(
+        replace(noted, notes=("many words " * 20,)), report=f"logs/{'folder/' * 8}amp_plan.txt"
+    )
+    assert max(map(len, named.splitlines())) <= 80
+    assert [line[:16].strip() for line in named.splitlines()][5:8] == ["", "note", ""]
     # JSON does not say which notes explain: none is left out
     assert "why it was chosen" in plan_summary(lightning_amp.Plan.from_json(noted.to_json()))
 
