@@ -20,12 +20,13 @@ def plan_summary(plan: Plan, *, report: str = "") -> str:
     """
     mesh = plan.mesh
     ranks = f" on {mesh.data} data x {mesh.model} model ranks" if mesh.data * mesh.model > 1 else ""
-    source = f" (rates of {plan.rates_device})" if plan.rates_device else ""
+    each = " per rank" if ranks else ""
+    source = f" ({plan.rates_device})" if plan.rates_device else ""
     known = plan.predicted_step_seconds is not None
     rows = [
         ("plan", f"{labels(plan)}{ranks}"),
-        ("predicted peak", f"{peak_text(plan)}, per rank"),
-        ("predicted step", f"{step_text(plan) if known else 'unknown'}, {batch_text(plan)} per rank{source}"),
+        ("predicted peak", f"{peak_text(plan)}{each}"),
+        ("predicted step", f"{step_text(plan) if known else 'unknown'}, {batch_text(plan)}{each}{source}"),
         _helpful(plan),
         ("more", f"{report or 'print(trainer.strategy.plan)'}, or AMPStrategy(verbose=True)"),
     ]

@@ -65,7 +65,7 @@ def test_a_fit_says_five_lines_and_writes_the_report(
     end = said.index("", start)
     names = [name for line in said[start:end] if (name := line[:16].strip())]
     assert names == ["plan", "predicted peak", "predicted step", "would help", "more"]
-    assert "4 samples per rank" in said[start + 2]
+    assert "4 samples" in said[start + 2]
     assert "a step: predicted" in said[-1]
     assert "; measured " in said[-1]
     assert not [line for line in said if "cell" in line or "paper" in line]
