@@ -81,8 +81,37 @@ def stretches_of(look: Look) -> Stretches:
     # read in a stretch from q on; saved, and read in none of them
     out = _between(later)
     kept = out + _between(sooner)
-    took = np.concatenate([[0], np.cumsum(seconds)])[places]
-    return Stretches(places=places, out=out, saved=kept, seconds=took[None, :] - took[:, None])
+    took = np.concatenate([[0], np.cumsum(seconds)])
+    since = took[places]
+    # of every saved storage what leads to it from the begin of its stretch
+    per_stretch = np.zeros((2, k))
+    np.add.at(
+        per_stretch, (slice(None), birth[saved]), np.stack([took[made[saved] + 1], np.ones(saved.sum())])
+    )
+    until, n_saved = np.concatenate([np.zeros((2, 1)), per_stretch.cumsum(1)], 1)[:, : k + 1]
+    spans = [each[None, :k] - each[:k, None] for each in (until, n_saved)]
+    return Stretches(
+        places=places,
+        out=out,
+        saved=kept,
+        seconds=since[None, :] - since[:, None],
+        at_work=_at_work(places, made, last, n_bytes),
+        one_by_one_seconds=spans[0] - spans[1] * since[:, None],
+    )
+
+
+def _at_work(places: Array, made: Array, last: Array, n_bytes: Array) -> Array:
+    """[p, q] most bytes that a forward pass of the stretch [p, q) holds at once of what it makes."""
+    k, n = len(places), int(places[-1])
+    found = np.zeros((k, k))
+    for p in range(k - 1):
+        inside = made >= places[p]
+        changes = np.zeros(n + 2)
+        np.add.at(changes, made[inside], n_bytes[inside])
+        np.add.at(changes, np.minimum(last[inside], n) + 1, -n_bytes[inside])
+        highest = np.maximum.accumulate(changes.cumsum()[places[p] : n])
+        found[p, p + 1 :] = highest[places[p + 1 :] - places[p] - 1]
+    return found
 
 
 def _between(by_place: Array) -> Array:
