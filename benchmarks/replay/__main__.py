@@ -4,8 +4,8 @@
 
 For each module: the peak of a plain step, that of `replay` without a budget, with budgets of shares of the plain peak,
 and with the fewest bytes that it reaches under any budget, each predicted by the plan, measured by the meter in the
-second step of a real fit, with seconds of a step as a ratio to plain ones; three steps in float64 are compared with plain
-ones. About four minutes.
+second step of a real fit, with seconds of a step as a ratio to plain ones; three steps in float64 are compared with
+plain ones. About four minutes.
 """
 
 import argparse

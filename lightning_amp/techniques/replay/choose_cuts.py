@@ -170,12 +170,12 @@ class Replays:
         if isinstance(stretches, str):
             return stretches
         if bound is not None and bound > 0:
-            for kinds in ((KEPT, AT_ONCE), (KEPT, AT_ONCE, ONE_BY_ONE)):
-                if (found := fastest(stretches, bound, kinds=kinds)) and found.segments:
-                    return found
+            for some in ((KEPT, AT_ONCE), (KEPT, AT_ONCE, ONE_BY_ONE)):
+                if (cuts := fastest(stretches, bound, kinds=some)) and cuts.segments:
+                    return cuts
         # what is kept counts in the forward pass too, of which the bound knows nothing
         kinds: tuple[int, ...] = (KEPT, AT_ONCE) if bound is None else (ONE_BY_ONE,)
         if kinds not in self._least:
             self._least[kinds] = least(stretches, kinds=kinds)
-        found = self._least[kinds]
-        return found if found.segments else "autograd keeps nothing that a replay would make"
+        best = self._least[kinds]
+        return best if best.segments else "autograd keeps nothing that a replay would make"

@@ -84,20 +84,23 @@ def stretches_of(look: Look) -> Stretches:
     took = np.concatenate([[0], np.cumsum(seconds)])
     since = took[places]
     # of every saved storage what leads to it from the begin of its stretch
-    per_stretch = np.zeros((2, k))
-    np.add.at(
-        per_stretch, (slice(None), birth[saved]), np.stack([took[made[saved] + 1], np.ones(saved.sum())])
-    )
-    until, n_saved = np.concatenate([np.zeros((2, 1)), per_stretch.cumsum(1)], 1)[:, : k + 1]
-    spans = [each[None, :k] - each[:k, None] for each in (until, n_saved)]
+    until = _summed(np.bincount(birth[saved], took[made[saved] + 1], k))
+    n_saved = _summed(np.bincount(birth[saved], minlength=k))
     return Stretches(
         places=places,
         out=out,
         saved=kept,
         seconds=since[None, :] - since[:, None],
         at_work=_at_work(places, made, last, n_bytes),
-        one_by_one_seconds=spans[0] - spans[1] * since[:, None],
+        one_by_one_seconds=until - n_saved * since[:, None],
     )
+
+
+def _summed(by_stretch: Array) -> Array:
+    """[b] of stretches -> [p, q], the sum over [p, q)."""
+    sums = np.concatenate([[0], np.cumsum(by_stretch)])[: len(by_stretch)]
+    found: Array = sums[None, :] - sums[:, None]
+    return found
 
 
 def _at_work(places: Array, made: Array, last: Array, n_bytes: Array) -> Array:
