@@ -1,5 +1,6 @@
 """`lightning_amp.profile` and `lightning_amp.plan`: of a data directory, or of any module's training step."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -124,6 +125,7 @@ def plan(
     model_parallel_size: int | str = "auto",
     rates: Rates | str | None = None,
     precision: str | None = None,
+    blocks: Sequence[type | str] | None = None,
 ) -> "ModulePlan": ...
 
 
@@ -141,6 +143,7 @@ def plan(
     rates: Rates | str | None = None,
     node_devices: int | None = None,
     precision: str | None = None,
+    blocks: Sequence[type | str] | None = None,
 ) -> Any:
     """Decide what to install, without training and without starting ranks.
 
@@ -162,6 +165,8 @@ def plan(
             is longer. None when all devices are on one node.
         precision: For a module: that of the Trainer, such as "bf16-mixed"; None is "32-true". Operators are cast as
             autocast of the device that plans casts them: a CPU's keeps a copy of logits that a GPU's does not.
+        blocks: For a module and a batch: classes, their paths, or names or patterns of the submodules that are blocks,
+            as of `AMPStrategy`.
 
     Returns:
         The plan; `print` shows its report. Of a module a ModulePlan, with the methods `largest_batch` and
@@ -183,6 +188,8 @@ def plan(
         "strategies": strategies,
         "model_parallel_size": model_parallel_size,
     }
+    if blocks is not None and batch is None:
+        raise PlanError(f"blocks={blocks!r} was given, which goes with a module and a batch; leave it out")
     if isinstance(what, Profile):
         _refuse("a directory's profile, whose plan is one of float32", precision=precision)
         return plan_data(
@@ -207,7 +214,7 @@ def plan(
             around=BY_ITSELF if precision is None else Around(precision=precision),
             rates=reached,
             request=request,
-            options={},
+            options={"blocks": blocks},
             batch_size=batch_size,
         )
     counted = getattr(what, "counted", None)

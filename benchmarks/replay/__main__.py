@@ -2,9 +2,10 @@
 
     python -m benchmarks.replay [--only NAME ...] [--shares 0.75 0.5]
 
-For each module: the peak of a plain step, the fewest bytes that `replay` reaches and budgets of shares of the plain
-peak, each predicted by the plan, measured by the meter in the second step of a real fit, with seconds of a step as a
-ratio to plain ones; three steps in float64 are compared with plain ones. About two minutes.
+For each module: the peak of a plain step, that of `replay` without a budget, with budgets of shares of the plain peak,
+and with the fewest bytes that it reaches under any budget, each predicted by the plan, measured by the meter in the
+second step of a real fit, with processor seconds of a step by those of a plain one; three steps in float64 are
+compared with plain ones. About four minutes.
 """
 
 import argparse
@@ -42,14 +43,14 @@ class Watch(Meter):
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         """Begin."""
         super().on_train_batch_start(trainer, module, batch, batch_idx)
-        self._begun = time.perf_counter()
+        self._begun = time.process_time()
 
     def on_train_batch_end(
         self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End."""
         if batch_idx != self.at:
-            self.seconds.append(time.perf_counter() - self._begun)
+            self.seconds.append(time.process_time() - self._begun)
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
 
@@ -87,7 +88,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--shares", nargs="+", type=float, default=[0.75, 0.5])
+    parser.add_argument("--shares", nargs="*", type=float, default=[0.75, 0.5])
     parser.add_argument("--steps", type=int, default=10)
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -96,9 +97,9 @@ def main() -> None:
     for name in asked.only:
         plain = fit(name, "auto", steps=asked.steps)[1]
         exact = fit(name, "auto", steps=STEPS, double=True)[0]
-        for share in (None, *asked.shares):
-            memory = {} if share is None else {"device_memory": int(share * plain.peak)}
-            options = {"strategies": "replay", **memory}
+        for share in (None, *asked.shares, 0.0):
+            memory = {} if share is None else {"device_memory": int(share * plain.peak) or "1KiB"}
+            options = {"strategies": "replay", "unfit": "refuse" if share else "train", **memory}
             try:
                 _, meter, plan = fit(name, AMPStrategy(**options), steps=asked.steps)
             except AmpError as error:
@@ -106,12 +107,12 @@ def main() -> None:
                     f"| {name} | {share:.0%} | {format_bytes(plain.peak)} | {str(error).partition(';')[0]} |"
                 )
                 continue
-            double = {} if share is None else {"device_memory": int(2 * share * plain.peak)}
-            module = fit(name, AMPStrategy(strategies="replay", **double), steps=STEPS, double=True)[0]
+            double = {"device_memory": int(2 * share * plain.peak)} if share else memory
+            module = fit(name, AMPStrategy(**{**options, **double}), steps=STEPS, double=True)[0]
             ratio = median(meter.seconds[1:]) / median(plain.seconds[1:])
             cells = (
                 name,
-                "least" if share is None else f"{share:.0%}",
+                "none" if share is None else f"{share:.0%}" if share else "least",
                 format_bytes(plain.peak),
                 format_bytes(plan.predicted_peak_bytes),
                 format_bytes(meter.peak),

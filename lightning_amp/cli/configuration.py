@@ -1,12 +1,15 @@
-"""`plan --config` and `simulate --config`: a plan of any module that a configuration of `fit` trains; loads torch."""
+"""`plan --config`, `plan MODULE:CLASS` and `simulate --config`: a plan of any module; loads torch."""
 
 import argparse
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_amp.cli.request import OF_DATA, rates_asked, refuse, request_of
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 ALONE = OF_DATA | {"DIR": "data_dir", "--shape": "shape"}
 """Options that a configuration has no use for."""
@@ -26,8 +29,14 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
+def plan_of_configuration(
+    arguments: argparse.Namespace, named: "tuple[LightningModule, Any] | None" = None
+) -> tuple[Plan, str]:
     """The plan, with answers to two questions where a memory is named: the largest batch and the fewest devices.
+
+    Args:
+        arguments: Of the command.
+        named: The module and the batch that were named instead of a configuration.
 
     Returns:
         Beside it, what its blocks in chunks run, as Python; "" where there are none, and where it is not asked for.
@@ -36,22 +45,29 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
         AmpError: The module has a Hi-C decoder, its step cannot be profiled, or nothing can be planned as asked.
     """
     # late: torch takes seconds to load
+    from lightning_amp.footprint.inner_run import BY_ITSELF
     from lightning_amp.lightning.first_look.plan_of_module import plan_of_module
     from lightning_amp.parallel.contract.protocol import find_decoders
     from lightning_amp.verification.read_configuration import read_step
 
-    refuse(arguments, f"--config {arguments.config!r}", ALONE, "which are of other models")
-    module, batch, around, options = read_step(arguments.config, arguments.batch_size)
+    if named is None:
+        model = f"--config {arguments.config!r}"
+        refuse(arguments, model, ALONE, "which are of other models")
+        module, batch, around, options = read_step(arguments.config, arguments.batch_size)
+    else:
+        model, around, options = repr(arguments.data_dir), BY_ITSELF, dict[str, Any]()
+        refuse(arguments, model, OF_DATA | {"--shape": "shape"}, "which are of other models")
+        module, batch = named
     if find_decoders(module):
         raise PlanError(
-            f"--config {arguments.config!r} was asked for, whose model has a decoder of strata, which is planned by its"
+            f"{model} was asked for, whose model has a decoder of strata, which is planned by its"
             " data: name their folder, lightning-amp plan DIR"
         )
     told = _asked(arguments, options)
     request = request_of(told)
     if told.plan is not None:
         raise PlanError(
-            f"--config {arguments.config!r} was asked for, whose strategy carries out plan={told.plan!r}: there is"
+            f"{model} was asked for, whose strategy carries out plan={told.plan!r}: there is"
             " nothing to plan; name --policy or --strategies to plan it otherwise"
         )
     grid = getattr(arguments, "tensor_grid", None)
@@ -67,7 +83,7 @@ def plan_of_configuration(arguments: argparse.Namespace) -> tuple[Plan, str]:
         options=options,
         batch_size=arguments.batch_size,
     )
-    code = made.step.code(made.plan.rules) if getattr(arguments, "show_code", False) else ""
+    code = made.code() if getattr(arguments, "show_code", False) else ""
     return replace(made.plan, notes=(*made.plan.notes, *made.answers())), code
 
 

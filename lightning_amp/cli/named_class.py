@@ -1,4 +1,4 @@
-"""`profile MODULE:CLASS`: a LightningModule by its name and a batch by its shapes, without YAML."""
+"""`profile` and `plan MODULE:CLASS`: a LightningModule by its name and a batch by its shapes, without YAML."""
 
 import argparse
 import ast

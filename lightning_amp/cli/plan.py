@@ -3,6 +3,7 @@
 import argparse
 
 from lightning_amp.cli.configuration import add_configuration, plan_of_configuration
+from lightning_amp.cli.named_class import add_named_class, named_step, of_shapes
 from lightning_amp.cli.request import (
     add_request,
     decoder_asked,
@@ -24,6 +25,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add_request(parser)
     add_configuration(parser)
+    add_named_class(parser)
     parser.add_argument(
         "--recommend-devices",
         action="store_true",
@@ -40,7 +42,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--show-code",
         action="store_true",
-        help="with --config: print what the blocks run that the plan computes in chunks, as Python",
+        help="with --config or MODULE:CLASS: print what the blocks run that the plan computes in chunks, as Python",
     )
     parser.set_defaults(run=_run)
 
@@ -56,9 +58,12 @@ def _run(arguments: argparse.Namespace) -> int:
         raise PlanError(
             "--show-code was asked for with --format json, which holds the plan alone; leave one out"
         )
-    if arguments.config is not None:
-        refuse(arguments, f"--config {arguments.config!r}", OUTLOOKS, "which plan other data")
-        made, code = plan_of_configuration(arguments)
+    named = named_step(arguments)
+    if named is not None or arguments.config is not None:
+        of = f"--config {arguments.config!r}" if named is None else repr(arguments.data_dir)
+        refuse(arguments, of, OUTLOOKS, "which plan other data")
+        with of_shapes(arguments):
+            made, code = plan_of_configuration(arguments, named)
         print(made.to_json() if arguments.format == "json" else plan_report(made))
         if arguments.show_code:
             print(f"\n{code or NO_CODE}")
@@ -68,11 +73,11 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments,
         "a data directory or --shape",
         {"--tensor-grid": "tensor_grid"},
-        "which is of --config FILE.yaml",
+        "which is of --config FILE.yaml or MODULE:CLASS",
     )
     if arguments.show_code:
         raise PlanError(
-            "--show-code was asked for without --config FILE.yaml, whose blocks it would show; name it"
+            "--show-code was asked for without --config FILE.yaml or MODULE:CLASS, whose blocks it would show; name one"
         )
     if arguments.what_if is not None or arguments.recommend_devices:
         from lightning_amp.cli.plan_questions import outlook

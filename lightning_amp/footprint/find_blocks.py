@@ -1,11 +1,27 @@
-"""The blocks of a module: children of its lists and sequences; and the modules that have them."""
+"""The blocks of a module: those that a person has named, else the children of its lists and sequences."""
+
+import pkgutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
+from lightning_amp.errors import PlanError
+
+MARK = "_lightning_amp_block"
+"""Attribute of a named block: so copies of a module, and modules inside of it, have the same blocks."""
+
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """The children of the outermost lists and sequences of a module, by name; a module by itself is no block."""
-    found: dict[str, nn.Module] = {}
+    """Blocks by name: the named ones where there are any, else the children of the outermost lists and sequences.
+
+    A module is no block of itself.
+    """
+    found = {fqn: child for fqn, child in module.named_modules() if fqn and MARK in vars(child)}
+    if found:
+        return found
 
     def walk(fqn: str, parent: nn.Module) -> None:
         for name, child in parent.named_children():
@@ -27,3 +43,84 @@ def owners(module: nn.Module) -> dict[str, nn.Module]:
         for fqn, child in module.named_modules()
         if fqn and not isinstance(child, nn.ModuleList) and any(name.startswith(f"{fqn}.") for name in blocks)
     }
+
+
+@contextmanager
+def named_blocks(module: nn.Module, entries: Sequence[type | str] | None) -> Iterator[None]:
+    """Let the blocks of a module be those that match some entries, for as long as this lasts; None changes nothing.
+
+    An entry is a class, its path as text, or a name or pattern in the sense of fnmatch. Of modules that contain each
+    other the outer one is the block.
+
+    Raises:
+        PlanError: An entry matches nothing, or only what lies in blocks of other entries.
+    """
+    blocks: dict[str, nn.Module] = {}
+    if entries is not None:
+        check_entries(entries)
+        modules = {fqn: child for fqn, child in module.named_modules() if fqn}
+        matches = {entry: _matches(modules, entry) for entry in entries}
+        every = {fqn for fqns in matches.values() for fqn in fqns}
+        blocks = {fqn: modules[fqn] for fqn in modules if fqn in every and not _outside(fqn, every)}
+        for entry, fqns in matches.items():
+            if not fqns:
+                raise PlanError(
+                    f"blocks={entries!r} was given, and {entry!r} matches no submodule of {type(module).__name__!r};"
+                    f" it has {', '.join(sorted({type(child).__name__ for child in modules.values()}))} as"
+                    f" {', '.join(name for name, _ in module.named_children())}: give a class, its path, or a name or"
+                    " pattern of submodules"
+                )
+            if blocks.keys().isdisjoint(fqns):
+                around = sorted({_outside(fqn, every) for fqn in fqns})
+                raise PlanError(
+                    f"blocks={entries!r} was given, and {entry!r} matches only what lies in other blocks"
+                    f" ({', '.join(around)}); a block is computed again as a whole: leave one of the two out"
+                )
+    for block in blocks.values():
+        vars(block)[MARK] = True
+    try:
+        yield
+    finally:
+        for block in blocks.values():
+            vars(block).pop(MARK, None)
+
+
+def check_entries(entries: Any) -> None:
+    """Refuse, with a PlanError, what is no list of classes and names."""
+    listed = isinstance(entries, list | tuple) and len(entries) > 0
+    if not listed or not all(
+        isinstance(entry, type) or (isinstance(entry, str) and entry) for entry in entries
+    ):
+        raise PlanError(
+            f"blocks={entries!r} was given; allowed is a list of classes of modules and of names or patterns of"
+            " submodules, such as ['decoder.*', 'my.module.Res'], or None"
+        )
+
+
+def refuse_uncalled(module: nn.Module, called: set[str]) -> None:
+    """Refuse, with a PlanError, named blocks that a step does not call."""
+    for fqn, block in find_blocks(module).items():
+        if MARK in vars(block) and fqn not in called:
+            raise PlanError(
+                f"blocks= names {fqn!r} ({type(block).__name__}), and {fqn!r} is never called with gradients by the"
+                f" step; of the named ones it calls {', '.join(sorted(called)) or 'none'}: name modules whose forward"
+                " the step runs, rather than a list of them or one that is only read"
+            )
+
+
+def _matches(modules: dict[str, nn.Module], entry: type | str) -> list[str]:
+    kind = entry
+    if isinstance(entry, str):
+        if found := [fqn for fqn in modules if fnmatchcase(fqn, entry)]:
+            return found
+        try:
+            kind = pkgutil.resolve_name(entry) if "." in entry else entry
+        except (ImportError, AttributeError, ValueError):
+            return []
+    return [fqn for fqn, child in modules.items() if isinstance(kind, type) and isinstance(child, kind)]
+
+
+def _outside(fqn: str, names: set[str]) -> str:
+    """The outermost of some names that a name lies in; "" where there is none."""
+    parts = fqn.split(".")
+    return next((outer for n in range(1, len(parts)) if (outer := ".".join(parts[:n])) in names), "")

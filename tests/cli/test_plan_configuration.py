@@ -184,6 +184,28 @@ def test_the_largest_batch_fits_and_one_more_does_not(config: str, capsys: Any) 
 
 
 @IGNORED
+def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) -> None:
+    words = ["--device-memory", str(5 * 2**20)]
+    named = ["plan", "deep_model:Deep", "--batch", "600x64", *words]
+    assert planned(named, capsys) == planned(["plan", "--config", config, *words], capsys)
+    assert main([*named, "--strategies", "chunk", "--show-code"]) in (0, 3)
+    assert "def region_0(" in capsys.readouterr().out
+    for more, said in (
+        (["--config", config], "--batch goes with MODULE:CLASS alone"),
+        (["--what-if"], "was asked for together with --what-if"),
+        (["--setting", "x"], "was asked for together with --setting"),
+        (["--init", "a=1"], "cannot be made: TypeError"),
+        (["--batch", "600x3"], "with --batch 600x64 --batch 600x3: "),
+    ):
+        assert main([*named, *more]) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert err.count("lightning-amp: error: ") == 1
+    assert main(["plan", "deep_model:Deep"]) == 2
+    assert "was named without --batch" in capsys.readouterr().err
+
+
+@IGNORED
 def test_other_models_options_are_refused(config: str, capsys: Any) -> None:
     assert main(["plan", "data", "--config", config]) == 2
     assert "was asked for together with DIR" in capsys.readouterr().err
@@ -286,6 +308,6 @@ def test_a_peak_that_is_not_known_is_none_that_fits(config: str, monkeypatch: An
     assert "what the stages hold was not counted" in made.uncounted
     # with a memory that is named: the answers to its questions take seconds
     named = replace(made, budget_bytes=2**30)
-    monkeypatch.setattr("lightning_amp.cli.plan.plan_of_configuration", lambda _: (named, ""))
+    monkeypatch.setattr("lightning_amp.cli.plan.plan_of_configuration", lambda *_: (named, ""))
     assert main(words) == 3
     assert "predicted peak per rank unknown, at least" in " ".join(capsys.readouterr().out.split())

@@ -1,8 +1,9 @@
 """LightningModule + batch -> Chain: which blocks could be computed again, and what a step's peak and time follow from.
 
-Blocks are the children of the outermost lists and sequences of the module (find_blocks.py), in the order in which the
-step calls them: of a U-Net those of its way down, its middle and its way up. A list inside a block is part of the
-block, which is recomputed as a whole. A block is left as it is where it cannot run twice (first_pass.py), and says why.
+Blocks are those that were named, else the children of the outermost lists and sequences (find_blocks.py), in the order
+in which the step calls them: of a U-Net those of its way down, its middle and its way up. A list inside a block is part
+of the block, which is recomputed as a whole. A block is left as it is where it cannot run twice (first_pass.py), and
+says why.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_recorder import ChainRecorder, OperatorRates
 from lightning_amp.footprint.chain.passes import Passes, impossible, passes_of
 from lightning_amp.footprint.fake_copy import length_of
+from lightning_amp.footprint.find_blocks import refuse_uncalled
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import FAKE, REAL, counted_step, profile_of
@@ -90,11 +92,16 @@ def count_step(
     """Count a step once for all that is to be known of it.
 
     Arguments and errors as for `chain_of`; `names` are those of the blocks that could be stages, in order.
+
+    Raises:
+        PlanError: The step does not call a block that was named.
     """
     make = partial(ChainRecorder, rates=rates, stages=names)
     step, reason = counted_step(
         module, batch, batch_size, make, around, plain=partial(make, watches_saved=False)
     )
+    if step.watches_saved:
+        refuse_uncalled(module, {call.fqn for call in step.calls})
     chain = build_chain(step, values=bool(reason))
     chain = replace(chain, seconds=step.seconds, measured=REAL if reason else FAKE, reason=reason)
     rows = length_of(batch) if batch_size is None else batch_size

@@ -2,7 +2,9 @@
 
 import argparse
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -10,15 +12,16 @@ import psutil
 from lightning.pytorch import LightningModule
 
 from lightning_amp.errors import ModelError, PlanError
+from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import PARAMETERS, ModuleProfile
 from lightning_amp.lightning.first_look.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.parallel.describe_module import describe
-from lightning_amp.planning.modules.leanest import fewest_ranks, with_techniques_of
+from lightning_amp.planning.modules.leanest import fewest_ranks
 from lightning_amp.planning.modules.plan_module import told_apart
 from lightning_amp.planning.modules.plan_step import Counted, plan_step
-from lightning_amp.planning.modules.questions import answers, largest_batch
+from lightning_amp.planning.modules.questions import answers, largest_batches
 from lightning_amp.planning.modules.seen import Seen
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import FullyShard
@@ -39,6 +42,8 @@ class ModulePlan:
         module: Whose step it is.
         step: It, to be counted again.
         seen_at: Counts it with a batch of another length.
+        naming: Lets the module's blocks be those of `blocks`, while it is counted.
+        named: Whether its techniques were named, rather than chosen by the policy.
         steps: Of a technique with steps of its own, of which the questions cannot be answered.
     """
 
@@ -47,6 +52,8 @@ class ModulePlan:
     module: LightningModule = field(repr=False)
     step: StepOfModule = field(repr=False)
     seen_at: Callable[[int | None], Seen] = field(repr=False)
+    naming: Callable[[], AbstractContextManager[None]] = field(repr=False)
+    named: bool = field(repr=False)
     steps: DrySteps | None = field(repr=False)
 
     def report(self) -> str:
@@ -60,9 +67,9 @@ class ModulePlan:
         return f"<pre>{escape(self.report())}</pre>"
 
     def largest_batch(self) -> int:
-        """The largest number of samples of a batch that fits the budget with the plan's techniques.
+        """The largest number of samples of a batch that fits the budget, as `answers` says; 0 where not even one does.
 
-        Of each technique there is as much as the batch needs; 0 where not even one sample fits.
+        It is with the techniques that were named, or with any where the policy chooses, as much of each as is needed.
 
         Raises:
             PlanError: There is no budget, or it is not known what another number of samples holds.
@@ -70,9 +77,9 @@ class ModulePlan:
         budget, start = self._budget("largest_batch"), self.profile.batch_size
         if start is None:
             raise PlanError("largest_batch was asked of a batch whose tensors have no length in common")
-        return largest_batch(
-            lambda n: with_techniques_of(self.plan, self.seen_at(n)).peak_bytes, budget, start
-        )
+        with self.naming():
+            most = largest_batches(self.seen_at, self.seen_at(start), budget=budget, **self._asked)
+        return max(most.plain, most.lean)
 
     def fewest_devices(self) -> int | None:
         """The fewest devices on which the batch fits the budget, by any technique; None where there are none.
@@ -80,16 +87,27 @@ class ModulePlan:
         Raises:
             PlanError: There is no budget, or it is not known what more devices hold.
         """
-        found = fewest_ranks(self.seen_at(self.profile.batch_size), self._budget("fewest_devices"))
+        with self.naming():
+            found = fewest_ranks(self.seen_at(self.profile.batch_size), self._budget("fewest_devices"))
         return None if found is None else found.ranks * found.model
 
     def answers(self) -> list[str]:
         """Both, as sentences, with and without techniques; none where there is no budget."""
-        budget, mesh = self.plan.budget_bytes, self.plan.mesh
+        budget = self.plan.budget_bytes
         if budget is None or self.steps is not None:
             return []
-        seen = self.seen_at(self.profile.batch_size)
-        return answers(self.seen_at, seen, ranks=mesh.data * mesh.model, budget=budget)
+        with self.naming():
+            return answers(self.seen_at, self.seen_at(self.profile.batch_size), budget=budget, **self._asked)
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        mesh = self.plan.mesh
+        return {"ranks": mesh.data * mesh.model, "named": self.plan if self.named else None}
+
+    def code(self) -> str:
+        """What the blocks run that the plan computes in chunks, as Python."""
+        with self.naming():
+            return self.step.code(self.plan.rules)
 
     def _budget(self, question: str) -> int:
         if self.plan.budget_bytes is None:
@@ -153,8 +171,10 @@ def plan_of_module(
     def look(step: StepOfModule) -> Seen:
         return step.seen(rates, fsdp=fsdp, shared_statistics=share and devices > 1)
 
-    step = step_at(batch_size)
-    seen = look(step)
+    step, naming = step_at(batch_size), partial(named_blocks, module, options.get("blocks"))
+    with naming():
+        seen = look(step)
+        shape = replace(describe(module, batch_size=seen.profile.batch_size or 1), profiled=True)
     profile, known = seen.profile, {seen.profile.batch_size: seen}
     own = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
     if not around.prepared and profile.by_kind[PARAMETERS] > sum(own.values()):
@@ -165,14 +185,14 @@ def plan_of_module(
     if steps is not None and STRATEGIES[steps.name].data_axis:
         # of its grid, which may have been chosen
         request["model_parallel_size"] = steps.ranks
-    shape = replace(describe(module, batch_size=profile.batch_size or 1), profiled=True)
-    made = plan_step(
-        Counted(seen=seen, shape=shape),
-        **request,
-        micro_batches=options.get("micro_batches"),
-        schedule=options.get("schedule"),
-        count=step.count,
-    )
+    with naming():
+        made = plan_step(
+            Counted(seen=seen, shape=shape),
+            **request,
+            micro_batches=options.get("micro_batches"),
+            schedule=options.get("schedule"),
+            count=step.count,
+        )
     made = with_spec(made, steps, "")
     if not share:
         made = without_shared_statistics(made)
@@ -182,4 +202,13 @@ def plan_of_module(
             known[n] = look(step_at(n))
         return known[n]
 
-    return ModulePlan(plan=made, profile=profile, module=module, step=step, seen_at=seen_at, steps=steps)
+    return ModulePlan(
+        plan=made,
+        profile=profile,
+        module=module,
+        step=step,
+        seen_at=seen_at,
+        naming=naming,
+        named=request["strategies"] is not None,
+        steps=steps,
+    )

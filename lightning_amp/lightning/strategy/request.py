@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_amp.errors import PlanError
+from lightning_amp.footprint.find_blocks import check_entries
 from lightning_amp.planning.pipeline.schedules import SCHEDULES
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import FullyShard
@@ -55,6 +56,7 @@ class Request:
     policy: Literal["auto", "paper"] = "auto"
     plan: str | Path | Plan | None = None
     strategies: list[str] | str | None = None
+    blocks: Sequence[type | str] | None = None
     device_memory: str | int | None = None
     unfit: Literal["refuse", "train"] | None = None
     rates: str | Path | None = None
@@ -89,6 +91,8 @@ class Request:
         self._check_overlap()
         self._check_plan()
         self._check_grid()
+        if self.blocks is not None:
+            check_entries(self.blocks)
         for name, what in (
             ("rates", "of a file that `lightning-amp calibrate` wrote"),
             ("data_dir", "of a data directory"),

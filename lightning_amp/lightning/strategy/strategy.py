@@ -11,7 +11,7 @@ told.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.lightning._compat import (
     broadcast_module,
     default_pg_timeout,
@@ -97,6 +98,7 @@ class AMPStrategy(MeshStrategy):
         policy: Literal["auto", "paper"] = "auto",
         plan: str | Path | Plan | None = None,
         strategies: list[str] | str | None = None,
+        blocks: list[str | type[nn.Module]] | None = None,
         device_memory: str | int | None = None,
         unfit: Literal["refuse", "train"] | None = None,
         rates: str | Path | None = None,
@@ -135,6 +137,8 @@ class AMPStrategy(MeshStrategy):
             policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping from signals to strategies.
             plan: A plan, or the path of one as JSON, to carry out instead of making one.
             strategies: The strategies to use, such as "S1,S3", instead of the policy's.
+            blocks: Classes, their paths, or names or patterns of the submodules that are blocks, for techniques that
+                work on blocks; None takes the children of lists and sequences.
             device_memory: Budget of one device, as bytes or "24GiB"; None asks the device.
             unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses where `device_memory` is given.
             rates: File that `lightning-amp calibrate` wrote, to predict times with; None takes the device's kind.
@@ -280,6 +284,9 @@ class AMPStrategy(MeshStrategy):
         # late, for it reaches the reference model and every technique, which a Trainer does not need
         from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 
+        named = ExitStack()
+        named.enter_context(named_blocks(model, self.request.blocks))
+        self._undo.append(named.close)
         keep, trained, self.plan = vars(self).update, self.plan, None
         given, resumed = (self.request, self._here, trainer, model), self._resumed
         planned = InstalledPlan(*given, changed=keep, resumed=resumed, trained=trained)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.find_blocks import MARK, find_blocks
 from lightning_amp.parallel.contract.change import Change
 from lightning_amp.parallel.contract.hooks import hooks_within
 from lightning_amp.parallel.pipeline.block_walk import BlockCall, BlockWalk
@@ -95,4 +96,8 @@ def blocks_for_stages(module: nn.Module) -> tuple[tuple[str, ...], str]:
             (),
             "it normalises by the statistics of a batch (BatchNorm), of which a stage would see a micro-batch's",
         )
-    return tuple(f"{found[0]}.{name}" for name, _ in blocks.named_children()), ""
+    names = tuple(f"{found[0]}.{name}" for name, _ in blocks.named_children())
+    known = find_blocks(module)
+    if not known.keys() >= {*names} and any(MARK in vars(block) for block in known.values()):
+        return (), f"blocks= names other modules than those of {found[0]!r}, the longest list"
+    return names, ""

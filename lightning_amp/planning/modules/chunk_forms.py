@@ -120,7 +120,7 @@ class ChunkForms:
         if any(block.chunks for block in self.chain.blocks):
             return ""
         if not self._plain.blocks:
-            return "the step calls no block, that is no child of a list or a sequence of modules"
+            return "the step calls no child of a list or a sequence of modules; blocks= names others"
         found = zip(self._plain.blocks, self._found[0], strict=True)
         return group_reasons((block.fqn, _in_the_way(table)) for block, table in found)
 

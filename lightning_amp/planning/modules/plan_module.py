@@ -120,8 +120,8 @@ def plan_module(
         over, compared = peak - best.peak_bytes, replaced_peak(compared, peak)
         if not rules or limit is None or budget is None or peak <= budget:
             break
-        # the prediction was too low by so much; at last all that can be is done
-        limit = limit - max(over, 1) if tries < TRIES - 1 else 0
+        # the prediction was too low by so much, or above the limit; at last all that can be is done
+        limit = limit - max(over, peak - budget, 1) if tries < TRIES - 1 else 0
     return _made(base, seen, compared, rules)
 
 

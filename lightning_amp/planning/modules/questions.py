@@ -1,11 +1,19 @@
 """Two questions about a module's step under a budget: the largest batch that fits, and the fewest devices."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from lightning_amp.errors import AmpError
 from lightning_amp.planning.modules.candidates import as_it_is, on_ranks
-from lightning_amp.planning.modules.leanest import fewest_ranks, over_data, over_stages, spelled
+from lightning_amp.planning.modules.leanest import (
+    fewest_ranks,
+    over_data,
+    over_stages,
+    spelled,
+    with_techniques_of,
+)
 from lightning_amp.planning.modules.seen import Draft, Seen
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
 
 MOST_STEPS = 12
@@ -16,41 +24,83 @@ SeenAt = Callable[[int], Seen]
 """Length of a rank's batch -> its step."""
 
 
-def answers(seen_at: SeenAt, seen: Seen, *, ranks: int, budget: int) -> list[str]:
-    """Both answers, as sentences for a plan on so many ranks, be they of a data axis or stages."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LargestBatch:
+    """The largest batches that fit; 0 where not even one sample does.
+
+    Attributes:
+        plain: Of a rank, with the step as it is.
+        lean: With techniques.
+        techniques: These.
+        sharing: Ranks that share the latter, as the stages of a pipeline.
+    """
+
+    plain: int
+    lean: int
+    techniques: tuple[str, ...]
+    sharing: int
+
+
+def largest_batches(
+    seen_at: SeenAt, seen: Seen, *, ranks: int, budget: int, named: Plan | None
+) -> LargestBatch:
+    """The largest batches with the step as it is, and with techniques.
+
+    Args:
+        seen_at: Counts the step with a batch of another length.
+        seen: The step as it was counted, of a batch with a length.
+        ranks: Of a data axis, or stages.
+        budget: Bytes of a device.
+        named: A plan whose techniques are the ones to use, as much of each as is needed; None allows all.
+
+    Raises:
+        AmpError: The step cannot be counted with a batch of another length.
+    """
     start = seen.profile.batch_size
+    assert start is not None, "the batch has a length"
+
+    def with_techniques(n: int) -> Draft:
+        step = seen if n == start else seen_at(n)
+        return over_data(step, ranks) if named is None else with_techniques_of(named, step)
+
+    def on_stages(n: int) -> Draft:
+        return over_stages(seen if n == start else seen_at(n), ranks)[0]
+
+    def plain_peak(n: int) -> int:
+        return as_it_is(seen if n == start else seen_at(n), ranks).peak_bytes
+
+    plain = largest_batch(plain_peak, budget, start)
+    lean = largest_batch(lambda n: with_techniques(n).peak_bytes, budget, start)
+    best = with_techniques(lean or start)
+    # as of policy auto, where the batch fits in no other way
+    if named is None and lean < start and over_stages(seen, ranks):
+        shared, staged = largest_batch(lambda n: on_stages(n).peak_bytes, budget, start), on_stages(start)
+        # of a pipeline's ranks one batch
+        if shared > lean * staged.model:
+            lean, best = shared, staged
+    return LargestBatch(plain=plain, lean=lean, techniques=best.strategies, sharing=best.model)
+
+
+def answers(seen_at: SeenAt, seen: Seen, *, ranks: int, budget: int, named: Plan | None = None) -> list[str]:
+    """Two sentences for a plan on so many ranks: the fewest devices and the largest batch.
+
+    Arguments as of `largest_batches`.
+    """
     found = [_devices(seen, budget)]
-    if start is None:
+    if seen.profile.batch_size is None:
         return [*found, "the largest batch is not known: the tensors of a batch have no length in common"]
-    known = {start: seen}
-
-    def at(n: int) -> Seen:
-        if n not in known:
-            known[n] = seen_at(n)
-        return known[n]
-
     try:
-        plain = largest_batch(lambda n: as_it_is(at(n), ranks).peak_bytes, budget, start)
-        lean = largest_batch(lambda n: over_data(at(n), ranks).peak_bytes, budget, start)
-        # as of policy auto, where the batch fits in no other way
-        stages = over_stages(seen, ranks) if lean < start else []
-        shared = (
-            largest_batch(lambda n: over_stages(at(n), ranks)[0].peak_bytes, budget, start) if stages else 0
-        )
+        most = largest_batches(seen_at, seen, ranks=ranks, budget=budget, named=named)
     except AmpError as error:
         return [*found, f"the largest batch is not known: one of another length cannot be counted: {error}"]
     within = f"the largest batch of a rank that fits {format_bytes(budget)}"
-    if not lean and not shared:
+    if not most.plain and not most.lean:
         return [*found, f"{within}: none, not even one of 1"]
     more = ""
-    if lean > plain:
-        more += f", {lean:,} with {' and '.join(over_data(at(lean), ranks).strategies)}"
-    # of a pipeline's ranks one batch
-    if stages and shared > lean * stages[0].model:
-        more += (
-            f", {shared:,} with {' and '.join(stages[0].strategies)}, which {on_ranks(stages[0].model)} share"
-        )
-    return [*found, f"{within} on {on_ranks(ranks)}: {plain or 'none'} with the step as it is{more}"]
+    if most.sharing > 1 or most.lean > most.plain:
+        more = f", {most.lean:,} with {' and '.join(most.techniques)}"
+        more += f", which {on_ranks(most.sharing)} share" if most.sharing > 1 else ""
+    return [*found, f"{within} on {on_ranks(ranks)}: {most.plain or 'none'} with the step as it is{more}"]
 
 
 def largest_batch(peak_of: Callable[[int], int], budget: int, start: int) -> int:

@@ -1,30 +1,44 @@
-"""A plan in five lines: techniques, memory, time, what saves memory, and where the whole report is."""
+"""A plan in five lines of 80 columns: techniques, memory, time, what saves memory, and where the whole report is."""
+
+from textwrap import wrap
 
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.reports.diagnosis_report import alone
 from lightning_amp.planning.reports.plan_report import batch_text, labels, peak_text, step_text, techniques
+from lightning_amp.planning.reports.table import WIDTH
 from lightning_amp.quantities import format_bytes
+
+NAMES = 16
+"""Columns of the names of lines."""
 
 
 def plan_summary(plan: Plan, *, report: str = "") -> str:
-    """The five lines, and every note that is a warning.
+    """The five lines, and every note that is a warning; a text that is too long goes on in the next line.
 
     Args:
         report: File that holds the whole report; "" where none is written.
     """
     mesh = plan.mesh
     ranks = f" on {mesh.data} data x {mesh.model} model ranks" if mesh.data * mesh.model > 1 else ""
-    source = f" (rates of {plan.rates_device})" if plan.rates_device else ""
+    each = " per rank" if ranks else ""
+    source = f" ({plan.rates_device})" if plan.rates_device else ""
     known = plan.predicted_step_seconds is not None
     rows = [
         ("plan", f"{labels(plan)}{ranks}"),
-        ("predicted peak", f"{peak_text(plan)}, per rank"),
-        ("predicted step", f"{step_text(plan) if known else 'unknown'}, {batch_text(plan)} per rank{source}"),
+        ("predicted peak", f"{peak_text(plan)}{each}"),
+        ("predicted step", f"{step_text(plan) if known else 'unknown'}, {batch_text(plan)}{each}{source}"),
         _helpful(plan),
         ("more", f"{report or 'print(trainer.strategy.plan)'}, or AMPStrategy(verbose=True)"),
     ]
     rows += [("note", note) for note in plan.notes if not isinstance(note, Explanation)]
-    return "\n".join(f"{name:<16}{text}" for name, text in rows)
+    lines = list[str]()
+    for name, text in rows:
+        # a path is copied from here: it stays whole, however long it is
+        parts = wrap(text, WIDTH - NAMES, break_long_words=False, break_on_hyphens=False)
+        lines += [
+            f"{first:<{NAMES}}{part}" for first, part in zip((name, *[""] * len(parts)), parts, strict=False)
+        ]
+    return "\n".join(lines)
 
 
 def _helpful(plan: Plan) -> tuple[str, str]:

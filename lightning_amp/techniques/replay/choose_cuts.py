@@ -6,19 +6,24 @@ Of a segment [p, q) it is known (look.py)
     saved   bytes of those and of what autograd saves of it: held from here on if the segment is kept; if it is
             replayed, only while the backward pass is in it
     time    of its operators, if it is replayed
+    at work most bytes that its operators hold at once, and the time of those that lead to each saved tensor: if it is
+            replayed for one tensor after the other
 
-so that held + saved <= bound has to be true of every segment, with held the bytes that the segments before hold. That
+so that held + saved (or at work) <= bound has to be true of every segment, with held the bytes that the segments before
+hold. That
 is a shortest path over places and bytes held, found by dynamic programming. Places are those between operators across
 which few bytes are carried; bytes are counted in parts of the bound. What a rank then really holds is counted on the
 step with the segments in it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lightning_amp.techniques.replay.row import AT_ONCE, KEPT, ONE_BY_ONE
 
 PARTS = 256
 """Of a bound, in which bytes held are counted."""
@@ -35,12 +40,24 @@ class Stretches:
         places: Places among operators, from 0 to the end.
         out, saved: [p, q] bytes of the segment from places[p] to places[q].
         seconds: [p, q] of its operators.
+        at_work: [p, q] bytes while the backward pass is in it, one tensor after the other.
+        one_by_one_seconds: [p, q] of all replays then.
     """
 
     places: Array
     out: Array
     saved: Array
     seconds: Array
+    at_work: Array
+    one_by_one_seconds: Array
+
+    def bytes_and_seconds(self, p: int, q: int, kind: int) -> tuple[float, float, float]:
+        """Of a segment of a kind: bytes in its backward pass, bytes held from it on, time of replays."""
+        if kind == KEPT:
+            return self.saved[p, q], self.saved[p, q], 0.0
+        if kind == AT_ONCE:
+            return self.saved[p, q], self.out[p, q], self.seconds[p, q]
+        return min(self.at_work[p, q], self.saved[p, q]), self.out[p, q], self.one_by_one_seconds[p, q]
 
     @property
     def all_saved(self) -> int:
@@ -53,17 +70,17 @@ class Cuts:
     """A choice.
 
     Attributes:
-        segments: Their ends, and whether they are replayed.
+        segments: Their ends and kinds.
         n_bytes: Most bytes of activations that are held at once.
         seconds: What replays take.
     """
 
-    segments: list[tuple[int, bool]]
+    segments: list[tuple[int, int]]
     n_bytes: int
     seconds: float
 
 
-def fastest(stretches: Stretches, bound: float) -> Cuts | None:
+def fastest(stretches: Stretches, bound: float, *, kinds: Sequence[int] = (KEPT, AT_ONCE)) -> Cuts | None:
     """The segments that take least time while activations take no more than a bound; None where none are within it."""
     k, unit = len(stretches.places), max(bound, 1) / PARTS
     time = np.full((k, PARTS + 1), np.inf)
@@ -72,56 +89,51 @@ def fastest(stretches: Stretches, bound: float) -> Cuts | None:
     held = np.arange(PARTS + 1)
     for q in range(1, k):
         for p in range(q):
-            # the segment itself has to fit beside what is held
-            room = int((bound - stretches.saved[p, q]) // unit)
-            if room < 0:
-                continue
-            given = time[p, : room + 1]
-            for again in (False, True):
-                if again and not stretches.seconds[p, q]:
+            for kind in kinds:
+                if kind != KEPT and not stretches.seconds[p, q]:
                     continue
-                more = round((stretches.out if again else stretches.saved)[p, q] / unit)
-                took = given + (stretches.seconds[p, q] if again else 0.0)
-                stop = min(PARTS + 1 - more, len(took))
+                inside, held_on, seconds = stretches.bytes_and_seconds(p, q, kind)
+                # the segment itself has to fit beside what is held
+                room, more = int((bound - inside) // unit), round(held_on / unit)
+                stop = min(PARTS + 1 - more, room + 1)
                 if stop <= 0:
                     continue
-                better = took[:stop] < time[q, more : more + stop]
+                took = time[p, :stop] + seconds
+                better = took < time[q, more : more + stop]
                 at = held[:stop][better]
-                time[q, at + more] = took[:stop][better]
-                before[q, at + more] = np.stack([np.full(len(at), p), at, np.full(len(at), again)], 1)
+                time[q, at + more] = took[better]
+                before[q, at + more] = np.stack([np.full(len(at), p), at, np.full(len(at), kind)], 1)
     best = int(np.argmin(time[-1]))
     if not np.isfinite(time[-1, best]):
         return None
-    segments, q, h = list[tuple[int, bool]](), k - 1, best
+    segments, q, h = list[tuple[int, int]](), k - 1, best
     while q:
-        p, h, again = before[q, h]
-        segments.append((int(stretches.places[q]), bool(again)))
-        q = int(p)
+        p, h, kind = map(int, before[q, h])
+        segments.append((int(stretches.places[q]), kind))
+        q = p
     segments.reverse()
-    while segments and not segments[-1][1]:
-        # kept, as is what comes after the last
+    while segments and segments[-1][1] == KEPT:
+        # as is what comes after the last
         segments.pop()
     return Cuts(segments=segments, n_bytes=_most(stretches, segments), seconds=float(time[-1, best]))
 
 
-def _most(stretches: Stretches, segments: list[tuple[int, bool]]) -> int:
+def _most(stretches: Stretches, segments: list[tuple[int, int]]) -> int:
     held, most, p = 0.0, 0.0, 0
-    ends = [*segments, (int(stretches.places[-1]), False)]
-    for end, again in ends:
+    for end, kind in [*segments, (int(stretches.places[-1]), KEPT)]:
         q = int(np.searchsorted(stretches.places, end))
-        most = max(most, held + stretches.saved[p, q])
-        held += (stretches.out if again else stretches.saved)[p, q]
-        p = q
+        inside, held_on, _ = stretches.bytes_and_seconds(p, q, kind)
+        most, held, p = max(most, held + inside), held + held_on, q
     return int(most)
 
 
-def least(stretches: Stretches) -> Cuts:
+def least(stretches: Stretches, *, kinds: Sequence[int] = (KEPT, AT_ONCE)) -> Cuts:
     """The segments with the fewest bytes, up to a part CLOSE of all."""
     low, high = 0.0, float(stretches.all_saved)
     best = Cuts(segments=[], n_bytes=stretches.all_saved, seconds=0.0)
     while high - low > CLOSE * stretches.all_saved:
         middle = (low + high) / 2
-        found = fastest(stretches, middle)
+        found = fastest(stretches, middle, kinds=kinds)
         if found is None:
             low = middle
         else:
@@ -139,7 +151,7 @@ class Replays:
     def __init__(self, look: Callable[[], Stretches | str]) -> None:
         self._look = look
         self._stretches: Stretches | str | None = None
-        self._least: Cuts | None = None
+        self._least: dict[Sequence[int], Cuts] = {}
 
     @property
     def stretches(self) -> Stretches | str:
@@ -149,11 +161,21 @@ class Replays:
         return self._stretches
 
     def choose(self, bound: int | None) -> Cuts | str:
-        """The fastest choice with activations within a bound, or that of the fewest bytes; with None the latter."""
-        if isinstance(self.stretches, str):
-            return self.stretches
-        if bound is not None and bound > 0 and (found := fastest(self.stretches, bound)) and found.segments:
-            return found
-        if self._least is None:
-            self._least = least(self.stretches)
-        return self._least if self._least.segments else "autograd keeps nothing that a replay would make"
+        """The fastest choice with activations within a bound, or that of the fewest bytes.
+
+        None is for the fewest bytes of segments that are replayed at once: one tensor after the other takes several
+        times as long, which only a bound asks for.
+        """
+        stretches = self.stretches
+        if isinstance(stretches, str):
+            return stretches
+        if bound is not None and bound > 0:
+            for some in ((KEPT, AT_ONCE), (KEPT, AT_ONCE, ONE_BY_ONE)):
+                if (cuts := fastest(stretches, bound, kinds=some)) and cuts.segments:
+                    return cuts
+        # what is kept counts in the forward pass too, of which the bound knows nothing
+        kinds: tuple[int, ...] = (KEPT, AT_ONCE) if bound is None else (ONE_BY_ONE,)
+        if kinds not in self._least:
+            self._least[kinds] = least(stretches, kinds=kinds)
+        best = self._least[kinds]
+        return best if best.segments else "autograd keeps nothing that a replay would make"

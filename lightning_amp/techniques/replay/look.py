@@ -81,8 +81,40 @@ def stretches_of(look: Look) -> Stretches:
     # read in a stretch from q on; saved, and read in none of them
     out = _between(later)
     kept = out + _between(sooner)
-    took = np.concatenate([[0], np.cumsum(seconds)])[places]
-    return Stretches(places=places, out=out, saved=kept, seconds=took[None, :] - took[:, None])
+    took = np.concatenate([[0], np.cumsum(seconds)])
+    since = took[places]
+    # of every saved storage what leads to it from the begin of its stretch
+    until = _summed(np.bincount(birth[saved], took[made[saved] + 1], k))
+    n_saved = _summed(np.bincount(birth[saved], minlength=k))
+    return Stretches(
+        places=places,
+        out=out,
+        saved=kept,
+        seconds=since[None, :] - since[:, None],
+        at_work=_at_work(places, made, last, n_bytes),
+        one_by_one_seconds=until - n_saved * since[:, None],
+    )
+
+
+def _summed(by_stretch: Array) -> Array:
+    """[b] of stretches -> [p, q], the sum over [p, q)."""
+    sums = np.concatenate([[0], np.cumsum(by_stretch)])[: len(by_stretch)]
+    found: Array = sums[None, :] - sums[:, None]
+    return found
+
+
+def _at_work(places: Array, made: Array, last: Array, n_bytes: Array) -> Array:
+    """[p, q] most bytes that a forward pass of the stretch [p, q) holds at once of what it makes."""
+    k, n = len(places), int(places[-1])
+    found = np.zeros((k, k))
+    for p in range(k - 1):
+        inside = made >= places[p]
+        changes = np.zeros(n + 2)
+        np.add.at(changes, made[inside], n_bytes[inside])
+        np.add.at(changes, np.minimum(last[inside], n) + 1, -n_bytes[inside])
+        highest = np.maximum.accumulate(changes.cumsum()[places[p] : n])
+        found[p, p + 1 :] = highest[places[p + 1 :] - places[p] - 1]
+    return found
 
 
 def _between(by_place: Array) -> Array:

@@ -3,27 +3,33 @@
 from dataclasses import dataclass
 from typing import Any
 
+KEPT, AT_ONCE, ONE_BY_ONE = 0, 1, 2
+"""Kinds of stretches: as it is, replayed as a whole, or anew for each tensor that the backward pass asks for."""
+MARKS = {KEPT: "-", AT_ONCE: "", ONE_BY_ONE: "+"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOperators:
     """Stretches of the training step keep what they read, and their operators run again in the backward pass.
 
     Attributes:
-        ends: Where stretches end, as places among the operators of the forward pass: "120,180-,300". One with "-" is
-            kept as it is; so is what comes after the last.
+        ends: Where stretches end, as places among the operators of the forward pass: "120,180-,300+". One with "-" is
+            kept as it is; so is what comes after the last. One with "+" runs again for each of its tensors.
     """
 
     ends: str
 
     @property
-    def segments(self) -> list[tuple[int, bool]]:
-        """The places, and whether the stretch before is replayed."""
-        return [(int(end.rstrip("-")), not end.endswith("-")) for end in self.ends.split(",") if end]
+    def segments(self) -> list[tuple[int, int]]:
+        """The places, and the kind of the stretch before."""
+        kinds = {mark: kind for kind, mark in MARKS.items()}
+        ends = [(end.rstrip("-+"), end) for end in self.ends.split(",") if end]
+        return [(int(place), kinds[end.removeprefix(place)]) for place, end in ends]
 
 
-def written(segments: list[tuple[int, bool]]) -> str:
+def written(segments: list[tuple[int, int]]) -> str:
     """Segments as a plan has them."""
-    return ",".join(f"{end}" if again else f"{end}-" for end, again in segments)
+    return ",".join(f"{end}{MARKS[kind]}" for end, kind in segments)
 
 
 ROW: dict[str, Any] = {

@@ -17,7 +17,8 @@ from lightning_amp.dist._torch import (
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.first_pass import digests, same_digests
 from lightning_amp.footprint.live_bytes import tensors_of
-from lightning_amp.techniques.replay.operators import drawing, is_plain
+from lightning_amp.techniques.replay.operators import copied, drawing, is_plain
+from lightning_amp.techniques.replay.row import AT_ONCE, ONE_BY_ONE
 
 CHANGED = (
     "a tensor was changed in place after the forward pass had saved it for the backward pass: without replay the step"
@@ -83,6 +84,7 @@ class Slot:
     Attributes:
         storage: The storage, as long as it is alive.
         n_bytes: Its size.
+        small: Whether its operator makes something far larger, as a norm beside its statistics.
         written: Whether an operator after the one that made it has written to it.
         version: The largest of autograd's version counters that a write has left.
         dtypes: Types of the tensors that operators of the tape return of it.
@@ -90,6 +92,7 @@ class Slot:
 
     storage: "weakref.ref[torch.UntypedStorage]"
     n_bytes: int
+    small: bool = False
     written: bool = False
     version: int = 0
     dtypes: set[torch.dtype] = field(default_factory=set)
@@ -125,24 +128,31 @@ class Segment:
 
     Args:
         alive: Tensors from outside of all segments, by their storage.
+        kind: AT_ONCE or ONE_BY_ONE.
         compares: Whether handles have digests, which the replay has to give again.
     """
 
-    def __init__(self, alive: "dict[int, list[weakref.ref[Outside]]]", *, compares: bool = False) -> None:
+    def __init__(
+        self,
+        alive: "dict[int, list[weakref.ref[Outside]]]",
+        *,
+        kind: int = AT_ONCE,
+        compares: bool = False,
+    ) -> None:
         self.operators: list[Operator] = []
         self.slots: list[Slot] = []
         self.handles: list[weakref.ref[Handle]] = []
         self.outside: dict[Any, Outside] = {}
         self.replayed = False
-        self.compares = compares
+        self.kind, self.compares = kind, compares
         self._alive = alive
 
     def value(self, handle: Handle) -> Tensor:
-        """The tensor of a handle; the first call replays the segment."""
+        """The tensor of a handle; replays the segment where it has not got one."""
         if self.slots[handle.ref.slot].version > handle.version:
             raise ModelError(CHANGED)
         if handle.value is None:
-            self._replay()
+            self._replay(handle.ref.slot)
         assert handle.value is not None, "a replay gives a value to every handle"
         return handle.value
 
@@ -157,8 +167,10 @@ class Segment:
                     raise ModelError(CHANGED)
                 handle.value = alias.as_strided(shape, strides, offset)
 
-    def _replay(self) -> None:
-        handles = [handle for ref in self.handles if (handle := ref()) is not None and handle.value is None]
+    def _replay(self, slot: int) -> None:
+        """Give values to all handles, or to those of a storage."""
+        left = [handle for ref in self.handles if (handle := ref()) is not None and handle.value is None]
+        handles = left if self.kind == AT_ONCE else [handle for handle in left if handle.ref.slot == slot]
         values: dict[tuple[int, torch.dtype], Tensor] = {}
         keep = {handle.ref.slot for handle in handles}
         needed = self._needed(keep, values)
@@ -177,8 +189,11 @@ class Segment:
                 handle.value = _tensor(handle.ref, values)
                 if handle.digest is not None and not same_digests(handle.digest, digests(handle.value)):
                     raise ModelError(UNSEEN)
-        # what is left of it are the values of handles
-        self.operators, self.outside, self.handles, self.replayed = [], {}, [], True
+        self.replayed = True
+        self.handles = [ref for ref in self.handles if (one := ref()) is not None and one.value is None]
+        if not self.handles:
+            # what is left of it are the values of handles
+            self.operators, self.outside = [], {}
 
     def _needed(self, slots: set[int], values: dict[tuple[int, torch.dtype], Tensor]) -> list[Operator]:
         """The operators that lead to storages; of those that are alive as they were, `values` gets the tensors."""
@@ -211,7 +226,10 @@ class Segment:
 
     def _run(self, operator: Operator, values: dict[tuple[int, torch.dtype], Tensor]) -> None:
         def tensor(one: Ref | Outside) -> Tensor:
-            return one.tensor if type(one) is Outside else _tensor(cast(Ref, one), values)
+            if type(one) is Outside:
+                # what an operator writes to has to be there for the next replay
+                return copied(one.tensor) if one.copied and self.kind == ONE_BY_ONE else one.tensor
+            return _tensor(cast(Ref, one), values)
 
         args, kwargs = mapped(operator.args, tensor), mapped(operator.kwargs, tensor)
         with drawing(operator.draws):

@@ -6,7 +6,8 @@ in place of every tensor that the segment has made, and the tape keeps the opera
     tensors of the segment     by the number of their storage, with shape, strides and offset
     all other tensors          as they are: what earlier segments made, parameters, the batch
 
-When the first handle is asked for, the operators that lead to tensors with handles run again. Nothing is known of
+When the first handle is asked for, the operators that lead to tensors with handles run again; or for every handle
+those that lead to it, which holds less and takes longer. Nothing is known of
 modules, so a step may compute in any way: by functions, by layers of a list, by branches. Where a segment ends changes
 what is held, and no result.
 
@@ -40,6 +41,7 @@ from lightning_amp.techniques.replay.operators import (
     is_plain,
     version_of,
 )
+from lightning_amp.techniques.replay.row import KEPT, ONE_BY_ONE
 from lightning_amp.techniques.replay.segment import (
     CHANGED,
     Handle,
@@ -52,20 +54,23 @@ from lightning_amp.techniques.replay.segment import (
     mapped,
 )
 
+SMALL = 64
+"""How many times smaller than the largest result of its operator a small one is."""
+
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records a training step in segments; `hooks` are what autograd saves its tensors by.
 
     Args:
-        ends: Places among the operators of the step at which segments end, and whether the segment is replayed; what
-            comes after the last of them is kept.
+        ends: Places among the operators of the step at which segments end, and the kinds of the segments; what comes
+            after the last of them is kept.
         compares: Whether replays have to give the values that were saved; writes that torch does not see, as of a
             kernel of Triton, are found so.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, ends: Sequence[tuple[int, bool]], *, compares: bool = False) -> None:
+    def __init__(self, ends: Sequence[tuple[int, int]], *, compares: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ends, self._compares = list(ends), compares
         self._just_saved: list[tuple[Handle, Tensor]] = []
@@ -101,14 +106,17 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _begin(self) -> None:
-        again = bool(self._ends) and self._ends[0][1]
-        self.segment = Segment(self._alive, compares=self._compares) if again else None
+        kind = self._ends[0][1] if self._ends else KEPT
+        again = kind != KEPT
+        self.segment = Segment(self._alive, kind=kind, compares=self._compares) if again else None
 
     def _pack(self, x: Tensor) -> Any:
         self._note_versions()
         segment = self.segment
         ref = None if segment is None or segment.replayed else self._ref(x)
-        if segment is None or ref is None:
+        # to make the statistics of a norm again takes the whole norm
+        small = segment is not None and ref is not None and segment.slots[ref.slot].small
+        if segment is None or ref is None or (small and segment.kind == ONE_BY_ONE):
             return Kept(x, version_of(x))
         handle = Handle(segment, ref, version_of(x))
         segment.handles.append(weakref.ref(handle))
@@ -153,7 +161,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._begin()
         if self.segment is not None and self.segment.replayed:
             # a backward pass inside of the step
-            self.segment = Segment(self._alive, compares=self._compares)
+            self._begin()
         how = HOW.get(func) or how_of(func)
         written = how.written(args, kwargs)
         segment = self.segment
@@ -276,6 +284,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 segment.slots[number].dtypes.add(tensor.dtype)
                 new = True
             numbers.append(number)
+        largest = max((segment.slots[n].n_bytes for n in numbers if n is not None), default=0)
+        for n in numbers:
+            if n is not None and segment.slots[n].n_bytes * SMALL <= largest:
+                segment.slots[n].small = True
         return numbers, new
 
     def _new_slot(self, segment: Segment, storage: torch.UntypedStorage) -> int:

@@ -2,6 +2,7 @@
 what Lightning's batch-size finder would.
 """
 
+import re
 from typing import Any
 
 import lightning.pytorch as pl
@@ -95,15 +96,25 @@ def test_it_prints_in_the_words_of_the_module(whole: Any, lean: Any) -> None:
 
 def test_the_largest_batch_fits_with_the_plan_and_one_more_does_not(lean: Any) -> None:
     budget = lean.plan.budget_bytes
-    plain = lightning_amp.plan(Deep(), SHAPE, device_memory=budget, strategies="S1")
-    for made, strategies in ((plain, "S1"), (lean, "recompute")):
-        n = made.largest_batch()
-        assert (n > 512) is (made is lean)
+    for strategies in ("S1", "recompute"):
+        n = lightning_amp.plan(Deep(), SHAPE, device_memory=budget, strategies=strategies).largest_batch()
+        assert (n > 512) is (strategies == "recompute")
         for more, fits in ((0, True), (1, False)):
             found = lightning_amp.plan(
                 Deep(), SHAPE, device_memory=budget, strategies=strategies, batch_size=n + more
             )
             assert found.plan.fits is fits
+
+
+def test_the_largest_batch_is_the_one_of_the_sentence(lean: Any) -> None:
+    budget = lean.plan.budget_bytes
+    named = lightning_amp.plan(Deep(), SHAPE, device_memory=budget, strategies="recompute")
+    plain = lightning_amp.plan(Deep(), SHAPE, device_memory=budget, strategies="S1")
+    for made in (lean, named, plain):
+        numbers = re.findall(r"([\d,]+) with", made.answers()[1])
+        assert max(int(n.replace(",", "")) for n in numbers) == made.largest_batch()
+    # where the policy chooses, any technique counts
+    assert lean.largest_batch() >= named.largest_batch() > plain.largest_batch()
 
 
 def test_the_batch_fits_on_the_fewest_devices_and_on_one_less_it_does_not() -> None:

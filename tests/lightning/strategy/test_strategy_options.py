@@ -133,10 +133,12 @@ def test_yaml_reads_every_option_and_none_of_ddps() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(Strategy, "strategy")
     init = {"policy": "paper", "strategies": ["S1", "S3"], "plan": None, "balance_cells": True}
+    init["blocks"] = ["decoder.*", "torch.nn.Linear"]
     path = "lightning_amp.lightning.strategy.strategy.AMPStrategy"
     parsed = parser.parse_object({"strategy": {"class_path": path, "init_args": init}}).strategy.init_args
     strategy = AMPStrategy(**vars(parsed))
     assert (strategy.policy, strategy.strategies, strategy.balance_cells) == ("paper", ["S1", "S3"], True)
+    assert strategy.request.blocks == ["decoder.*", "torch.nn.Linear"]
     assert strategy._ddp_kwargs == {}
     planned = parser.parse_object({"strategy": {"class_path": path, "init_args": {"plan": "plan.json"}}})
     assert planned.strategy.init_args.plan == "plan.json"

@@ -99,7 +99,7 @@ def test_a_block_that_cannot_run_in_chunks_says_why() -> None:
     assert "'Twice'" in forms_of(Blocks(Custom()), torch.randn(3, 4)).reason
     alone = Blocks()
     alone.head = nn.Linear(6, 6)
-    assert "calls no block" in forms_of(alone, x.requires_grad_()).reason
+    assert "calls no child of a list" in forms_of(alone, x.requires_grad_()).reason
     assert (
         "draws random numbers" in forms_of(Blocks(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1))), x).reason
     )

@@ -139,7 +139,7 @@ def test_what_cannot_help_is_named_with_the_reason() -> None:
     stuck = diagnose_module(seen(blocks=chain(fixed=BLOCKS)))
     assert "of blocks.0 to blocks.3 it changes its argument 0 in place" in stuck.does_not_help["recompute"]
     alone = diagnose_module(seen(blocks=chain(0)))
-    assert "the step calls no block" in alone.does_not_help["recompute"]
+    assert "the step calls no child of a list" in alone.does_not_help["recompute"]
     wide = chain(work=5 * SAVED)
     assert (
         "for the blocks keep little beside their inputs"
@@ -251,7 +251,7 @@ def test_what_is_asked_for_by_name_is_honoured() -> None:
     assert len(least.rules) == 2
     with pytest.raises(PlanError, match="fsdp needs 2 ranks of the data axis, and there is 1"):
         plan_module(base(None), seen(), named=("fsdp",))
-    with pytest.raises(PlanError, match="recompute cannot be: the step calls no block"):
+    with pytest.raises(PlanError, match="recompute cannot be: the step calls no child of a list"):
         plan_module(base(None), seen(blocks=chain(0)), named=("recompute",))
     assert told_apart("S1,fsdp,recompute", policy="auto") == (["S1"], ("recompute", "fsdp"))
     assert told_apart(None, policy="auto") == (None, None)

@@ -13,6 +13,7 @@ from benchmarks.replay.models import MODELS, Points
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.replay.row import ONE_BY_ONE, ReplayOperators, written
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 
@@ -29,6 +30,21 @@ def test_any_module_trains_within_a_budget_at_the_predicted_peak() -> None:
         assert difference(before, after) == 0.0, name
 
 
+def test_a_tight_budget_runs_stretches_again_for_one_tensor_after_the_other() -> None:
+    before, meter, _ = fit("ResNet", "auto", steps=3)
+    budget = int(0.52 * meter.peak)
+    after, metered, plan = fit("ResNet", AMPStrategy(device_memory=budget), steps=3)
+    (spec,) = (rule.spec for rule in plan.rules)
+    assert ONE_BY_ONE in {kind for _, kind in spec.segments}
+    assert metered.peak == plan.predicted_peak_bytes <= budget
+    assert difference(before, after) == 0.0
+    # without a budget nothing asks for the time that this takes
+    free = fit("ResNet", AMPStrategy(strategies="replay"), steps=1)[2]
+    assert ONE_BY_ONE not in {
+        kind for rule in free.rules if rule.strategy == "replay" for _, kind in rule.spec.segments
+    }
+
+
 def test_a_plan_is_kept_as_json_and_carried_out_again(tmp_path: Path) -> None:
     before, _, plan = fit("points", AMPStrategy(strategies="replay"), steps=3)
     (tmp_path / "plan.json").write_text(plan.to_json())
@@ -37,6 +53,7 @@ def test_a_plan_is_kept_as_json_and_carried_out_again(tmp_path: Path) -> None:
     assert given.predicted_peak_bytes == plan.predicted_peak_bytes
     assert difference(before, again) == 0.0
     assert isinstance(copy.deepcopy(given), Plan)
+    assert written(ReplayOperators(ends="12,30-,47+").segments) == "12,30-,47+"
 
 
 def on_ranks(

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.techniques.replay.row import AT_ONCE, KEPT, ONE_BY_ONE
 from lightning_amp.techniques.replay.tape import Tape
 from tests.techniques.replay.cases import CASES, rows, weight
 
 ALL = 10**9
 
 
-def trained(make: Callable[[], Any], ends: Sequence[tuple[int, bool]] | None) -> tuple[list[Any], int]:
+def trained(make: Callable[[], Any], ends: Sequence[tuple[int, int]] | None) -> tuple[list[Any], int]:
     """Two steps: losses, gradients, buffers and a random number after them; operators of a step."""
     torch.manual_seed(0)
     step, parameters, *modules = make()
@@ -46,11 +47,14 @@ def test_every_step_is_the_same_wherever_segments_end() -> None:
     for name, make in CASES.items():
         plain, _ = trained(make, None)
         whole, n = trained(make, [(ALL, True)])
-        tries = [((ALL, True),)]
+        tries: list[tuple[tuple[int, int], ...]] = [((ALL, True),)]
         for k in (1, 2, 4, 8):
             cuts = sorted(choose.sample(range(1, n + 1), min(k, n)))
-            tries.append((*((cut, choose.random() < 0.8) for cut in cuts), (ALL, True)))
-        found = (trained(make, ends)[0] if len(ends) > 1 else whole for ends in tries)
+            tries.append(
+                (*((cut, choose.choice((KEPT, *2 * (AT_ONCE, ONE_BY_ONE)))) for cut in cuts), (ALL, True))
+            )
+        tries.append(((ALL, ONE_BY_ONE),))
+        found = (whole if ends == tries[0] else trained(make, ends)[0] for ends in tries)
         wrong += [f"{name} {ends}" for ends, one in zip(tries, found, strict=True) if not equal(plain, one)]
     assert not wrong
 
@@ -74,6 +78,26 @@ def test_a_replayed_stretch_keeps_nothing_that_it_has_made() -> None:
         loss.backward()
     # the rows of the batch, and what lies across the one cut
     assert held["replayed"] <= 3 * 512 * 64 * 8 < held["plain"] / 5
+
+
+def test_tensors_that_run_again_one_by_one_are_held_one_by_one() -> None:
+    w = weight(64, 64)
+
+    def step() -> Tensor:
+        h = rows(512, 64) @ w
+        for _ in range(8):
+            h = (h.sin() @ w).cos()
+        return h.sum()
+
+    held = dict[int, int]()
+    for kind in (AT_ONCE, ONE_BY_ONE):
+        with Tape([(ALL, kind)]) as tape, tape.hooks():
+            loss = step()
+        with LiveBytes() as live:
+            loss.backward()
+            held[kind] = live.peak
+    # what an operator reads and makes, and its gradient, of a step that saves 25 of the kind
+    assert held[ONE_BY_ONE] <= 6 * 512 * 64 * 8 < held[AT_ONCE] / 3
 
 
 def test_what_nobody_can_replay_fails_as_it_does_without() -> None:
