@@ -167,7 +167,7 @@ def test_a_step_that_cannot_be_cut_is_refused(walk: Callable[[Net, Tensor], Tens
 
 def test_what_no_block_hands_on_cannot_be_read_after_the_blocks() -> None:
     for walk in (skips, adds):
-        with pytest.raises(InstallError, match="what an earlier stage has computed and no block hands on"):
+        with pytest.raises(InstallError, match="a tensor of an earlier stage that no block returns"):
             through(walk, (3, 4))
 
 

@@ -96,7 +96,7 @@ def test_a_summary_has_five_lines_and_every_warning(profile: Any) -> None:
 
 def test_what_cannot_be_profiled_or_planned_is_refused(profile: Any) -> None:
     with pytest.raises(
-        ModelError, match=r"of 'Deep', without a batch; give an example .*profile\(module, batch\)"
+        ModelError, match=r"'Deep' requires a batch, an example .*profile\(module, batch\)"
     ):
         lightning_amp.profile(Deep())
     with pytest.raises(PlanError, match="of a 'ModuleProfile' that has no blocks; give what"):
