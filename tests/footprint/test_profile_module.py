@@ -307,7 +307,7 @@ def test_what_cannot_be_profiled_is_refused() -> None:
         lightning_amp.profile(module, small_batch())
     with pytest.raises(ModelError, match="cannot profile 'Small': its training step fails with .*'input'"):
         lightning_amp.profile(Small(), ["no", "tensors"])
-    with pytest.raises(ModelError, match="'Linear' was found; give a LightningModule"):
+    with pytest.raises(ModelError, match="cannot profile a 'Linear'; pass a LightningModule"):
         lightning_amp.profile(nn.Linear(2, 2), small_batch())
     with pytest.raises(ModelError, match="batch_size=0 is not supported"):
         lightning_amp.profile(Small(), small_batch(), batch_size=0)

@@ -188,7 +188,7 @@ class Plan:
         try:
             plain = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"{source} is not a plan: it is not JSON: {error}") from error
+            raise PlanError(f"{source} is not JSON: {error}") from error
         if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
             found = plain.get("schema") if isinstance(plain, dict) else plain
             raise PlanError(

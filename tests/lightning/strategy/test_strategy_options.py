@@ -258,9 +258,9 @@ def test_a_missing_plan_file_is_named(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"strategies": "S9"}, r"\['S9'\] is not in the library"),
-        ({"strategies": 3}, "strategies=3 was asked for"),
+        ({"strategies": 3}, "strategies=3 is not supported"),
         ({"device_memory": "24 apples"}, "'24 apples'"),
-        ({"device_memory": 8}, "which would be bytes; name the unit, for example '8GiB'"),
+        ({"device_memory": 8}, "would be bytes; add the unit, for example '8GiB'"),
         ({"unfit": "warn"}, "unfit='warn' is not supported; allowed are None, 'refuse', 'train'"),
         ({"device_memory": 0}, "larger than zero, found '0'"),
         ({"data_dir": 3}, "data_dir=3 is not supported; allowed is the path"),

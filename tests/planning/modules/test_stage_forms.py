@@ -131,7 +131,7 @@ def test_plans_have_what_was_asked_for_or_what_fits() -> None:
     assert len(again_of(plan_module(wide, step(), named=("recompute",)))) == 4
     with pytest.raises(PlanError, match="its blocks were not looked at for chunks; leave 'chunk' out"):
         plan_module(asked, step(), named=("recompute", "chunk"))
-    with pytest.raises(PlanError, match="fsdp; it was not tried inside of stages"):
+    with pytest.raises(PlanError, match="pipeline together with fsdp is not supported"):
         plan_module(asked, step(), named=("fsdp", "chunk"))
 
 
