@@ -225,7 +225,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         data_axis=True,
     ),
     "chunk": StrategyInfo(
-        title="chunks of any block",
+        title="chunk",
         shrinks="inner tensors of a block to those of one chunk",
         specs=(specs.ChunkBlock,),
     ),
