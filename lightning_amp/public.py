@@ -69,8 +69,8 @@ def profile(
         return profile_data(what, setting=setting, attention=attention)
     if batch is None:
         raise ModelError(
-            f"a profile was asked for of {type(what).__name__!r}, without a batch; give an example of what its"
-            " training_step gets: lightning_amp.profile(module, batch)"
+            f"profiling {type(what).__name__!r} requires a batch, an example of what its training_step receives:"
+            " lightning_amp.profile(module, batch)"
         )
     # torch is loaded here: a directory is profiled without it
     from lightning_amp.data.batch_of_shapes import batch_of_shapes
@@ -220,9 +220,8 @@ def plan(
     counted = getattr(what, "counted", None)
     if not isinstance(counted, Counted):
         raise PlanError(
-            f"a plan was asked for of a {type(what).__name__!r} that has no blocks; give what"
-            " lightning_amp.profile(DIR) or lightning_amp.profile(module, batch) returns, or a module and a batch:"
-            " lightning_amp.plan(module, batch)"
+            f"cannot plan a {type(what).__name__!r}; pass a module and a batch, lightning_amp.plan(module, batch),"
+            " or what lightning_amp.profile(DIR) or lightning_amp.profile(module, batch) returned"
         )
     _refuse(
         "the profile of a module's step, which has what it was counted with",

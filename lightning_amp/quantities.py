@@ -34,13 +34,13 @@ def parse_bytes(text: str | int | float) -> int:
     unit = match.group(2).lower() if match else "?"
     if match is None or unit not in _BYTES:
         raise PlanError(
-            f"a memory size was asked for, {text!r} was found; allowed are a number of bytes or a number with one of"
+            f"{text!r} is not a memory size; write a number of bytes, or a number with one of"
             ' KB, MB, GB, TB, KiB, MiB, GiB, TiB, for example "24GiB"'
         )
     n_bytes = float(match.group(1)) * _BYTES[unit]
     if not unit and isinstance(text, str) and 1 <= n_bytes < SMALLEST:
         raise PlanError(
-            f"a memory size of {text!r} was asked for, which would be bytes; name the unit, for example"
+            f"the memory size {text!r} has no unit and would be bytes; add the unit, for example"
             f" '{match.group(1)}GiB' or '{match.group(1)}MiB'"
         )
     if not 1 <= n_bytes < float("inf"):

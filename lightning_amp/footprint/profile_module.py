@@ -94,16 +94,16 @@ def counted_step(
     """
     if not isinstance(module, LightningModule):
         raise ModelError(
-            f"a profile of a training step was asked for, {type(module).__name__!r} was found; give a LightningModule"
-            " and a batch, or the path of a data directory"
+            f"cannot profile a {type(module).__name__!r}; pass a LightningModule and a batch, or the path of a data"
+            " directory"
         )
     if batch_size is not None and batch_size < 1:
-        raise ModelError(f"a batch_size of {batch_size!r} was asked for; allowed are 1, 2, ...")
+        raise ModelError(f"batch_size={batch_size!r} is not supported; allowed are 1, 2, ...")
     if batch_size is not None and length_of(batch) is None:
         lengths = sorted({tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()})
         raise ModelError(
-            f"a batch_size of {batch_size!r} was asked for, and the tensors of the batch have {lengths!r} rows: no more"
-            " than half of them have one length, which another could stand for; leave batch_size out"
+            f"batch_size={batch_size!r} cannot be applied: the tensors of the batch have {lengths!r} rows, and no"
+            " length is that of most of them; leave batch_size out"
         )
     name, reason, makers = type(module).__name__, "", [make, *([] if plain is None else [plain])]
     for with_values in (False, True):
@@ -132,8 +132,8 @@ def counted_step(
             _refuse_values(module, reason, around, failed)
     at = users_line(failed)
     raise ModelError(
-        f"a profile was asked for of {name!r}, whose training step fails: {failed!r}{f' ({at})' if at else ''}; give a"
-        " batch as its training_step gets it"
+        f"cannot profile {name!r}: its training step fails with {failed!r}{f' ({at})' if at else ''}; pass a batch"
+        " like those of the training loader"
     ) from failed
 
 
@@ -146,8 +146,8 @@ def _refuse_values(module: LightningModule, reason: str, around: Around, cause: 
         ) from cause
     if any(tensor.is_meta for tensor in module.state_dict().values()):
         raise ModelError(
-            f"a profile was asked for of {name!r}, whose step failed without values: {reason}; its parameters have no"
-            " values either (device 'meta'): give a module on the CPU, for which a real step is measured"
+            f"cannot profile {name!r}: its step needs values ({reason}), and its parameters have none (device"
+            " 'meta'): pass a module on the CPU, of which a real step is measured"
         ) from cause
 
 

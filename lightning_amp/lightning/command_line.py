@@ -159,7 +159,7 @@ def _check_strategy(strategy: object) -> None:
     if isinstance(strategy, str) and strategy.lower() not in known:
         ours = sorted(name for name in known if name.startswith("amp"))
         raise PlanError(
-            f"strategy {strategy!r} was asked for; allowed are {ours!r} and Lightning's own, such as 'auto' and"
+            f"strategy {strategy!r} is not supported; allowed are {ours!r} and Lightning's own, such as 'auto' and"
             f" 'ddp'{meant(strategy, known)}"
         )
 

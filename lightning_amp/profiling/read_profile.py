@@ -37,7 +37,7 @@ def profile(
     """
     if attention not in (None, True, False, "full"):
         raise DataError(
-            f"attention={attention!r} was asked for; allowed is True (local), 'full', False or None"
+            f"attention={attention!r} is not supported; allowed is True (local), 'full', False or None"
         )
     directory = find(data_dir, setting=setting)
     found = {name: path for name in PROBABILITY_MODELS if (path := getattr(directory, name)) is not None}

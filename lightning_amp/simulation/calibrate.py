@@ -158,7 +158,7 @@ def _device(device: str | None, index: int) -> torch.device:
     there = torch.cuda.device_count()
     kind = device or ("cuda" if there else "cpu")
     if kind not in SIZES:
-        raise PlanError(f"device={device!r} was asked for; allowed are 'cpu' and 'cuda'")
+        raise PlanError(f"device={device!r} is not supported; allowed are 'cpu' and 'cuda'")
     if kind == "cuda" and not 0 <= index < there:
         raise PlanError(
             f"GPU {index!r} was asked for, and torch finds {there} of them here; allowed are indices below that, and"

@@ -22,7 +22,7 @@ data:
   init_args: {data_dir: data, batch_size: 4}
 """
 MISTAKES = {
-    "strategy: amp": ("strategy: ampp", "strategy 'ampp' was asked for; allowed are ['amp', ", "'amp'"),
+    "strategy: amp": ("strategy: ampp", "strategy 'ampp' is not supported; allowed are ['amp', ", "'amp'"),
     "max_epochs": (
         "max_epoch",
         "'trainer.max_epoch' was set; fit has nothing of that",

@@ -127,7 +127,7 @@ def test_prepared_counts_are_stored_by_columns(tmp_path: Path, monkeypatch: pyte
 def test_what_is_no_part_is_refused(tmp_path: Path, counts: np.ndarray) -> None:
     path = write(tmp_path, "csr", counts)
     for columns in (slice(5, 5), slice(0, 4, 2), slice(8, 13)):
-        with pytest.raises(DataError, match="allowed is a run of these"):
+        with pytest.raises(DataError, match="allowed is a slice with step 1"):
             OwnColumns(path, columns)
     with pytest.raises(DataError, match=r"'layers/counts' was asked for, found \['X', "):
         OwnColumns(path, source="layers/counts")

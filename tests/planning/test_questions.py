@@ -296,15 +296,15 @@ def test_defaults_are_what_the_help_says() -> None:
     [
         (
             ["depth=3"],
-            "--what-if 'depth=3' was asked for; allowed is each of bin, anchors, strata, batch, memory",
+            "--what-if 'depth=3' is not supported; allowed is each of bin, anchors, strata, batch, memory",
         ),
-        (["strata"], "--what-if 'strata' was asked for"),
-        (["batch=1", "batch=2"], "--what-if 'batch=2' was asked for; allowed is each .* once"),
-        (["batch=1,0"], "batch='0' was asked for; allowed are whole numbers from 1 to 1,000,000"),
+        (["strata"], "--what-if 'strata' is not supported"),
+        (["batch=1", "batch=2"], "--what-if 'batch=2' is not supported; allowed is each .* once"),
+        (["batch=1,0"], "batch='0' is not supported; allowed are whole numbers from 1 to 1,000,000"),
         (["strata=10001"], "from 1 to 10,000"),
         (["batch=" + "9" * 5000], "whole numbers from 1"),
         (["bin=half"], "--what-if bin='half' was asked for: resolution 'half' is not a bin width"),
-        (["memory=much"], "a memory size was asked for, 'much' was found"),
+        (["memory=much"], "'much' is not a memory size"),
         (["bin=1mb", "anchors=5"], "both bin and anchors; give one of them"),
     ],
 )
@@ -428,7 +428,7 @@ def test_times_are_those_of_the_device_or_the_file(data_dir, capsys, tmp_path) -
         (["--shape", "anchors=9,dim=4,strata=2,batch=1", "--batch-size", "4"], "give one of them"),
         (
             ["absent", "--device-memory", "8"],
-            "which would be bytes; name the unit, for example '8GiB' or '8MiB'",
+            "would be bytes; add the unit, for example '8GiB' or '8MiB'",
         ),
         ([], "neither DIR nor --shape"),
     ],

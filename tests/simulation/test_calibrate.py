@@ -132,7 +132,7 @@ def test_both_steps_are_run_forward_and_backward_by_turns(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("device", "index", "message"),
     [
-        ("tpu", 0, "device='tpu' was asked for; allowed are 'cpu' and 'cuda'"),
+        ("tpu", 0, "device='tpu' is not supported; allowed are 'cpu' and 'cuda'"),
         ("cuda", 99, "GPU 99 was asked for, and torch finds"),
         ("cuda", -1, "GPU -1 was asked for"),
     ],

@@ -159,7 +159,7 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
             name for name in before.marks | after.marks if before.marks.get(name) != after.marks.get(name)
         ]
         if others:
-            raise NotRecognised(f"changes {others[:SHOWN]!r} of its own in forward, which ours would not")
+            raise NotRecognised(f"changes its attributes {others[:SHOWN]!r} in forward, which ours would not")
         cases += _large_cases(family, module, layout, seen)
         problems = []
         for form in family.forms(first.module, seen):
@@ -229,7 +229,7 @@ def _least(small: Small) -> float:
         given = small.module(u, v, small.b, 0 * l)
         means = (given.logits + cast(Any, small.module).log_theta[small.b]).exp()
     if not torch.allclose(means, means[:1, :1], rtol=CLOSE, atol=0):
-        raise NotRecognised("returns means for cells without contacts that are not alike")
+        raise NotRecognised("returns different means for cells without contacts")
     return float(f"{float(means[0, 0]):.12g}")
 
 

@@ -111,5 +111,7 @@ def _run(asked: slice | None, n: int, what: str) -> slice:
     """The first and one past the last of n, as whole numbers."""
     start, stop, step = (asked or slice(None)).indices(n)
     if step != 1 or start >= stop or (asked is not None and (asked.stop or 0) > n):
-        raise DataError(f"{what} {asked!r} were asked for, found {n!r}; allowed is a run of these")
+        raise DataError(
+            f"{what}={asked!r} is not supported; allowed is a slice with step 1 within the {n!r} that there are"
+        )
     return slice(start, stop)

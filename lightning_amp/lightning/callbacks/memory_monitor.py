@@ -74,7 +74,7 @@ class StratumMemoryMonitor(pl.Callback):
     ) -> None:
         if every_n_steps < 1:
             raise InstallError(
-                f"StratumMemoryMonitor(every_n_steps={every_n_steps!r}) was asked for; allowed are whole numbers"
+                f"StratumMemoryMonitor(every_n_steps={every_n_steps!r}) is not supported; allowed are whole numbers"
                 " from 1: use 1 to measure every step, or leave the callback out to measure none"
             )
         self.every_n_steps = every_n_steps

@@ -88,9 +88,9 @@ def check_split(plan: Plan, fn: TrainerFn | None) -> None:
     splits = name and hasattr(import_module(STRATEGIES[name].steps), "split_parameters")
     if not splits or fn == TrainerFn.PREDICTING:
         raise PlanError(
-            "the module's parameters are on the device 'meta', or were left without values by a fit, and"
-            f" {'predict needs whole ones' if splits else 'the plan splits none'}; train, validate or test with"
-            " strategies='tensor3d', or give them values before"
+            "the module's parameters have no values (device 'meta', or left so by a fit with tensor3d), and"
+            f" {'predict requires whole parameters' if splits else 'this plan shards none'}; train, validate or test"
+            " with strategies='tensor3d', or give them values first"
         )
 
 

@@ -99,7 +99,7 @@ class Request:
         ):
             path = getattr(self, name)
             if path is not None and (not isinstance(path, str | Path) or not str(path)):
-                raise PlanError(f"{name}={path!r} was asked for; allowed is the path {what}, or None")
+                raise PlanError(f"{name}={path!r} is not supported; allowed is the path {what}, or None")
         if self.device_memory is not None:
             # as text, for a person who writes 8 means no bytes
             parse_bytes(str(self.device_memory))
@@ -142,21 +142,24 @@ class Request:
         size = self.model_parallel_size
         if size != "auto" and not (type(size) is int and size >= 1):
             raise PlanError(
-                f"model_parallel_size={size!r} was asked for; allowed are 'auto' and a whole number of ranks, 1 or more"
+                f"model_parallel_size={size!r} is not supported; allowed are 'auto' and a whole number of ranks, 1"
+                " or more"
             )
         for name, least in (("micro_batches", 1), ("fsdp_ranks", 2)):
             value = getattr(self, name)
             if value is not None and not (type(value) is int and value >= least):
                 raise PlanError(
-                    f"{name}={value!r} was asked for; allowed is a whole number, {least} or more, or None"
+                    f"{name}={value!r} is not supported; allowed is a whole number, {least} or more, or None"
                 )
         if not (is_number(self.bucket_mb) and 0 < self.bucket_mb < inf):
-            raise PlanError(f"bucket_mb={self.bucket_mb!r} was asked for; allowed is a number of MiB above 0")
+            raise PlanError(
+                f"bucket_mb={self.bucket_mb!r} is not supported; allowed is a number of MiB above 0"
+            )
         for name in ("lost_after", "stuck_after"):
             value = getattr(self, name)
             if not (is_number(value) and value > 0):
                 raise PlanError(
-                    f"{name}={value!r} was asked for; allowed is a number of seconds above 0, .inf for never"
+                    f"{name}={value!r} is not supported; allowed is a number of seconds above 0, .inf for never"
                 )
 
     def _check_grid(self) -> None:
@@ -209,7 +212,7 @@ class Request:
             )
         if not isinstance(self.plan, str | Path | Plan):
             raise PlanError(
-                f"plan={self.plan!r} was asked for; allowed are a Plan and the path of one written as JSON"
+                f"plan={self.plan!r} is not supported; allowed are a Plan and the path of one written as JSON"
             )
         if self.strategies is not None:
             raise PlanError(
@@ -221,4 +224,4 @@ class Request:
 def one_of(name: str, value: object, allowed: tuple[str | bool | None, ...]) -> None:
     """Refuse any other value with a PlanError; 1 and 0 do not pass for True and False."""
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
-        raise PlanError(f"{name}={value!r} was asked for; allowed are {', '.join(map(repr, allowed))}")
+        raise PlanError(f"{name}={value!r} is not supported; allowed are {', '.join(map(repr, allowed))}")

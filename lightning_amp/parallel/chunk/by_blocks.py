@@ -97,9 +97,9 @@ def plan_blocks(
             _, peak_bytes = _dry_run(module, args, kwargs, lambda *_: next(in_order), reason)
     if peak_bytes > budget_bytes:
         raise OverBudget(
-            f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}, which is no graph"
-            f" as a whole ({reason}); with its blocks in chunks it takes {format_bytes(peak_bytes)}, outside of them:"
-            " ask for that much",
+            f"{type(module).__name__!r} requires {format_bytes(peak_bytes)} outside of its blocks in chunks, more"
+            f" than the budget of {format_bytes(budget_bytes)}, and is no graph as a whole ({reason}): raise the"
+            " budget",
             peak_bytes,
         )
     code = {c.fqn: by_key[f.key].code for c, f in zip(calls, found, strict=True) if f.key in by_key}
@@ -206,9 +206,10 @@ def _of_shape(value: Any) -> Any:
 
 def _too_little(module: nn.Module, budget_bytes: int, call: _Call, least_bytes: int) -> OverBudget:
     return OverBudget(
-        f"a budget of {format_bytes(budget_bytes)} was asked for {type(module).__name__!r}; when its block {call.fqn!r}"
-        f" begins {format_bytes(call.outside_bytes)} are alive outside of it, and it needs {format_bytes(least_bytes)}"
-        f" in chunks: {call.outside_bytes + least_bytes!r} bytes at least; ask for that much",
+        f"{type(module).__name__!r} requires at least {call.outside_bytes + least_bytes!r} bytes, more than the"
+        f" budget of {format_bytes(budget_bytes)}: when its block {call.fqn!r} begins"
+        f" {format_bytes(call.outside_bytes)} are alive outside of it, and it needs {format_bytes(least_bytes)} in"
+        " chunks; raise the budget",
         call.outside_bytes + least_bytes,
     )
 

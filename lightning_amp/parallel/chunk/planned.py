@@ -120,8 +120,9 @@ def _within(
             return lowered, replace(found, peak_bytes=measured)
         if is_least:
             raise OverBudget(
-                f"a budget of {budget_bytes!r} bytes was asked for block {capture.kind.__name__!r}, which needs"
-                f" {found.whole_bytes!r} as it is and {measured!r} at least, in pieces; allow that much",
+                f"block {capture.kind.__name__!r} requires at least {measured!r} bytes in chunks"
+                f" ({found.whole_bytes!r} as it is), more than the budget of {budget_bytes!r} bytes; raise the"
+                " budget",
                 measured,
             )
         # a prediction that is too small costs other searches, never the promise
@@ -151,8 +152,8 @@ def _nested(
 def _over(capture: Capture, budget_bytes: int, least_bytes: int) -> OverBudget:
     """Of what is known when a prediction was wrong, or chunks were nested."""
     return OverBudget(
-        f"a budget of {budget_bytes!r} bytes was asked for block {capture.kind.__name__!r}, which needs"
-        f" {least_bytes!r} at least, in pieces, as its operators were measured; allow that much",
+        f"block {capture.kind.__name__!r} requires at least {least_bytes!r} bytes in chunks, more than the budget of"
+        f" {budget_bytes!r} bytes; raise the budget",
         least_bytes,
     )
 

@@ -69,10 +69,10 @@ def placeholders_are_made(make: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 def _refusal(func: Any, value: Tensor) -> str:
     return (
-        f"a step was to be run as stages of a pipeline, and {getattr(func, '__name__', func)!r} reads a parameter that"
-        f" another rank holds beside a tensor of shape {tuple(value.shape)!r}: a stage has the parameters of its own"
-        " blocks, and those beside the blocks that its first backward pass has reached. Let a step read parameters"
-        " where they belong (a penalty on weights as weight_decay of the optimiser), or leave 'pipeline' out"
+        f"pipeline: {getattr(func, '__name__', func)!r} reads a parameter that another rank holds, together with a"
+        f" tensor of shape {tuple(value.shape)!r}. A stage has the parameters of its blocks, and those outside the"
+        " blocks that its first backward pass reached. Read parameters in the modules that own them (for a penalty"
+        " on weights use the optimizer's weight_decay), or leave 'pipeline' out"
     )
 
 

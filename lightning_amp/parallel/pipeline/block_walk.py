@@ -135,17 +135,15 @@ class BlockWalk:
         except Exception as error:
             if UNUSED in str(error):
                 raise InstallError(
-                    "a step was to be run as stages of a pipeline, and takes gradients while it runs"
-                    " (torch.autograd.grad, as for a gradient penalty), which would have to go back through blocks of"
-                    f" {self.name!r} that other ranks hold: compute such a term without gradients of blocks, or leave"
-                    " 'pipeline' out"
+                    "pipeline: the step computes gradients (torch.autograd.grad, as for a gradient penalty) through"
+                    f" blocks of {self.name!r}, which other ranks hold: compute such a term without gradients of"
+                    " blocks, or leave 'pipeline' out"
                 ) from error
             if isinstance(error, InstallError) or not any(word in str(error) for word in WITHOUT_VALUES):
                 raise
             raise InstallError(
-                f"a step was to be run as stages of a pipeline, and reads beside the blocks of {self.name!r} what an"
-                f" earlier stage has computed and no block hands on: {error}. Let blocks hand it on, or leave"
-                " 'pipeline' out"
+                f"pipeline: the step reads, outside the blocks of {self.name!r}, a tensor of an earlier stage that"
+                f" no block returns: {error}. Let blocks return it, or leave 'pipeline' out"
             ) from error
         finally:
             self._pass = None
@@ -153,8 +151,8 @@ class BlockWalk:
                 _set(*attribute)
         if now.next < self.blocks:
             raise InstallError(
-                f"a step was to be run as stages of a pipeline, and called {now.next!r} of the {self.blocks!r} blocks"
-                f" of {self.name!r}; it has to walk all of them, in order: leave 'pipeline' out"
+                f"pipeline: the step called {now.next!r} of the {self.blocks!r} blocks of {self.name!r}; it must"
+                " call all of them, in order: leave 'pipeline' out"
             )
         return now.result, returned
 
@@ -165,14 +163,14 @@ class BlockWalk:
             return run(block, *args, **kwargs)
         if in_transform():
             raise InstallError(
-                f"a step was to be run as stages of a pipeline, and block {index!r} of {self.name!r} is called by a"
-                " function that torch.func (vmap, grad, jvp, ...) has transformed, which a stage would have to leave"
-                " half-way: call the blocks outside of it, or leave 'pipeline' out"
+                f"pipeline: block {index!r} of {self.name!r} is called inside a function that torch.func (vmap,"
+                " grad, jvp, ...) transformed, which a stage cannot leave: call the blocks outside of it, or leave"
+                " 'pipeline' out"
             )
         if index != now.next:
             raise InstallError(
-                f"a step was to be run as stages of a pipeline, and called block {index!r} of {self.name!r} where block"
-                f" {now.next!r} was next; a step has to walk its blocks once, in order: leave 'pipeline' out"
+                f"pipeline: the step called block {index!r} of {self.name!r} where block {now.next!r} was next; it"
+                " must call every block once, in order: leave 'pipeline' out"
             )
         now.next += 1
         if index == 0:
@@ -231,18 +229,17 @@ class BlockWalk:
             frame = frame.f_back
             if frame.f_code.co_filename.endswith("checkpoint.py") and frame.f_code.co_name == "forward":
                 raise InstallError(
-                    f"a step was to be run as stages of a pipeline, and runs block {index!r} of {self.name!r} within"
-                    " torch.utils.checkpoint(use_reentrant=True), which a stage cannot leave with a gradient: take"
-                    " use_reentrant=False, or strategies='pipeline,recompute' in its place"
+                    f"pipeline: block {index!r} of {self.name!r} runs inside"
+                    " torch.utils.checkpoint(use_reentrant=True), which is not supported: use use_reentrant=False,"
+                    " or strategies='pipeline,recompute'"
                 )
 
     def _refuse_others(self, index: int, inputs: Any) -> None:
         for found in without_values(inputs):
             raise InstallError(
-                f"a step was to be run as stages of a pipeline, and block {index!r} of {self.name!r} reads a tensor of"
-                f" shape {tuple(found.shape)!r} that an earlier stage has computed and that is not what the block"
-                " before it returns; only that passes from stage to stage: let blocks hand it on, or leave 'pipeline'"
-                " out"
+                f"pipeline: block {index!r} of {self.name!r} reads a tensor of shape {tuple(found.shape)!r} that an"
+                " earlier stage computed and that the block before it does not return; only results of blocks pass"
+                " from stage to stage: let blocks return it, or leave 'pipeline' out"
             )
 
 

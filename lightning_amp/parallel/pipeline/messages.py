@@ -64,9 +64,9 @@ class Messages:
         if not torch.equal(head[len(draws) :], own_print):
             shapes = [tuple(tensor.shape) for tensor in _tensors(placeholders)]
             raise InstallError(
-                f"a step was to be run as stages of a pipeline, and the last block of stage {stage - 1!r} has returned"
-                f" something else than tensors of the shapes {shapes!r}, which follow from the shapes of its inputs;"
-                " what is neither a tensor nor tells its shape cannot depend on values or steps: leave 'pipeline' out"
+                f"pipeline: the last block of stage {stage - 1!r} did not return tensors of the shapes {shapes!r},"
+                " which follow from the shapes of its inputs; shapes and values that are not tensors must not"
+                " depend on the values of tensors or on the step: leave 'pipeline' out"
             )
         flat, form = tree_flatten(placeholders)
         leaves, values, i = [], [], 0
@@ -155,9 +155,9 @@ def _tensors(result: Any) -> list[Tensor]:
     strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]
     if strange or len(found) >= MOST:
         raise InstallError(
-            f"a step was to be run as stages of a pipeline, and a block returns {len(found)!r} tensors and"
-            f" {sorted({type(leaf).__name__ for leaf in strange})!r}; allowed are fewer than {MOST!r} tensors, numbers"
-            " and texts, in any nesting of tuples, lists and dictionaries: let blocks return these, or leave"
-            " 'pipeline' out"
+            f"pipeline: a block returns {len(found)!r} tensors and"
+            f" {sorted({type(leaf).__name__ for leaf in strange})!r}; allowed are fewer than {MOST!r} tensors,"
+            " numbers and texts, in any nesting of tuples, lists and dictionaries: let blocks return these, or"
+            " leave 'pipeline' out"
         )
     return found

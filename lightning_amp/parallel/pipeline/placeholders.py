@@ -89,9 +89,9 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
         except Exception as error:
             raise InstallError(
-                f"a step was to be run as stages of a pipeline, and the operator {func.name()!r} needs values that"
-                f" another rank has computed: {error}. Before a rank's own blocks only the batch has values, and the"
-                " parameters that are read beside the blocks: leave 'pipeline' out, or compute it inside of a block"
+                f"pipeline: the operator {func.name()!r} needs values that another rank computed: {error}. Before"
+                " its blocks a rank has only the batch and the parameters outside the blocks: compute it inside a"
+                " block, or leave 'pipeline' out"
             ) from error
 
 
@@ -104,7 +104,7 @@ def _refuse_writing(func: Any, args: Any, kwargs: Any) -> None:
             isinstance(leaf, Tensor) and not has_no_values(leaf) for leaf in tree_leaves(value)
         ):
             raise InstallError(
-                f"a step was to be run as stages of a pipeline, and the operator {func.name()!r} writes what another"
-                " rank computes into a tensor that was made here, whose values would be wrong; make it without writing"
-                " in place (torch.cat, torch.where), or leave 'pipeline' out"
+                f"pipeline: the operator {func.name()!r} writes a value of another rank into a tensor of this rank,"
+                " whose values would be wrong; use an operator that does not write in place (torch.cat,"
+                " torch.where), or leave 'pipeline' out"
             )

@@ -201,9 +201,9 @@ class Stages:
         again = loss_of(self.run_rest(rest.silently, cut_off, seed=rest.seed))
         if not torch.allclose(again, loss, rtol=0, atol=0, equal_nan=True):
             raise ModelError(
-                "a step was to be run as stages of a pipeline, and its loss depends on random numbers that are drawn"
-                " before the blocks (a mask of the inputs, perhaps), which every micro-batch has drawn for itself; draw"
-                " them where the batch is made, or leave 'pipeline' out"
+                "pipeline: the loss depends on random numbers that are drawn before the blocks (such as a mask of"
+                " the inputs), which differ between micro-batches; draw them where the batch is made, or leave"
+                " 'pipeline' out"
             )
 
     def _backward(self, now: Pass, result: Any, leaves: list[Tensor], messages: Messages, ran: Ran) -> None:
@@ -228,8 +228,8 @@ class Stages:
 def _refuse_placeholders(returned: Any) -> None:
     for found in without_values(returned):
         raise ModelError(
-            f"a step was to be run as stages of a pipeline, and what it returns, of shape {tuple(found.shape)!r}, is"
-            " computed from what an earlier stage has and no block hands on; leave 'pipeline' out"
+            f"pipeline: the step returns a tensor of shape {tuple(found.shape)!r} that is computed from a tensor of"
+            " an earlier stage which no block returns; let blocks return it, or leave 'pipeline' out"
         )
 
 
@@ -242,8 +242,8 @@ def loss_of(returned: Any) -> Tensor:
     loss = returned.get("loss") if isinstance(returned, dict) else returned
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ModelError(
-            f"a training_step was to be run as stages of a pipeline, and returned {type(returned).__name__!r}; allowed"
-            " are a loss of one number, and a dictionary with a 'loss'"
+            f"pipeline: training_step returned {type(returned).__name__!r}; allowed are a loss of one number, and a"
+            " dictionary with a 'loss'"
         )
     return loss
 

@@ -49,7 +49,7 @@ class CostModel:
             PlanError: It is not known.
         """
         if self.policy not in POLICIES:
-            raise PlanError(f"policy={self.policy!r} was asked for; allowed are {POLICIES!r}")
+            raise PlanError(f"policy={self.policy!r} is not supported; allowed are {POLICIES!r}")
 
 
 class OverBudget(PlanError):
@@ -94,8 +94,8 @@ def choose_chunks(
     if least.peak_bytes <= budget_bytes:
         return least
     raise OverBudget(
-        f"a budget of {budget_bytes!r} bytes was asked for block {table.block!r}, which needs"
-        f" {least.whole_bytes!r} as it is and {least.peak_bytes!r} at least, in pieces; allow that much",
+        f"block {table.block!r} requires at least {least.peak_bytes!r} bytes in chunks ({least.whole_bytes!r} as it"
+        f" is), more than the budget of {budget_bytes!r} bytes; raise the budget",
         least.peak_bytes,
         least,
     )

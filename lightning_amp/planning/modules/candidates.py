@@ -123,8 +123,7 @@ def asked_for(seen: Seen, names: Collection[str], *, ranks: int, budget: int | N
     made = draft(seen, tuple(name for name in TECHNIQUES if name in names), ranks=ranks, budget=budget)
     if isinstance(made, str):
         raise PlanError(
-            f"strategies {', '.join(names)} were asked for, but {made}; leave out what cannot be, or let policy 'auto'"
-            " choose"
+            f"strategies={','.join(names)!r} is not possible: {made}; leave that one out, or let policy 'auto' choose"
         )
     return made
 

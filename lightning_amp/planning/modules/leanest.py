@@ -14,7 +14,7 @@ from lightning_amp.planning.modules.techniques import all_fixed
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
 
-LEAST = "the least that"
+LEAST = "the step requires at least "
 """Begins the sentence that says what is missing."""
 MOST_RANKS = 1024
 """That are tried where a step does not fit."""
@@ -27,12 +27,12 @@ def missing(seen: Seen, best: Draft, *, budget: int) -> str:
     # what was chosen has been counted as it runs, and is no more than that with the same techniques
     if best.peak_bytes <= least.peak_bytes or best.strategies == least.strategies:
         least = best
-    said = f"{LEAST} {on_ranks(ranks)} can do with is {spelled(least)}"
+    said = f"{LEAST}{spelled(least)} on {on_ranks(ranks)}"
     fixed = all_fixed(seen.chain)
     said += f" ({fixed})" if fixed else ""
     more = fewest_ranks(seen, budget, above=ranks)
     if more is None:
-        return f"{said}; no number of ranks up to {MOST_RANKS} would make it fit: take a smaller batch"
+        return f"{said}; no number of ranks up to {MOST_RANKS} would be enough: use a smaller batch"
     with_what = " and ".join(more.strategies) or "nothing else"
     return f"{said}; {on_ranks(more.ranks * more.model)} with {with_what} would fit"
 
@@ -70,7 +70,7 @@ def with_techniques_of(plan: Plan, seen: Seen) -> Draft:
     )
     found = staged(seen, plan.mesh.model, data=plan.mesh.data, budget=0, asked=asked)
     if isinstance(found, str):
-        raise PlanError(f"the step was asked for as {plan.mesh.model} stages, and that cannot be: {found}")
+        raise PlanError(f"the step cannot run as {plan.mesh.model} stages: {found}")
     return found
 
 

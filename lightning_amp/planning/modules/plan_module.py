@@ -186,15 +186,15 @@ def _with_stages(base: Plan, seen: Seen, asked: Asked, *, must: bool = False) ->
     found = staged(seen, asked.model, data=base.mesh.data, budget=base.budget_bytes, asked=asked)
     if isinstance(found, str) and must:
         raise PlanError(
-            f"model_parallel_size={asked.model!r} was asked for, for which a module without a decomposed decoder"
-            f" needs a pipeline, and that cannot be: {found}; leave it out"
+            f"model_parallel_size={asked.model!r} requires a pipeline for a module without a decoder of strata,"
+            f" which is not possible: {found}; leave model_parallel_size out"
         )
     if isinstance(found, str):
         inside = "chunk" if asked.chunks is None else "recompute" if asked.again != () else ""
         if inside:
             raise PlanError(
-                f"pipeline was asked for together with {inside}, whose blocks are chosen by what the stages hold, and"
-                f" that was not counted: {found}; leave {inside!r} out"
+                f"pipeline together with {inside} requires that the bytes of the stages are counted, and they were"
+                f" not: {found}; leave {inside!r} out"
             )
         ranks = base.mesh.data * base.mesh.model
         diagnosis = diagnose_module(seen, ranks=ranks, budget=base.budget_bytes)
@@ -224,10 +224,7 @@ def _beside_stages(asked: Asked, named: tuple[str, ...], *, budget_named: bool) 
     """
     others = [name for name in named if name not in INSIDE_STAGES]
     if others:
-        raise PlanError(
-            f"pipeline was asked for together with {', '.join(others)}; it was not tried inside of stages: leave it"
-            " out, or leave 'pipeline' out"
-        )
+        raise PlanError(f"pipeline together with {', '.join(others)} is not supported: leave one of them out")
     return replace(
         asked,
         # of a budget that was named as few as are needed
@@ -343,7 +340,7 @@ def _drafted(seen: Seen, rules: tuple[Rule, ...], *, ranks: int, count: Count | 
         if not (counts and TECHNIQUES[name].counted):
             more = TECHNIQUES[name].add(seen, made, None)
             if isinstance(more, str):
-                raise PlanError(f"a plan was given with {name}, which cannot be: {more}")
+                raise PlanError(f"the given plan has {name}, which is not possible for this module: {more}")
             made = more
     return made
 

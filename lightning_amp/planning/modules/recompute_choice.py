@@ -62,7 +62,7 @@ def choose(chain: Chain, budget_bytes: int, *, recompute: bool = True, chunk: bo
     """
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 0:
         raise PlanError(
-            f"budget_bytes={budget_bytes!r} was asked for; allowed is a whole number of bytes, 0 or more"
+            f"budget_bytes={budget_bytes!r} is not supported; allowed is a whole number of bytes, 0 or more"
         )
     forms = _Search(chain, budget_bytes, recompute=recompute, chunk=chunk).best()
     if forms is None:

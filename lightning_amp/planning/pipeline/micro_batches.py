@@ -57,7 +57,7 @@ class LayerTimes:
             check_count("counts", count)
         if list(self.counts) != sorted(set(self.counts)):
             raise PlanError(
-                f"counts={self.counts!r} was asked for; allowed are rising numbers of micro-batches: sort them"
+                f"counts={self.counts!r} is not supported; allowed are rising numbers of micro-batches: sort them"
             )
         shape = self.forward.shape
         for name in ("forward", "backward", "send_forward", "send_backward"):
@@ -171,7 +171,7 @@ def cross_search(times: LayerTimes, devices: Devices, *, first: int | None = Non
         PlanError: As `cut_pipeline`, or no such number of micro-batches to begin with.
     """
     if first is not None and first not in times.counts:
-        raise PlanError(f"first={first!r} was asked for; allowed are {times.counts!r}: choose one of them")
+        raise PlanError(f"first={first!r} is not supported; allowed are {times.counts!r}: choose one of them")
     best = _cut(times, devices, 0 if first is None else times.counts.index(first))
     cuts = 1
     while True:

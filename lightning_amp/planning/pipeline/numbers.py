@@ -25,7 +25,7 @@ def numbers_of(name: str, given: Any, length: int | None = None, *, above_zero: 
     """
     found = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(found, str | bytes) or not isinstance(found, Iterable):
-        raise PlanError(f"{name}={given!r} was asked for; allowed is a list of numbers: pass one")
+        raise PlanError(f"{name}={given!r} is not supported; allowed is a list of numbers: pass one")
     listed = [n.item() if hasattr(n, "item") else n for n in found]
     if not listed or length not in (None, len(listed)):
         raise PlanError(
@@ -35,8 +35,8 @@ def numbers_of(name: str, given: Any, length: int | None = None, *, above_zero: 
     for place, n in enumerate(listed):
         if not (is_number(n) and 0 <= n <= LARGEST and (n > 0 or not above_zero)):
             raise PlanError(
-                f"{name}[{place}]={n!r} was asked for; allowed are numbers {'above 0' if above_zero else 'from 0'} to"
-                f" {LARGEST:g}: correct it"
+                f"{name}[{place}]={n!r} is not supported; allowed are numbers"
+                f" {'above 0' if above_zero else 'from 0'} to {LARGEST:g}: correct it"
             )
     return listed
 
@@ -64,4 +64,6 @@ def check_count(name: str, count: object) -> None:
         PlanError: Not a whole number of 1 or more.
     """
     if type(count) is not int or count < 1:
-        raise PlanError(f"{name}={count!r} was asked for; allowed is a whole number of 1 or more: correct it")
+        raise PlanError(
+            f"{name}={count!r} is not supported; allowed is a whole number of 1 or more: correct it"
+        )

@@ -52,7 +52,7 @@ def schedule(name: str, devices: int, micro_batches: int, *, stages_per_device: 
         check_count(what, count)
     if name not in SCHEDULES:
         raise PlanError(
-            f"schedule={name!r} was asked for; allowed are {', '.join(map(repr, SCHEDULES))}: choose one"
+            f"schedule={name!r} is not supported; allowed are {', '.join(map(repr, SCHEDULES))}: choose one"
         )
     if name == "interleaved":
         return _interleaved(devices, micro_batches, stages_per_device)

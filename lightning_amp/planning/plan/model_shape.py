@@ -304,9 +304,9 @@ def check_model(*, latent_dim: int, window: int | None, attention: bool) -> None
     if not 1 <= latent_dim <= LARGEST or (attention and latent_dim % 2):
         even = ", even for local attention" if attention else ""
         raise PlanError(
-            f"latent_dim={latent_dim!r} was asked for; allowed is a whole number from 1 to {LARGEST:,}{even}"
+            f"latent_dim={latent_dim!r} is not supported; allowed is a whole number from 1 to {LARGEST:,}{even}"
         )
     if window is not None and not 1 <= window <= LARGEST:
         raise PlanError(
-            f"window={window!r} was asked for; allowed is a whole number of bins from 1 to {LARGEST:,}"
+            f"window={window!r} is not supported; allowed is a whole number of bins from 1 to {LARGEST:,}"
         )

@@ -188,11 +188,11 @@ class Plan:
         try:
             plain = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"a plan as JSON was asked for, {source} is not JSON: {error}") from error
+            raise PlanError(f"{source} is not JSON: {error}") from error
         if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
             found = plain.get("schema") if isinstance(plain, dict) else plain
             raise PlanError(
-                f"a plan of schema {SCHEMA} was asked for, {source} has schema {found!r}; write it again with"
+                f"{source} has schema {found!r}, and this version reads schema {SCHEMA}; write it again with"
                 " `lightning-amp plan ... --format json`"
             )
         plain.pop("fits", None)
@@ -212,7 +212,7 @@ class Plan:
         try:
             text = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"plan={str(path)!r} was asked for and cannot be read: {error}") from error
+            raise PlanError(f"plan={str(path)!r} cannot be read: {error}") from error
         return cls.from_json(text, source=str(path))
 
 
@@ -249,8 +249,8 @@ def _check_consistency(plan: Plan) -> None:
     problems = list(_kinds(plan)) or list(_contradictions(plan))
     if problems:
         raise PlanError(
-            f"a plan was asked for that contradicts itself: {'; '.join(problems)}. Make the plan with"
-            " `lightning-amp plan`, or edit all parts alike"
+            f"the plan contradicts itself: {'; '.join(problems)}. Make the plan with `lightning-amp plan`, or change"
+            " all of these parts"
         )
 
 

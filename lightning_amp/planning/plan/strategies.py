@@ -226,7 +226,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         data_axis=True,
     ),
     "chunk": StrategyInfo(
-        title="chunks of any block",
+        title="chunk",
         shrinks="inner tensors of a block to those of one chunk",
         specs=(specs.ChunkBlock,),
     ),
@@ -324,7 +324,7 @@ def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...
     """
     if not isinstance(asked, str | list | tuple):
         raise PlanError(
-            f"strategies={asked!r} was asked for; allowed is a list such as ['S1', 'S3'], or 'S1,S3'"
+            f"strategies={asked!r} is not supported; allowed is a list such as ['S1', 'S3'], or 'S1,S3'"
         )
     parts = asked.split(",") if isinstance(asked, str) else list(asked)
     known = {strategy.lower(): strategy for strategy in STRATEGIES}

@@ -278,9 +278,9 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
     if shape.decoder is None and needing:
         one = len(needing) == 1
         raise PlanError(
-            f"{', '.join(needing)} {'was' if one else 'were'} asked for and {'changes' if one else 'change'} how a"
-            " decomposed decoder is computed, and none was recognised in the module; use S1, or"
-            " give the module a decoder with the protocol in docs/architecture.md"
+            f"{', '.join(needing)} {'requires' if one else 'require'} a decoder of strata, and none was detected in"
+            " the module; use S1 or a technique of any module (recompute, chunk, replay), or give the module a"
+            " decoder with the protocol in docs/architecture.md"
         )
     attending = [s for s in ("S3", "fused", "sdpa", "nodes") if s in chosen]
     if shape.decoder is not None and attending and not shape.decoder.attention:
@@ -300,7 +300,7 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
         found = [f"{ONLY_WITHOUT_DECODER}, as those of {shape.decoder.fqn!r} here"]
     if found:
         raise PlanError(
-            f"strategies {', '.join(chosen)} were asked for: {'; '.join(found)}. Leave one of them out"
+            f"strategies={','.join(chosen)!r} cannot be combined: {'; '.join(found)}. Leave one of them out"
         )
 
 
@@ -311,20 +311,18 @@ def _check_pipeline(chosen: tuple[str, ...], shape: ModelShape) -> None:
     beside = [strategy for strategy in chosen if strategy not in ("S1", "pipeline")]
     if beside:
         raise PlanError(
-            f"pipeline was asked for beside {', '.join(beside)}; it goes together with S1 only by now: leave"
-            f" {', '.join(beside)} out"
+            f"pipeline is supported together with S1 only, found {', '.join(beside)}: leave {', '.join(beside)} out"
         )
     if shape.decoder is not None:
         raise PlanError(
-            f"pipeline was asked for, and {shape.decoder.fqn!r} is a decomposed decoder: all of its strata read the"
-            " latents of cells and add to one loss, so they are no blocks of which each reads what the one before"
-            " returns. Ask for 'strata', which splits them over the model axis, chained ones too, or leave 'pipeline'"
-            " out"
+            f"pipeline: {shape.decoder.fqn!r} is a decoder of strata, which all read the latents of the cells and"
+            " add to one loss, so that they cannot be stages. Use 'strata', which splits them over the model axis,"
+            " or leave 'pipeline' out"
         )
     if shape.block_list is None:
         raise PlanError(
-            "pipeline was asked for, and the module has no ModuleList or Sequential of two modules and more that could"
-            " be stages; keep its blocks in one, or leave 'pipeline' out"
+            "pipeline requires a ModuleList or Sequential of two or more modules, and the module has none: put its"
+            " blocks into one, or leave 'pipeline' out"
         )
 
 

@@ -40,11 +40,11 @@ def check_request(
         PlanError: An argument outside what is allowed.
     """
     if policy not in POLICIES:
-        raise PlanError(f"policy={policy!r} was asked for; allowed are {', '.join(map(repr, POLICIES))}")
+        raise PlanError(f"policy={policy!r} is not supported; allowed are {', '.join(map(repr, POLICIES))}")
     for name, value in (("devices", devices), ("batch_size", batch_size)):
         if type(value) is not int or not 1 <= value <= LARGEST:
             raise PlanError(
-                f"{name}={value!r} was asked for; allowed is a whole number from 1 to {LARGEST:,}"
+                f"{name}={value!r} is not supported; allowed is a whole number from 1 to {LARGEST:,}"
             )
     if device_memory is not None:
         parse_bytes(device_memory)
@@ -52,6 +52,6 @@ def check_request(
         parse_strategies(strategies)
     if model_parallel_size != "auto" and (type(model_parallel_size) is not int or model_parallel_size < 1):
         raise PlanError(
-            f'model_parallel_size={model_parallel_size!r} was asked for; allowed are "auto" or a whole number of 1 or'
-            " more that divides the devices"
+            f'model_parallel_size={model_parallel_size!r} is not supported; allowed are "auto" or a whole number of 1'
+            " or more that divides the devices"
         )

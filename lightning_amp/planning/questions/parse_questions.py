@@ -86,8 +86,8 @@ def parse_questions(words: Sequence[str]) -> Questions:
         name, equals, text = word.partition("=")
         if not equals or name not in READERS or READERS[name][0] in found:
             raise PlanError(
-                f"--what-if {word!r} was asked for; allowed is each of {', '.join(READERS)} once, with values separated"
-                f" by commas: write for example {EXAMPLE!r}"
+                f"--what-if {word!r} is not supported; allowed is each of {', '.join(READERS)} once, with values"
+                f" separated by commas: write for example {EXAMPLE!r}"
             )
         field, read = READERS[name]
         # one after the other, ascending where they are compared
@@ -103,8 +103,8 @@ def _whole(name: str, text: str) -> int:
     value = text.strip()
     if not value.isdecimal() or len(value) > 9 or not 1 <= int(value) <= largest:
         raise PlanError(
-            f"--what-if {name}={text!r} was asked for; allowed are whole numbers from 1 to {largest:,}, separated by"
-            " commas"
+            f"--what-if {name}={text!r} is not supported; allowed are whole numbers from 1 to {largest:,}, separated"
+            " by commas"
         )
     return int(value)
 

@@ -106,7 +106,7 @@ def recommend_devices(
     """
     if type(cells) is not int or not 1 <= cells <= LARGEST:
         raise PlanError(
-            f"batch_size={cells!r} was asked for; allowed is a whole number of cells from 1 to {LARGEST:,}"
+            f"batch_size={cells!r} is not supported; allowed is a whole number of cells from 1 to {LARGEST:,}"
         )
     if shape_of(cells).decoder is None:
         raise PlanError(

@@ -340,6 +340,6 @@ def test_cuda_peak_is_that_of_the_step() -> None:
 
 def test_refuses_a_senseless_distance() -> None:
     with pytest.raises(
-        InstallError, match=r"StratumMemoryMonitor\(every_n_steps=0\) was asked for; allowed are"
+        InstallError, match=r"StratumMemoryMonitor\(every_n_steps=0\) is not supported; allowed are"
     ):
         StratumMemoryMonitor(every_n_steps=0)

@@ -430,6 +430,6 @@ def test_a_run_that_ended_between_two_renamings_is_told_where_the_old_one_is(dam
 
 def test_the_option_is_checked() -> None:
     with pytest.raises(
-        PlanError, match="save_distributed_checkpoint=1 was asked for; allowed are True, False"
+        PlanError, match="save_distributed_checkpoint=1 is not supported; allowed are True, False"
     ):
         AMPStrategy(save_distributed_checkpoint=1)  # type: ignore[arg-type]

@@ -252,7 +252,7 @@ def test_out_of_memory_is_told_with_the_next_plan_to_try() -> None:
 @pytest.mark.parametrize("value", [0, -1, True, "60", float("nan")])
 def test_times_are_checked(option: str, value: Any) -> None:
     with pytest.raises(
-        PlanError, match=rf"{option}=.* was asked for; allowed is a number of seconds above 0"
+        PlanError, match=rf"{option}=.* is not supported; allowed is a number of seconds above 0"
     ):
         AMPStrategy(**{option: value})
 

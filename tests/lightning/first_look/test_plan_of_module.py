@@ -147,7 +147,7 @@ def test_what_cannot_be_planned_or_answered_is_refused(whole: Any) -> None:
     made.configure_model()
     assert lightning_amp.plan(made, SHAPE).plan == whole.plan
     with pytest.raises(
-        AmpError, match="whose training step fails: .*mat1 and mat2 shapes cannot be multiplied"
+        AmpError, match="its training step fails with .*mat1 and mat2 shapes cannot be multiplied"
     ):
         lightning_amp.plan(Deep(), "4x5")
 

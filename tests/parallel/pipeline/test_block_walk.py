@@ -150,14 +150,14 @@ def penalty(net: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("walk", "told"),
     [
-        (by_row, r"block 0 of 'blocks' is called by a function that torch.func \(vmap"),
-        (penalty, r"takes gradients while it runs \(torch.autograd.grad, as for a gradient penalty\)"),
-        (reads_other, "not what the block before it returns"),
+        (by_row, r"block 0 of 'blocks' is called inside a function that torch.func \(vmap"),
+        (penalty, r"computes gradients \(torch.autograd.grad, as for a gradient penalty\)"),
+        (reads_other, "that the block before it does not return"),
         (backwards, "block 3 of 'blocks' where block 0 was next"),
         (twice, "block 0 of 'blocks' where block 1 was next"),
         (too_few, "called 2 of the 4 blocks"),
-        (writes, "writes what another rank computes"),
-        (asks, "needs values that another rank has computed"),
+        (writes, "writes a value of another rank"),
+        (asks, "needs values that another rank computed"),
     ],
 )
 def test_a_step_that_cannot_be_cut_is_refused(walk: Callable[[Net, Tensor], Tensor], told: str) -> None:
@@ -167,7 +167,7 @@ def test_a_step_that_cannot_be_cut_is_refused(walk: Callable[[Net, Tensor], Tens
 
 def test_what_no_block_hands_on_cannot_be_read_after_the_blocks() -> None:
     for walk in (skips, adds):
-        with pytest.raises(InstallError, match="what an earlier stage has computed and no block hands on"):
+        with pytest.raises(InstallError, match="a tensor of an earlier stage that no block returns"):
             through(walk, (3, 4))
 
 

@@ -195,7 +195,7 @@ def test_at_last_all_that_can_be_is_done_and_what_was_counted_is_the_least(
     assert counted == [1, BLOCKS - 1]
     assert not found.fits
     assert found.predicted_peak_bytes == 3301
-    assert any("can do with is 3.22 KiB with recompute" in note for note in found.notes)
+    assert any("requires at least 3.22 KiB with recompute" in note for note in found.notes)
 
 
 def test_a_module_that_refuses_a_technique_is_planned_without() -> None:
@@ -266,14 +266,14 @@ def test_what_is_missing_is_said() -> None:
     found = plan_module(base(7000), heavy)
     assert found.fits is False
     text = shortfall(found)
-    assert "the least that 1 rank can do with is" in text
+    assert "the step requires at least" in text
     more = fewest_ranks(heavy, 7000)
     assert more is not None
     assert more.ranks > 1
     assert f"{more.ranks} ranks with {' and '.join(more.strategies)} would fit" in text
     assert text in plan_report(found).replace("\n  ", " ")
     hopeless = plan_module(base(10), heavy)
-    assert "no number of ranks up to 1024 would make it fit: take a smaller batch" in shortfall(hopeless)
+    assert "no number of ranks up to 1024 would be enough: use a smaller batch" in shortfall(hopeless)
 
 
 def test_every_plan_is_compared_on_several_ranks() -> None:

@@ -101,17 +101,15 @@ def test_a_summary_has_five_lines_and_every_warning(profile: Any) -> None:
 
 
 def test_what_cannot_be_profiled_or_planned_is_refused(profile: Any) -> None:
-    with pytest.raises(
-        ModelError, match=r"of 'Deep', without a batch; give an example .*profile\(module, batch\)"
-    ):
+    with pytest.raises(ModelError, match=r"'Deep' requires a batch, an example .*profile\(module, batch\)"):
         lightning_amp.profile(Deep())
-    with pytest.raises(PlanError, match="of a 'ModuleProfile' that has no blocks; give what"):
+    with pytest.raises(PlanError, match="cannot plan a 'ModuleProfile'; pass a module and a batch"):
         lightning_amp.plan(profile_module(Deep(), torch.randn(4, 32)))
-    with pytest.raises(PlanError, match="of a 'Deep' that has no blocks"):
+    with pytest.raises(PlanError, match="cannot plan a 'Deep'; pass"):
         lightning_amp.plan(Deep())  # type: ignore[call-overload]
     with pytest.raises(PlanError, match="batch_size was given with the profile of a module's step"):
         lightning_amp.plan(profile, batch_size=4)
-    with pytest.raises(PlanError, match="chunk cannot be: the blocks were not looked at"):
+    with pytest.raises(PlanError, match="is not possible: .*the blocks were not looked at"):
         lightning_amp.plan(profile, strategies="chunk", device_memory="1MiB")
 
 

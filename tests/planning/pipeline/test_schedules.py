@@ -182,9 +182,9 @@ def test_times_of_stages_are_those_of_the_cut() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (("zb", 2, 2, 1), "schedule='zb' was asked for; allowed are 'gpipe', '1f1b', 'interleaved'"),
-        (("1f1b", 0, 2, 1), "devices=0 was asked for; allowed is a whole number of 1 or more"),
-        (("1f1b", 2, 2.5, 1), r"micro_batches=2\.5 was asked for"),
+        (("zb", 2, 2, 1), "schedule='zb' is not supported; allowed are 'gpipe', '1f1b', 'interleaved'"),
+        (("1f1b", 0, 2, 1), "devices=0 is not supported; allowed is a whole number of 1 or more"),
+        (("1f1b", 2, 2.5, 1), r"micro_batches=2\.5 is not supported"),
         (("gpipe", 2, 2, 2), "schedule='gpipe' was asked for with 2 stages on a device"),
         (
             ("interleaved", 4, 9, 2),

@@ -161,9 +161,9 @@ class _ReadsNoParameters(TorchFunctionMode):
 def refusal(found: str, instead: str) -> ModelError:
     """Of a step that is optimised by hand in another way than stages can."""
     return ModelError(
-        f"a step with automatic_optimization=False was to be run as stages of a pipeline, and {found}; allowed are one"
-        " optimizer, one scheduler and, in every batch, one self.manual_backward(loss), after which the step may call"
-        f" self.clip_gradients, and step and zero_grad of the optimizer: {instead}, or leave 'pipeline' out"
+        f"pipeline: a step with automatic_optimization=False {found}; allowed are one optimizer, one scheduler and,"
+        " in every batch, one self.manual_backward(loss), after which the step may call self.clip_gradients, and"
+        f" step and zero_grad of the optimizer: {instead}, or leave 'pipeline' out"
     )
 
 

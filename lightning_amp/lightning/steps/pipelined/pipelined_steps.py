@@ -104,8 +104,8 @@ class PipelinedSteps:
         plain = getattr(self._module, name)
         if name in vars(self._module):
             raise InstallError(
-                f"pipeline was asked for, and {name!r} of the module was set by somebody else: {plain!r}; leave it as"
-                " its class has it, or leave 'pipeline' out"
+                f"pipeline: {name!r} of the module is set on the instance ({plain!r}), which is not supported;"
+                " define it in the class, or leave 'pipeline' out"
             )
 
         @wraps(plain)
@@ -212,9 +212,8 @@ class PipelinedSteps:
         changed += [name for name, buffer in kept.items() if now.get(name) is not buffer]
         if changed:
             raise ModelError(
-                f"a step was run as stages of a pipeline, and has changed the parameters or buffers {changed[:5]!r}:"
-                " every micro-batch changes them, and on one rank only; change them in on_train_batch_end, or leave"
-                " 'pipeline' out"
+                f"pipeline: the step has changed the parameters or buffers {changed[:5]!r}, once for every"
+                " micro-batch and on one rank only; change them in on_train_batch_end, or leave 'pipeline' out"
             )
 
     def _kept_buffers(self) -> dict[str, Tensor]:

@@ -75,8 +75,8 @@ class SampleCheck:
         name = differing(*left)
         if name:
             raise ModelError(
-                f"a step was to be run as stages of a pipeline, and every forward pass of a block changes {name!r},"
-                " which would be that of micro-batches: let it change in on_train_batch_end, or leave 'pipeline' out"
+                f"pipeline: every forward pass of a block changes {name!r}, once for every micro-batch: change it in"
+                " on_train_batch_end, or leave 'pipeline' out"
             )
         if not self._stages.is_last:
             return None

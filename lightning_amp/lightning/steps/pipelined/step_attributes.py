@@ -167,9 +167,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _refusal(name: str) -> str:
     return (
-        f"a step was run as stages of a pipeline, and has changed what is in {name!r}, as every micro-batch does, and"
-        " which cannot be put back: keep numbers, tensors, lists and dictionaries, change it in on_train_batch_end, or"
-        " leave 'pipeline' out"
+        f"pipeline: every micro-batch changes the contents of {name!r}, which cannot be undone: keep numbers,"
+        " tensors, lists and dictionaries, change it in on_train_batch_end, or leave 'pipeline' out"
     )
 
 

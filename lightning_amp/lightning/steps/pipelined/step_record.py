@@ -120,9 +120,8 @@ class StepRecorder:
         lost, self._noted = self._noted - record.told, set()
         if lost:
             raise ModelError(
-                f"a step was run as stages of a pipeline, and {sorted(lost)!r} happened within its blocks, or between"
-                " them, for micro-batches that one stage sees: log and update metrics after the blocks, or leave"
-                " 'pipeline' out"
+                f"pipeline: {sorted(lost)!r} happened inside or between blocks, where one stage sees one"
+                " micro-batch: log and update metrics after the blocks, or leave 'pipeline' out"
             )
         named = dict(self._module.named_modules())
         if not recorded_here:
@@ -144,9 +143,8 @@ class StepRecorder:
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             names = [change.told for change in record.attributes if not self._can_be_sent(change)]
             raise ModelError(
-                f"a step was run as stages of a pipeline, and has set attributes {names!r} to something, or logged or"
-                f" returned it, that cannot be sent to other ranks ({error}); keep numbers and tensors, or leave"
-                " 'pipeline' out"
+                f"pipeline: the step set the attributes {names!r}, or logged or returned a value, that cannot be"
+                f" sent to other ranks ({error}); keep numbers and tensors, or leave 'pipeline' out"
             ) from error
 
     def unpacked(self, packed: bytes) -> StepRecord:
@@ -217,9 +215,8 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if has_no_values(obj):
             raise ModelError(
-                f"a step was run as stages of a pipeline, and logs, returns or keeps a tensor of shape"
-                f" {tuple(obj.shape)!r} that an earlier stage has computed and no block hands on: let blocks hand it"
-                " on, or leave 'pipeline' out"
+                f"pipeline: the step logs, returns or keeps a tensor of shape {tuple(obj.shape)!r} that an earlier"
+                " stage computed and no block returns: let blocks return it, or leave 'pipeline' out"
             )
         # not a view of something larger
         return obj.detach().cpu().clone().__reduce_ex__(2)  # type: ignore[no-untyped-call]
@@ -245,8 +242,8 @@ def _updated(metric: str) -> str:
 
 def _refuse_all_gather(*args: Any, **kwargs: Any) -> None:
     raise InstallError(
-        "a step was to be run as stages of a pipeline, and calls self.all_gather, for which all ranks would have to"
-        " come to the same place of it: gather in on_train_batch_end or at the end of an epoch, or leave 'pipeline' out"
+        "pipeline: the step calls self.all_gather, which requires that all ranks reach the same call: gather in"
+        " on_train_batch_end or at the end of an epoch, or leave 'pipeline' out"
     )
 
 
