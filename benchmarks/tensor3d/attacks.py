@@ -12,7 +12,7 @@ every rank. A module on a grid is
     raw       where a rank raises an error of torch or of Python, also in the words of one of the library
     hangs     where ranks give no answer for 60 seconds, or some of them raise an error and others wait
 
-Exit status 1 where there is a wrong, raw or hanging one. Processes are started once; half an hour on two cores.
+Exit status 1 where there is a wrong, raw or hanging one. Processes are started once; a quarter of an hour on two cores.
 """
 
 import argparse
