@@ -187,7 +187,7 @@ Made by `python -m tests.lightning.conformance.table --write`; `test_conformance
 everything and compares.
 
 Every feature is run with a tiny model with a stratified Hi-C decoder: by plain Lightning on one device, by
-`strategy="ddp"` on two CPU ranks, and by `strategy="amp"`. "worked" means that the results under "compared" were equal in
+`strategy="ddp"` on two CPU ranks, and by `strategy="amp"`. "worked" means that results under "compared" were equal in
 double precision: one rank and one device to 1e-12; two ranks of the data axis and one device with the cells of both
 to 1e-9, and `ddp` to 1e-12; two ranks of the model axis and one device to 1e-9. Exceptions are in the notes.
 "refused" means that the run stopped, on every rank, with the given message.
