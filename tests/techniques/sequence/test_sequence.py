@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[Callable[[], Case], dict[str, Any], type[Exception], st
         lambda: CASES["text"],
         {"strategies": "sequence,chunk"},
         PlanError,
-        "chunk cannot be: it is not supported together with sequence; a rank holds less with recompute and fsdp, and"
+        "chunk is not possible: it is not supported together with sequence; a rank holds less with recompute and fsdp, and"
         " with more ranks of the model axis",
     ),
     "pipeline": (lambda: CASES["text"], {"strategies": "sequence,pipeline"}, PlanError, "pipeline"),

@@ -181,7 +181,12 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
         {"options": {"strategies": "tensor3d,fsdp"}},
         "fsdp .*not supported together",
     ),
-    "chunk": (Small, (2, 1, 1), {"options": {"strategies": "tensor3d,chunk"}}, "chunk cannot be: it is not"),
+    "chunk": (
+        Small,
+        (2, 1, 1),
+        {"options": {"strategies": "tensor3d,chunk"}},
+        "chunk is not possible: it is not",
+    ),
     "batch norm": (Normed, (2, 1, 1), {}, "'more' is a SyncBatchNorm"),
     "by hand": (ByHand, (2, 1, 1), {}, "self.clip_gradients"),
     "an optimiser": (Coupled, (2, 1, 1), {}, "'Adafactor'.*tensor3d splits"),
