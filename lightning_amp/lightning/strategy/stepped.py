@@ -122,7 +122,7 @@ def in_parts(
             least = min(made, key=lambda plan: plan.predicted_peak_bytes)
             why = f"{', '.join(least.strategies)} needs {format_bytes(least.predicted_peak_bytes)} on as many ranks"
         except AmpError as error:
-            why = f"{name} cannot be: {error}"
+            why = f"{name} is not possible: {error}"
         whole = replace(whole, notes=(*whole.notes, Explanation(why)))
     name, best = min(found, key=lambda one: _pace(one[1]), default=("", whole))
     if not name or (whole.fits and _pace(best) * TIE > _pace(whole)):

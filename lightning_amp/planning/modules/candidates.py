@@ -100,7 +100,7 @@ def compare(
             asked = replace(asked, chunks={})
         made = best_pipeline(seen, ranks=ranks, budget=limit, asked=asked)
         if isinstance(made, str):
-            dropped[STAGED] = f"pipeline cannot be: {made}"
+            dropped[STAGED] = f"pipeline is not possible: {made}"
         else:
             found.append(made)
     best = _chosen(found, limit)
@@ -123,7 +123,7 @@ def asked_for(seen: Seen, names: Collection[str], *, ranks: int, budget: int | N
     made = draft(seen, tuple(name for name in TECHNIQUES if name in names), ranks=ranks, budget=budget)
     if isinstance(made, str):
         raise PlanError(
-            f"strategies={','.join(names)!r} is not possible: {made}; leave that one out, or let policy 'auto' choose"
+            f"strategies={','.join(names)!r}: {made}; leave that one out, or let policy 'auto' choose"
         )
     return made
 
@@ -145,10 +145,10 @@ def _draft(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None
         if ranks < TECHNIQUES[name].fewest:
             return f"{name} needs {TECHNIQUES[name].fewest} ranks of the data axis, and there is {ranks}"
         if name in seen.refused:
-            return f"{name} cannot be: {seen.refused[name]}"
+            return f"{name} is not possible: {seen.refused[name]}"
         made = TECHNIQUES[name].add(seen, made, budget)
         if isinstance(made, str):
-            return f"{name} cannot be: {made}"
+            return f"{name} is not possible: {made}"
     return made
 
 

@@ -187,20 +187,18 @@ Made by `python -m tests.lightning.conformance.table --write`; `test_conformance
 everything and compares.
 
 Every feature is run with a tiny model with a stratified Hi-C decoder: by plain Lightning on one device, by
-`strategy="ddp"` on two CPU ranks, and by `strategy="amp"`. "worked" means that what is listed under "compared" was the
-same: on one rank as one device to 1e-12; on two ranks of the data axis as one device with the cells of both to 1e-9
-(double precision) and as `ddp` to 1e-12; on two ranks of the model axis as one device to 1e-9. Exceptions are in the
-notes. "refused" means that the run stopped, on every rank, with the message that is given.
+`strategy="ddp"` on two CPU ranks, and by `strategy="amp"`. "worked" means that results under "compared" were equal in
+double precision: one rank and one device to 1e-12; two ranks of the data axis and one device with the cells of both
+to 1e-9, and `ddp` to 1e-12; two ranks of the model axis and one device to 1e-9. Exceptions are in the notes.
+"refused" means that the run stopped, on every rank, with the given message.
 
-Two things differ from a plain Trainer by design: the hook `train_dataloader` is called before
-`configure_optimizers`, for a plan is made of the batches that it gives, and once more later where it draws random
-numbers, so that these are those of a plain run; and callbacks of the strategy, such as the one that times steps,
-stand in `trainer.callbacks`.
+Two things differ from a plain Trainer by design. `train_dataloader` is called before `configure_optimizers`, since the
+plan needs a batch, and once more where it draws random numbers, so that these are those of a plain run. Callbacks of
+the strategy are in `trainer.callbacks`.
 
-A fit profiles one step first, on copies of the module and the data module, whose hooks are called. It leaves no
-trace in the process: no callback is called, and calls, counters, random numbers, warnings, log records, files,
-settings and signals are those of a plain run (`tests/lightning/first_look/test_guest.py`, for every hook of
-Lightning). Not covered is what a step sends to other processes by itself, as `wandb.log` called directly.
+A fit first profiles one step on copies of the module and the data module, whose hooks are called. It leaves no trace
+in the process (`tests/lightning/first_look/test_guest.py`, for every hook of Lightning). What a step sends to other
+processes directly, such as by `wandb.log`, is not covered.
 
 Plans of the model axis: W is {wide}, T is {strata}, N is {nodes}. Rows that begin with "stages" have a list of blocks
 in the place of the decoder; of their plans P is {pipeline}, R is {recomputed} and C is {chunked}.

@@ -131,7 +131,7 @@ CASES: dict[str, tuple[type[LightningModule], dict[str, Any], dict[str, Any], st
     "batch norm": (Normed, {}, {}, "statistics of a batch"),
     "hooks": (Hooked, {}, {}, "forward_hooks"),
     "hooks on gradients": (HookedGradient, {}, {}, "hooks on its gradient"),
-    "no list": (NoList, {}, {}, "no ModuleList or Sequential"),
+    "no list": (NoList, {}, {}, "requires a ModuleList or Sequential"),
     "twice": (Twice, {}, {}, "a module in it twice"),
     "finite": (GPT, {"check_finite": True}, {}, "check_finite=True"),
     "shards": (GPT, {"save_distributed_checkpoint": True}, {}, "save_distributed_checkpoint=True"),

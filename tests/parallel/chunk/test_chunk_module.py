@@ -96,7 +96,7 @@ def test_a_budget_that_cannot_be_met_names_the_least() -> None:
     module, x = net()
     with pytest.raises(PlanError, match="requires at least .* bytes") as caught:
         lightning_amp.chunk(module, x, budget=4096)
-    least = int(str(caught.value).split(" at least")[0].split()[-1])
+    least = int(str(caught.value).split("at least ")[1].split()[0])
     small = lightning_amp.chunk(module, x, budget=least)
     assert bytes_of(small, x)[0] <= least
     with pytest.raises(PlanError):
@@ -116,7 +116,7 @@ def test_a_prediction_that_is_too_small_does_not_break_the_promise(monkeypatch: 
     found, y = bytes_of(lightning_amp.chunk(module, x, budget=whole // 2), x)
     assert found <= whole // 2
     close(y, right)
-    with pytest.raises(PlanError, match="needs .* at least"):
+    with pytest.raises(PlanError, match="requires at least"):
         lightning_amp.chunk(module, x, budget=int(0.95 * caught.value.least_bytes))
 
 
@@ -347,11 +347,11 @@ def test_blocks_have_exact_gradients() -> None:
 
 def test_too_little_for_blocks_is_refused() -> None:
     module, x = outer()
-    text = "when its block 'layers.1' begins 12.0 KiB are alive outside of it.* at least"
+    text = "requires at least .* when its block 'layers.1' begins 12.0 KiB are alive outside of it"
     for budget in ("20KiB", "10KiB"):
         with pytest.raises(PlanError, match=text) as caught:
             lightning_amp.chunk(module, x, budget=budget)
-    least = int(str(caught.value).split(" bytes at least")[0].split()[-1])
+    least = int(str(caught.value).split("at least ")[1].split()[0])
     assert bytes_of(lightning_amp.chunk(module, x, budget=least), x)[0] <= least
     with pytest.raises(PlanError):
         lightning_amp.chunk(module, x, budget=least - 1)

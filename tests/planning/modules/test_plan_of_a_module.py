@@ -251,7 +251,7 @@ def test_what_is_asked_for_by_name_is_honoured() -> None:
     assert len(least.rules) == 2
     with pytest.raises(PlanError, match="fsdp needs 2 ranks of the data axis, and there is 1"):
         plan_module(base(None), seen(), named=("fsdp",))
-    with pytest.raises(PlanError, match="recompute cannot be: the step calls no child of a list"):
+    with pytest.raises(PlanError, match="recompute is not possible: the step calls no child of a list"):
         plan_module(base(None), seen(blocks=chain(0)), named=("recompute",))
     assert told_apart("S1,fsdp,recompute", policy="auto") == (["S1"], ("recompute", "fsdp"))
     assert told_apart(None, policy="auto") == (None, None)

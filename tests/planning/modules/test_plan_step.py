@@ -109,7 +109,7 @@ def test_what_cannot_be_profiled_or_planned_is_refused(profile: Any) -> None:
         lightning_amp.plan(Deep())  # type: ignore[call-overload]
     with pytest.raises(PlanError, match="batch_size was given with the profile of a module's step"):
         lightning_amp.plan(profile, batch_size=4)
-    with pytest.raises(PlanError, match="is not possible: .*the blocks were not looked at"):
+    with pytest.raises(PlanError, match="chunk is not possible: the blocks were not looked at"):
         lightning_amp.plan(profile, strategies="chunk", device_memory="1MiB")
 
 
