@@ -33,7 +33,9 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     parser.add_argument("--grids", type=int, default=3, help="grids to try, of the first five (default: 3)")
-    parser.add_argument("--steps", type=int, default=8, help="steps of each, of which two do not count (default: 8)")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="steps of each, of which two do not count (default: 8)"
+    )
     parser.add_argument("--device-memory", help="memory of one device, such as 24GiB (default: unknown)")
     parser.add_argument("--rates", metavar="FILE.json", help="rates that `calibrate` has measured")
     parser.set_defaults(run=_run)
