@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
         WithoutValues,
         (1, 1, 2),
         {"options": {"strategies": "S1", "tensor_grid": None}},
-        "the plan splits none",
+        "this plan shards none",
     ),
     "some values": (Mixed, (2, 1, 1), {}, "'net.weight' is on the device 'meta', and 'more.weight' is not"),
     "no reset": (NoReset, (2, 1, 1), {}, "'the module' .NoReset. has tensors .* no method reset_parameters"),
