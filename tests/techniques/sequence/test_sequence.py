@@ -217,8 +217,8 @@ REFUSED: dict[str, tuple[Callable[[], Case], dict[str, Any], type[Exception], st
         lambda: CASES["text"],
         {"strategies": "sequence,chunk"},
         PlanError,
-        "chunk is not possible: it is not supported together with sequence; a rank holds less with recompute and"
-        " fsdp, and with more ranks of the model axis",
+        "chunk is not possible: it is not supported together with sequence; a rank holds less with recompute and fsdp, and"
+        " with more ranks of the model axis",
     ),
     "pipeline": (lambda: CASES["text"], {"strategies": "sequence,pipeline"}, PlanError, "pipeline"),
     "an operator": (
