@@ -233,6 +233,6 @@ def test_a_pipeline_that_was_not_counted_does_not_fit() -> None:
     announce(unknown, Request(strategies="pipeline", device_memory="1GiB", unfit="train"), held=False)
     # of what is chosen by what stages hold nothing is left out in silence
     with pytest.raises(
-        PlanError, match="together with recompute, .*was not counted: .*leave 'recompute' out"
+        PlanError, match="together with recompute requires that .*they were not: .*leave 'recompute' out"
     ):
         planned(Skipping, "pipeline,recompute", "1GiB")

@@ -40,7 +40,7 @@ def test_a_sample_at_a_time_and_rows_within() -> None:
     found, y = bytes_of(small, x)
     assert found == small.plan.peak_bytes == least
     close(y, right)
-    with pytest.raises(PlanError, match="needs .* at least"):
+    with pytest.raises(PlanError, match="requires at least"):
         lightning_amp.chunk(module, x, budget=least - 1)
     x.requires_grad_()
     grads = [
