@@ -66,33 +66,34 @@ class Cuts:
 def fastest(stretches: Stretches, bound: float) -> Cuts | None:
     """The segments that take least time while activations take no more than a bound; None where none are within it."""
     k, unit = len(stretches.places), max(bound, 1) / PARTS
-    time = np.full((k, PARTS + 1), np.inf)
+    # the last column is of what cannot be
+    time = np.full((k, PARTS + 2), np.inf)
     time[0, 0] = 0
     before = np.zeros((k, PARTS + 1, 3), int)
     held = np.arange(PARTS + 1)
+    # [p, q, again]
+    more = np.rint(np.stack([stretches.saved, stretches.out], -1) / unit).astype(int)
+    took = np.stack([np.zeros_like(stretches.seconds), stretches.seconds], -1)
+    took[:, :, 1][stretches.seconds == 0] = np.inf
+    # the segment itself has to fit beside what is held
+    room = (bound - stretches.saved) // unit
     for q in range(1, k):
-        for p in range(q):
-            # the segment itself has to fit beside what is held
-            room = int((bound - stretches.saved[p, q]) // unit)
-            if room < 0:
-                continue
-            given = time[p, : room + 1]
-            for again in (False, True):
-                if again and not stretches.seconds[p, q]:
-                    continue
-                more = round((stretches.out if again else stretches.saved)[p, q] / unit)
-                took = given + (stretches.seconds[p, q] if again else 0.0)
-                stop = min(PARTS + 1 - more, len(took))
-                if stop <= 0:
-                    continue
-                better = took[:stop] < time[q, more : more + stop]
-                at = held[:stop][better]
-                time[q, at + more] = took[:stop][better]
-                before[q, at + more] = np.stack([np.full(len(at), p), at, np.full(len(at), again)], 1)
-    best = int(np.argmin(time[-1]))
-    if not np.isfinite(time[-1, best]):
+        (p,) = np.nonzero(room[:q, q] >= 0)
+        if not len(p):
+            continue
+        # [p, again, bytes held at q] -> bytes held at p
+        at = held - more[p, q, :, None]
+        at = np.where((at >= 0) & (at <= room[p, q, None, None]), at, PARTS + 1)
+        found = (time[p[:, None, None], at] + took[p, q, :, None]).reshape(2 * len(p), -1)
+        # the first of the fastest: in the order of places, and kept before replayed
+        best = found.argmin(0)
+        time[q, :-1] = found[best, held]
+        before[q] = np.stack([p[best // 2], at.reshape(2 * len(p), -1)[best, held], best % 2], 1)
+    h = int(np.argmin(time[-1]))
+    seconds = float(time[-1, h])
+    if not np.isfinite(seconds):
         return None
-    segments, q, h = list[tuple[int, bool]](), k - 1, best
+    segments, q = list[tuple[int, bool]](), k - 1
     while q:
         p, h, again = before[q, h]
         segments.append((int(stretches.places[q]), bool(again)))
@@ -101,7 +102,7 @@ def fastest(stretches: Stretches, bound: float) -> Cuts | None:
     while segments and not segments[-1][1]:
         # kept, as is what comes after the last
         segments.pop()
-    return Cuts(segments=segments, n_bytes=_most(stretches, segments), seconds=float(time[-1, best]))
+    return Cuts(segments=segments, n_bytes=_most(stretches, segments), seconds=seconds)
 
 
 def _most(stretches: Stretches, segments: list[tuple[int, bool]]) -> int:
