@@ -114,6 +114,7 @@ __all__ = [
     "disable_torch_function",
     "end_gathered",
     "failures_unlogged",
+    "fake_like",
     "flatten_each",
     "forget_step",
     "functional_collectives",
@@ -181,6 +182,22 @@ def has_no_values(value: object) -> bool:
     if not isinstance(value, Tensor):
         return False
     return any(isinstance(part, FakeTensor) or part.is_meta for part in parts_of(value))
+
+
+def fake_like(first: dict[str, Any], on_meta: Tensor, device: torch.device) -> Tensor:
+    """A fake tensor of a tensor on "meta", with the attributes of another one of its device that torch has made new.
+
+    torch's constructor does the same, and takes longer than all else of an operator on fake tensors.
+    """
+    found = Tensor._make_subclass(
+        FakeTensor, on_meta, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    if first["fake_mode"]._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(found)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(found)
+    vars(found).update(first)
+    return found
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:

@@ -8,7 +8,8 @@ itself, and would run on the module that trains: it is copied too, with what it 
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from types import CellType, FunctionType, ModuleType
@@ -18,7 +19,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
@@ -168,19 +168,24 @@ def make_fake(module: nn.Module, fake: FakeTensorMode) -> None:
                     cast(dict[str, Any], own)[name] = fake_tensor(tensor, fake)
 
 
-class CopyFakes(TorchFunctionMode):
-    """Lets `copy.deepcopy` copy tensors while a fake mode is on.
+@contextmanager
+def copied_without_values() -> Iterator[None]:
+    """Let `copy.deepcopy` copy tensors while a fake mode is on.
 
     torch's own way copies the bytes of a storage, which has none then: it writes where no memory was given to it.
     """
+    before = Tensor.__deepcopy__
+    Tensor.__deepcopy__ = _copy_of_tensor  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.__deepcopy__ = before  # type: ignore[method-assign]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not Tensor.__deepcopy__:
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        if id(tensor) not in memo:
-            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return memo[id(tensor)]
+
+def _copy_of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:
+    if id(tensor) not in memo:
+        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
 
 
 def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:

@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_amp._torch import FakeTensor, FakeTensorMode
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.bounded_step import BoundedStep
-from lightning_amp.footprint.fake_copy import CopyFakes, make_fake
+from lightning_amp.footprint.fake_copy import copied_without_values, make_fake
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.types_of_the_step import types_of_the_step
@@ -134,7 +134,7 @@ def run_two_steps(
             TrainerStatus.RUNNING,
             True,
         )
-        with suppress(_Done):
+        with suppress(EnoughSeen):
             trainer._fit_impl(module, _Repeated(batch))
             raise ModelError(
                 f"a profile was asked for of {type(module).__name__!r}, whose training_step was not called: the batch"
@@ -196,8 +196,8 @@ def _without_bar(log: Callable[..., None]) -> Callable[..., None]:
     return logged
 
 
-class _Done(Exception):
-    """Two steps have been run; never leaves this file."""
+class EnoughSeen(Exception):
+    """Raised in a step when nothing more of it has to run; `run_two_steps` then returns as after two steps."""
 
 
 class _Repeated:
@@ -321,7 +321,7 @@ class _Count(Callback):
         """Enter the mode, and begin to count."""
         if batch_idx == 0 and self._fake is not None:
             self._entered.enter_context(self._fake)
-            self._entered.enter_context(CopyFakes())
+            self._entered.enter_context(copied_without_values())
         if batch_idx == 0 and self._limit is not None:
             held = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
             self._bounded.append(BoundedStep(pl_module, max(0, self._limit - held)))
@@ -349,4 +349,4 @@ class _Count(Callback):
             self.recorder.first_bytes = self._first.peak
         if self._counting:
             self.recorder.hold_gradients()
-            raise _Done
+            raise EnoughSeen

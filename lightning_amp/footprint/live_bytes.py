@@ -36,6 +36,13 @@ _DEVICE_OF = torch.ops.prim.device.default
 """`tensor.device` of a fake tensor: a question, and no operator."""
 
 
+class _Ref(weakref.ref[torch.UntypedStorage]):
+    """A reference to a storage, with the key that it counts by."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts, while active, the bytes of every storage created and still alive.
 
@@ -58,6 +65,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._current = 0
         self._peak = 0
         self._finds_shapes = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch calls it by way of its compiler, which takes longer than most operators do here."""
+        return False
 
     @property
     def current(self) -> int:
@@ -136,7 +148,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._alive:
             if not was_empty:
                 return
-            self._alive[key] = (weakref.ref(storage, self._forget(key)), 0)
+            self._alive[key] = (self._refer(storage, key), 0)
             self._born(key, 0, None)
         self._change(key, n_bytes)
         self._peak = max(self._peak, self.current)
@@ -161,19 +173,19 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if n_bytes != self._alive[key][1]:
                     self._change(key, n_bytes)
             elif key not in given:
-                self._alive[key] = (weakref.ref(storage, self._forget(key)), n_bytes)
+                self._alive[key] = (self._refer(storage, key), n_bytes)
                 self._born(key, n_bytes, tensor)
                 self._current += n_bytes
         self._peak = max(self._peak, self.current)
 
-    def _forget(self, key: int) -> Any:
-        alive, freed, died = self._alive, self._freed, self._died
+    def _refer(self, storage: torch.UntypedStorage, key: int) -> _Ref:
+        ref = _Ref(storage, self._forget)
+        ref.key = key
+        return ref
 
-        def forget(_: object) -> None:
-            freed.append(alive.pop(key)[1])
-            died(key)
-
-        return forget
+    def _forget(self, ref: Any) -> None:
+        self._freed.append(self._alive.pop(ref.key)[1])
+        self._died(ref.key)
 
     def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
         """A storage counts from now on; `tensor` is the first that was seen of it, None where none was."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensor, FakeTensorMode, as_meta, tree_leaves
+from lightning_amp._torch import FakeTensor, FakeTensorMode, as_meta, fake_like, tree_leaves
 
 _OF_VALUES = {
     torch.Tag.data_dependent_output,
@@ -25,18 +25,19 @@ _OF_VALUES = {
 
 
 class _Made(NamedTuple):
-    """How a result is made anew: of new memory, or as a view of the argument at a place."""
+    """How a result is made anew: of new memory, or as a view of the argument at a place, so many bytes after it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     view_of: int | None = None
-    offset: int = 0
+    n_bytes: int = 0
 
 
-_Found = int | _Made | list[_Made] | None
-"""The place of the argument that is the result, how one or several are made, or None: left to torch."""
+_Found = int | _Made | list[_Made] | tuple[_Made, ...] | str | None
+"""The place of the argument that is the result, how one or several are made, NOTHING, or None: left to torch."""
+NOTHING = "nothing"
 
 
 _known: dict[Any, _Found] = {}
@@ -51,6 +52,8 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._looked_up: dict[Any, bool] = {}
+        self._by_offset: dict[Any, bool] = {}
+        self._alike: dict[torch.device, dict[str, Any]] = {}
         if len(_known) > MOST:
             _known.clear()
 
@@ -58,8 +61,11 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         """The result of an operator."""
         kwargs = kwargs or {}
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        if not self._may_look_up(func) or not self._describe((*args, *kwargs, *kwargs.values()), key):
+        if not self._may_look_up(func) or not self._describe(
+            (*args, *kwargs, *kwargs.values()), key, offsets=self._by_offset[func]
+        ):
             return super().dispatch(func, types, args, kwargs)
+        known: Any
         try:
             known = _known.get(tuple(key), key)
         except TypeError:
@@ -71,8 +77,10 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return result
         if isinstance(known, _Made):
             return self._make(known, args)
-        if isinstance(known, list):
-            return tuple(self._make(made, args) for made in known)
+        if known is NOTHING:
+            return None
+        if isinstance(known, list | tuple):
+            return type(known)([self._make(made, args) for made in known])
         return super().dispatch(func, types, args, kwargs) if known is None else args[known]
 
     def _may_look_up(self, func: Any) -> bool:
@@ -82,9 +90,14 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
                 and _OF_VALUES.isdisjoint(func.tags)
                 and func not in self.lift_fns
             )
+            # of all others the result lies where the argument does, or in new memory
+            arguments = getattr(func, "_schema", None)
+            self._by_offset[func] = arguments is not None and any(
+                argument.name == "storage_offset" for argument in arguments.arguments
+            )
         return self._looked_up[func]
 
-    def _describe(self, values: Iterable[Any], key: list[Any]) -> bool:
+    def _describe(self, values: Iterable[Any], key: list[Any], *, offsets: bool) -> bool:
         """Add all that a result may depend on to a key; False where that is more than layouts."""
         for value in values:
             if type(value) is FakeTensor:
@@ -92,34 +105,44 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
                     return False
                 if not _is_plain(value):
                     return False
-                key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
-                key.append(value.requires_grad)
+                key += (value.shape, value.stride(), value.dtype, value.fake_device, value.requires_grad)
+                if offsets:
+                    key.append(value.storage_offset())
             elif isinstance(value, Tensor):
                 return False
             elif type(value) in (list, tuple):
                 key += (type(value), len(value))
-                if not self._describe(value, key):
+                if not self._describe(value, key, offsets=offsets):
                     return False
             else:
                 key += (type(value), value)
         return True
 
     def _make(self, made: _Made, args: Any) -> Tensor:
-        storage = None if made.view_of is None else args[made.view_of].untyped_storage()
-        with as_meta(self):
-            found = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
-            if storage is not None:
-                found.set_(storage, made.offset, made.shape, made.stride)
-        return FakeTensor(self, found, made.device)
+        # modes are off while an operator is dispatched, so that these are plain tensors of the device "meta"
+        found = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+        if made.view_of is not None:
+            whole = args[made.view_of]
+            at = (whole.storage_offset() * whole.itemsize + made.n_bytes) // made.dtype.itemsize
+            found.set_(whole.untyped_storage(), at, made.shape, made.stride)
+        if made.device not in self._alike:
+            first = FakeTensor(self, found, made.device)
+            self._alike[made.device] = dict(vars(first))
+            return first
+        return fake_like(self._alike[made.device], found, made.device)
 
     def _found(self, result: Any, args: Any, kwargs: Any) -> _Found:
         """How the result of an operator is made once more."""
+        if result is None:
+            # as of the fused and foreach operators of optimisers, which write to their arguments
+            return NOTHING
         place = next((i for i, value in enumerate(args) if value is result), None)
         if place is not None:
             return place
-        if isinstance(result, tuple):
+        if isinstance(result, tuple | list):
             parts = [self._made(part, args, kwargs) for part in result]
-            return [part for part in parts if part is not None] if None not in parts else None
+            known = [part for part in parts if part is not None]
+            return None if len(known) < len(parts) else known if isinstance(result, list) else tuple(known)
         return self._made(result, args, kwargs)
 
     def _made(self, result: Any, args: Any, kwargs: Any) -> _Made | None:
@@ -131,7 +154,8 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         made, memory = _Made(shape, stride, result.dtype, result.fake_device), result.untyped_storage()
         for i, value in enumerate(args):
             if isinstance(value, Tensor) and value.untyped_storage()._cdata == memory._cdata:
-                return made._replace(view_of=i, offset=offset)
+                n_bytes = offset * result.itemsize - int(value.storage_offset()) * value.itemsize
+                return made._replace(view_of=i, n_bytes=n_bytes)
         others = (value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
         if any(value.untyped_storage()._cdata == memory._cdata for value in others):
             return None

@@ -36,10 +36,20 @@ from lightning_amp.footprint.standing_for import times_now
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import FORWARD, Life
 
+aten = torch.ops.aten
+
+
+def _of_product(*given: Any, out_val: Tensor, **_: Any) -> int:
+    """Of matrices, the last two tensors; torch's own formulas look for tensors in all arguments, at any depth."""
+    rows = [value for value in given if isinstance(value, Tensor)][-2]
+    return 2 * out_val.numel() * rows.shape[-1]
+
+
 FLOPS = {
     # torch counts these of GPUs only
     **{on_cpu: flop_registry[on_cuda] for on_cpu, on_cuda in FLASH_ATTENTION.items()},
     **flop_registry,
+    **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _of_product),
 }
 VALUES = ("_local_scalar_dense", "is_nonzero")
 """Operators that hand a value to Python."""

@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_amp.errors import AmpError, DataError, ModelError
-from lightning_amp.footprint.fake_copy import CopyFakes, copy_of, fake_batch, length_of
+from lightning_amp.footprint.fake_copy import copied_without_values, copy_of, fake_batch, length_of
 from lightning_amp.footprint.guest import as_guest
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.quick_fakes import QuickFakes
@@ -142,7 +142,7 @@ class EvaluationOfModule:
         try:
             with ExitStack() as stack:
                 forward = self._trainer.precision_plugin.forward_context()
-                for context in (as_guest(twin), fake, CopyFakes(), torch.no_grad(), forward):
+                for context in (as_guest(twin), fake, copied_without_values(), torch.no_grad(), forward):
                     stack.enter_context(context)
                 given = twin._apply_batch_transfer_handler(given, self._trainer.strategy.root_device)
                 live.watch([*twin.parameters(), *twin.buffers(), given])

@@ -23,9 +23,10 @@ from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, chain_of, count_step
 from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.chain.passes import Passes
-from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.inner_run import Around, EnoughSeen
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.footprint.profile_module import counted_step, profile_module
+from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.lightning.first_look.cells_per_step import training_loaders
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.example_batch import example_batch
@@ -180,20 +181,26 @@ class StepOfModule:
                 step = method_of(self._module, "training_step")
 
                 def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+                    automatic = module.automatic_optimization
+                    if automatic:
+                        # what a module makes once, as tables of positions, is no part of later steps
+                        step(module, *args, **kwargs)
                     look = Look(operator_rates(rates))
                     with recorded(look, module):
                         loss = step(module, *args, **kwargs)
                     found.append(stretches_of(look))
+                    # one that optimises by itself has the state of its optimisers in the second step
+                    if automatic or len(found) == 2:
+                        raise EnoughSeen
                     return loss
 
                 undo = put_methods(self._module, {"training_step": MethodType(training_step, self._module)})
                 try:
-                    self._counted(profile_module)
+                    self._counted(partial(counted_step, make=StepRecorder))
                 finally:
                     undo()
         except AmpError as error:
             return str(error)
-        # of the second step, in which optimisers have their state
         return found[-1]
 
     def _seen_stepped(self, steps: DrySteps, rates: Rates) -> Seen:

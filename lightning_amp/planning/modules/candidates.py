@@ -2,7 +2,7 @@
 
     1. every set of techniques, each added in the order of the table with as much of it as the budget asks for
     2. without the sets in which one of them cannot be added
-    3. without those whose predicted peak exceeds the budget
+    3. without those whose predicted peak, with what a count has found beyond it, exceeds the budget
     4. the least predicted time; within `TIE` of it the fewest techniques, then the least memory
 
 A pipeline (stages.py) goes with none of them but blocks that are computed again or run in chunks, which it chooses by
@@ -33,9 +33,14 @@ TIE = 1.02
 """Times this much apart count as the same."""
 WORTH = 0.05
 """Of the peak: a technique helps that takes as much away."""
+TRIES = 4
+"""Times that a plan is counted above the budget before there is as much of its techniques as can be."""
 MOSTLY = 0.6
 """Of the peak: what stands in the way of a technique that leaves as much as it is."""
 STAGED = ("pipeline",)
+Beyond = Mapping[frozenset[str], Sequence[int]]
+"""Techniques -> bytes by which counts of plans with them have exceeded the predicted peak."""
+NOTHING: Beyond = MappingProxyType({})
 NEEDLESS = "{} was not looked for, which takes seconds: the step fits as it is"
 
 
@@ -66,10 +71,10 @@ def compare(
     *,
     ranks: int,
     budget: int | None,
-    limit: int | None = None,
     base: tuple[str, ...] = (),
     batch_size: int = 1,
     refused: Mapping[tuple[str, ...], str] = MappingProxyType({}),
+    beyond: Beyond = NOTHING,
     asked: Asked = OPEN,
 ) -> Compared:
     """Draft every plan, and choose.
@@ -78,34 +83,34 @@ def compare(
         seen: The step.
         ranks: Of the data axis.
         budget: Bytes of one device, None when unknown.
-        limit: Bytes to stay below, where predictions were found to be too low; None for the budget.
         base: Strategies that every plan has.
         batch_size: Of one rank, for the time of a sample.
         refused: Sets that the module was found to refuse, and why; no set with one of them is drafted.
+        beyond: By which predictions were too low.
         asked: Of a pipeline.
     """
-    found, dropped, limit = list[Draft](), dict(refused), budget if limit is None else limit
+    found, dropped = list[Draft](), dict(refused)
     for names in sets_of_techniques():
         if any(set(names) >= set(one) for one in refused) or _is_needless(
-            seen, names, ranks=ranks, budget=limit
+            seen, names, ranks=ranks, budget=budget
         ):
             continue
-        made = draft(seen, names, ranks=ranks, budget=limit)
+        made = _draft_within(seen, names, ranks=ranks, budget=budget, beyond=beyond)
         if isinstance(made, str):
             dropped[names] = made
         else:
             found.append(made)
-    if STAGED not in refused and not _stages_are_needless(seen, ranks=ranks, budget=limit):
-        if any(limit is None or one.peak_bytes <= limit for one in found):
+    if STAGED not in refused and not _stages_are_needless(seen, ranks=ranks, budget=budget):
+        if any(budget is None or one.peak_bytes <= budget for one in found):
             asked = replace(asked, chunks={})
-        made = best_pipeline(seen, ranks=ranks, budget=limit, asked=asked)
+        made = best_pipeline(seen, ranks=ranks, budget=budget, asked=asked)
         if isinstance(made, str):
             dropped[STAGED] = f"pipeline is not possible: {made}"
         else:
             found.append(made)
-    best = _chosen(found, limit)
+    best = _chosen(found, budget)
     rows = sorted(
-        found, key=lambda one: (one is not best, limit is not None and one.peak_bytes > limit, *merit(one))
+        found, key=lambda one: (one is not best, budget is not None and one.peak_bytes > budget, *merit(one))
     )
     return Compared(
         best=best,
@@ -114,13 +119,16 @@ def compare(
     )
 
 
-def asked_for(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None) -> Draft:
+def asked_for(
+    seen: Seen, names: Collection[str], *, ranks: int, budget: int | None, beyond: Beyond = NOTHING
+) -> Draft:
     """The plan with techniques that a person has named.
 
     Raises:
         PlanError: One of them cannot be added.
     """
-    made = draft(seen, tuple(name for name in TECHNIQUES if name in names), ranks=ranks, budget=budget)
+    ordered = tuple(name for name in TECHNIQUES if name in names)
+    made = _draft_within(seen, ordered, ranks=ranks, budget=budget, beyond=beyond)
     if isinstance(made, str):
         raise PlanError(
             f"strategies={','.join(names)!r}: {made}; leave that one out, or let policy 'auto' choose"
@@ -136,6 +144,18 @@ def draft(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None)
     made = [_draft(replace(seen, fsdp=way), names, ranks=ranks, budget=budget) for way in ways]
     found = [one for one in made if isinstance(one, Draft)]
     return _chosen(found, 0 if budget is None else budget) if found else made[0]
+
+
+def _draft_within(
+    seen: Seen, names: Collection[str], *, ranks: int, budget: int | None, beyond: Beyond
+) -> Draft | str:
+    """The same, with what counts have found beyond the prediction, for which there is room in the budget."""
+    found = beyond.get(frozenset(names), ())
+    if budget is None or not found:
+        return draft(seen, names, ranks=ranks, budget=budget)
+    room = 0 if len(found) >= TRIES - 1 else max(0, budget - sum(found))
+    made = draft(seen, names, ranks=ranks, budget=room)
+    return made if isinstance(made, str) else replace(made, peak_bytes=made.peak_bytes + sum(found))
 
 
 def _draft(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:

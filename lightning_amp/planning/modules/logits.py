@@ -8,7 +8,6 @@ from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.logits.row import ChunkLogits
 
 RULE = Rule(fqn="", spec=ChunkLogits(), strategy="logits", why="counted")
-OTHERS = ("fsdp", "chunk")
 WORTH = 0.02
 """Of the peak: what is less is not worth the seconds."""
 
@@ -17,9 +16,8 @@ def add(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     """Cross-entropy runs in chunks of rows, and the product with a linear layer's weight once more in the backward
     pass.
     """
-    others = [name for name in draft.strategies if name in OTHERS]
-    if others:
-        return f"it is not supported together with {' and '.join(others)}"
+    if "fsdp" in draft.strategies:
+        return "it is not supported together with fsdp"
     if seen.counted is None:
         return "the step was not counted with it"
     step = seen.counted(RULE)
@@ -37,7 +35,7 @@ def add(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     return replace(
         draft,
         peak_bytes=max(draft.peak_bytes - saved, seen.held_bytes),
-        relief_bytes=draft.relief_bytes + saved,
         seconds=draft.seconds + more,
         targets=(*draft.targets, target),
+        chain=step.chain,
     )

@@ -2,16 +2,19 @@
 
 The plan without a profile (policies/make_plan.py) comes first: S1, batch statistics, and what was registered from
 outside. What the techniques of the table add to it is chosen by the bytes of the step; a plan with rules that change
-modules is then counted again with them installed, which is nearly exact, and where it exceeds the budget after all a
-leaner one is taken.
+modules is then counted again with them installed, which is nearly exact. Where it exceeds the budget after all, the
+plans are compared once more, with as many bytes added to the prediction for its techniques.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.planning.modules.candidates import (
+    TRIES,
+    Beyond,
     Compared,
     as_it_is,
     asked_for,
@@ -32,8 +35,6 @@ from lightning_amp.planning.plan.specs import ChunkBlock, DataParallel, Pipeline
 from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, parse_strategies
 from lightning_amp.planning.policies.build_rules import BY_USER
 
-TRIES = 4
-"""Times that a plan is made leaner before everything is."""
 INSIDE_STAGES = ("recompute", "chunk")
 
 Count = Callable[[tuple[Rule, ...]], ModuleProfile]
@@ -100,15 +101,19 @@ def plan_module(
         return _with_stages(_on_axis(base, asked.model), seen, asked, must=True)
     budget, refused = base.budget_bytes, dict[tuple[str, ...], str]()
     limit = None if named is not None and not budget_named else budget
-    tries = 0
-    while tries < TRIES:
-        compared = _compared(seen, base, named=named, limit=limit, refused=refused, asked=asked)
+    beyond = defaultdict[frozenset[str], list[int]](list)
+    while True:
+        compared = _compared(
+            seen, base, named=named, limit=limit, refused=refused, beyond=beyond, asked=asked
+        )
         best = compared.best
         rules = _rules(best, named=named is not None)
         if best.stages:
             break
         try:
-            peak = _drafted(seen, rules, ranks=best.ranks, count=count).peak_bytes
+            peak = best.peak_bytes
+            if count is not None:
+                peak = _drafted(seen, rules, ranks=best.ranks, count=count).peak_bytes
         except AmpError as error:
             if named is not None:
                 raise
@@ -116,12 +121,15 @@ def plan_module(
             refused[counted] = _why(error)
             seen = _without_refused(seen, counted, refused[counted], ranks=best.ranks, count=count)
             continue
-        tries += 1
-        over, compared = peak - best.peak_bytes, replaced_peak(compared, peak)
-        if not rules or limit is None or budget is None or peak <= budget:
+        compared = replaced_peak(compared, peak)
+        found = beyond[frozenset(best.strategies)]
+        # of techniques that a person has named there is more to be had, until as much as can be
+        hopeless = (
+            limit is not None and best.peak_bytes > limit and (named is None or len(found) >= TRIES - 1)
+        )
+        if not rules or limit is None or peak <= limit or hopeless:
             break
-        # the prediction was too low by so much, or above the limit; at last all that can be is done
-        limit = limit - max(over, peak - budget, 1) if tries < TRIES - 1 else 0
+        found.append(max(peak - best.peak_bytes, 1) if best.peak_bytes <= limit else peak - limit)
     return _made(base, seen, compared, rules)
 
 
@@ -300,19 +308,21 @@ def _compared(
     named: tuple[str, ...] | None,
     limit: int | None,
     refused: dict[tuple[str, ...], str],
+    beyond: Beyond,
     asked: Asked,
 ) -> Compared:
     ranks = base.gradient_ranks
     if named is not None:
-        return Compared(best=asked_for(seen, named, ranks=ranks, budget=limit), candidates=(), dropped={})
+        best = asked_for(seen, named, ranks=ranks, budget=limit, beyond=beyond)
+        return Compared(best=best, candidates=(), dropped={})
     return compare(
         seen,
         ranks=ranks,
         budget=base.budget_bytes,
-        limit=limit,
         base=base.strategies,
         batch_size=base.batch_size,
         refused=refused,
+        beyond=beyond,
         asked=asked,
     )
 

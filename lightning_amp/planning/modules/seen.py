@@ -175,6 +175,7 @@ class Draft:
         ranks: D.
         peak_bytes: Predicted peak with what has been added so far.
         relief_bytes: How much less a rank has than one device has at the moments of the chain; below zero: more.
+        chain: The blocks of the step with what has been added that changes what they hold; None as it is.
         floor_bytes: What it has at another moment, whatever blocks keep: while gradients are averaged.
         seconds: Predicted time of a step.
         targets: What has been added.
@@ -192,6 +193,7 @@ class Draft:
     held_bytes: int | None = None
     relief_bytes: int = 0
     floor_bytes: int = 0
+    chain: Chain | None = None
 
     def with_chain_peak(self, chain_peak_bytes: int) -> int:
         """The rank's peak, given that of the chain on one device."""

@@ -78,7 +78,7 @@ def _fsdp(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
 
 def _recompute(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     """Blocks keep nothing but their inputs, and run again in the backward pass."""
-    chain = seen.chain
+    chain = draft.chain or seen.chain
     if not chain.names:
         return (
             all_fixed(chain)
@@ -125,6 +125,8 @@ def _recomputed(chain: Chain, name: str, n: int) -> Target:
 
 def _chunk(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     """Parts of blocks run in chunks; of a plan that recomputes, every block has the better of the two, or both."""
+    if "logits" in draft.strategies:
+        return "it is not supported together with logits"
     before = [target.fqn for target in draft.targets if target.strategy == "recompute"]
     forms = seen.chunks
     if forms is None or forms.reason:
@@ -176,6 +178,12 @@ TECHNIQUES: dict[str, Technique] = {
         fewest=2,
         counted=False,
     ),
+    "logits": Technique(
+        add=add_logits,
+        kinds=(ACTIVATIONS, TEMPORARIES),
+        limit="the peak is elsewhere",
+        slow=True,
+    ),
     "recompute": Technique(
         add=_recompute,
         kinds=(ACTIVATIONS, TEMPORARIES),
@@ -185,12 +193,6 @@ TECHNIQUES: dict[str, Technique] = {
         add=_chunk,
         kinds=(ACTIVATIONS, TEMPORARIES),
         limit="the peak is outside of the blocks, or what they keep is whole between the chunks",
-        slow=True,
-    ),
-    "logits": Technique(
-        add=add_logits,
-        kinds=(ACTIVATIONS, TEMPORARIES),
-        limit="the peak is elsewhere",
         slow=True,
     ),
     "replay": Technique(

@@ -51,13 +51,16 @@ class Stretches:
     at_work: Array
     one_by_one_seconds: Array
 
-    def bytes_and_seconds(self, p: int, q: int, kind: int) -> tuple[float, float, float]:
-        """Of a segment of a kind: bytes in its backward pass, bytes held from it on, time of replays."""
+    def of_kind(self, kind: int) -> tuple[Array, Array, Array]:
+        """Of segments of a kind, [p, q] each: bytes in their backward pass, bytes held from then on, seconds of replays."""
         if kind == KEPT:
-            return self.saved[p, q], self.saved[p, q], 0.0
+            return self.saved, self.saved, np.zeros_like(self.seconds)
+        # what has no operators is not run again
+        empty = self.seconds == 0
         if kind == AT_ONCE:
-            return self.saved[p, q], self.out[p, q], self.seconds[p, q]
-        return min(self.at_work[p, q], self.saved[p, q]), self.out[p, q], self.one_by_one_seconds[p, q]
+            return self.saved, self.out, np.where(empty, np.inf, self.seconds)
+        inside = np.minimum(self.at_work, self.saved)
+        return inside, self.out, np.where(empty, np.inf, self.one_by_one_seconds)
 
     @property
     def all_saved(self) -> int:
@@ -82,31 +85,35 @@ class Cuts:
 
 def fastest(stretches: Stretches, bound: float, *, kinds: Sequence[int] = (KEPT, AT_ONCE)) -> Cuts | None:
     """The segments that take least time while activations take no more than a bound; None where none are within it."""
-    k, unit = len(stretches.places), max(bound, 1) / PARTS
-    time = np.full((k, PARTS + 1), np.inf)
+    k, unit, n = len(stretches.places), max(bound, 1) / PARTS, len(kinds)
+    # the last column is of what cannot be
+    time = np.full((k, PARTS + 2), np.inf)
     time[0, 0] = 0
     before = np.zeros((k, PARTS + 1, 3), int)
     held = np.arange(PARTS + 1)
+    # [p, q, kind]
+    inside, held_on, took = (np.stack(x, -1) for x in zip(*map(stretches.of_kind, kinds), strict=True))
+    more = np.rint(held_on / unit).astype(int)
+    # the segment itself has to fit beside what is held
+    room = (bound - inside) // unit
     for q in range(1, k):
-        for p in range(q):
-            for kind in kinds:
-                if kind != KEPT and not stretches.seconds[p, q]:
-                    continue
-                inside, held_on, seconds = stretches.bytes_and_seconds(p, q, kind)
-                # the segment itself has to fit beside what is held
-                room, more = int((bound - inside) // unit), round(held_on / unit)
-                stop = min(PARTS + 1 - more, room + 1)
-                if stop <= 0:
-                    continue
-                took = time[p, :stop] + seconds
-                better = took < time[q, more : more + stop]
-                at = held[:stop][better]
-                time[q, at + more] = took[better]
-                before[q, at + more] = np.stack([np.full(len(at), p), at, np.full(len(at), kind)], 1)
-    best = int(np.argmin(time[-1]))
-    if not np.isfinite(time[-1, best]):
+        (starts,) = np.nonzero((room[:q, q] >= 0).any(1))
+        if not len(starts):
+            continue
+        # [p, kind, bytes held at q] -> bytes held at p
+        at = held - more[starts, q, :, None]
+        at = np.where((at >= 0) & (at <= room[starts, q, :, None]), at, PARTS + 1)
+        found = (time[starts[:, None, None], at] + took[starts, q, :, None]).reshape(n * len(starts), -1)
+        # the first of the fastest: in the order of places, and of kinds
+        best = found.argmin(0)
+        time[q, :-1] = found[best, held]
+        came_from = at.reshape(n * len(starts), -1)[best, held]
+        before[q] = np.stack([starts[best // n], came_from, np.array(kinds)[best % n]], 1)
+    h = int(np.argmin(time[-1]))
+    seconds = float(time[-1, h])
+    if not np.isfinite(seconds):
         return None
-    segments, q, h = list[tuple[int, int]](), k - 1, best
+    segments, q = list[tuple[int, int]](), k - 1
     while q:
         p, h, kind = map(int, before[q, h])
         segments.append((int(stretches.places[q]), kind))
@@ -115,15 +122,15 @@ def fastest(stretches: Stretches, bound: float, *, kinds: Sequence[int] = (KEPT,
     while segments and segments[-1][1] == KEPT:
         # as is what comes after the last
         segments.pop()
-    return Cuts(segments=segments, n_bytes=_most(stretches, segments), seconds=float(time[-1, best]))
+    return Cuts(segments=segments, n_bytes=_most(stretches, segments), seconds=seconds)
 
 
 def _most(stretches: Stretches, segments: list[tuple[int, int]]) -> int:
     held, most, p = 0.0, 0.0, 0
     for end, kind in [*segments, (int(stretches.places[-1]), KEPT)]:
         q = int(np.searchsorted(stretches.places, end))
-        inside, held_on, _ = stretches.bytes_and_seconds(p, q, kind)
-        most, held, p = max(most, held + inside), held + held_on, q
+        inside, held_on, _ = stretches.of_kind(kind)
+        most, held, p = max(most, held + inside[p, q]), held + held_on[p, q], q
     return int(most)
 
 

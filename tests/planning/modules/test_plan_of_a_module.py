@@ -3,6 +3,7 @@ reason, the fastest plan that fits is taken and counted once more, and what is m
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from lightning_amp.errors import InstallError, ModelError, PlanError
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleBytes, ModuleProfile, TensorBytes
 from lightning_amp.footprint.module_profile import Moment as Stretch
 from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory
-from lightning_amp.planning.modules import plan_module as made_plans
+from lightning_amp.planning.modules import candidates
 from lightning_amp.planning.modules.candidates import compare
 from lightning_amp.planning.modules.chain import RECOMPUTED, BlockCost, Chain, Moment
 from lightning_amp.planning.modules.fsdp_bytes import ParameterShape, Unit
@@ -180,11 +181,45 @@ def test_a_choice_is_counted_and_made_leaner_where_it_does_not_fit() -> None:
     assert (len(exact.rules), exact.predicted_peak_bytes) == (1, 3200)
 
 
+def test_a_prediction_that_was_too_low_rules_out_no_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are predicted to fit and to be fast, and are counted far above the budget."""
+
+    def chunked(step: Seen, draft: Draft, budget: int | None) -> Draft | str:
+        if draft.targets:
+            return "it is alone"
+        target = Target(strategy="chunk", fqn="blocks.0", spec=ChunkBlock(budget_bytes=9), why="")
+        return replace(draft, peak_bytes=3300, seconds=draft.seconds, targets=(target,))
+
+    def count(rules: Any) -> ModuleProfile:
+        again = [rule for rule in rules if rule.strategy == "recompute"]
+        return profiled(saved=BLOCKS * SAVED + 100 - len(again) * SAVED)
+
+    monkeypatch.setitem(TECHNIQUES, "chunk", replace(TECHNIQUES["chunk"], add=chunked))
+    found = plan_module(base(3300), seen(), count=count)
+    assert (found.strategies, len(found.rules), found.predicted_peak_bytes) == (("recompute",), 1, 3200)
+    by_name = {row.strategies: row for row in found.candidates}
+    assert by_name["chunk",].peak_bytes == 4200
+    assert by_name["chunk",].verdict.startswith("exceeds")
+
+
+def test_beside_logits_as_few_blocks_run_again_as_must() -> None:
+    """Logits take 2000 bytes, in the head and at every moment of the blocks."""
+    without = replace(chain(), seconds=12.5)
+    step = replace(seen(blocks=chain(rest=2200)), profile=profiled(saved=BLOCKS * SAVED + 2100))
+    counted = SimpleNamespace(profile=profiled(), chain=without)
+    step = replace(step, counted=lambda rule: counted)
+    found = plan_module(base(3300), step)
+    assert found.strategies == ("recompute", "logits")
+    assert [rule.strategy for rule in found.rules] == ["recompute", "logits"]
+    assert found.predicted_peak_bytes == 3200
+    assert found.predicted_step_seconds == pytest.approx(13.5)
+
+
 def test_at_last_all_that_can_be_is_done_and_what_was_counted_is_the_least(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A count that is just above the budget whatever is tried."""
-    monkeypatch.setattr(made_plans, "TRIES", 2)
+    monkeypatch.setattr(candidates, "TRIES", 2)
     counted: list[int] = []
 
     def count(rules: Any) -> ModuleProfile:
@@ -192,7 +227,7 @@ def test_at_last_all_that_can_be_is_done_and_what_was_counted_is_the_least(
         return profiled(saved=3201)
 
     found = plan_module(base(3300), seen(), count=count)
-    assert counted == [1, BLOCKS - 1]
+    assert counted == [1, BLOCKS - 1, BLOCKS - 1]
     assert not found.fits
     assert found.predicted_peak_bytes == 3301
     assert any("requires at least 3.22 KiB with recompute" in note for note in found.notes)
@@ -218,7 +253,7 @@ def test_a_module_that_refuses_a_technique_is_planned_without() -> None:
 
 def test_refusals_are_no_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two techniques that are refused together, each is tried by itself, and the one that is none is kept."""
-    monkeypatch.setattr(made_plans, "TRIES", 1)
+    monkeypatch.setattr(candidates, "TRIES", 1)
     counted = []
 
     def count(rules: Any) -> ModuleProfile:

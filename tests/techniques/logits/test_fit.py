@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import lightning_amp
+from benchmarks.gpu.language_model import LanguageModel
 from benchmarks.replay.__main__ import difference, fit
 from benchmarks.replay.models import MODELS, Llama
 from lightning_amp import AMPStrategy
@@ -35,6 +37,19 @@ def test_the_policy_takes_it_where_the_step_does_not_fit() -> None:
         _, metered, plan = fit("Llama", AMPStrategy(device_memory=budget), steps=3)
         assert [rule.strategy for rule in plan.rules] == names
         assert metered.peak <= budget
+
+
+def test_the_policy_recomputes_no_more_blocks_beside_it_than_needed() -> None:
+    with torch.device("meta"):
+        module = LanguageModel(width=64, heads=2, depth=6, words=4000, positions=64)
+    batch = torch.zeros(8, 65, dtype=torch.int64)
+    plain = lightning_amp.plan(module, batch, strategies="S1").profile.peak_bytes
+    found = lightning_amp.plan(module, batch, device_memory=int(0.45 * plain), rates="H100").plan
+    assert [rule.strategy for rule in found.rules] == ["recompute"] * 3 + ["logits"]
+    assert 0.4 * plain < found.predicted_peak_bytes <= 0.45 * plain
+    assert found.candidates[0].step_seconds == min(
+        one.step_seconds for one in found.candidates if one.peak_bytes <= 0.45 * plain
+    )
 
 
 def test_a_step_without_such_a_loss_is_refused_and_says_so() -> None:
