@@ -81,7 +81,8 @@ def _recompute(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
     chain = seen.chain
     if not chain.names:
         return (
-            all_fixed(chain) or "the step calls no child of a list or a sequence of modules; blocks= names others"
+            all_fixed(chain)
+            or "the step calls no child of a list or a sequence of modules; blocks= names others"
         )
     names = chain.names if budget is None else _blocks(chain, budget + draft.relief_bytes)
     seconds = extra_seconds(chain, names)
