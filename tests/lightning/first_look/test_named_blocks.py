@@ -88,7 +88,9 @@ def test_classes_names_and_patterns_are_blocks_everywhere() -> None:
 
 
 def test_a_list_whose_layers_are_not_named_is_no_pipeline() -> None:
-    module = nn.ModuleDict({"layers": nn.Sequential(Res(), Res()), "head": Res()})
+    module = nn.ModuleDict(
+        {"layers": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "head": nn.Linear(4, 4)}
+    )
     for blocks, reason in (
         (["head"], "blocks= names other modules than those of 'layers'"),
         (["layers.*"], ""),
