@@ -16,6 +16,7 @@ from lightning_amp import AMPStrategy
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.find_blocks import find_blocks, named_blocks
 from lightning_amp.parallel.fsdp.units import find_units
+from lightning_amp.parallel.pipeline.blocks import blocks_for_stages
 from tests.any_module import Meter
 
 WIDTH, ROWS = 16, 512
@@ -84,6 +85,20 @@ def test_classes_names_and_patterns_are_blocks_everywhere() -> None:
             assert "down1.inner" not in find_blocks(module)
     planned = lightning_amp.plan(module, f"{ROWS}x4", strategies="recompute", blocks=["down1", "up*"])
     assert [rule.fqn for rule in planned.plan.rules if rule.fqn] == ["down1", "up1", "up2"]
+
+
+def test_a_list_whose_layers_are_not_named_is_no_pipeline() -> None:
+    module = nn.ModuleDict(
+        {"layers": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "head": nn.Linear(4, 4)}
+    )
+    for blocks, reason in (
+        (["head"], "blocks= names other modules than those of 'layers'"),
+        (["layers.*"], ""),
+    ):
+        with named_blocks(module, blocks):
+            names, why = blocks_for_stages(module)
+        assert names == (() if reason else ("layers.0", "layers.1"))
+        assert why.startswith(reason)
 
 
 def test_what_cannot_be_a_block_is_refused() -> None:
