@@ -52,7 +52,7 @@ class Stretches:
     one_by_one_seconds: Array
 
     def of_kind(self, kind: int) -> tuple[Array, Array, Array]:
-        """Of segments of a kind, [p, q] each: bytes in their backward pass, bytes held from then on, seconds of replays."""
+        """Of segments of a kind, [p, q]: bytes in their backward pass, bytes held from then on, seconds of replays."""
         if kind == KEPT:
             return self.saved, self.saved, np.zeros_like(self.seconds)
         # what has no operators is not run again
