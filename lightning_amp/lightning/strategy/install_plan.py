@@ -34,7 +34,7 @@ from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.out_of_memory import LEANER
 from lightning_amp.lightning.strategy.pipeline_run import check_run, pipelined
-from lightning_amp.lightning.strategy.plan_file import log_folder, report_path, write_plan
+from lightning_amp.lightning.strategy.plan_file import log_folder, log_plan, report_path, write_plan
 from lightning_amp.lightning.strategy.plan_run import Facts, plan_in_force
 from lightning_amp.lightning.strategy.refusals import (
     announce,
@@ -326,8 +326,11 @@ class InstalledPlan:
     def _keep(self, plan: Plan) -> None:
         self._plan = plan
         self._changed(plan=plan, predicted_step=self._facts.predicted_step(plan))
-        if self._folder and self._here.rank == 0 and self._is_shown(plan):
-            write_plan(self._folder, plan)
+        if self._here.rank == 0 and self._is_shown(plan):
+            if self._folder:
+                write_plan(self._folder, plan)
+            if self._trainer.state.fn == TrainerFn.FITTING:
+                log_plan(self._trainer.loggers, plan)
 
     def _is_shown(self, plan: Plan) -> bool:
         return self._trainer.state.fn == TrainerFn.FITTING or bool(plan.evaluates)

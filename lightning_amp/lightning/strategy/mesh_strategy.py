@@ -4,12 +4,14 @@ Ranks are row-major in (data, model), so a model group lies inside a node. Its r
 are logged with sync_dist count them once. Of a plan it only knows how batches are split.
 """
 
+import atexit
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import HashStore, ReduceOp  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.data.batch_parts import tensors_in
@@ -47,6 +49,19 @@ class MeshStrategy(DDPStrategy):
     def _model_ranks(self) -> int:
         """Ranks of a model group."""
         raise NotImplementedError
+
+    def setup_distributed(self) -> None:
+        """Connect the processes; one process by itself opens no port."""
+        environment = self.cluster_environment
+        assert environment is not None, "the Trainer sets the environment"
+        alone = self.num_nodes * self.num_processes == environment.world_size() == 1
+        if alone and not dist.is_initialized():
+            backend = self._get_process_group_backend()
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            if backend == "nccl":
+                # as Lightning does for the groups that it makes: torch warns of one that is left
+                atexit.register(dist.destroy_process_group)
+        super().setup_distributed()
 
     @property
     def own_parts(self) -> OwnParts:

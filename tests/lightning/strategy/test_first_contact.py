@@ -79,6 +79,7 @@ def test_a_fit_says_five_lines_and_writes_the_report(
     assert "cell" not in report
     plan = Plan.read(logs / "amp_plan.json")
     assert f"{plan}\n" == report
+    assert f"amp_predicted_peak_bytes: {plan.predicted_peak_bytes}\n" in (logs / "hparams.yaml").read_text()
 
     whole = fitted(tmp_path, caplog, verbose=True)
     assert "\n".join(whole).count(report.strip()) == 1
@@ -87,6 +88,34 @@ def test_a_fit_says_five_lines_and_writes_the_report(
     before = sorted(tmp_path.rglob("*"))
     assert any("print(trainer.strategy.plan)" in line for line in fitted(tmp_path, caplog, logger=False))
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_one_device_opens_no_port(tmp_path: Path) -> None:
+    script = """
+        import torch, torch.distributed as dist
+        from lightning.pytorch import Trainer
+        from lightning.pytorch.demos.boring_classes import BoringModel
+        import lightning_amp
+
+        def no_port(*args, **kwargs):
+            raise RuntimeError("a port was opened")
+
+        dist.TCPStore.__init__ = no_port
+        trainer = Trainer(strategy="amp", devices=1, accelerator="cpu", max_steps=2, logger=False, num_nodes=1,
+                          enable_checkpointing=False, enable_progress_bar=False)
+        trainer.fit(BoringModel())
+        print("trained", trainer.global_step)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    found = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "trained 2" in found.stdout, found.stderr[-2000:]
 
 
 def test_a_plan_that_is_refused_is_written_and_one_that_trains_anyway_warns(
