@@ -32,8 +32,6 @@ from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds
 
 WARM_UP, STEPS, ROUNDS = 4, 12, 3
-RACE_STEPS = 60
-"""Batches after which a race has ended."""
 ONE: dict[str, dict[str, Any] | str] = {
     "plain Lightning": "auto",
     "amp, S1": {"strategies": "S1"},
@@ -45,14 +43,12 @@ ONE: dict[str, dict[str, Any] | str] = {
     "amp, fused": {"strategies": "S1,fused"},
     "amp, S3 S4": {"strategies": "S1,S3,S4"},
     "amp, auto": {},
-    "amp, auto after a race": {"race": True},
 }
 TWO: dict[str, dict[str, Any] | str] = {
     "ddp": "ddp_find_unused_parameters_true",
     "amp, S1": {"strategies": "S1"},
     "amp, S1, own batch statistics": {"strategies": "S1", "share_batch_statistics": False},
     "amp, auto": {},
-    "amp, auto after a race": {"race": True},
 }
 QUICK = ("plain Lightning", "ddp", "amp, S1", "amp, auto")
 HEADER = ["method", "step", "ratio", "plan", "fit to first batch"]
@@ -68,9 +64,8 @@ QUIET = {
 """Settings of a Trainer that only trains."""
 ABOUT = f"""Whole training steps of the reference model under the Trainer, loading included: the median of {STEPS} steps
 of each round, its ratio to that of the first row, and the time from the call of `fit` to the end of its first batch.
-Methods of a table take turns, each in new processes. *After a race* is `AMPStrategy(race=True)`, whose plan is the
-winner. All rows train to the same numbers, save that ranks with their own batch statistics (ddp, and where it is said)
-are another model."""
+Methods of a table take turns, each in new processes. All rows train to the same numbers, save that ranks with their own
+batch statistics (ddp, and where it is said) are another model."""
 
 
 def prepared(
@@ -121,8 +116,7 @@ def fit(method: dict[str, Any] | str, *, data: str, cells: int, ranks: int, thre
 
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             self.ends.append(time.perf_counter())
-            raced = isinstance(method, dict) and "strategies" not in method and method.get("race", False)
-            if len(self.ends) > WARM_UP + STEPS + (RACE_STEPS if raced else 0):
+            if len(self.ends) > WARM_UP + STEPS:
                 trainer.should_stop = True
 
         def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

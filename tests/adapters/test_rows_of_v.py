@@ -136,31 +136,3 @@ def test_the_prediction_is_for_the_rows_that_v_has(
         "v has 1200 rows, where the decoder's features have 400 anchors" in n for n in planned(strategy).notes
     )
     assert predicted == pytest.approx(measured, rel=0.05)
-
-
-def raced(budget: int | None, *, race: bool) -> tuple[Plan, Longer]:
-    """The last plan and the module after a fit that is long enough for a race."""
-    torch.manual_seed(0)
-    memory = None if budget is None else f"{budget}B"
-    strategy, module = AMPStrategy(race=race, device_memory=memory, unfit="train"), Longer(KIND, 60)
-    fit(module, DataLoader(12 * list(batches(KIND)), batch_size=None), strategy)
-    assert any(f"v has {len(module.anchors)!r} rows" in note for note in planned(strategy).notes)
-    return planned(strategy), module
-
-
-@pytest.mark.exhaustive
-@pytest.mark.release
-def test_a_race_begins_anew_for_the_rows_that_v_has() -> None:
-    """Its peaks are those of these rows, and it trains what one plan trains."""
-    free, _ = raced(None, race=False)
-    half = sorted(c.peak_bytes for c in free.candidates)[len(free.candidates) // 3]
-    (plan, found), (one, expected) = (raced(2 * half, race=race) for race in (True, False))
-    most = max(plan.candidates[0].peak_bytes, half)
-    ran = [c for c in plan.candidates if c.measured_seconds is not None]
-    assert plan.strategies in [c.strategies for c in ran]
-    assert [c.strategies for c in ran if c.peak_bytes > most] == []
-    assert len(ran) > 1
-    assert one.measured_step_seconds is None
-    state = found.state_dict()
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9, msg=name)

@@ -21,7 +21,6 @@ from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.steps import step_time
-from lightning_amp.lightning.steps.race_of_plans import RaceOfPlans
 from lightning_amp.lightning.steps.step_time import WARM_UP, StepTimer
 from lightning_amp.lightning.strategy import hardware
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -286,7 +285,7 @@ class OnCuda:
     device = torch.device("cuda", 0)
 
 
-def test_no_step_on_cuda_waits_and_a_batch_of_a_race_does_so_once(cuda) -> None:
+def test_no_step_on_cuda_waits(cuda) -> None:
     timer = StepTimer(None)  # type: ignore[arg-type]
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(plan=None))
     for _ in range(6):
@@ -296,23 +295,13 @@ def test_no_step_on_cuda_waits_and_a_batch_of_a_race_does_so_once(cuda) -> None:
     assert copy.deepcopy(timer).median_seconds is None
     assert timer.median_seconds == 1.0
     assert cuda.waited == 4
-    told: list[Any] = []
-    racing = RaceOfPlans((), {(), ("S4",)}, switch=lambda plan: None, tell=told.append)
-    for batch in range(8):
-        assert cuda.waited == 4 + batch
-        racing.on_train_batch_start(trainer, OnCuda, None, 0)  # type: ignore[arg-type]
-        racing.on_train_batch_end(trainer, OnCuda, None, None, 0)  # type: ignore[arg-type]
-    assert told[0].seconds == {(): 1.0, ("S4",): 1.0}
-    racing.on_train_batch_start(trainer, OnCuda, None, 0)  # type: ignore[arg-type]
-    racing.on_train_batch_end(trainer, OnCuda, None, None, 0)  # type: ignore[arg-type]
-    assert cuda.waited == 12, "a race that is over times nothing"
 
 
 def test_a_fit_tells_both_times_and_takes_the_rates_of_the_file(tmp_path, caplog) -> None:
     synthesize(tmp_path / "data", cells=40, bins=30, strata=3, genes=20, seed=1)
     slow = replace(CPU_CORE, overhead_seconds=1.0, device="a snail")
     (tmp_path / "rates.json").write_text(slow.to_json())
-    strategy = AMPStrategy(rates=tmp_path / "rates.json", race=False)
+    strategy = AMPStrategy(rates=tmp_path / "rates.json")
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",

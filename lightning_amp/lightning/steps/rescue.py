@@ -21,13 +21,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torchmetrics import Metric
 
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.faults.fault import is_out_of_memory
 from lightning_amp.lightning.steps.counted_batches import CountedBatches
 from lightning_amp.lightning.steps.end_of_memory import tell_where
-from lightning_amp.lightning.steps.race_of_plans import largest
 from lightning_amp.random_streams import random_streams, set_random_streams
 
 TIMES = 3
@@ -173,3 +173,12 @@ def _free(module: pl.LightningModule) -> None:
         parameter.grad = None
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def largest(value: float, device: torch.device) -> float:
+    """The largest value of all ranks, a collective."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return value
+    box = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return float(box)

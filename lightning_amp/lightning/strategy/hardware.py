@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.same_on_ranks.replicas import Broadcast
-from lightning_amp.lightning.strategy.measured_rates import measured_rates
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.parallel.rates_of import rates_of
 from lightning_amp.planning.time.device_rates import Rates
@@ -71,24 +70,13 @@ def let_segments_grow(device: torch.device) -> None:
         set_allocator("expandable_segments:True")
 
 
-def device_rates(
-    device: torch.device, *, measure: bool = False, precision: str = "32-true"
-) -> tuple[Rates, str]:
+def device_rates(device: torch.device, *, precision: str = "32-true") -> tuple[Rates, str]:
     """Rates of a device, and a sentence that says whose they are where it is not a known one; else "".
 
     Args:
-        measure: Whether those of a CPU are measured; else they are those of one known core.
         precision: As the Trainer has it.
     """
-    if measure and device.type != "cuda":
-        return measured_rates(torch.get_num_threads()), ""
     return rates_of(device, precision)
-
-
-def while_others_start(launcher: object, device: torch.device, request: Request) -> None:
-    """In the process that has started the other ranks, look at the rates of this device while they get there."""
-    if getattr(launcher, "procs", None) and request.rates is None:
-        device_rates(device, measure=request.races)
 
 
 def make_mesh(device_type: str, *, n_ranks: int, model_ranks: int) -> DeviceMesh:
@@ -118,15 +106,11 @@ def make_groups(device_type: str, *, n_ranks: int, model_ranks: int, shard_ranks
 
 
 def rates_in(request: Request, here: ThisRank, precision: str) -> tuple[Rates, list[str]]:
-    """Rates of the file in the request, else of the device, with a note where the device is not known.
-
-    A CPU is measured only before a race, whose outcome depends on the machine and the moment anyway. Without a race,
-    the default, nothing is measured, and the same request gets the same plan.
-    """
+    """Rates of the file in the request, else of the device, with a note where the device is not known."""
     if request.rates is not None:
         found, note = Rates.read(request.rates), ""
     else:
-        found, note = device_rates(here.device, measure=request.races, precision=precision)
+        found, note = device_rates(here.device, precision=precision)
     # whatever device a file is of, settings are those of the device here
     found = replace(found, launches=here.device.type != "cpu")
     return found.on_nodes_of(here.node_ranks), [note] if note else []

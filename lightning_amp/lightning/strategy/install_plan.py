@@ -21,15 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.first_look.cells_per_step import UNKNOWN
 from lightning_amp.lightning.first_look.outside_decoder import keeping_blocks
 from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once
 from lightning_amp.lightning.steps.counted_batches import refuse_beyond
-from lightning_amp.lightning.steps.race_of_plans import RaceOfPlans, largest
-from lightning_amp.lightning.steps.rescue import Rescue, rescue_batches
-from lightning_amp.lightning.steps.step_time import put_first
+from lightning_amp.lightning.steps.rescue import Rescue, largest, rescue_batches
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.out_of_memory import LEANER
@@ -49,11 +46,8 @@ from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.install import Installed, install
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import PipelineStages
-from lightning_amp.planning.plan.strategies import STRATEGIES
-from lightning_amp.planning.policies.build_rules import BY_USER
-from lightning_amp.planning.policies.race import Result, Strategies, entered_in
 from lightning_amp.planning.reports.plan_report import techniques
-from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.quantities import format_bytes
 
 
 class InstalledPlan:
@@ -63,7 +57,6 @@ class InstalledPlan:
         request, here, trainer: What is asked, by which rank, in which run.
         changed: Called with the plan, and with every plan that is made anew, as `plan`, and with its `predicted_step`;
             with the steps of a pipeline as `pipelined_steps`.
-        resumed: The plan that a race had ended with where the run goes on from a checkpoint.
         trained: The plan of the run before, of which an evaluation takes over what runs in chunks.
     """
 
@@ -75,27 +68,19 @@ class InstalledPlan:
         model: nn.Module,
         *,
         changed: Callable[..., None],
-        resumed: Plan | None = None,
         trained: Plan | None = None,
     ) -> None:
         self._request, self._here, self._trainer = request, here, trainer
-        self._model, self._changed, self._resumed, self._trained = model, changed, resumed, trained
+        self._model, self._changed, self._trained = model, changed, trained
         self._foreign = adapt(model, needed=request.may_change_decoders)
         self._installed = Installed()
-        self._end_race: Callable[[], None] = lambda: None
-        self._undo: list[Callable[[], None]] = [
-            self._foreign.undo,
-            lambda: self._installed.undo(),
-            lambda: self._end_race(),
-        ]
+        self._undo: list[Callable[[], None]] = [self._foreign.undo, lambda: self._installed.undo()]
 
     def install(self) -> Shards:
         """Make the plan and carry it out, or raise an AmpError; what was installed by then is there until `undo`."""
         notes, self._folder = self._foreign.notes, log_folder(self._trainer)
         self._facts = Facts(self._request, self._here, self._trainer, trained=self._trained)
         plan = plan_in_force(self._facts, notes=notes)
-        if self._goes_on(plan):
-            plan = plan_in_force(self._facts, notes=notes, given=self._resumed)
         self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if not self._request.rescue:
             self._facts.forget_step()
@@ -109,7 +94,6 @@ class InstalledPlan:
         self._undo.append(install_steps(self._trainer.lightning_module, self._plan, self._mesh))
         shards = self._staged() or Shards(self._model, installed.sharded, installed.partial)
         self._foreign.tell_rows(self.again)
-        self._race()
         return shards
 
     def _staged(self) -> Shards | None:
@@ -123,42 +107,7 @@ class InstalledPlan:
         self._changed(pipelined_steps=steps)
         return parameters
 
-    def _goes_on(self, plan: Plan) -> bool:
-        """Whether the plan of a checkpoint takes the place of one that was just made: it is one of its candidates."""
-        resumed = self._resumed
-        return (
-            resumed is not None
-            and self._request.races
-            and resumed.mesh == plan.mesh
-            and resumed.strategies in entered_in(plan)
-        )
-
-    def _may_race(self) -> bool:
-        """Whether plans may change between steps: in a fit that is the policy's, without an order of sums to keep.
-
-        Not where a parameter is sharded: no plan of the race would change its shards, but no test has shown it yet.
-        """
-        return (
-            self._trainer.state.fn == TrainerFn.FITTING
-            and self._request.races
-            and not self._installed.sharded
-            # the techniques of any module save memory at the price of time: none is tried that is not needed
-            and self._plan.diagnosis is None
-            and not any(STRATEGIES[strategy].from_outside for strategy in self._plan.strategies)
-            and not torch.are_deterministic_algorithms_enabled()
-            and not getattr(self._trainer, "fast_dev_run", False)
-        )
-
-    def _race(self) -> None:
-        """Start a race from the next batch on, if plans may race, and end the one before."""
-        self._end_race()
-        first, entered = self._plan.strategies, entered_in(self._plan)
-        if self._may_race() and entered - {first}:
-            callback = RaceOfPlans(first, entered, switch=self.switch, tell=self._tell_result)
-            self._end_race = put_first(self._trainer, callback)
-            rank_zero_info("training starts with this plan; the first steps race it against others that fit")
-
-    def switch(self, strategies: Strategies) -> None:
+    def switch(self, strategies: tuple[str, ...]) -> None:
         """Put the modules of another plan in the place of those that are installed; all ranks call it between steps.
 
         Raises:
@@ -236,14 +185,13 @@ class InstalledPlan:
                 self._keep_less(limit)
         except AmpError:
             return ""
-        self._end_race()
         peak = format_bytes(self._plan.predicted_peak_bytes)
         return (
             f"{techniques(self._plan.strategies)}, for which {peak} are predicted, instead of"
             f" {techniques(before.strategies)} with {format_bytes(before.predicted_peak_bytes)}"
         )
 
-    def _leaner_strategies(self, limit: int) -> Strategies:
+    def _leaner_strategies(self, limit: int) -> tuple[str, ...]:
         """Of the candidates for the same ranks, the fastest within a limit."""
         fitting = [
             c
@@ -288,7 +236,7 @@ class InstalledPlan:
             if plan.predicted_peak_bytes <= limit:
                 return
 
-    def _plan_of(self, strategies: Strategies) -> Plan:
+    def _plan_of(self, strategies: tuple[str, ...]) -> Plan:
         plan = plan_in_force(
             self._facts,
             notes=self._foreign.notes,
@@ -298,21 +246,6 @@ class InstalledPlan:
         # what is asked for has S1 always, what is compared on one device never
         rules = tuple(rule for rule in plan.rules if rule.strategy in strategies)
         return replace(plan, strategies=strategies, rules=rules)
-
-    def _tell_result(self, result: Result) -> None:
-        """Say who has won, and write the times into the plan."""
-        seconds = result.seconds
-        rows = sorted(seconds, key=seconds.__getitem__)
-        told = ", ".join(f"{techniques(row)} {format_seconds(seconds[row])}" for row in rows)
-        rank_zero_info(f"a race of {len(rows)} plans, least time of a step: {told}")
-        plan, why = self._plan, "part of the plan that has won a race on this device"
-        ended = replace(
-            plan,
-            rules=tuple(replace(r, why=why) if r.why.startswith(BY_USER) else r for r in plan.rules),
-            candidates=tuple(replace(c, measured_seconds=seconds.get(c.strategies)) for c in plan.candidates),
-            measured_step_seconds=seconds[plan.strategies],
-        )
-        self._keep(ended)
 
     def undo(self) -> None:
         """Put the modules back that were there before."""
@@ -351,8 +284,6 @@ class InstalledPlan:
             self._keep(plan)
             self._announce()
             self._renew(plan)
-            # peaks, and maybe the plan, are others than those of the race that has begun
-            self._race()
 
     def _plan_again(self) -> Plan:
         before, notes = self._plan, self._foreign.notes

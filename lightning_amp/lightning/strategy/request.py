@@ -22,7 +22,6 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "share_batch_statistics": (True, False),
     "save_distributed_checkpoint": (True, False),
     "check_finite": (True, False),
-    "race": (True, False),
     "schedule": (None, *SCHEDULES),
     "rescue": (True, False),
     "fsdp_offload": (True, False),
@@ -60,7 +59,6 @@ class Request:
     device_memory: str | int | None = None
     unfit: Literal["refuse", "train"] | None = None
     rates: str | Path | None = None
-    race: bool = False
     rescue: bool = False
     model_parallel_size: int | Literal["auto"] = "auto"
     data_dir: str | Path | None = None
@@ -120,11 +118,6 @@ class Request:
         return self.strategies is None or any(
             STRATEGIES[name].choice for name in parse_strategies(self.strategies)
         )
-
-    @property
-    def races(self) -> bool:
-        """Whether a race may change its choice; hooks that look for NaN keep modules where they are."""
-        return self.race and self.chooses and not self.check_finite
 
     @property
     def sharding(self) -> FullyShard | None:

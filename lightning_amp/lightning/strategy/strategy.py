@@ -37,7 +37,6 @@ from lightning_amp.lightning._compat import (
     trainer_of,
 )
 from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
-from lightning_amp.lightning.checkpoints.raced_plan import raced_plan, with_raced_plan
 from lightning_amp.lightning.checkpoints.read_directory import load_either
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_directory import replacing_directory, write_directory
@@ -57,7 +56,7 @@ from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differ
 from lightning_amp.lightning.steps.cell_order import CellOrder
 from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
-from lightning_amp.lightning.strategy.hardware import let_segments_grow, while_others_start
+from lightning_amp.lightning.strategy.hardware import let_segments_grow
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.out_of_memory import explain
 from lightning_amp.lightning.strategy.over_data_axis import check_split, shard_fully, share_statistics
@@ -102,7 +101,6 @@ class AMPStrategy(MeshStrategy):
         device_memory: str | int | None = None,
         unfit: Literal["refuse", "train"] | None = None,
         rates: str | Path | None = None,
-        race: bool = False,
         rescue: bool = False,
         model_parallel_size: int | Literal["auto"] = "auto",
         data_dir: str | Path | None = None,
@@ -142,7 +140,6 @@ class AMPStrategy(MeshStrategy):
             device_memory: Budget of one device, as bytes or "24GiB"; None asks the device.
             unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses where `device_memory` is given.
             rates: File that `lightning-amp calibrate` wrote, to predict times with; None takes the device's kind.
-            race: Under policy "auto", time the plans that fit in the first steps and keep the fastest; runs may differ.
             rescue: Whether a batch for which memory ends runs again with a leaner plan, up to three times in a fit.
             model_parallel_size: Ranks of the model axis.
             data_dir: Directory to read the data configuration from; None means the data module's.
@@ -179,7 +176,6 @@ class AMPStrategy(MeshStrategy):
         self.predicted_step: Any = None
         self.pipelined_steps: Any = None
         self._failures = FailureWatch(self, lost_after=lost_after, stuck_after=stuck_after)
-        self._resumed: Plan | None = None
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self._shards = Shards()
         self._step: TrainingStep | None = None  # of a fit
@@ -220,7 +216,6 @@ class AMPStrategy(MeshStrategy):
         """Connect the processes; all ranks draw on as rank 0 does, and rank 0 as a plain run."""
         drawn = random_state(self.root_device)
         with self._failures.starting():
-            while_others_start(self.launcher, self.root_device, self.request)
             super().setup_environment()
             self._failures.connected()
         let_segments_grow(self.root_device)
@@ -288,8 +283,7 @@ class AMPStrategy(MeshStrategy):
         named.enter_context(named_blocks(model, self.request.blocks))
         self._undo.append(named.close)
         keep, trained, self.plan = vars(self).update, self.plan, None
-        given, resumed = (self.request, self._here, trainer, model), self._resumed
-        planned = InstalledPlan(*given, changed=keep, resumed=resumed, trained=trained)
+        planned = InstalledPlan(self.request, self._here, trainer, model, changed=keep, trained=trained)
         # before it is installed: a refusal after that is undone too
         self._undo.append(planned.undo)
         self._shards = planned.install()
@@ -432,7 +426,6 @@ class AMPStrategy(MeshStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Save a file on rank 0, or a directory of shards, a collective."""
-        checkpoint = with_raced_plan(checkpoint, self.plan)
         if self.request.save_distributed_checkpoint:
             write_directory(
                 checkpoint, filepath, storage_options, rank=self.global_rank, broadcast=self.broadcast
@@ -446,6 +439,4 @@ class AMPStrategy(MeshStrategy):
     ) -> dict[str, Any]:
         """Load a file or a directory of shards, whichever this strategy would write."""
         load_file, load_part = super().load_checkpoint, self.checkpoint_io.load_checkpoint
-        found = load_either(checkpoint_path, load_file, load_part, weights_only=weights_only)
-        self._resumed = raced_plan(found)
-        return found
+        return load_either(checkpoint_path, load_file, load_part, weights_only=weights_only)

@@ -65,7 +65,6 @@ class Candidate:
         step_seconds: Predicted time of the decoder's part of a step; without a decoder, of a step.
         cell_seconds: The same by cell, over all ranks: what candidates are compared by.
         verdict: The word chosen, or why it was not.
-        measured_seconds: Least time of a whole step in a race on this device, None where it did not run.
     """
 
     strategies: tuple[str, ...]
@@ -75,7 +74,6 @@ class Candidate:
     step_seconds: float
     cell_seconds: float
     verdict: str = ""
-    measured_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +102,6 @@ class Plan:
         predicted_rest_seconds: Predicted time of the rest of it, None where that is not the reference model's.
         rates_device: Whose rates that time is predicted with, "" where it is not known.
         candidates: What policy "auto" has compared, the chosen one first.
-        measured_step_seconds: Least time of a whole step that a race has measured, None without one.
         diagnosis: What a profile of the module's step has found; None where it has a decoder, or was not profiled.
         stages: What is predicted of the stages of a pipeline; empty without one, or where the step was not profiled.
         evaluates: The method whose peak is predicted in a run that does not train, such as "predict_step"; "" in a fit,
@@ -131,7 +128,6 @@ class Plan:
     predicted_rest_seconds: float | None = None
     rates_device: str = ""
     candidates: tuple[Candidate, ...] = ()
-    measured_step_seconds: float | None = None
     diagnosis: ModuleDiagnosis | None = None
     stages: tuple[Stage, ...] = ()
     evaluates: str = ""
@@ -196,6 +192,10 @@ class Plan:
                 " `lightning-amp plan ... --format json`"
             )
         plain.pop("fits", None)
+        # of plans that were measured in the first steps of a fit, which earlier versions did
+        for one in (plain, *plain.get("candidates", ())):
+            for name in ("measured_seconds", "measured_step_seconds"):
+                one.pop(name, None)
         try:
             return cls(**_typed(plain))
         except (TypeError, KeyError, AttributeError, ValueError) as error:

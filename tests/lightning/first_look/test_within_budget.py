@@ -29,7 +29,7 @@ SMALL = Case(distances=(0, 1))
 def fitted(rank: int = 0, ranks: int = 1, case: Case = SMALL, **options: Any) -> Fitted:
     """The plan of a run, the bytes of its second step, and the parameters that three steps leave."""
     module, meter = Run(case), Meter()
-    strategy: Any = AMPStrategy(race=False, **options) if options else "auto"
+    strategy: Any = AMPStrategy(**options) if options else "auto"
     trainer = trainer_of(strategy, rank=rank, ranks=ranks, max_steps=3, callbacks=[meter])
     trainer.fit(module, DataLoader(torch.zeros(6, 1), batch_size=2))  # type: ignore[arg-type]
     left = {name: p.detach() for name, p in module.named_parameters()}

@@ -3,7 +3,6 @@
 import random
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,7 @@ from lightning_amp.lightning.same_on_ranks.replicas import (
     share_random_state,
 )
 from lightning_amp.lightning.steps.cell_weight import count_cells
-from lightning_amp.lightning.strategy import hardware
 from lightning_amp.lightning.strategy.registration import refuse, register
-from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
 
@@ -280,19 +277,3 @@ def test_a_missing_plan_file_is_named(tmp_path: Path) -> None:
 def test_values_that_could_only_fail_later_are_refused_at_once(options: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         AMPStrategy(**options)
-
-
-@pytest.mark.parametrize("procs", [None, [], ["rank 1"]])
-@pytest.mark.parametrize(
-    ("options", "measured"), [({"race": True}, [True]), ({}, [False]), ({"rates": "r.json"}, [])]
-)
-def test_the_process_that_has_started_others_looks_at_its_device_meanwhile(
-    procs: list[str] | None, options: dict[str, Any], measured: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[bool] = []
-    monkeypatch.setattr(hardware, "device_rates", lambda device, *, measure: seen.append(measure))
-    hardware.while_others_start(SimpleNamespace(procs=procs), torch.device("cpu"), Request(**options))
-    assert seen == (measured if procs else [])
-    # without a launcher other processes are there already
-    hardware.while_others_start(None, torch.device("cpu"), Request(**options))
-    assert seen == (measured if procs else [])
