@@ -131,7 +131,7 @@ def test_what_is_not_recognised_trains_under_s1_and_the_plan_says_so() -> None:
     assert not {rule.strategy for rule in strategy.plan.rules} - {"S1"}
     assert any("trained as any other module (S1)" in note for note in strategy.plan.notes)
     assert foreign_cases.differences(trained(Told(BASE), batches, "S1"), expected) == 0
-    with pytest.raises(PlanError, match="none was recognised.*because it has hooks on modules of"):
+    with pytest.raises(PlanError, match="none was detected.*because it has hooks on modules of"):
         fit(Told(BASE), batches, AMPStrategy(strategies=["S1", "stream"]))
 
 

@@ -307,7 +307,7 @@ DIFFERENT: dict[Callable[..., Any], str] = {
     FirstOnly: "has another log-probability",
     InEvaluation: "has another log-probability",
     Drawing: "has another log-probability",
-    Leaving: "changes ['aux'] of its own in forward",
+    Leaving: "changes its attributes ['aux'] in forward",
     windows: "attention with windows of",
     shuffled: "whose columns do not follow each other from 0 on",
     one_stratum_less: "has band_idx_1=(3, 29), and not columns of the shape (4, 29)",

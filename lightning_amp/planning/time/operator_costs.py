@@ -147,7 +147,8 @@ def _fused_kernels(band: Band, again: bool, dim: int, launched: bool) -> tuple[i
         own = 0 if at_once else 1 + rows
         there += own + turned + (not in_place) + keys + chunks * (3 + masks)
         back += own + (not at_once) + 2 * turned + rows + keys
-        back += chunks * (again * (2 + masks) + 4 + 2 * met + missing)
+        # a softmax's backward pass is one operator, and three on a device that launches them
+        back += chunks * (again * (2 + masks) + 4 + 2 * launched + 2 * met + missing)
     return there, back
 
 
