@@ -270,6 +270,11 @@ def _as_in_a_new_process() -> Iterator[None]:
     rank_zero_only.rank = rank
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        # what DTensor has cached holds meshes, whose groups end with the body
+        debug._clear_sharding_prop_cache()
     # what Lightning says once per process
     for module in list(sys.modules.values()):
         if (cache := vars(module).get("warning_cache")) is not None:
