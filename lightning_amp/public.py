@@ -14,7 +14,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as plan_data
 
 # what a profile and a plan print as
-from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, rates_for
+from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, products_under, rates_for
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import Attention
 from lightning_amp.profiling.read_profile import profile as profile_data
@@ -177,10 +177,9 @@ def plan(
         PlanError: A request outside what is allowed, or strategies that this number of devices cannot run.
     """
     strategies = None if strategies == "auto" else strategies
-    half = precision is not None and precision.startswith(("bf16", "16"))
     reached = rates or CPU_CORE
     if isinstance(reached, str):
-        reached = rates_for(reached, products="half" if half else "float32")
+        reached = rates_for(reached, products=products_under(precision or "32-true"))
     request: dict[str, Any] = {
         "devices": devices,
         "device_memory": device_memory,

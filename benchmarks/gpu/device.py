@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.lightning.strategy.hardware import take_workspaces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,16 +106,6 @@ class Allocated:
             meter.watch(held)
             step()
         return meter.peak
-
-
-def take_workspaces(device: torch.device) -> None:
-    """Let the library of products take its own memory, which torch's allocator gives out and no tensor has.
-
-    It does so at the first product of a thread, and autograd's backward pass is another thread.
-    """
-    x = torch.ones(8, 8, device=device, requires_grad=True)
-    (x @ x).sum().backward()
-    wait(device)
 
 
 def free_bytes(device: torch.device) -> int | None:

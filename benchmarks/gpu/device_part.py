@@ -14,10 +14,10 @@ from benchmarks.gpu.device import (
     free_bytes,
     matmul_rate,
     median_seconds,
-    take_workspaces,
 )
 from benchmarks.gpu.run_parts import Work
-from lightning_amp.lightning.strategy.hardware import device_rates
+from lightning_amp.lightning.strategy.hardware import take_workspaces
+from lightning_amp.parallel.rates_of import rates_of
 
 OPERATORS = 1000
 
@@ -37,7 +37,7 @@ def run(work: Work) -> None:
     if device.type == "cuda":
         _cuda_facts(work)
     n = 256 if work.tiny else 8192 if device.type == "cuda" else 2048
-    rates, note = device_rates(device)
+    rates, note = rates_of(device)
     for precision in (FLOAT32, TF32, BF16):
         rate = matmul_rate(precision, device, n=n)
         record.row(rate=f"products, {precision.name}", n=n, per_second_flops=rate)

@@ -18,12 +18,12 @@ from benchmarks.gpu.cells import CellsInMemory, decoder_batch, moved
 from benchmarks.gpu.device import FLOAT32, FLOAT64, PRECISIONS, Precision
 from benchmarks.gpu.run_parts import Work
 from benchmarks.gpu.subject import EAGER, OURS, Settings, plan_of
-from lightning_amp.lightning.strategy.hardware import device_rates
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import HIC, inputs_from
 from lightning_amp.models.losses import normal_kl
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install
+from lightning_amp.parallel.rates_of import rates_of
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import DecoderShape
 from lightning_amp.planning.policies.make_plan import plan
@@ -226,7 +226,7 @@ def _model_values(
     batch = {name: moved(_cells(data, name, strategies, precision.dtype), device) for name in data.tables}
     if strategies is not None:
         shape = describe(own, batch_size=CELLS)
-        rates = device_rates(device)[0]
+        rates = rates_of(device)[0]
         made = plan(
             profile_of_module(shape), strategies=strategies, batch_size=CELLS, shape=shape, rates=rates
         )

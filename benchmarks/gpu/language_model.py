@@ -2,7 +2,7 @@
 
 The model is a decoder with its head and loss inside `training_step`. Predicted are the bytes of the plan that
 `Trainer(strategy="amp")` made, measured is the peak of torch's allocator in the third step, above what was allocated
-before the module was made. `largest_batch` is asked for the device's whole memory, then batches around its answer run.
+before the module was made.
 """
 
 import gc
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from benchmarks.gpu.device import free_bytes, take_workspaces, wait
+from benchmarks.gpu.device import free_bytes, wait
 from benchmarks.gpu.one_trainer import trainer_for
 from benchmarks.gpu.run_parts import Work
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.lightning.strategy.hardware import take_workspaces
 
 STEPS, MEASURED = 6, 2
 """Steps of a fit, and the one whose peak is read."""

@@ -9,9 +9,9 @@ import torch
 from benchmarks.gpu.cells import batch_bytes, decoder_batch, moved
 from benchmarks.gpu.device import Precision
 from benchmarks.side_by_side.cases import Size
-from lightning_amp.lightning.strategy.hardware import device_rates
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install
+from lightning_amp.parallel.rates_of import rates_of
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import DecoderShape
@@ -52,7 +52,7 @@ def plan_of(
         device_memory=budget,
         batch_size=cells,
         shape=described,
-        rates=device_rates(device)[0],
+        rates=rates_of(device)[0],
     )
     return _with(made, settings or {})
 

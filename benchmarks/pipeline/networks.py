@@ -38,7 +38,7 @@ from lightning_amp.planning.pipeline.micro_batches import (
     search_all,
 )
 from lightning_amp.planning.time.device_rates import Rates, rates_for
-from lightning_amp.planning.time.layer_seconds import LayerSeconds
+from lightning_amp.planning.time.layer_seconds import LayerSeconds, counts_for, times_of
 from lightning_amp.planning.time.link_seconds import Links
 from lightning_amp.progress import track
 
@@ -46,7 +46,6 @@ PAGE = ROOT / "docs" / "paper" / "csimd.md"
 PART = "pipeline.networks"
 GIGABIT = 1.25e8
 """Bytes per second of a link of one gigabit per second."""
-NAMES = ("forward", "backward", "send_forward", "send_backward")
 STRATEGIES = ("E-1", "E-4", "E-BS", "R1", "R2", "R3", "cross")
 Ratios = dict[str, float]
 
@@ -164,18 +163,15 @@ def times(module: Any, batch: Tensor, *, stages: int, of: Rates) -> LayerTimes:
     whole, least = seen.passes(None), seen.passes(COUNTED)
     if isinstance(whole, str) or isinstance(least, str):
         raise SystemExit(f"{type(module).__name__} has no stages: {whole}, {least}")
-    counts = tuple(sorted({-(-rows // n) for n in range(1, rows + 1)} | {4, rows}))
-    layers = []
-    for count in counts:
+    layers = dict[int, LayerSeconds]()
+    for count in counts_for(rows, [4]):
         part = whole if count == 1 else whole.at(least, -(-rows // count))
         assert part is not None, "operators of a batch of another length are the same"
         # the paper's steps have no part that runs once: what follows the blocks belongs to the last one
-        layers.append(
-            LayerSeconds.of(part, whole, links=of.links, ranks=stages, micro_batches=1, at_once=False)
+        layers[count] = LayerSeconds.of(
+            part, whole, links=of.links, ranks=stages, micro_batches=1, at_once=False
         )
-    return LayerTimes(
-        counts=counts, **{name: np.stack([getattr(one, name) for one in layers]) for name in NAMES}
-    )
+    return times_of(layers)
 
 
 def ratios(layer_times: LayerTimes, stages: int, seed: int) -> Ratios:

@@ -3,7 +3,7 @@
 import torch
 
 from lightning_amp._torch import multiplies_in_tf32
-from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, nearest_rates
+from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, nearest_rates, products_under
 
 
 def rates_of(device: torch.device, precision: str = "32-true") -> tuple[Rates, str]:
@@ -15,10 +15,7 @@ def rates_of(device: torch.device, precision: str = "32-true") -> tuple[Rates, s
     if device.type != "cuda":
         return CPU_CORE, ""
     found = torch.cuda.get_device_properties(device)
-    products = "half" if is_half(precision) else "tf32" if multiplies_in_tf32() else "float32"
+    products = products_under(precision)
+    if products == "float32" and multiplies_in_tf32():
+        products = "tf32"
     return nearest_rates(found.name, memory_bytes=int(found.total_memory), products=products)
-
-
-def is_half(precision: str) -> bool:
-    """Whether products under a Trainer's precision are those of bfloat16 or float16."""
-    return precision.startswith(("bf16", "16"))

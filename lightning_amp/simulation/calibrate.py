@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning.strategy.hardware import device_rates
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install
+from lightning_amp.parallel.rates_of import rates_of
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.model_shape import WINDOW_PER_STRATUM, DecoderShape
 from lightning_amp.planning.plan.plan import Plan
@@ -99,7 +99,7 @@ def calibrate(
         attention=True,
         window=WINDOW_PER_STRATUM * strata,
     )
-    before, note = device_rates(place)
+    before, note = rates_of(place)
     plans = [_plan(decoder, cells, before, strategies) for strategies in (None, "S1")]
     rounds = _measure([_step(decoder, made, cells, place) for made in plans], place)
     measured = [min(found) for found in rounds]

@@ -62,10 +62,10 @@ class MeasuredLinks:
 def known_links(device: str | None) -> Links:
     """Those of this machine's device, by its name."""
     # late: the processes that are started have no use for Lightning, which takes seconds to load
-    from lightning_amp.lightning.strategy.hardware import device_rates
+    from lightning_amp.parallel.rates_of import rates_of
 
     kind = device or ("cuda" if torch.cuda.device_count() else "cpu")
-    return device_rates(torch.device(kind))[0].links
+    return rates_of(torch.device(kind))[0].links
 
 
 def measure_links(links: Links, device: str | None = None) -> MeasuredLinks | None:

@@ -25,6 +25,7 @@ from lightning_amp.lightning.steps.step_time import WARM_UP, StepTimer
 from lightning_amp.lightning.strategy import hardware
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
+from lightning_amp.parallel.rates_of import rates_of
 from lightning_amp.planning.time.device_rates import CPU_CORE, DEVICES, Rates
 from lightning_amp.simulation import calibrate as calibration
 from lightning_amp.simulation.calibrate import ROUNDS, calibrate, calibration_report
@@ -194,10 +195,10 @@ def test_rates_are_those_of_the_gpu_or_the_nearest(
         torch.cuda, "get_device_properties", lambda device: Properties(name, 24 if noted else 40)
     )
     products.fp32_precision = precision
-    rates, note = hardware.device_rates(torch.device("cuda", 0))
+    rates, note = rates_of(torch.device("cuda", 0))
     assert rates.matmul_flops == flops
     assert bool(note) is noted
-    assert hardware.device_rates(torch.device("cpu")) == (CPU_CORE, "")
+    assert rates_of(torch.device("cpu")) == (CPU_CORE, "")
 
 
 @pytest.mark.parametrize(("asked", "tf32"), [("highest", False), ("high", True)])
@@ -207,7 +208,7 @@ def test_tf32_is_known_from_the_older_setting_too(products, asked, tf32) -> None
 
 
 def test_a_gpu_has_what_is_free_and_what_torch_keeps_but_for_workspaces(monkeypatch) -> None:
-    monkeypatch.setattr(hardware, "_take_workspaces", lambda device: 2**26)
+    monkeypatch.setattr(hardware, "take_workspaces", lambda device: 2**26)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * 2**30, 40 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * 2**30)
     assert hardware.device_budget(torch.device("cuda", 0), node_ranks=4) == int(0.97 * (32 * 2**30 - 2**26))

@@ -43,13 +43,13 @@ def device_budget(device: torch.device, *, node_ranks: int) -> int:
     """Bytes that one rank may use; on CPU the ranks of a node share its memory."""
     if device.type == "cuda":
         # without the context and what other processes have: half a gigabyte and more, which no tensor can have
-        library = _take_workspaces(device)
+        library = take_workspaces(device)
         found = int(torch.cuda.mem_get_info(device)[0]) + int(torch.cuda.memory_reserved(device))
         return int(TENSORS_SHARE * (found - library))
     return int(psutil.virtual_memory().total) // max(1, node_ranks)
 
 
-def _take_workspaces(device: torch.device) -> int:
+def take_workspaces(device: torch.device) -> int:
     """Bytes that cuBLAS takes from torch's allocator at the first product of each thread, forward and backward."""
     before = int(torch.cuda.memory_allocated(device))
     with torch.inference_mode(False), torch.enable_grad():
@@ -68,15 +68,6 @@ def let_segments_grow(device: torch.device) -> None:
     """
     if device.type == "cuda" and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
         set_allocator("expandable_segments:True")
-
-
-def device_rates(device: torch.device, *, precision: str = "32-true") -> tuple[Rates, str]:
-    """Rates of a device, and a sentence that says whose they are where it is not a known one; else "".
-
-    Args:
-        precision: As the Trainer has it.
-    """
-    return rates_of(device, precision)
 
 
 def make_mesh(device_type: str, *, n_ranks: int, model_ranks: int) -> DeviceMesh:
@@ -110,7 +101,7 @@ def rates_in(request: Request, here: ThisRank, precision: str) -> tuple[Rates, l
     if request.rates is not None:
         found, note = Rates.read(request.rates), ""
     else:
-        found, note = device_rates(here.device, precision=precision)
+        found, note = rates_of(here.device, precision)
     # whatever device a file is of, settings are those of the device here
     found = replace(found, launches=here.device.type != "cpu")
     return found.on_nodes_of(here.node_ranks), [note] if note else []

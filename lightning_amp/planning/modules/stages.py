@@ -24,8 +24,6 @@ from functools import partial
 from itertools import pairwise
 from math import inf
 
-import numpy as np
-
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.planning.modules.seen import Asked, Draft, Seen, Target
@@ -41,14 +39,14 @@ from lightning_amp.planning.modules.stage_forms import (
 )
 from lightning_amp.planning.pipeline.blocks_of_stages import filled, layer_bytes
 from lightning_amp.planning.pipeline.cut import cut_pipeline
-from lightning_amp.planning.pipeline.micro_batches import Devices, LayerTimes, fastest_of
+from lightning_amp.planning.pipeline.micro_batches import Devices, fastest_of
 from lightning_amp.planning.pipeline.schedules import Order, fills_rounds, schedule
 from lightning_amp.planning.pipeline.stage_bytes import Pipeline, held_bytes, rank_peaks
 from lightning_amp.planning.pipeline.timeline import timeline
 from lightning_amp.planning.plan.specs import PipelineStages
 from lightning_amp.planning.plan.stages import Stage
 from lightning_amp.planning.time.fill_settings import speeds_of_model
-from lightning_amp.planning.time.layer_seconds import LayerSeconds
+from lightning_amp.planning.time.layer_seconds import LayerSeconds, counts_for, times_of
 from lightning_amp.planning.time.link_seconds import collective_seconds
 from lightning_amp.quantities import format_bytes, format_seconds
 
@@ -198,22 +196,14 @@ def _fastest(shape: _Shape, rows: int) -> dict[int, float]:
     if isinstance(counted, str) or counted.rows == whole.rows or shape.each > 1:
         # stages that take turns on a rank have another time than Eq. 8
         return {}
-    # more micro-batches of as many rows would be empty
-    every = sorted({-(-whole.rows // n) for n in range(1, whole.rows + 1)} | {min(shape.ranks, whole.rows)})
-    parts = [whole.at(counted, -(-whole.rows // count)) for count in every]
-    layers = [
-        replace(shape, micro_batches=count).seconds(part)
-        for count, part in zip(every, parts, strict=True)
-        if part
-    ]
-    if len(layers) < len(every):
-        return {}
-    names = ("forward", "backward", "send_forward", "send_backward")
-    tables = {name: np.stack([getattr(one, name) for one in layers]) for name in names}
-    after = np.array([one.rest + one.silent for one in layers])
-    times = LayerTimes(counts=tuple(every), after=after, **tables)
+    layers = dict[int, LayerSeconds]()
+    for count in counts_for(whole.rows, [shape.ranks]):
+        part = whole.at(counted, -(-whole.rows // count))
+        if part is None:
+            return {}
+        layers[count] = replace(shape, micro_batches=count).seconds(part)
     devices = Devices(n_stages=shape.ranks, speeds=shape.of_stages)
-    return fastest_of(times, devices, (1, min(shape.ranks, whole.rows)))
+    return fastest_of(times_of(layers), devices, (1, min(shape.ranks, whole.rows)))
 
 
 def _fits(made: Sequence[Draft], budget: int) -> bool:

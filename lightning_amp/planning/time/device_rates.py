@@ -116,6 +116,11 @@ class Rates:
         return cls.from_json(text, source=str(path))
 
 
+def products_under(precision: str) -> str:
+    """What products are computed in under a Trainer's precision, as `rates_for` names it."""
+    return "half" if precision.startswith(("bf16", "16")) else "float32"
+
+
 def rates_for(device_name: str, *, products: str = "float32") -> Rates:
     """The rates of a device whose name contains that of a known one, such as "NVIDIA A100-SXM4-40GB".
 

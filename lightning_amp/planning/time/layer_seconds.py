@@ -3,13 +3,14 @@
 Legend: K blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from lightning_amp.footprint.chain.passes import Passes
+from lightning_amp.planning.pipeline.micro_batches import LayerTimes
 from lightning_amp.planning.pipeline.timeline import StageTimes
 from lightning_amp.planning.time.link_seconds import Links, collective_seconds
 
@@ -73,6 +74,22 @@ class LayerSeconds:
             speeds=speeds,
         )
         return replace(made, rest=self.rest / (speeds[-1] if speeds else 1.0))
+
+
+def times_of(layers: Mapping[int, LayerSeconds]) -> LayerTimes:
+    """The same for every number of micro-batches, rising, as `search_all` reads them."""
+    names = ("forward", "backward", "send_forward", "send_backward")
+    found = layers.values()
+    return LayerTimes(
+        counts=tuple(layers),
+        after=np.array([one.rest + one.silent for one in found]),
+        **{name: np.stack([getattr(one, name) for one in found]) for name in names},
+    )
+
+
+def counts_for(rows: int, others: Iterable[int] = ()) -> list[int]:
+    """Numbers of micro-batches of a batch of so many rows, rising: more of as many rows would be empty."""
+    return sorted({-(-rows // n) for n in range(1, rows + 1)} | {min(n, rows) for n in others})
 
 
 def segment_seconds(passes: Passes) -> tuple[Any, Any]:

@@ -127,9 +127,10 @@ def fastest(stretches: Stretches, bound: float, *, kinds: Sequence[int] = (KEPT,
 
 def _most(stretches: Stretches, segments: list[tuple[int, int]]) -> int:
     held, most, p = 0.0, 0.0, 0
+    of = {kind: stretches.of_kind(kind) for kind in {KEPT, *(kind for _, kind in segments)}}
     for end, kind in [*segments, (int(stretches.places[-1]), KEPT)]:
         q = int(np.searchsorted(stretches.places, end))
-        inside, held_on, _ = stretches.of_kind(kind)
+        inside, held_on, _ = of[kind]
         most, held, p = max(most, held + inside[p, q]), held + held_on[p, q], q
     return int(most)
 

@@ -59,7 +59,8 @@ def test_every_step_is_the_same_wherever_segments_end() -> None:
     assert not wrong
 
 
-def test_a_replayed_stretch_keeps_nothing_that_it_has_made() -> None:
+def sines() -> Callable[[], Tensor]:
+    """A step that saves 25 tensors of 512 x 64 numbers."""
     w = weight(64, 64)
 
     def step() -> Tensor:
@@ -68,6 +69,11 @@ def test_a_replayed_stretch_keeps_nothing_that_it_has_made() -> None:
             h = (h.sin() @ w).cos()
         return h.sum()
 
+    return step
+
+
+def test_a_replayed_stretch_keeps_nothing_that_it_has_made() -> None:
+    step = sines()
     held = dict[str, int]()
     with Tape([(ALL, True)]) as tape:
         step()
@@ -81,14 +87,7 @@ def test_a_replayed_stretch_keeps_nothing_that_it_has_made() -> None:
 
 
 def test_tensors_that_run_again_one_by_one_are_held_one_by_one() -> None:
-    w = weight(64, 64)
-
-    def step() -> Tensor:
-        h = rows(512, 64) @ w
-        for _ in range(8):
-            h = (h.sin() @ w).cos()
-        return h.sum()
-
+    step = sines()
     held = dict[int, int]()
     for kind in (AT_ONCE, ONE_BY_ONE):
         with Tape([(ALL, kind)]) as tape, tape.hooks():
