@@ -16,7 +16,7 @@ from torch import nn
 
 import lightning_amp
 from lightning_amp.data.prepare.synthetic import synthesize
-from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.costs.model_shape import ModelShape
 
 FEWEST_ZEROS = 0.95
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, overload
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.planning.modules.plan_step import Counted, plan_step
-from lightning_amp.planning.modules.seen import Seen
-from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.costs.profiled_step import Seen
+from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as plan_data
 
 # what a profile and a plan print as
-from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, products_under, rates_for
+from lightning_amp.costs.device_rates import CPU_CORE, Rates, products_under, rates_for
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import Attention
 from lightning_amp.profiling.read_profile import profile as profile_data
@@ -76,9 +76,9 @@ def profile(
     from lightning_amp.data.batch_of_shapes import batch_of_shapes
     from lightning_amp.footprint.chain.chain_of import count_step
     from lightning_amp.lightning.first_look.step_of_module import refused_techniques
-    from lightning_amp.parallel.describe_module import describe
-    from lightning_amp.parallel.fsdp.units import units_of
-    from lightning_amp.parallel.s1_data.batch_norm import statistics_bytes
+    from lightning_amp.installing.describe_module import describe
+    from lightning_amp.techniques.fsdp.units import units_of
+    from lightning_amp.techniques.data.batch_norm import statistics_bytes
 
     if isinstance(batch, str):
         batch = batch_of_shapes(batch)

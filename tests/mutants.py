@@ -1,6 +1,6 @@
 """Break the files that matter at random, one edit at a time, and see that their tests notice.
 
-    python -m tests.mutants [--only parallel/chunk] [--each 5] [--seed 0]
+    python -m tests.mutants [--only techniques/chunk] [--each 5] [--seed 0]
 
 tests/mutants.toml names the files and their tests. Every mutant is one edit in a copy of the repository: a comparison,
 an operator, a condition, a number or a call. The seed decides which, so that a run can be repeated. A mutant that

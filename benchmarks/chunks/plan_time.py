@@ -13,8 +13,8 @@ from benchmarks.chunks.measure import count, forward
 from benchmarks.chunks.models import GPT, Layer
 from benchmarks.page import table
 from lightning_amp.errors import PlanError
-from lightning_amp.parallel.chunk.in_chunks import InChunks
-from lightning_amp.parallel.chunk.planned import Planned
+from lightning_amp.techniques.chunk.in_chunks import InChunks
+from lightning_amp.techniques.chunk.planned import Planned
 from lightning_amp.quantities import format_bytes, format_seconds
 
 

@@ -14,10 +14,10 @@ from lightning_amp._torch import tree_leaves
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures
-from lightning_amp.parallel.chunk.lower import table_of
-from lightning_amp.parallel.chunk.planned import lower_within
-from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunks
-from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
+from lightning_amp.techniques.chunk.lower import table_of
+from lightning_amp.techniques.chunk.planned import lower_within
+from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks
+from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.progress import track
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {

@@ -24,8 +24,8 @@ from benchmarks.gpu.one_trainer import BACKENDS, trainer_for
 from benchmarks.gpu.run_parts import Work
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.parallel.contract.sharded_parameter import local
-from lightning_amp.parallel.fsdp.fully_sharded import FullySharded
+from lightning_amp.techniques.contract.sharded_parameter import local
+from lightning_amp.techniques.fsdp.fully_sharded import FullySharded
 
 STEPS = 3
 ALLOWED = {"64-true": 1e-10, "32-true": 1e-4}

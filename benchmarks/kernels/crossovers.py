@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.crossovers [--write]
 
 Decoders of K 32, D 128 and w = min(640, N / 4) on one device with the memory and the rates of its data sheet
-(planning/time/device_rates.py), in float32 without TF32; kernels are counted as for a device that has them launched.
+(costs/device_rates.py), in float32 without TF32; kernels are counted as for a device that has them launched.
 All legal plans are compared as the policy "auto" does. `--write` puts the tables into docs/gpu.md.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from benchmarks.page import ROOT, paragraph, table, write_part
 from benchmarks.side_by_side.cases import Size
-from lightning_amp.parallel.describe_module import describe
+from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies.auto import TIE, candidates
-from lightning_amp.planning.time.device_rates import DEVICES, MEMORY_GIB
+from lightning_amp.costs.device_rates import DEVICES, MEMORY_GIB
 from lightning_amp.planning.time.model_seconds import on_device
 from lightning_amp.simulation.models_without_values import decoder_subject
 

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 import lightning_amp
-from lightning_amp.planning.plan.model_shape import ModelShape
-from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.techniques.table import STRATEGIES
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from benchmarks.page import paragraph, table, write_part
 from benchmarks.pipeline.dynamic_program import least_sum, one_pass, tables
 from benchmarks.pipeline.imd import imd
 from benchmarks.pipeline.instances import Instance, draw
-from lightning_amp.planning.pipeline.micro_batches import (
+from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     Devices,
     LayerTimes,
     cross_search,
@@ -30,7 +30,7 @@ from lightning_amp.planning.pipeline.micro_batches import (
     search_all,
     times_at,
 )
-from lightning_amp.planning.pipeline.schedules import SCHEDULES
+from lightning_amp.techniques.pipeline.schedule.schedules import SCHEDULES
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_bytes, format_seconds
 
@@ -220,9 +220,9 @@ def seven_rows(model: Any, sizes: dict[str, int]) -> Iterator[list[str]]:
     from lightning_amp.footprint.inner_run import Around
     from lightning_amp.lightning.first_look.step_of_module import StepOfModule
     from lightning_amp.planning.modules.candidates import draft
-    from lightning_amp.planning.modules.seen import Asked
-    from lightning_amp.planning.modules.stages import staged
-    from lightning_amp.planning.time.device_rates import rates_for
+    from lightning_amp.costs.profiled_step import Asked
+    from lightning_amp.techniques.pipeline.stages import staged
+    from lightning_amp.costs.device_rates import rates_for
 
     def seen(texts: int) -> Any:
         batch = torch.zeros(texts, sizes["length"], dtype=torch.int64)

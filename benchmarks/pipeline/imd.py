@@ -11,7 +11,7 @@ expensive, where Algorithm 3 as printed stops once both sendings there exceed th
 from itertools import pairwise
 
 from benchmarks.pipeline.instances import GRID
-from lightning_amp.planning.sizes.ordered_runs import OrderedRuns
+from lightning_amp.costs.ordered_runs import OrderedRuns
 
 EPSILON = GRID // 1000
 """The paper does not say its own."""

@@ -30,16 +30,16 @@ from benchmarks.page import ROOT, origin, paragraph, table, write_part
 from benchmarks.pipeline.models import GPT, VGG, Blocks
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.planning.pipeline.micro_batches import (
+from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     Devices,
     LayerTimes,
     cross_search,
     gpipe_seconds,
     search_all,
 )
-from lightning_amp.planning.time.device_rates import Rates, rates_for
-from lightning_amp.planning.time.layer_seconds import LayerSeconds, counts_for, times_of
-from lightning_amp.planning.time.link_seconds import Links
+from lightning_amp.costs.device_rates import Rates, rates_for
+from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, times_of
+from lightning_amp.costs.link_seconds import Links
 from lightning_amp.progress import track
 
 PAGE = ROOT / "docs" / "paper" / "csimd.md"

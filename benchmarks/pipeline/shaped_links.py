@@ -33,7 +33,7 @@ from benchmarks.pipeline.models import VGG, measured
 from benchmarks.pipeline.training import PAGE, Watch, ends_of, recut
 from benchmarks.training.whole_step import QUIET
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.planning.pipeline.cut import cut_pipeline
+from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
 from lightning_amp.quantities import format_bytes, format_seconds
 
 PART = "pipeline.shaped_links"

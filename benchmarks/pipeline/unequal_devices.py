@@ -39,7 +39,7 @@ from benchmarks.pipeline.training import PAGE, Watch
 from benchmarks.training.whole_step import QUIET
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.specs import PipelineStages, StrataParallel
+from lightning_amp.techniques.specs import PipelineStages, StrataParallel
 from lightning_amp.quantities import format_seconds
 
 PART = "unequal_devices"

@@ -6,7 +6,7 @@ Legend: N anchors, K strata, B cells in a step over all ranks, D channels, w anc
 import json
 from dataclasses import asdict, dataclass, field, replace
 
-from lightning_amp.planning.plan.model_shape import WINDOW_PER_STRATUM, DecoderShape
+from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape
 
 OURS = ("S4", "fused", "sparse", "stream")
 """Strategies of our rows on one device."""

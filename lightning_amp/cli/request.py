@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_amp.errors import PlanError
 
 if TYPE_CHECKING:
-    from lightning_amp.planning.time.device_rates import Rates
+    from lightning_amp.costs.device_rates import Rates
     from lightning_amp.profiling.profile import Profile
     from lightning_amp.simulation.parse_shape import ShapeRequest
 
@@ -73,14 +73,14 @@ def request_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def latent_dim(arguments: argparse.Namespace) -> int:
     """The latent dimension that was asked for, else the reference model's."""
-    from lightning_amp.planning.plan.model_shape import LATENT_DIM
+    from lightning_amp.costs.model_shape import LATENT_DIM
 
     return LATENT_DIM if arguments.latent_dim is None else int(arguments.latent_dim)
 
 
 def rates_asked(arguments: argparse.Namespace) -> "Rates":
     """Of the device or the file that was asked for, else of one CPU core."""
-    from lightning_amp.planning.time.device_rates import CPU_CORE, Rates, rates_for
+    from lightning_amp.costs.device_rates import CPU_CORE, Rates, rates_for
 
     if arguments.rates is not None and arguments.device is not None:
         raise PlanError(

@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.reports.table import table
-from lightning_amp.planning.time.link_seconds import Links
+from lightning_amp.costs.link_seconds import Links
 from lightning_amp.quantities import format_bytes, format_seconds
 
 SIZES = (8, 2**16, 2**20, 2**24)
@@ -62,7 +62,7 @@ class MeasuredLinks:
 def known_links(device: str | None) -> Links:
     """Those of this machine's device, by its name."""
     # late: the processes that are started have no use for Lightning, which takes seconds to load
-    from lightning_amp.parallel.rates_of import rates_of
+    from lightning_amp.techniques.rates_of import rates_of
 
     kind = device or ("cuda" if torch.cuda.device_count() else "cpu")
     return rates_of(torch.device(kind))[0].links

@@ -13,7 +13,7 @@ chained                   yes or no (no)
 from dataclasses import dataclass
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.model_shape import LARGEST, WINDOW_PER_STRATUM, DecoderShape
+from lightning_amp.costs.model_shape import LARGEST, WINDOW_PER_STRATUM, DecoderShape
 
 REQUIRED = ("anchors", "dim", "strata")
 NUMBERS = (*REQUIRED, "batch", "window", "features", "n_batches")

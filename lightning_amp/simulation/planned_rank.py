@@ -9,14 +9,14 @@ from torch.distributed import ReduceOp, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_decoders
-from lightning_amp.parallel.install import install
-from lightning_amp.parallel.ranks.anchor_shards import AnchorShards
-from lightning_amp.parallel.ranks.channel_shards import Channels
-from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
-from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
+from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_decoders
+from lightning_amp.installing.install import install
+from lightning_amp.techniques.ranks.anchor_shards import AnchorShards
+from lightning_amp.techniques.ranks.channel_shards import Channels
+from lightning_amp.techniques.data.batch_norm import share_batch_statistics
+from lightning_amp.techniques.data.gradient_sync import GradientSync
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.specs import ShareBatchStatistics
+from lightning_amp.techniques.specs import ShareBatchStatistics
 from lightning_amp.simulation.models_without_values import Subject
 
 Sizes = tuple[object, ...]

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp._torch import FakeStore
 from lightning_amp.errors import PlanError
-from lightning_amp.parallel.attention import rotary, sdpa
-from lightning_amp.parallel.device_settings import settings_of
+from lightning_amp.techniques.hic.attention import rotary, sdpa
+from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.progress import track

@@ -9,7 +9,7 @@ from textwrap import wrap
 from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER
 from lightning_amp.figures import simulated_memory
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.strategies import STRATEGIES, conflicts, label
+from lightning_amp.techniques.table import STRATEGIES, conflicts, label
 from lightning_amp.planning.policies.auto import NEEDS_ATTENTION
 from lightning_amp.planning.reports.plan_report import batch_text, sample_word
 from lightning_amp.planning.reports.table import WIDTH, table

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_amp.data.batch_parts import tensors_in
-from lightning_amp.parallel.contract.protocol import is_decomposed
+from lightning_amp.techniques.contract.protocol import is_decomposed
 from lightning_amp.verification.tolerances import FLOOR
 
 

@@ -21,10 +21,10 @@ from lightning_amp.adapters.lazy_distribution import LazyDistribution, LazyLogPr
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.decoders.stratum import ZINB
-from lightning_amp.parallel.contract.protocol import find_decoders
-from lightning_amp.parallel.contract.stand_in import named_parts, part
-from lightning_amp.parallel.describe_module import describe
-from lightning_amp.parallel.install import install
+from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.techniques.contract.stand_in import named_parts, part
+from lightning_amp.installing.describe_module import describe
+from lightning_amp.installing.install import install
 from tests.adapters import foreign_cases
 from tests.adapters.foreign_cases import every_plan, everything, example, plans, trained
 from tests.adapters.higlue_shaped import Copy, Foreign

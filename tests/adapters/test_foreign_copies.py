@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.forms.adapted_stratum import GivenDistribution
 from lightning_amp.models.decoders.stratum import ZINB
-from lightning_amp.parallel.contract.protocol import find_decoders
+from lightning_amp.techniques.contract.protocol import find_decoders
 from tests.adapters.higlue_shaped import Copy, Decoder, Foreign, ZeroInflated
 
 BASE = Copy()

@@ -19,10 +19,10 @@ from lightning_amp.adapters.forms.multires import MultiResDecoder
 from lightning_amp.errors import AmpError, InstallError, ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.parallel.contract.protocol import find_decoders
-from lightning_amp.parallel.describe_module import describe
-from lightning_amp.parallel.install import install
-from lightning_amp.parallel.supported import with_unsupported
+from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.installing.describe_module import describe
+from lightning_amp.installing.install import install
+from lightning_amp.installing.supported import with_unsupported
 from tests.adapters.foreign_cases import differences
 from tests.adapters.multires_shaped import Bands, Decoder, Several, batches
 from tests.lightning.strategy.strategy_cases import RunningRanks

@@ -22,7 +22,7 @@ from lightning_amp.adapters.recognise.real_size import needed_bytes
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.parallel.contract.stand_in import in_place_of
+from lightning_amp.techniques.contract.stand_in import in_place_of
 from tests.adapters import foreign_cases
 from tests.adapters.higlue_shaped import Copy, Decoder, Foreign
 

@@ -35,9 +35,9 @@ from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.models.cell_encoder import Encoder
 from lightning_amp.models.decoders.per_feature import NBDecoder
 from lightning_amp.models.glue import GLUE
-from lightning_amp.parallel.install import install
-from lightning_amp.parallel.s2_features.wide_linear import share_rows
-from lightning_amp.planning.plan.specs import RowParallelLinear
+from lightning_amp.installing.install import install
+from lightning_amp.techniques.hic.features.wide_linear import share_rows
+from lightning_amp.techniques.specs import RowParallelLinear
 from tests.lightning.strategy.model_axis_cases import ALL, trainer_of
 from tests.parallel.sharded_cases import (
     Case,

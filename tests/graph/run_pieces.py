@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from lightning_amp.graph.table import OPERATOR, Table
-from lightning_amp.planning.chunks.region import Region
+from lightning_amp.techniques.chunk.regions.region import Region
 
 RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "expand")
 

@@ -14,9 +14,9 @@ from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.guards import state_of
 from lightning_amp.graph.table import Table
-from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
-from lightning_amp.planning.chunks.find_regions import find_regions
-from lightning_amp.planning.chunks.region import Region, pieces
+from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
+from lightning_amp.techniques.chunk.regions.find_regions import find_regions
+from lightning_amp.techniques.chunk.regions.region import Region, pieces
 from tests.any_module import NAMES
 from tests.graph.calls import calls_of
 from tests.graph.run_pieces import Runner

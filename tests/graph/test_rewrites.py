@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Captures
-from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunks
+from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks
 from tests.graph.same_outcome import difference
 from tests.graph.test_flow import Op
 from tests.parallel.chunk.small_blocks import x_of

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.parallel.s1_data.batch_norm import is_shared
+from lightning_amp.techniques.data.batch_norm import is_shared
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.paths import EXAMPLES
 from tests.ranks import run_ranks

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
-from lightning_amp.parallel.install import Installed, install
+from lightning_amp.installing.install import Installed, install
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.planning.plan.specs import (
+from lightning_amp.techniques.specs import (
     ChunkedAttention,
     CompileStrata,
     DomainParallel,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.device_settings import launches_operators, numbers_at_a_time, settings_of
+from lightning_amp.techniques.device_settings import launches_operators, numbers_at_a_time, settings_of
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

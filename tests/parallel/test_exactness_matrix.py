@@ -14,7 +14,7 @@ from itertools import product
 
 import pytest
 
-from lightning_amp.planning.plan.strategies import conflicts, in_order
+from lightning_amp.techniques.table import conflicts, in_order
 from tests.each import all_pairs
 from tests.parallel.sharded_cases import (
     Case,

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.install import install_rules
-from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
-from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.installing.install import install_rules
+from lightning_amp.techniques.data.batch_norm import share_batch_statistics
+from lightning_amp.techniques.table import STRATEGIES
 from tests.parallel.pair_cases import (
     CELLS,
     COMBINED,

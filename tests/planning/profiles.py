@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from lightning_amp.planning.plan.model_shape import ModelShape, reference_shape
+from lightning_amp.costs.model_shape import ModelShape, reference_shape
 from lightning_amp.profiling.profile import DecompositionProfile, GraphProfile, ModalityProfile, Profile
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.model_shape import DecoderShape
-from lightning_amp.planning.time.device_rates import (
+from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.costs.device_rates import (
     CPU_CORE,
     DEVICES,
     Rates,
@@ -17,7 +17,7 @@ from lightning_amp.planning.time.device_rates import (
     nearest_rates,
     rates_for,
 )
-from lightning_amp.planning.time.link_seconds import Links
+from lightning_amp.costs.link_seconds import Links
 from lightning_amp.planning.time.step_seconds import step_seconds
 
 

@@ -1,6 +1,6 @@
 """Claim: a reason is said once, with all blocks that it is of and no other."""
 
-from lightning_amp.planning.plan.group_reasons import group_reasons
+from lightning_amp.costs.group_reasons import group_reasons
 
 
 def test_reasons_are_said_once() -> None:

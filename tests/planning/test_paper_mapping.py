@@ -14,11 +14,11 @@ from lightning_amp.diagnosis.diagnose import (
 )
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.plan import specs
+from lightning_amp.techniques import specs
 from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.model_shape import reference_shape
+from lightning_amp.costs.model_shape import reference_shape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.strategies import STRATEGIES, in_order
+from lightning_amp.techniques.table import STRATEGIES, in_order
 from lightning_amp.planning.policies.make_plan import plan
 from tests.planning.profiles import hic, profile, rna, shape, with_full_attention
 

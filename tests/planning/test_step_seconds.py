@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.block_sizes import block_cells
-from lightning_amp.planning.plan.model_shape import DecoderShape
-from lightning_amp.planning.sizes.ordered_partition import deal
+from lightning_amp.techniques.hic.block_sizes import block_cells
+from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.costs.ordered_partition import deal
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic
-from lightning_amp.planning.time.device_rates import Rates
-from lightning_amp.planning.time.link_seconds import Links
+from lightning_amp.costs.device_rates import Rates
+from lightning_amp.costs.link_seconds import Links
 from lightning_amp.planning.time.operator_costs import parts
 from lightning_amp.planning.time.step_seconds import step_seconds, stratum_seconds
 from tests.planning.work_cases import CELLS, sent, shape, stratum_work, work
@@ -23,7 +23,7 @@ from tests.planning.work_cases import CELLS, sent, shape, stratum_work, work
 def test_what_a_stratum_sends() -> None:
     sizes, b, n, d = shape(dim=24, n_batches=2), CELLS, 192, 24
     hidden = stratum_work(sizes, Axes(placement="hidden"), k=2, cells=b, ranks=4)
-    assert hidden.collectives == 15, "7 and the scores forward, 6 backward: parallel/s5_hidden/decoder.py"
+    assert hidden.collectives == 15, "7 and the scores forward, 6 backward: techniques/hic/hidden/decoder.py"
     chunked = stratum_work(sizes, Axes(placement="hidden", attention="chunked"), k=2, cells=b, ranks=4)
     assert chunked.collectives == 7 + 2 + 6 + 2 + 2, (
         "two chunks of 128 queries, and again in the backward pass"

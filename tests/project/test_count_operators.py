@@ -11,11 +11,11 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
-from lightning_amp.parallel.device_settings import settings_of
-from lightning_amp.parallel.install import install
-from lightning_amp.parallel.scores import dense_entries
-from lightning_amp.parallel.scores.dense_entries import known_entries
-from lightning_amp.planning.plan.specs import StreamStrata
+from lightning_amp.techniques.device_settings import settings_of
+from lightning_amp.installing.install import install
+from lightning_amp.techniques.hic.scores import dense_entries
+from lightning_amp.techniques.hic.scores.dense_entries import known_entries
+from lightning_amp.techniques.specs import StreamStrata
 from tests.parallel.sharded_cases import Case, Model, assert_same, make_plan, train
 
 OURS = ("S4", "fused", "sparse", "stream")
@@ -62,7 +62,7 @@ def test_what_the_host_waits_for_is_seen(look) -> None:
     assert counter.host_syncs.total() == 1
 
 
-NO_WAIT = ("parallel/attention/", "data/sparse_counts.py")
+NO_WAIT = ("techniques/hic/attention/", "data/sparse_counts.py")
 """Where numbers of the host become tensors that a GPU is not waited for: a number assigned to a slice is a fill there,
 and places of counts come from pinned memory."""
 

@@ -17,7 +17,7 @@ import pytest
 from lightning_amp.cli.main import TRAINING, main
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.diagnosis.diagnose import FROM_OUTSIDE
-from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.techniques.table import STRATEGIES
 from tests.paths import ROOT
 
 PAGES = {

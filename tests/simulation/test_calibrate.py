@@ -25,8 +25,8 @@ from lightning_amp.lightning.steps.step_time import WARM_UP, StepTimer
 from lightning_amp.lightning.strategy import hardware
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
-from lightning_amp.parallel.rates_of import rates_of
-from lightning_amp.planning.time.device_rates import CPU_CORE, DEVICES, Rates
+from lightning_amp.techniques.rates_of import rates_of
+from lightning_amp.costs.device_rates import CPU_CORE, DEVICES, Rates
 from lightning_amp.simulation import calibrate as calibration
 from lightning_amp.simulation.calibrate import ROUNDS, calibrate, calibration_report
 

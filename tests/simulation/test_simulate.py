@@ -17,12 +17,12 @@ from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule, StratumMemory
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.parallel.describe_module import describe
-from lightning_amp.parallel.install import install
-from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
+from lightning_amp.installing.describe_module import describe
+from lightning_amp.installing.install import install
+from lightning_amp.techniques.data.gradient_sync import GradientSync
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.planning.plan.model_shape import DecoderShape
+from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read_profile import profile

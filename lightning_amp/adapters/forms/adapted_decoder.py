@@ -17,7 +17,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.strata_loop import EveryStratum
 from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
-from lightning_amp.parallel.ranks.sharded_region import SharedRegion
+from lightning_amp.techniques.ranks.sharded_region import SharedRegion
 
 
 class AdaptedDecoder(StratifiedDecoder):

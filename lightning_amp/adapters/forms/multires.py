@@ -30,7 +30,7 @@ from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised
 from lightning_amp.adapters.forms.higlue import Form, dim_of, make_stratum, resembles
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.models.decoders.local_attention import LocalAttention
-from lightning_amp.parallel.ranks.sharded_region import SharedRegion
+from lightning_amp.techniques.ranks.sharded_region import SharedRegion
 
 ATTENTION = {
     "prenorm": "prenorm_layers_by_res",

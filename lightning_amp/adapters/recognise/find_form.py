@@ -48,8 +48,8 @@ from lightning_amp.adapters.recognise.small_copy import (
 )
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.first_pass import DEPTH, mark_of
-from lightning_amp.parallel.checks.likelihood import checking_values
-from lightning_amp.parallel.checks.same_function import failure
+from lightning_amp.techniques.checks.likelihood import checking_values
+from lightning_amp.techniques.checks.same_function import failure
 
 CLOSE = 1e-9
 TOTAL = "log-probability"

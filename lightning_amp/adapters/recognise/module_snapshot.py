@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_amp.adapters.deferred import version
 from lightning_amp.adapters.forms.column_layout import LISTS
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.contract.hooks import KINDS
+from lightning_amp.techniques.contract.hooks import KINDS
 
 SHOWN = 3
 PLAIN = (int, float, str)

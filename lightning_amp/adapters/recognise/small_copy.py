@@ -27,7 +27,7 @@ from lightning_amp.adapters.forms.column_layout import LISTS, Layout, layout_of
 from lightning_amp.adapters.forms.higlue import TABLES, dim_of
 from lightning_amp.adapters.forms.multires import MultiResDecoder, bands, read_bands
 from lightning_amp.adapters.recognise.attention_settings import attention_layers
-from lightning_amp.parallel.contract.hooks import KINDS
+from lightning_amp.techniques.contract.hooks import KINDS
 
 WINDOW = 3
 DRAWN = 5

@@ -25,7 +25,7 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import FAKE, REAL, counted_step, profile_of
 
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
-"""Of one core of a server's processor (planning/time/device_rates.py)."""
+"""Of one core of a server's processor (costs/device_rates.py)."""
 TRANSFORMED = (
     "the step calls torch.func.grad or another of its kind, beside which it is not known what blocks keep"
 )

@@ -29,7 +29,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning.callbacks.schedule_log import Ran, write_schedule
 from lightning_amp.lightning.callbacks.step_monitor import StepMeter, module_rows, write_step
-from lightning_amp.parallel.contract.protocol import DecomposedDecoder, find_decoders
+from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_decoders
 
 COLUMNS = (
     *("rank", "step", "decoder", "stratum"),

@@ -33,10 +33,10 @@ from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements
 from lightning_amp.lightning.checkpoints.read_directory import Stored, fill
 from lightning_amp.lightning.checkpoints.tensor_parts import Part, part_of
-from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter, is_split, local
-from lightning_amp.parallel.contract.units import Units
-from lightning_amp.parallel.ranks import collectives
-from lightning_amp.parallel.ranks.check_region import check_region
+from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
+from lightning_amp.techniques.contract.units import Units
+from lightning_amp.techniques.ranks import collectives
+from lightning_amp.techniques.ranks.check_region import check_region
 
 COUPLED = ("LBFGS", "Adafactor", "Muon")
 """Optimisers of torch.optim whose update of an element depends on other elements of the parameter."""

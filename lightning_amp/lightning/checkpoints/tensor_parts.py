@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp.errors import DataError
-from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter
+from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 
 
 class Box(NamedTuple):

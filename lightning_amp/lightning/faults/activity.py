@@ -27,7 +27,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
-from lightning_amp.parallel.ranks.collectives import wait_in_all_reduce
+from lightning_amp.techniques.ranks.collectives import wait_in_all_reduce
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "optimizer_step", "backward")
 OWNED = (pl.Callback, ModelHooks, DataHooks, CheckpointHooks)

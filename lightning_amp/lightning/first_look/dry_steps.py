@@ -15,10 +15,10 @@ from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.lightning.first_look.choose_grid import choose_grid
 from lightning_amp.planning.plan.plan import Explanation, Plan
-from lightning_amp.planning.plan.specs import Spec
-from lightning_amp.planning.plan.strategies import STRATEGIES, targets_of, with_steps
-from lightning_amp.planning.time.grid_seconds import Message, sent_seconds
-from lightning_amp.planning.time.link_seconds import Kind, Links
+from lightning_amp.techniques.specs import Spec
+from lightning_amp.techniques.table import STRATEGIES, targets_of, with_steps
+from lightning_amp.techniques.tensor3d.grid_seconds import Message, sent_seconds
+from lightning_amp.costs.link_seconds import Kind, Links
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.put_methods import put_methods
 

@@ -30,10 +30,10 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.lightning.first_look.cells_per_step import loaders_of
 from lightning_amp.lightning.first_look.example_batch import example_batch
-from lightning_amp.parallel.contract.protocol import find_decoders
-from lightning_amp.parallel.install import install_rules
+from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.installing.install import install_rules
 from lightning_amp.planning.plan.plan import Rule
-from lightning_amp.planning.plan.specs import ChunkBlock
+from lightning_amp.techniques.specs import ChunkBlock
 from lightning_amp.quantities import format_bytes
 
 STEPS = {

@@ -15,17 +15,17 @@ from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.graph.table import Table
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.parallel.install import overlap
-from lightning_amp.planning.modules.chain import CHUNKED, extra_seconds
-from lightning_amp.planning.modules.chunk_forms import ChunkForms
-from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.installing.install import overlap
+from lightning_amp.costs.chain import CHUNKED, extra_seconds
+from lightning_amp.techniques.chunk.forms import ChunkForms
+from lightning_amp.costs.profiled_step import Seen
 from lightning_amp.planning.modules.techniques import in_chunks
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
-from lightning_amp.planning.plan.strategies import in_order
+from lightning_amp.techniques.specs import ChunkBlock, RecomputeBlock
+from lightning_amp.techniques.table import in_order
 from lightning_amp.planning.policies.build_rules import BY_USER
-from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.quantities import format_bytes
 
 INSIDE = "it is of the decoder"

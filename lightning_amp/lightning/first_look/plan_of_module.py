@@ -17,18 +17,18 @@ from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import PARAMETERS, ModuleProfile
 from lightning_amp.lightning.first_look.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.parallel.describe_module import describe
+from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.modules.leanest import fewest_ranks
 from lightning_amp.planning.modules.plan_module import told_apart
 from lightning_amp.planning.modules.plan_step import Counted, plan_step
 from lightning_amp.planning.modules.questions import answers, largest_batches
-from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.costs.profiled_step import Seen
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.specs import FullyShard
-from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies
+from lightning_amp.techniques.specs import FullyShard
+from lightning_amp.techniques.table import STRATEGIES, parse_strategies
 from lightning_amp.planning.policies.build_rules import without_shared_statistics
 from lightning_amp.planning.reports.step_report import step_report
-from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.quantities import parse_bytes
 
 

@@ -30,20 +30,20 @@ from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.lightning.first_look.cells_per_step import training_loaders
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.example_batch import example_batch
-from lightning_amp.parallel.chunk.block_tables import block_code, block_tables
-from lightning_amp.parallel.contract.protocol import find_decoders
-from lightning_amp.parallel.fsdp.refusals import SWAPPED, refuse
-from lightning_amp.parallel.fsdp.units import find_units, units_of
-from lightning_amp.parallel.install import install_rules
-from lightning_amp.parallel.pipeline.blocks import blocks_for_stages
-from lightning_amp.parallel.s1_data.batch_norm import statistics_bytes
-from lightning_amp.planning.modules.chunk_forms import ChunkForms
-from lightning_amp.planning.modules.seen import Seen, StageChunks
+from lightning_amp.techniques.chunk.block_tables import block_code, block_tables
+from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.techniques.fsdp.refusals import SWAPPED, refuse
+from lightning_amp.techniques.fsdp.units import find_units, units_of
+from lightning_amp.installing.install import install_rules
+from lightning_amp.techniques.pipeline.blocks import blocks_for_stages
+from lightning_amp.techniques.data.batch_norm import statistics_bytes
+from lightning_amp.techniques.chunk.forms import ChunkForms
+from lightning_amp.costs.profiled_step import Seen, StageChunks
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.plan import Explanation, Rule
-from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, Spec
-from lightning_amp.planning.plan.strategies import STRATEGIES, not_together
-from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.techniques.specs import ChunkBlock, FullyShard, Spec
+from lightning_amp.techniques.table import STRATEGIES, not_together
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.put_methods import method_of, put_methods, refuse_unseen
 from lightning_amp.techniques.replay.choose_cuts import Replays, Stretches

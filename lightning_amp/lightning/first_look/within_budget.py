@@ -5,7 +5,7 @@ person has named the step is counted with that plan, and where it takes more:
 
     1. plans of the decoder that need less, down to the one that needs least: the fastest with which the step fits
     2. beside that last one as many blocks outside run again as the budget asks for: the least extra time that fits,
-       chosen for the chain of the step with the decoder's techniques in it (planning/modules/recompute_choice.py)
+       chosen for the chain of the step with the decoder's techniques in it (techniques/recompute/choose.py)
 
 A chain counts what the decoder's own functions keep a little differently than the step does, by the same bytes whatever
 blocks outside do; the choice is made with that difference, and counted.
@@ -28,12 +28,12 @@ from lightning_amp.lightning.first_look.outside_decoder import (
     with_rules,
 )
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.parallel.contract.protocol import find_decoders
-from lightning_amp.parallel.install import overlap
-from lightning_amp.planning.modules.chain import extra_seconds, peak_bytes
-from lightning_amp.planning.modules.recompute_choice import choose, leanest
+from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.installing.install import overlap
+from lightning_amp.costs.chain import extra_seconds, peak_bytes
+from lightning_amp.techniques.recompute.choose import choose, leanest
 from lightning_amp.planning.plan.plan import Candidate, Plan
-from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.quantities import format_bytes
 
 TRIES = 3

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, InstallError, PlanError
-from lightning_amp.parallel.s1_data.batch_norm import is_shared
+from lightning_amp.techniques.data.batch_norm import is_shared
 
 T = TypeVar("T")
 Broadcast = Callable[[Any], Any]

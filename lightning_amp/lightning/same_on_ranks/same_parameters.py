@@ -29,8 +29,8 @@ from torchmetrics import Metric
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.parallel.contract.sharded_parameter import is_split, local
-from lightning_amp.parallel.s1_data.batch_norm import is_local, is_shared
+from lightning_amp.techniques.contract.sharded_parameter import is_split, local
+from lightning_amp.techniques.data.batch_norm import is_local, is_shared
 
 TOLERANCE = 1e-5
 """Largest difference that is not told, relative to the tensor's largest entry; of half precision, `ROUNDINGS`."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.data.batch_parts import parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.parallel.ranks.collectives import wait_in_all_reduce
+from lightning_amp.techniques.ranks.collectives import wait_in_all_reduce
 
 
 def count_cells(batch: object) -> int | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import ModelError
-from lightning_amp.parallel.contract.sharded_parameter import local
+from lightning_amp.techniques.contract.sharded_parameter import local
 
 STRATUM = re.compile(r"\bstrata\.(\d+)\b")
 

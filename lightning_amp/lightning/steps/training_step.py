@@ -25,7 +25,7 @@ from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.same_on_ranks.same_parameters import refuse_own_statistics
 from lightning_amp.lightning.steps.cell_weight import CellWeight
 from lightning_amp.lightning.steps.finite_check import FiniteCheck
-from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
+from lightning_amp.techniques.data.gradient_sync import GradientSync
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """What torch says of a batch of one cell."""

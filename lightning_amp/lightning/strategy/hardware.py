@@ -12,8 +12,8 @@ from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.same_on_ranks.replicas import Broadcast
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.parallel.rates_of import rates_of
-from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.techniques.rates_of import rates_of
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.quantities import parse_bytes
 
 TENSORS_SHARE = 0.97

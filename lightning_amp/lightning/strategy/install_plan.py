@@ -42,10 +42,10 @@ from lightning_amp.lightning.strategy.refusals import (
 )
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.stepped import install_steps
-from lightning_amp.parallel.contract.protocol import find_decoders
-from lightning_amp.parallel.install import Installed, install
+from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.installing.install import Installed, install
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.specs import PipelineStages
+from lightning_amp.techniques.specs import PipelineStages
 from lightning_amp.planning.reports.plan_report import techniques
 from lightning_amp.quantities import format_bytes
 

@@ -13,13 +13,13 @@ from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.steps.pipelined.pipelined_steps import PipelinedSteps, refuse_hooks
 from lightning_amp.lightning.strategy.refusals import AVERAGED, KEEPS_LAYERS, is_named
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.parallel.install import Installed
-from lightning_amp.parallel.pipeline.block_walk import BlockCall, spans
-from lightning_amp.parallel.pipeline.blocks import refuse_batch_statistics
-from lightning_amp.parallel.pipeline.run_stages import Stages
-from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.installing.install import Installed
+from lightning_amp.techniques.pipeline.block_walk import BlockCall, spans
+from lightning_amp.techniques.pipeline.blocks import refuse_batch_statistics
+from lightning_amp.techniques.pipeline.run_stages import Stages
+from lightning_amp.costs.profiled_step import Seen
 from lightning_amp.planning.plan.plan import Rule
-from lightning_amp.planning.plan.specs import (
+from lightning_amp.techniques.specs import (
     BalanceCells,
     ChunkBlock,
     DataParallel,

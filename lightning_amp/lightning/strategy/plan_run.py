@@ -34,13 +34,13 @@ from lightning_amp.planning.modules.plan_module import (
     told_apart,
     told_model_ranks,
 )
-from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.costs.profiled_step import Seen
 from lightning_amp.planning.modules.techniques import TECHNIQUES
-from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.plan.sharding import sharding_of, with_sharding
-from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
-from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, of_blocks_alone, parse_strategies
+from lightning_amp.techniques.specs import ChunkBlock, RecomputeBlock
+from lightning_amp.techniques.table import STRATEGIES, in_order, of_blocks_alone, parse_strategies
 from lightning_amp.planning.policies.balance_cells import too_few_cells
 from lightning_amp.planning.policies.build_rules import (
     with_balance,
@@ -50,7 +50,7 @@ from lightning_amp.planning.policies.build_rules import (
     without_shared_statistics,
 )
 from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes

@@ -17,14 +17,14 @@ from lightning_amp.lightning.first_look.dry_steps import DrySteps, put_steps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.hardware import ThisRank, budget_in
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.parallel.contract.protocol import find_decoders
+from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.planning.modules.candidates import TIE
 from lightning_amp.planning.modules.plan_module import plan_module
-from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.costs.profiled_step import Seen
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.plan import Explanation, Plan, Rule
-from lightning_amp.planning.plan.strategies import STRATEGIES, parse_strategies, refuse_apart, with_steps
-from lightning_amp.planning.time.device_rates import Rates
+from lightning_amp.techniques.table import STRATEGIES, parse_strategies, refuse_apart, with_steps
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.quantities import format_bytes
 
 SLOW_SECONDS = 0.5

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_amp._torch import attend_on_cpu
 from lightning_amp.errors import ModelError
-from lightning_amp.parallel.attention.sizes import check_rows
+from lightning_amp.techniques.hic.attention.sizes import check_rows
 from lightning_amp.shapes import PerAnchor
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]

@@ -2,12 +2,12 @@
 
     loss = sum over units k of nll_k(v, u, cells)
 
-The two classes hold what `parallel/contract/protocol.py` asks for: with them, `stream`, `recompute` and `strata` can
+The two classes hold what `techniques/contract/protocol.py` asks for: with them, `stream`, `recompute` and `strata` can
 change how the units are run. Units read v and u and their own parameters, and nothing of one another.
 
 Legend: cell (B), anchor (N), dim (D), unit (K).
 Known limits: what a unit keeps is not predicted, only [cell, n_features] of it; a loss that is no sum over cells is
-noticed only by `stream` (parallel/strata/cell_microbatches.py).
+noticed only by `stream` (techniques/hic/strata/cell_microbatches.py).
 """
 
 from abc import abstractmethod

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_amp.parallel.attention.sizes import check_rows, check_sizes
+from lightning_amp.techniques.hic.attention.sizes import check_rows, check_sizes
 from lightning_amp.shapes import PerAnchor
 
 SELF_SCORE = -5e4

@@ -4,8 +4,8 @@ The factors count the tensors of the reference decoder; tests compare the sums w
 Legend: sizes/rank_sizes.py.
 """
 
-from lightning_amp.planning.plan.model_shape import TABLES_PER_FEATURE
-from lightning_amp.planning.sizes.bucket_runs import turned_at_once
+from lightning_amp.costs.model_shape import TABLES_PER_FEATURE
+from lightning_amp.techniques.hic.attention.bucket_runs import turned_at_once
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 
 Terms = dict[str, int]

@@ -39,8 +39,8 @@ from lightning_amp.planning.memory.temporaries import (
     forward_peak,
 )
 from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.model_shape import ModelShape
-from lightning_amp.planning.plan.strategies import STRATEGIES
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.techniques.table import STRATEGIES
 from lightning_amp.planning.sizes.rank_sizes import RankSizes, widest
 from lightning_amp.planning.sizes.terms import Counted, Term, strata_of
 from lightning_amp.planning.time.fill_settings import strata_ends
@@ -280,7 +280,7 @@ def _spines(s: RankSizes, runs: tuple[tuple[int, int], ...]) -> list[int]:
             for start, stop in runs
             for _ in range(start, stop)
         ]
-    # every step-th row of the spine is kept, and those of one part while its strata run (parallel/strata/stream.py)
+    # every step-th row of the spine is kept, and those of one part while its strata run (techniques/hic/strata/stream.py)
     step, same = isqrt(len(distances) - 1) + 1, 1 - s.keyed
     # the first of the rows that are kept, and of its part, is v itself, which a stratum without a key hands on
     waiting = [k // step + k % step if k >= step else max(0, k - same) for k in range(len(distances))]
@@ -328,7 +328,7 @@ def _runs(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[tuple[int, i
 def _region(shape: ModelShape, axes: Axes, sizes: RankSizes | None) -> tuple[int, int]:
     """Copies of u and v [N + B, d] that enter the strata, and the most that their gradients take on the way out.
 
-    Which gradients are gathered or summed there: parallel/ranks/sharded_region.py.
+    Which gradients are gathered or summed there: techniques/ranks/sharded_region.py.
     """
     decoder = shape.decoder
     if decoder is None or sizes is None:

@@ -20,13 +20,13 @@ from types import MappingProxyType
 
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS
-from lightning_amp.planning.modules.fsdp_seconds import ways_to_split
-from lightning_amp.planning.modules.seen import OPEN, Asked, Draft, Seen
-from lightning_amp.planning.modules.stages import best_pipeline
+from lightning_amp.techniques.fsdp.seconds import ways_to_split
+from lightning_amp.costs.profiled_step import OPEN, Asked, Draft, Seen
+from lightning_amp.techniques.pipeline.stages import best_pipeline
 from lightning_amp.planning.modules.techniques import TECHNIQUES, Technique
 from lightning_amp.planning.plan.plan import Candidate
-from lightning_amp.planning.plan.strategies import in_order
-from lightning_amp.planning.time.link_seconds import collective_seconds
+from lightning_amp.techniques.table import in_order
+from lightning_amp.costs.link_seconds import collective_seconds
 from lightning_amp.quantities import format_bytes
 
 TIE = 1.02

@@ -11,7 +11,7 @@ the peak away. Of those that do not, what stands in the way is said: the part of
 
 from lightning_amp.footprint.module_profile import ACTIVATIONS, PHASES, ModuleProfile
 from lightning_amp.planning.modules.candidates import advice
-from lightning_amp.planning.modules.seen import Draft, Seen
+from lightning_amp.costs.profiled_step import Draft, Seen
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.quantities import format_bytes
 

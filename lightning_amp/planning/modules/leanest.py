@@ -8,8 +8,8 @@ leanest.
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.candidates import draft, merit, on_ranks, sets_of_techniques
-from lightning_amp.planning.modules.seen import Asked, Draft, Seen
-from lightning_amp.planning.modules.stages import staged
+from lightning_amp.costs.profiled_step import Asked, Draft, Seen
+from lightning_amp.techniques.pipeline.stages import staged
 from lightning_amp.planning.modules.techniques import all_fixed
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes

@@ -24,15 +24,15 @@ from lightning_amp.planning.modules.candidates import (
 )
 from lightning_amp.planning.modules.diagnosis import diagnose_module, evidence, signals
 from lightning_amp.planning.modules.leanest import LEAST, missing
-from lightning_amp.planning.modules.seen import OPEN, Asked, Draft, Seen
-from lightning_amp.planning.modules.stages import staged
+from lightning_amp.costs.profiled_step import OPEN, Asked, Draft, Seen
+from lightning_amp.techniques.pipeline.stages import staged
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Explanation, Plan, Rule
 from lightning_amp.planning.plan.sharding import sharding_of
-from lightning_amp.planning.plan.specs import ChunkBlock, DataParallel, PipelineStages, RecomputeBlock
-from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, parse_strategies
+from lightning_amp.techniques.specs import ChunkBlock, DataParallel, PipelineStages, RecomputeBlock
+from lightning_amp.techniques.table import STRATEGIES, in_order, parse_strategies
 from lightning_amp.planning.policies.build_rules import BY_USER
 
 INSIDE_STAGES = ("recompute", "chunk")

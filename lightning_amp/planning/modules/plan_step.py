@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.plan_module import Count, plan_module, told_apart, told_model_ranks
-from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.costs.profiled_step import Seen
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.sharding import with_sharding
 from lightning_amp.planning.policies.build_rules import with_schedule

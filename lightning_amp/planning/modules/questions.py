@@ -12,7 +12,7 @@ from lightning_amp.planning.modules.leanest import (
     spelled,
     with_techniques_of,
 )
-from lightning_amp.planning.modules.seen import Draft, Seen
+from lightning_amp.costs.profiled_step import Draft, Seen
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
 

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, TEMPORARIES
-from lightning_amp.planning.modules.chain import CHUNKED, Chain, extra_seconds, peak_bytes
-from lightning_amp.planning.modules.chunk_forms import ChunkForms
-from lightning_amp.planning.modules.fsdp_bytes import fsdp_held_bytes, fsdp_peak_bytes
-from lightning_amp.planning.modules.fsdp_seconds import fsdp_seconds
-from lightning_amp.planning.modules.logits import add as add_logits
-from lightning_amp.planning.modules.recompute_choice import choose, leanest
-from lightning_amp.planning.modules.replays import add as add_replays
-from lightning_amp.planning.modules.seen import LEAST_SECONDS, Draft, Seen, Target
-from lightning_amp.planning.plan.group_reasons import group_reasons
-from lightning_amp.planning.plan.specs import ChunkBlock, FullyShard, RecomputeBlock
+from lightning_amp.costs.chain import CHUNKED, Chain, extra_seconds, peak_bytes
+from lightning_amp.techniques.chunk.forms import ChunkForms
+from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_held_bytes, fsdp_peak_bytes
+from lightning_amp.techniques.fsdp.seconds import fsdp_seconds
+from lightning_amp.techniques.logits.predict import add as add_logits
+from lightning_amp.techniques.recompute.choose import choose, leanest
+from lightning_amp.techniques.replay.predict import add as add_replays
+from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, Seen, Target
+from lightning_amp.costs.group_reasons import group_reasons
+from lightning_amp.techniques.specs import ChunkBlock, FullyShard, RecomputeBlock
 from lightning_amp.quantities import format_bytes, format_seconds
 
 Add = Callable[[Seen, Draft, int | None], Draft | str]

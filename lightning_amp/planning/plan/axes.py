@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.specs import Spec
-from lightning_amp.planning.plan.strategies import STRATEGIES, special_choice, without_blocks
+from lightning_amp.techniques.specs import Spec
+from lightning_amp.techniques.table import STRATEGIES, special_choice, without_blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

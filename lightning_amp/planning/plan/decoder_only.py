@@ -5,7 +5,7 @@ Legend: model_shape.py.
 
 from typing import Any
 
-from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape
 from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
-from lightning_amp.planning.plan.specs import BalanceCells, FullyShard, Spec, StreamStrata
-from lightning_amp.planning.plan.stages import Stage
-from lightning_amp.planning.plan.strategies import (
+from lightning_amp.techniques.specs import BalanceCells, FullyShard, Spec, StreamStrata
+from lightning_amp.costs.stage import Stage
+from lightning_amp.techniques.table import (
     STRATEGIES,
     conflicts,
     specs_by_name,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.planning.plan.specs import FullyShard
+from lightning_amp.techniques.specs import FullyShard
 
 ON_HOST = (
     "fsdp_offload saves nothing on a CPU, whose memory is the host's; on a GPU it keeps parameters, gradients and"

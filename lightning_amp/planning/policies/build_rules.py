@@ -6,9 +6,9 @@ from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Explanation, Plan, Rule
-from lightning_amp.planning.plan.specs import (
+from lightning_amp.techniques.specs import (
     BalanceCells,
     DataParallel,
     FeatureParallel,
@@ -17,7 +17,7 @@ from lightning_amp.planning.plan.specs import (
     Spec,
     StrataParallel,
 )
-from lightning_amp.planning.plan.strategies import STRATEGIES, targets_of
+from lightning_amp.techniques.table import STRATEGIES, targets_of
 from lightning_amp.planning.time.fill_settings import settle, speeds_of_model, strata_ends, with_even_stages
 
 _SHARED = Rule(
@@ -120,7 +120,7 @@ def with_schedule(plan: Plan, shape: ModelShape, *, micro_batches: int | None, s
 
 def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Plan:
     """The same plan for ranks of these speeds, none where they are alike: strata are dealt by them; of stages
-    planning/modules/stages.py takes them.
+    techniques/pipeline/stages.py takes them.
     """
     if not speeds:
         return plan

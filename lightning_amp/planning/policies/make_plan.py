@@ -10,9 +10,9 @@ from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.model_shape import DecoderShape, ModelShape, reference_shape
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape
 from lightning_amp.planning.plan.plan import Candidate, Explanation, Plan
-from lightning_amp.planning.plan.strategies import (
+from lightning_amp.techniques.table import (
     ONLY_WITHOUT_DECODER,
     STRATEGIES,
     conflicts,
@@ -24,7 +24,7 @@ from lightning_amp.planning.policies.balance_cells import decide_balance, too_fe
 from lightning_amp.planning.policies.build_rules import build_rules
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
 from lightning_amp.planning.policies.request import Request, check_request
-from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
+from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, parse_bytes

@@ -18,9 +18,9 @@ from collections.abc import Collection
 
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Explanation
-from lightning_amp.planning.plan.strategies import STRATEGIES, in_order, targets_of
+from lightning_amp.techniques.table import STRATEGIES, in_order, targets_of
 from lightning_amp.planning.policies.request import Request
 from lightning_amp.quantities import format_bytes
 

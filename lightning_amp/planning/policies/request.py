@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.model_shape import LARGEST, ModelShape
-from lightning_amp.planning.plan.strategies import parse_strategies
-from lightning_amp.planning.time.device_rates import CPU_CORE, Rates
+from lightning_amp.costs.model_shape import LARGEST, ModelShape
+from lightning_amp.techniques.table import parse_strategies
+from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.quantities import parse_bytes
 
 POLICIES = ("auto", "paper")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lightning_amp.data.files.resolution import parse_resolution
 from lightning_amp.errors import DataError, PlanError
-from lightning_amp.planning.plan.model_shape import LARGEST
+from lightning_amp.costs.model_shape import LARGEST
 from lightning_amp.profiling.profile import DecompositionProfile
 from lightning_amp.quantities import parse_bytes
 

@@ -6,8 +6,8 @@ from textwrap import wrap
 
 from lightning_amp.planning.modules.leanest import LEAST
 from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.planning.plan.specs import Spec
-from lightning_amp.planning.plan.strategies import label
+from lightning_amp.techniques.specs import Spec
+from lightning_amp.techniques.table import label
 from lightning_amp.planning.reports.diagnosis_report import diagnosis_sections, shortened
 from lightning_amp.planning.reports.stages_report import stages_section
 from lightning_amp.planning.reports.table import WIDTH, table

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from lightning_amp.figures import PALETTE, new_figure, save_figure
-from lightning_amp.planning.pipeline.timeline import Timeline
+from lightning_amp.techniques.pipeline.schedule.timeline import Timeline
 from lightning_amp.quantities import format_seconds
 
 NUMBERED = 0.012

@@ -1,6 +1,6 @@
 """The collectives of a training step over the model axis: what a rank hands in, and how often.
 
-Of one stratum, forward and backward; those of S5 stand in the docstring of parallel/s5_hidden/decoder.py:
+Of one stratum, forward and backward; those of S5 stand in the docstring of techniques/hic/hidden/decoder.py:
 
     S5         scores of attention C x [p, 3 w] in all, norms, products and gradients of the Linear layers, decode
     S2         normaliser: all-gather [B] forward, all-reduce [B] backward; with S5 decode is scattered and gathered
@@ -25,9 +25,9 @@ Legend: sizes/rank_sizes.py; C chunks of queries, K strata.
 from dataclasses import dataclass, replace
 
 from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.model_shape import DecoderShape
+from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.sizes.rank_sizes import RankSizes, widest
-from lightning_amp.planning.time.link_seconds import Kind, Links, collective_seconds
+from lightning_amp.costs.link_seconds import Kind, Links, collective_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.model_shape import ModelShape
-from lightning_amp.planning.plan.specs import (
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.techniques.specs import (
     FusedAttention,
     PipelineStages,
     Spec,
     StrataParallel,
     StreamStrata,
 )
-from lightning_amp.planning.sizes.ordered_partition import deal
+from lightning_amp.costs.ordered_partition import deal
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.step_seconds import stratum_seconds
 

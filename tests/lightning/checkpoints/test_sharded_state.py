@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.lightning.checkpoints.shards import Shards, check_optimizers, clip_norm, restore
-from lightning_amp.parallel.contract.sharded_parameter import ShardedParameter, shard_parameter
-from lightning_amp.parallel.ranks.even_runs import Runs
+from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, shard_parameter
+from lightning_amp.techniques.ranks.even_runs import Runs
 from tests.parallel.s2_features.test_s2 import fake_mesh
 from tests.parallel.s2_features.test_wide_linear import HIDDEN, inputs, make, put_in
 from tests.parallel.sharded_cases import differences, model_mesh

@@ -21,14 +21,14 @@ from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.refusals import announce
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.parallel.describe_module import describe
+from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.modules.plan_module import diagnose_module, plan_module, told_apart
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
+from lightning_amp.techniques.specs import ChunkBlock, RecomputeBlock
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report
-from lightning_amp.planning.time.device_rates import CPU_CORE
+from lightning_amp.costs.device_rates import CPU_CORE
 from tests.lightning.strategy.any_module_cases import Small
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp import StratumMemoryMonitor
-from lightning_amp.planning.pipeline.schedules import Pass, schedule
+from lightning_amp.techniques.pipeline.schedule.schedules import Pass, schedule
 from tests.lightning.pipeline.pipeline_cases import GPT, LAYERS, Block, tokens, trainer_of
 from tests.ranks import run_ranks
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differences
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.parallel.s1_data.batch_norm import share_batch_statistics
+from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from tests.lightning.strategy.model_axis_cases import Batch, Maps, loader_of, trainer_of
 from tests.ranks import run_ranks
 from tests.verification.verify_cases import RunningScale, Scaled, SharedScale, cells

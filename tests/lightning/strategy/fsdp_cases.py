@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.parallel.contract.sharded_parameter import is_split
+from lightning_amp.techniques.contract.sharded_parameter import is_split
 from tests.any_module import load, make
 from tests.lightning.strategy.strategy_cases import RunningRanks
 

@@ -16,7 +16,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.specs import ChunkBlock
+from lightning_amp.techniques.specs import ChunkBlock
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.quantities import format_bytes
 from tests.any_module import Meter, load

@@ -22,10 +22,10 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy import plan_run as planner
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.parallel.s1_data.batch_norm import is_shared
+from lightning_amp.techniques.data.batch_norm import is_shared
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.planning.plan.specs import BalanceCells, DataParallel, ShareBatchStatistics
+from lightning_amp.techniques.specs import BalanceCells, DataParallel, ShareBatchStatistics
 from tests.lightning.strategy.strategy_cases import (
     AGAINST_DDP,
     AGAINST_UNION,

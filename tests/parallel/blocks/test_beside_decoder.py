@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.parallel.install import install
+from lightning_amp.installing.install import install
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock, StrataParallel
-from lightning_amp.planning.plan.strategies import in_order
+from lightning_amp.techniques.specs import ChunkBlock, RecomputeBlock, StrataParallel
+from lightning_amp.techniques.table import in_order
 from tests.any_module import Meter
 from tests.lightning.strategy.any_module_cases import trainer_of
 from tests.parallel.chunk.small_blocks import Attention

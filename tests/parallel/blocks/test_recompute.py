@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.install import Installed, install_rules
+from lightning_amp.installing.install import Installed, install_rules
 from lightning_amp.planning.plan.plan import Rule
-from lightning_amp.planning.plan.specs import RecomputeBlock
+from lightning_amp.techniques.specs import RecomputeBlock
 from tests.parallel.blocks import nasty
 
 Loss = Callable[[nn.Module, Tensor], Tensor]

@@ -10,8 +10,8 @@ from torch import nn
 from torch.func import functional_call
 
 from lightning_amp.errors import ModelError
-from lightning_amp.parallel.fsdp.fully_sharded import refuse_swapped
-from lightning_amp.parallel.fsdp.units import find_units, units_of
+from lightning_amp.techniques.fsdp.fully_sharded import refuse_swapped
+from lightning_amp.techniques.fsdp.units import find_units, units_of
 
 
 def test_a_block_that_shares_a_parameter_is_left_to_the_root() -> None:

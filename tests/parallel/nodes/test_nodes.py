@@ -22,13 +22,13 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
 from lightning_amp.models.decoders.stratum import AllFeatures
-from lightning_amp.parallel.install import change_of, install
-from lightning_amp.parallel.nodes import halo_exchange as halo
-from lightning_amp.parallel.nodes.decoder import AnchorFeatures, share_anchors
-from lightning_amp.parallel.nodes.halo_attention import HaloAttention
-from lightning_amp.parallel.ranks.anchor_shards import AnchorShards, shard_anchors
-from lightning_amp.planning.plan.model_shape import DecoderShape
-from lightning_amp.planning.plan.specs import DomainParallel, FeatureParallel, StrataParallel
+from lightning_amp.installing.install import change_of, install
+from lightning_amp.techniques.hic.nodes import halo_exchange as halo
+from lightning_amp.techniques.hic.nodes.decoder import AnchorFeatures, share_anchors
+from lightning_amp.techniques.hic.nodes.halo_attention import HaloAttention
+from lightning_amp.techniques.ranks.anchor_shards import AnchorShards, shard_anchors
+from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.techniques.specs import DomainParallel, FeatureParallel, StrataParallel
 from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.simulate import simulate_plan
 from tests.parallel.sharded_cases import (

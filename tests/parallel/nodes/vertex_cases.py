@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs
-from lightning_amp.parallel.describe_module import describe
-from lightning_amp.parallel.install import Installed, install
-from lightning_amp.parallel.ranks.check_region import check_region
+from lightning_amp.installing.describe_module import describe
+from lightning_amp.installing.install import Installed, install
+from lightning_amp.techniques.ranks.check_region import check_region
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.planning.plan.specs import FeatureParallel
-from lightning_amp.planning.plan.strategies import targets_of
+from lightning_amp.techniques.specs import FeatureParallel
+from lightning_amp.techniques.table import targets_of
 from tests.parallel.sharded_cases import Results
 
 N, G, DIM, WINDOW = 23, 9, 6, 5

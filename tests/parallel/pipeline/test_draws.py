@@ -5,8 +5,8 @@ import random
 import numpy as np
 import torch
 
-from lightning_amp.parallel.pipeline.draws import draws_stay, go_on_with, packed_draws, seed_draws
-from lightning_amp.planning.pipeline.stage_bytes import DRAWS
+from lightning_amp.techniques.pipeline.draws import draws_stay, go_on_with, packed_draws, seed_draws
+from lightning_amp.techniques.pipeline.schedule.stage_bytes import DRAWS
 
 
 def drawn() -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from torch.distributed import all_reduce, barrier
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_amp.lightning.steps.cell_weight import CellWeight
-from lightning_amp.parallel.s1_data import gradient_sync
+from lightning_amp.techniques.data import gradient_sync
 from tests.ranks import run_ranks
 
 ROUNDS, LATE_S = 20, 0.01

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.ranks.channel_shards import (
+from lightning_amp.techniques.ranks.channel_shards import (
     Channels,
     gather_channels,
     shard_channels,

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrize
 
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.s1_data.batch_norm import is_shared, share_batch_statistics
+from lightning_amp.techniques.data.batch_norm import is_shared, share_batch_statistics
 from tests.ranks import CountCollectives, run_ranks
 
 ALONE: Any = SimpleNamespace(size=lambda: 1)

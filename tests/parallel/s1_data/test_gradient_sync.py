@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp.errors import InstallError
-from lightning_amp.parallel.s1_data.gradient_sync import GradientSync
+from lightning_amp.techniques.data.gradient_sync import GradientSync
 from tests.ranks import CountCollectives, run_ranks
 
 pytestmark = pytest.mark.ranks

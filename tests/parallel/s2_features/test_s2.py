@@ -17,9 +17,9 @@ from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
 from lightning_amp.models.decoders.stratum import AllFeatures
-from lightning_amp.parallel.install import change_of, install
-from lightning_amp.parallel.s2_features.decoder import ShardedFeatures, log_softmax, share_features
-from lightning_amp.planning.plan.specs import FeatureParallel
+from lightning_amp.installing.install import change_of, install
+from lightning_amp.techniques.hic.features.decoder import ShardedFeatures, log_softmax, share_features
+from lightning_amp.techniques.specs import FeatureParallel
 from tests.parallel.sharded_cases import (
     Case,
     Model,

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratified import Decode
-from lightning_amp.parallel.scores.s4_key_first import KeyFirstDecode, key_first
+from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirstDecode, key_first
 
 NODES = {
     "all": torch.arange(50),

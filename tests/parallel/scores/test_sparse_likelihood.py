@@ -19,9 +19,9 @@ from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratum import ZINB
-from lightning_amp.parallel.device_settings import settings_of
-from lightning_amp.parallel.scores import sparse_likelihood as technique
-from lightning_amp.parallel.scores.sparse_likelihood import SparseLikelihood, sparse_likelihood
+from lightning_amp.techniques.device_settings import settings_of
+from lightning_amp.techniques.hic.scores import sparse_likelihood as technique
+from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseLikelihood, sparse_likelihood
 from tests.parallel.sharded_cases import (
     Case,
     Model,

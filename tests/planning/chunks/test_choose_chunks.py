@@ -9,14 +9,14 @@ import pytest
 
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
-from lightning_amp.planning.chunks.candidates import Candidate
-from lightning_amp.planning.chunks.choose_chunks import OverBudget, choose_chunks
-from lightning_amp.planning.chunks.chunk_bytes import chunk_bytes
-from lightning_amp.planning.chunks.find_regions import find_regions
-from lightning_amp.planning.chunks.line import Line
-from lightning_amp.planning.chunks.piece_seconds import Seconds
-from lightning_amp.planning.chunks.region import Region, pieces, problem
-from lightning_amp.planning.time.device_rates import CPU_CORE
+from lightning_amp.techniques.chunk.regions.candidates import Candidate
+from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks
+from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
+from lightning_amp.techniques.chunk.regions.find_regions import find_regions
+from lightning_amp.techniques.chunk.regions.line import Line
+from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
+from lightning_amp.techniques.chunk.regions.region import Region, pieces, problem
+from lightning_amp.costs.device_rates import CPU_CORE
 from tests.each import each
 from tests.planning.chunks.tables import Rows, random_table
 

@@ -6,9 +6,9 @@ from math import gcd
 from typing import Any
 
 from lightning_amp.graph.table import OPERATOR, Table
-from lightning_amp.planning.chunks import find_regions as find_regions_file
-from lightning_amp.planning.chunks.find_regions import find_regions
-from lightning_amp.planning.chunks.region import Region, problem
+from lightning_amp.techniques.chunk.regions import find_regions as find_regions_file
+from lightning_amp.techniques.chunk.regions.find_regions import find_regions
+from lightning_amp.techniques.chunk.regions.region import Region, problem
 from tests.each import each
 from tests.planning.chunks.tables import Rows, random_table
 

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
-from lightning_amp.planning.chunks.region import ChunkPlan, Region, check_region, pieces, problem
+from lightning_amp.techniques.chunk.regions.region import ChunkPlan, Region, check_region, pieces, problem
 from tests.planning.chunks.tables import Rows
 
 

@@ -6,4 +6,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def without_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DRAWS", "PRINT"):
-        monkeypatch.setattr(f"lightning_amp.planning.pipeline.stage_bytes.{name}", 0)
+        monkeypatch.setattr(f"lightning_amp.techniques.pipeline.schedule.stage_bytes.{name}", 0)

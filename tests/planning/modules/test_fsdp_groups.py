@@ -11,8 +11,8 @@ import pytest
 
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.candidates import draft
-from lightning_amp.planning.modules.fsdp_bytes import ParameterShape, Unit, fsdp_peak_bytes
-from lightning_amp.planning.modules.fsdp_seconds import (
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, Unit, fsdp_peak_bytes
+from lightning_amp.techniques.fsdp.seconds import (
     HANDLING_S,
     MESSAGES,
     PASSES,
@@ -20,11 +20,11 @@ from lightning_amp.planning.modules.fsdp_seconds import (
     ways_to_split,
 )
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
-from lightning_amp.planning.modules.seen import Draft, Seen
+from lightning_amp.costs.profiled_step import Draft, Seen
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.sharding import ON_HOST, sharding_of, with_sharding
-from lightning_amp.planning.plan.specs import FullyShard
-from lightning_amp.planning.time.device_rates import CPU_CORE, rates_for
+from lightning_amp.techniques.specs import FullyShard
+from lightning_amp.costs.device_rates import CPU_CORE, rates_for
 from tests.planning.modules.test_fsdp_bytes import moment, profile, unit
 from tests.planning.modules.test_plan_of_a_module import NAMES, base, chain, profiled, seen
 

@@ -15,20 +15,20 @@ from lightning_amp.footprint.module_profile import Moment as Stretch
 from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory
 from lightning_amp.planning.modules import candidates
 from lightning_amp.planning.modules.candidates import compare
-from lightning_amp.planning.modules.chain import RECOMPUTED, BlockCost, Chain, Moment
-from lightning_amp.planning.modules.fsdp_bytes import ParameterShape, Unit
+from lightning_amp.costs.chain import RECOMPUTED, BlockCost, Chain, Moment
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, Unit
 from lightning_amp.planning.modules.leanest import fewest_ranks
 from lightning_amp.planning.modules.plan_module import diagnose_module, plan_again, plan_module, told_apart
 from lightning_amp.planning.modules.questions import largest_batch
-from lightning_amp.planning.modules.seen import WEIGHT_BYTES, Draft, Seen, Target
+from lightning_amp.costs.profiled_step import WEIGHT_BYTES, Draft, Seen, Target
 from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.planning.plan.model_shape import ModelShape
+from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.specs import ChunkBlock, RecomputeBlock
+from lightning_amp.techniques.specs import ChunkBlock, RecomputeBlock
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
-from lightning_amp.planning.time.device_rates import CPU_CORE
+from lightning_amp.costs.device_rates import CPU_CORE
 
 BLOCKS, SAVED = 4, 1000
 NAMES = tuple(f"blocks.{k}" for k in range(BLOCKS))

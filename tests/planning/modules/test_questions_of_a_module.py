@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from lightning_amp.planning.modules.leanest import fewest_ranks, leanest, missing, over_data, over_stages
 from lightning_amp.planning.modules.questions import answers
-from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.costs.profiled_step import Seen
 from tests.planning.modules.test_plan_of_a_module import profiled, seen
 from tests.planning.modules.test_stages import ROWS, passes, step
 

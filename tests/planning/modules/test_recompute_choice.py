@@ -10,7 +10,7 @@ from itertools import combinations, product
 import pytest
 
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.modules.chain import (
+from lightning_amp.costs.chain import (
     CHUNKED,
     KEPT,
     RECOMPUTED,
@@ -21,7 +21,7 @@ from lightning_amp.planning.modules.chain import (
     extra_seconds,
     peak_bytes,
 )
-from lightning_amp.planning.modules.recompute_choice import CLOSE, choose, leanest
+from lightning_amp.techniques.recompute.choose import CLOSE, choose, leanest
 from tests.each import each
 
 

@@ -13,13 +13,13 @@ import pytest
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
-from lightning_amp.planning.modules.seen import Asked, Draft, Seen, StageChunks
-from lightning_amp.planning.modules.stage_forms import Levels, computed_again, fewest_again, fewest_chunks
-from lightning_amp.planning.modules.stages import staged
-from lightning_amp.planning.pipeline.schedules import schedule
-from lightning_amp.planning.pipeline.stage_bytes import Pipeline, rank_peaks, stage_bytes
+from lightning_amp.costs.profiled_step import Asked, Draft, Seen, StageChunks
+from lightning_amp.techniques.pipeline.stage_forms import Levels, computed_again, fewest_again, fewest_chunks
+from lightning_amp.techniques.pipeline.stages import staged
+from lightning_amp.techniques.pipeline.schedule.schedules import schedule
+from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peaks, stage_bytes
 from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.planning.plan.specs import ChunkBlock, PipelineStages
+from lightning_amp.techniques.specs import ChunkBlock, PipelineStages
 from tests.planning.modules.test_plan_of_a_module import base
 from tests.planning.modules.test_stages import ROWS, SAVED, SENT, WEIGHT, made, passes, spec_of, step
 

@@ -12,12 +12,12 @@ from lightning_amp import cut_pipeline
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Parameter, Passes
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
-from lightning_amp.planning.modules.seen import Asked, Draft, Seen
-from lightning_amp.planning.modules.stages import staged
-from lightning_amp.planning.pipeline.schedules import schedule
-from lightning_amp.planning.pipeline.stage_bytes import Pipeline, rank_peaks
+from lightning_amp.costs.profiled_step import Asked, Draft, Seen
+from lightning_amp.techniques.pipeline.stages import staged
+from lightning_amp.techniques.pipeline.schedule.schedules import schedule
+from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peaks
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.specs import PipelineStages
+from lightning_amp.techniques.specs import PipelineStages
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.planning.reports.stages_report import timeline_of
 from tests.planning.modules.test_plan_of_a_module import base, profiled, seen
@@ -176,7 +176,7 @@ def test_states_of_random_numbers_are_counted(monkeypatch: pytest.MonkeyPatch) -
         part=passes(2), whole=passes(), ends=(3, 6), orders=schedule("gpipe", 2, 4), at_once=True
     )
     without = rank_peaks(pipeline)
-    monkeypatch.setattr("lightning_amp.planning.pipeline.stage_bytes.DRAWS", 1000)
+    monkeypatch.setattr("lightning_amp.techniques.pipeline.schedule.stage_bytes.DRAWS", 1000)
     # one with each of the four results that are sent
     assert [n - m for n, m in zip(rank_peaks(pipeline), without, strict=True)] == [6 * 1000, 3 * 1000]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_amp import PlanError
-from lightning_amp.planning.pipeline.micro_batches import (
+from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     Devices,
     LayerTimes,
     cross_search,
@@ -14,8 +14,8 @@ from lightning_amp.planning.pipeline.micro_batches import (
     search_all,
     times_at,
 )
-from lightning_amp.planning.pipeline.schedules import schedule
-from lightning_amp.planning.pipeline.timeline import StageTimes, timeline
+from lightning_amp.techniques.pipeline.schedule.schedules import schedule
+from lightning_amp.techniques.pipeline.schedule.timeline import StageTimes, timeline
 
 NAMES = ("forward", "backward", "send_forward", "send_backward")
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -7,14 +7,14 @@ import networkx
 import pytest
 
 from lightning_amp import PlanError, cut_pipeline
-from lightning_amp.planning.pipeline.schedules import (
+from lightning_amp.techniques.pipeline.schedule.schedules import (
     SCHEDULES,
     Order,
     Pass,
     most_in_flight,
     schedule,
 )
-from lightning_amp.planning.pipeline.timeline import StageTimes, timeline
+from lightning_amp.techniques.pipeline.schedule.timeline import StageTimes, timeline
 
 SHAPES = [(1, 1, 1), (1, 4, 3), (2, 4, 2), (3, 3, 2), (4, 8, 2), (4, 8, 3), (4, 4, 1), (5, 2, 1), (3, 7, 1)]
 """Devices, micro-batches, stages on a device."""

@@ -21,8 +21,8 @@ from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.strategies import in_order
-from lightning_amp.planning.time.device_rates import CPU_CORE
+from lightning_amp.techniques.table import in_order
+from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.techniques.sequence.row import SequenceParallel
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import RunningRanks

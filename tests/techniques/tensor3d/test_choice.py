@@ -21,10 +21,10 @@ from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.planning.modules.seen import Seen
+from lightning_amp.costs.profiled_step import Seen
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.time.device_rates import Rates, rates_for
-from lightning_amp.planning.time.grid_seconds import (
+from lightning_amp.costs.device_rates import Rates, rates_for
+from lightning_amp.techniques.tensor3d.grid_seconds import (
     DryRun,
     Message,
     factorings,
@@ -33,7 +33,7 @@ from lightning_amp.planning.time.grid_seconds import (
     ranked,
     sent_seconds,
 )
-from lightning_amp.planning.time.link_seconds import Links
+from lightning_amp.costs.link_seconds import Links
 from lightning_amp.techniques.tensor3d.layouts import with_axes_exchanged
 from tests.cli.test_plan_configuration import FILE, IGNORED
 from tests.lightning.strategy.strategy_cases import RunningRanks

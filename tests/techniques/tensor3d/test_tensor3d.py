@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_amp import AMPStrategy
 from lightning_amp.lightning.first_look import choose_grid
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.time.grid_seconds import GridCost
+from lightning_amp.techniques.tensor3d.grid_seconds import GridCost
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks

@@ -44,12 +44,12 @@ from lightning_amp.lightning.steps.pipelined.manual_step import ManualStep
 from lightning_amp.lightning.steps.pipelined.micro_batches import cut
 from lightning_amp.lightning.steps.pipelined.sample_check import SampleCheck
 from lightning_amp.lightning.steps.pipelined.step_record import StepRecord, StepRecorder
-from lightning_amp.parallel.autograd.precomputed_gradients import Gradients, with_gradients
-from lightning_amp.parallel.pipeline.draws import draws_stay
-from lightning_amp.parallel.pipeline.pass_times import PassTimes
-from lightning_amp.parallel.pipeline.run_stages import Ran, Rest, Stages, Work, loss_of
-from lightning_amp.planning.pipeline.schedules import Order, fills_rounds, schedule
-from lightning_amp.planning.plan.specs import PipelineStages
+from lightning_amp.techniques.autograd.precomputed_gradients import Gradients, with_gradients
+from lightning_amp.techniques.pipeline.draws import draws_stay
+from lightning_amp.techniques.pipeline.pass_times import PassTimes
+from lightning_amp.techniques.pipeline.run_stages import Ran, Rest, Stages, Work, loss_of
+from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule
+from lightning_amp.techniques.specs import PipelineStages
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}

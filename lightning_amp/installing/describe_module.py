@@ -1,0 +1,120 @@
+"""Module -> ModelShape: what the memory model needs to know of a module, read from its structure."""
+
+from typing import Any
+
+from torch import nn
+
+from lightning_amp.techniques.checks.reach import Reach, reach_of
+from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_decoders, is_vertex_encoder
+from lightning_amp.techniques.contract.stand_in import in_place_of
+from lightning_amp.techniques.fsdp.units import find_units
+from lightning_amp.techniques.pipeline.blocks import longest_list
+from lightning_amp.techniques.data.batch_norm import has_batch_norms
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape, VertexShape
+
+PARTS = ("key", "feature_anchor", "scale", "decode")
+
+
+def describe(
+    module: nn.Module, *, batch_size: int, base_activation_bytes: int = 0, optimizer_slots: int = 1
+) -> ModelShape:
+    """Read a module's shape; the largest recognised decoder is described, the others count as parameters.
+
+    Args:
+        module: The whole LightningModule.
+        batch_size: Cells per rank and modality.
+        base_activation_bytes: What the backward pass keeps outside the decoder.
+        optimizer_slots: Copies of the parameters that the optimiser keeps.
+    """
+    found = {fqn: decoder for fqn, decoder in find_decoders(module).items() if _describable(decoder)}
+    shapes = [_decoder_shape(module, fqn, decoder) for fqn, decoder in found.items()]
+    decoder = max(shapes, key=lambda s: s.anchors * len(s.features), default=None)
+    wide = {} if decoder is None else _wide_layers(module, decoder)
+    sizes = [p.element_size() for p in module.parameters() if p.is_floating_point()]
+    return ModelShape(
+        decoder=decoder,
+        batch_size=batch_size,
+        parameter_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
+        buffer_bytes=sum(b.numel() * b.element_size() for b in module.buffers()),
+        base_activation_bytes=base_activation_bytes,
+        optimizer_slots=optimizer_slots,
+        element_bytes=max(sizes, default=4),
+        wide_layers=tuple(wide),
+        wide_weight_bytes=sum(layer.weight.nbytes for layer in wide.values()),
+        vertices=None if decoder is None else _vertices(module, decoder),
+        batch_norms=has_batch_norms(module),
+        # a decoder's strata have techniques of their own
+        blocks=() if decoder else tuple(find_units(module)),
+        block_list=None if decoder else longest_list(module),
+    )
+
+
+def _vertices(module: nn.Module, decoder: DecoderShape) -> VertexShape | None:
+    """The graph's encoder that has rows for the decoder's modality, one for each anchor."""
+    modality = decoder.fqn.rpartition(".")[2]
+    for fqn, child in module.named_modules():
+        rows = child.rows[modality] if is_vertex_encoder(child) and modality in child.rows else None
+        if fqn and rows is not None and len(rows.get_buffer("ids")) == decoder.anchors:
+            edges = len(child.ends[0])
+            return VertexShape(fqn=fqn, modality=modality, count=child.n_vertices, edges=edges)
+    return None
+
+
+def unpredicted(module: nn.Module, shape: ModelShape) -> list[str]:
+    """What a module's shape does not say of its decoder, for a plan's notes."""
+    decoder: Any = None if shape.decoder is None else find_decoders(module)[shape.decoder.fqn]
+    if decoder is None or not _is_of_units(decoder):
+        return []
+    return [
+        f"what the units of {type(decoder).__name__} keep is not predicted, for they have not the parts of a stratum"
+        f" ({', '.join(PARTS)}); only their scores are"
+    ]
+
+
+def _wide_layers(module: nn.Module, decoder: DecoderShape) -> dict[str, nn.Linear]:
+    """Linear layers that read all features: the first of an encoder. Those of the decoder read its channels."""
+    layers = {fqn: child for fqn, child in module.named_modules() if type(child) is nn.Linear}
+    inside, features = f"{decoder.fqn}." if decoder.fqn else "", sum(decoder.features)
+    return {
+        fqn: layer
+        for fqn, layer in layers.items()
+        if layer.in_features == features and not fqn.startswith(inside)
+    }
+
+
+def _describable(decoder: DecomposedDecoder) -> bool:
+    """Whether all strata have the parts that a memory model and techniques need; else it counts as unrecognised."""
+    parts = all(hasattr(s, part) for s in decoder.strata for part in PARTS)
+    return len(decoder.strata) > 0 and (parts or _is_of_units(decoder))
+
+
+def _is_of_units(decoder: DecomposedDecoder) -> bool:
+    """Whether the strata are units that say how large they are, and have no parts that techniques know."""
+    return all(hasattr(s, "n_features") and not hasattr(s, "key") for s in decoder.strata)
+
+
+def _decoder_shape(module: nn.Module, fqn: str, decoder: DecomposedDecoder) -> DecoderShape:
+    strata: list[Any] = list(decoder.strata)
+    keys: list[Any] = [
+        stratum.key for stratum in strata if hasattr(getattr(stratum, "key", None), "attention")
+    ]
+    reaches = [reach_of(key.attention) for key in keys]
+    # one that is local needs the techniques of local attention
+    reach = min(reaches, default=Reach(False, ""), key=lambda reach: reach.full)
+    known_from, outer = reach.known_from, module.get_submodule(fqn)
+    if keys and in_place_of(outer) is not outer:
+        known_from = f"detected: {type(outer).__name__} computes what our decoder does with it"
+    return DecoderShape(
+        fqn=fqn,
+        anchors=decoder.n_anchors,
+        dim=decoder.dim,
+        features=tuple(s.n_features if _is_of_units(decoder) else len(s.feature_anchor) for s in strata),
+        distances=tuple(0 if getattr(s, "key", None) is None else k for k, s in enumerate(strata)),
+        attention=bool(keys),
+        full=reach.full,
+        known_from=known_from,
+        window=1 if reach.full else int(getattr(decoder, "window", 0)) or 1,
+        chained=decoder.chained,
+        variant=str(getattr(decoder, "variant", "higlue")),
+        n_batches=max(len(getattr(stratum, "scale", "1")) for stratum in strata),
+    )

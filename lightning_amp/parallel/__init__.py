@@ -1,1 +1,0 @@
-"""Plan + module -> installed modules; one technique per file, one registry."""

@@ -1,1 +1,0 @@
-"""Regions of a captured block run chunk by chunk, forward and backward, as a plan of planning/chunks asks."""

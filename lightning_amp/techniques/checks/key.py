@@ -1,0 +1,189 @@
+"""Whether a key, beside what its children compute, needs channels or rows that another rank has.
+
+Under S5 and nodes a key's own forward runs on a part of v. It is probed on one: a copy of the key, with stand-ins for
+its children that scale single numbers, has to give
+
+    forward(v)[part] = forward(v[part])      and the same of spine, where there is one
+
+Then all that mixes channels or rows lies in the children, which the technique knows. Keys of any form pass that keep to
+protocol.py, whatever their class.
+
+Which of the forms of stratum_keys.py an attention key has is found in the same way.
+
+Known limits: what a key does with other numbers than those of the example (normal, N(0, 1)), or with their gradients
+alone, is not seen.
+Legend: anchor (N), dim (D).
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_amp.techniques.checks.cached_check import remembered, settings_of
+from lightning_amp.techniques.checks.same_function import failure
+from lightning_amp.techniques.contract.hooks import KINDS
+from lightning_amp.techniques.contract.protocol import ATTENTION_KEY
+from lightning_amp.shapes import PerAnchor
+
+Part = tuple[slice | list[int], ...]
+"""An index of v."""
+
+RTOL, ATOL = 1e-9, 1e-12
+ROWS = 7
+
+
+def channels_problem(key: nn.Module, dim: int, *ranks: list[int]) -> str:
+    """Why a key cannot run on only the channels of some ranks; "" if it can.
+
+    Args:
+        key: Has the children of ATTENTION_KEY or CONVOLUTION_KEY.
+        ranks: The channels of every rank that is probed; the same on all ranks, so that all find the same.
+    """
+    return _problem(key, dim, "channels", [(slice(None), channels) for channels in ranks])
+
+
+def rows_problem(key: nn.Module, dim: int) -> str:
+    """Why a key with attention cannot run on only some anchors, once attention sees the others; "" if it can."""
+    half = ROWS // 2
+    return _problem(key, dim, "anchors", [(slice(half),), (slice(half, None),)])
+
+
+def attention_form(key: nn.Module) -> tuple[bool, bool] | None:
+    """Whether an attention key attends to its projected anchors, and whether it adds its gated layer to its input.
+
+    None where it is none of the four forms, or has hooks.
+    """
+    if set(key._modules) != set(ATTENTION_KEY) or any(getattr(key, kind) for kind in KINDS):
+        return None
+    alone = _alone(key)
+    settings = _settings_of(key, alone)
+    if settings is None:
+        return _tried_form(alone)
+    return remembered((_tried_form, *settings), lambda: _tried_form(alone))
+
+
+@torch.no_grad()
+def _tried_form(alone: Any) -> tuple[bool, bool] | None:
+    v = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    with warnings.catch_warnings(action="ignore"):
+        # the forms come first, so that it is the key's own forward that has failed
+        expected = {}
+        p = alone.prenorm(v)
+        qk, val = alone.qk(p), alone.value(p)
+        for projected, residual in product((False, True), repeat=2):
+            met = val + alone.attention(qk, qk, val if projected else p)
+            a, b = alone.ff(alone.postnorm(met)).chunk(2, dim=-1)
+            gated = a * F.gelu(b)
+            expected[projected, residual] = (met + gated if residual else gated, val)
+        try:
+            found = _tensors(alone(v))
+        except Exception:
+            return None
+    for form, right in expected.items():
+        if len(found) == 2 and all(
+            x.shape == y.shape and torch.allclose(x, y, rtol=RTOL, atol=ATOL)
+            for x, y in zip(found, right, strict=True)
+        ):
+            return form
+    return None
+
+
+def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> str:
+    hooks = [kind.strip("_") for kind in KINDS if getattr(key, kind)]
+    if hooks:
+        return f"has {hooks!r}, which would see a part of its values"
+    alone = _alone(key)
+    settings = _settings_of(key, alone)
+    if settings is None:
+        return _tried(alone, dim, things, parts)
+    # keys of many strata are alike
+    return remembered(
+        (_tried, dim, things, repr(parts), *settings), lambda: _tried(alone, dim, things, parts)
+    )
+
+
+def _settings_of(key: nn.Module, alone: nn.Module) -> tuple[Any, ...] | None:
+    """All that what is tried depends on: classes and plain values; None where there is something else."""
+    kept = alone._modules
+    replaced = tuple((name, repr(child)) for name, child in key._modules.items() if name not in kept)
+    parts = [key, *(child for child in kept.values() if child is not None)]
+    settings = [(type(part), settings_of(part)) for part in parts]
+    plain = all(own is not None for _, own in settings)
+    own = [*alone.parameters(), *alone.buffers(), *(child for part in parts[1:] for child in part.children())]
+    if not plain or own:
+        return None
+    return *settings, *kept, *replaced
+
+
+def _tried(alone: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> str:
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(ROWS, dim, generator=generator, dtype=torch.float64, device="cpu")
+    for name in ("forward", "spine"):
+        run = getattr(alone, name, None)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                alike = run is None or all(_alike(run, v, part) for part in parts)
+        except Exception as error:
+            return f"has a {name!r} that fails on an example, with stand-ins for its children, with {failure(error)}"
+        if not alike:
+            return f"has a {name!r} that returns other values for some of the {things} than for all of them"
+    return ""
+
+
+@torch.no_grad()
+def _alike(run: Callable[[Tensor], Any], v: PerAnchor, part: Part) -> bool:
+    """Whether what is made of a part is the part of what is made of all."""
+    expected = [whole[part] for whole in _tensors(run(v))]
+    found = _tensors(run(v[part]))
+    return [x.shape for x in found] == [x.shape for x in expected] and all(
+        torch.allclose(x, y, rtol=RTOL, atol=ATOL) for x, y in zip(found, expected, strict=True)
+    )
+
+
+def _tensors(made: Any) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _alone(key: nn.Module) -> nn.Module:
+    """A copy in training mode, where dropout shows, without the key's children, which are not touched."""
+    alone = copy.copy(key)
+    stand_ins = _attention_stand_ins() if "attention" in key._modules else _convolution_stand_ins(key)
+    # a key may ask whether a norm is nn.Identity; activations work on single numbers as they are
+    kept = {n: child for n, child in key._modules.items() if n not in stand_ins or type(child) is nn.Identity}
+    replaced = {name: function for name, function in stand_ins.items() if name not in kept}
+    vars(alone).update(replaced, _modules=kept, training=True)
+    # what a technique has set there would run the key itself
+    vars(alone).pop("forward", None)
+    return alone
+
+
+def _attention_stand_ins() -> dict[str, Callable[..., Tensor]]:
+    def attention(q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        return 0.5 * q + 0.7 * k - 0.6 * values
+
+    return {
+        "prenorm": lambda x: 0.9 * x,
+        "qk": lambda x: 1.1 * x,
+        "value": lambda x: 1.3 * x,
+        "attention": attention,
+        "postnorm": lambda x: 1.7 * x,
+        "ff": lambda x: torch.cat((0.8 * x, -1.2 * x), dim=-1),
+    }
+
+
+def _convolution_stand_ins(key: nn.Module) -> dict[str, Callable[..., Tensor]]:
+    layer = cast(nn.Conv1d, key.pairs)
+
+    def pairs(x: Tensor) -> Tensor:
+        # the same kernel for every channel
+        taps = torch.linspace(1, 2, layer.kernel_size[0], dtype=x.dtype, device=x.device)
+        kernel = taps.expand(x.shape[-2], 1, -1)
+        return F.conv1d(x, kernel, None, layer.stride, layer.padding, layer.dilation, groups=x.shape[-2])
+
+    return {"pairs": pairs}

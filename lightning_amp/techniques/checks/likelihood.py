@@ -1,0 +1,139 @@
+"""Whether a likelihood is that of zero-inflated negative binomial counts, in value and gradients, as `sparse` has it.
+
+It is called as leaf(x, log_mu, log_theta, zi_logits) on two examples, in float64, and so is ours: one with usual
+numbers, and one with numbers as far apart as training may meet, where clamps, and what is added to a mean, show. Two
+settings are found by trying: what is added to the probability of a zero, and which counts are refused.
+
+Torch's distributions check the values that they are given, unless this is turned off for the whole process, which any
+import may do: `torch.compile` does when it is first used. What a likelihood is must not depend on that, so that it is
+tried with and without.
+
+Known limit: what a likelihood does with other numbers than those of the examples is not seen.
+"""
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from lightning_amp._torch import values_are_checked
+from lightning_amp.techniques.checks.same_function import failure
+
+ARGUMENTS = ("x", "log_mu", "log_theta", "zi_logits")
+RTOL = 1e-9
+CELLS = 3
+IMPOSSIBLE = 20.0, 8.0, -1000.0
+"""log_mu, log_theta and zi_logits for which exp says that a zero has no probability."""
+Whole = tuple[bool, bool]
+"""Whether counts that are no whole numbers are refused, while torch's distributions do not check values, and while
+they do."""
+
+
+class _Example(NamedTuple):
+    """Counts of CELLS cells, and the first and the last number of every argument, between which the others lie."""
+
+    x: tuple[float, ...]
+    log_mu: tuple[float, float]
+    log_theta: tuple[float, float]
+    zi: tuple[float, float]
+
+
+EXAMPLES = (
+    _Example((0, 1, 0, 7, 2, 0, 0, 0, 0, 0, 3.5, 1), log_mu=(-2, 1), log_theta=(1, -2), zi=(-0.9, 0.8)),
+    _Example((1, 0, 3, 0, 0, 20, 0, 500, 4e3, 0, 0, 1e5), log_mu=(-40, 20), log_theta=(8, -8), zi=(-15, 15)),
+)
+
+
+def likelihood_settings(leaf: nn.Module) -> tuple[float, Whole]:
+    """What a likelihood adds to the probability of a zero, and which counts it refuses; of any other 0 and none."""
+    try:
+        with checking_values(False), warnings.catch_warnings(action="ignore"):
+            least = float(_of_impossible(leaf, 0.0).exp())
+        return float(f"{least:.12g}"), (_refuses_halves(leaf, False), _refuses_halves(leaf, True))
+    except Exception:
+        return 0.0, (False, False)
+
+
+def likelihood_problem(leaf: nn.Module, ours: nn.Module, *, whole: Whole) -> str:
+    """What a likelihood does that ours, with its settings, does not, as what follows its name; "" if nothing."""
+    names = sorted(leaf.state_dict())
+    if names:
+        return f"has the state {names!r}"
+    if problem := _call_problem(leaf):
+        return problem
+    tries = product((False, True), EXAMPLES, (1, CELLS))
+    differences = (_difference(leaf, ours, one, rows, whole, checked) for checked, one, rows in tries)
+    return next(filter(None, differences), "")
+
+
+def _call_problem(leaf: nn.Module) -> str:
+    """Whether a likelihood takes other arguments, such as that of a binarized stratum."""
+    parameters = inspect.signature(leaf.forward)
+    try:
+        parameters.bind(*ARGUMENTS)
+    except TypeError:
+        return f"takes {list(parameters.parameters)!r}, where counts with many zeros have {list(ARGUMENTS)!r}"
+    return ""
+
+
+def _difference(
+    leaf: nn.Module, ours: nn.Module, example: _Example, rows: int, whole: Whole, checked: bool
+) -> str:
+    # a library's warning says nothing of the leaf, also where warnings are errors
+    with checking_values(checked), warnings.catch_warnings(action="ignore"):
+        expected = _values(ours, example, rows, whole=whole[checked])
+        try:
+            found = _values(leaf, example, rows, whole=whole[checked])
+        except Exception as error:
+            return f"fails on a small example with {failure(error)}"
+    names = ("value", "gradient", "gradient", "gradient")
+    for what, own, other in zip(names, found, expected, strict=True):
+        if not torch.allclose(own, other, rtol=RTOL, atol=RTOL):
+            return f"returns the {what} {own.tolist()!r} for an example of {other.tolist()!r}"
+    return ""
+
+
+def _values(leaf: nn.Module, example: _Example, rows: int, *, whole: bool) -> list[Tensor]:
+    """Value and gradients for an example with that many rows in its tables, and perhaps whole counts alone."""
+    x = torch.tensor(example.x, dtype=torch.float64, device="cpu").view(CELLS, -1)
+    x = x.ceil() if whole else x
+    given = [
+        torch.linspace(*ends, n * x.shape[1], dtype=torch.float64, device="cpu").view(n, -1).requires_grad_()
+        for ends, n in ((example.log_mu, CELLS), (example.log_theta, rows), (example.zi, rows))
+    ]
+    with torch.enable_grad():
+        value = leaf(x, *given)
+        return [value.detach(), *torch.autograd.grad(value, given)]
+
+
+@torch.no_grad()
+def _of_impossible(leaf: nn.Module, count: float) -> Tensor:
+    given = [torch.full((1, 1), value, dtype=torch.float64, device="cpu") for value in (count, *IMPOSSIBLE)]
+    found: Tensor = leaf(*given)
+    return found
+
+
+def _refuses_halves(leaf: nn.Module, checked: bool) -> bool:
+    try:
+        with checking_values(checked), warnings.catch_warnings(action="ignore"):
+            _of_impossible(leaf, 0.5)
+    except ValueError:
+        return True
+    return False
+
+
+@contextmanager
+def checking_values(wanted: bool) -> Iterator[None]:
+    """Let torch's distributions check values, or not; in all threads."""
+    before = values_are_checked()
+    Distribution.set_default_validate_args(wanted)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)

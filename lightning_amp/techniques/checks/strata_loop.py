@@ -1,0 +1,88 @@
+"""What techniques that replace a decoder's strata loop, its child `walk`, ask of the decoder and of that loop.
+
+walk(strata, u, v, log_weights, own=..., **cells)      negative log-likelihood of the own strata, all if None
+stratum.arguments(k, log_weights, **cells)             what a stratum is called with beside v and u
+stratum.spine(v)                                       only v for the next stratum
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp._torch import AnyBatchNorm
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.checks.same_function import mismatch, shown
+from lightning_amp.techniques.contract.protocol import DecomposedDecoder
+
+
+def walk_of(
+    decoder: DecomposedDecoder, strategy: str, *, stacked: bool = False, once: bool = False
+) -> nn.Module:
+    """The child `walk` of a decoder, checked.
+
+    Args:
+        stacked: Whether a loop that another technique has put there will do.
+        once: Whether a stratum has to run once, on all cells, to compute what it should.
+
+    Raises:
+        InstallError: A technique could not stand in for the decoder's strata loop.
+    """
+    walk = getattr(decoder, "walk", None)
+    problem = _problem(walk, stacked=stacked)
+    if problem:
+        raise InstallError(
+            f"{strategy} was asked for on {type(decoder).__name__!r}, whose child `walk` {problem}; only a module"
+            " without state that adds up what its strata return, and hands each one's v to the next, can be replaced:"
+            f" see docs/architecture.md, or leave {strategy} out"
+        )
+    counting = [name for name, part in decoder.strata.named_modules() if once and _sees_the_batch(part)]
+    if counting:
+        raise InstallError(
+            f"{strategy} was asked for on {type(decoder).__name__!r}, whose strata have {counting[:3]!r}, which read or"
+            " keep something of the whole batch every time they run; strata run for some cells at a time, or twice:"
+            f" move these to the encoders, or leave {strategy} out"
+        )
+    for k, stratum in enumerate(decoder.strata):
+        missing = [name for name in ("arguments", "spine") if not callable(getattr(stratum, name, None))]
+        if missing:
+            raise InstallError(
+                f"{strategy} was asked for on {type(decoder).__name__!r}, whose stratum {k!r} lacks {missing!r}; add"
+                f" these methods (docs/architecture.md), or leave {strategy} out"
+            )
+    return cast(nn.Module, walk)
+
+
+def _problem(walk: object, *, stacked: bool) -> str:
+    if not isinstance(walk, nn.Module):
+        return f"is {shown(walk)}"
+    if getattr(walk, "is_technique", False):
+        return "" if stacked else f"is {type(walk).__name__!r}, which another technique has put there"
+    # strata add 1 to v along the spine and return v + k
+    return mismatch(walk, {"all strata": 16.0, "the inner ones": 8.0, "none": 0.0}, _run)
+
+
+def _run(walk: Any) -> dict[str, float]:
+    one, strata = torch.ones(1, 1), nn.ModuleList(_Example() for _ in range(4))
+    runs = {"all strata": None, "the inner ones": range(1, 3), "none": range(2, 2)}
+    return {name: float(walk(strata, one, one, one, own=own)) for name, own in runs.items()}
+
+
+def _sees_the_batch(part: nn.Module) -> bool:
+    keeps = isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats
+    hooks = part._forward_pre_hooks.values()
+    spectral = any("SpectralNorm" in type(one).__name__ for one in (part, *hooks))
+    return isinstance(part, AnyBatchNorm) or keeps or spectral
+
+
+class _Example(nn.Module):
+    """A stratum with v + k for a loss and v + 1 for the next one."""
+
+    def arguments(self, k: int, log_weights: Tensor, **cells: Any) -> dict[str, Any]:
+        return {"k": k}
+
+    def spine(self, v: Tensor) -> Tensor:
+        return v + 1
+
+    def forward(self, v: Tensor, u: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
+        return v.sum() + k, v + 1

@@ -1,0 +1,223 @@
+"""Chunks for a module that is no graph as a whole: each block by itself, in what the rest leaves of the budget.
+
+The module's forward is run once on fake tensors. What is alive when a block begins stays alive while it runs, so the
+block may take the budget less that. Between its blocks the module runs as it is written; a block that is called in
+another way than in that run has no plan, and is an error.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp._torch import tree_map
+from lightning_amp.errors import AmpError, ModelError
+from lightning_amp.footprint.fake_copy import copy_of, fake_batch
+from lightning_amp.footprint.find_blocks import find_blocks
+from lightning_amp.footprint.forward_overrides import (
+    Override,
+    Position,
+    add_override,
+    overrides_of,
+    remove_override,
+)
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.quick_fakes import QuickFakes
+from lightning_amp.graph.capture import Captures
+from lightning_amp.graph.guards import signature
+from lightning_amp.techniques.chunk.check import Checked
+from lightning_amp.techniques.chunk.module_chunks import CHUNKS, ModuleChunks, Planned, plain
+from lightning_amp.techniques.chunk.planned import lower_within
+from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget
+from lightning_amp.techniques.chunk.regions.region import Region
+from lightning_amp.costs.group_reasons import group_reasons
+from lightning_amp.quantities import format_bytes
+
+Choose = Callable[[str, nn.Module, Any, Any], Checked | None]
+"""What a call of a block (name, block, args, kwargs) runs; None for its own forward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """One call of a block, and the bytes alive when it began."""
+
+    fqn: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outside_bytes: int
+
+
+def plan_blocks(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    budget_bytes: int,
+    reason: str,
+    costs: CostModel,
+) -> Planned:
+    """The plan of a module that is no graph for a reason.
+
+    Raises:
+        PlanError: The budget cannot be met.
+        ModelError: The module does not run on fake tensors, or none of its blocks can be captured.
+    """
+    with_gradients = torch.is_grad_enabled()
+    with torch.no_grad():
+        calls, whole_bytes = _dry_run(module, args, kwargs, lambda *_: None, reason)
+    # whether a block's arguments have gradients is part of its signature
+    asked = _dry_run(module, args, kwargs, lambda *_: None, reason)[0] if with_gradients else calls
+    blocks, captures = find_blocks(module), Captures()
+    found = [captures.of(plain(blocks[call.fqn]), call.args, call.kwargs) for call in asked]
+    reasons = {"": reason} | {c.fqn: f.reason for c, f in zip(calls, found, strict=True) if f.reason}
+    by_key: dict[Any, Checked] = {}
+    regions: dict[str, tuple[Region, ...]] = {}
+    for capture in captures.all:
+        if capture.graph is None:
+            continue
+        own = [call for call, other in zip(calls, found, strict=True) if other is capture]
+        fullest = max(own, key=lambda call: call.outside_bytes)
+        try:
+            own_bytes = budget_bytes - fullest.outside_bytes
+            lowered, chosen = lower_within(capture, own_bytes, costs=costs)
+            by_key[capture.key] = Checked(lowered, own_bytes, chosen.whole_bytes)
+        except OverBudget as error:
+            raise _too_little(module, budget_bytes, fullest, error.least_bytes) from error
+        regions |= {call.fqn: chosen.regions for call in own}
+    if not by_key:
+        raise ModelError(_no_graph(module, reasons))
+    in_order = iter([by_key.get(capture.key) for capture in found])
+    with torch.no_grad():
+        if with_gradients:  # the budget is for inference, where results are written over others
+            peak_bytes = plan_blocks(module, args, kwargs, budget_bytes, reason, costs).chunks.peak_bytes
+        else:
+            _, peak_bytes = _dry_run(module, args, kwargs, lambda *_: next(in_order), reason)
+    if peak_bytes > budget_bytes:
+        raise OverBudget(
+            f"{type(module).__name__!r} requires {format_bytes(peak_bytes)} outside of its blocks in chunks, more"
+            f" than the budget of {format_bytes(budget_bytes)}, and is no graph as a whole ({reason}): raise the"
+            " budget",
+            peak_bytes,
+        )
+    code = {c.fqn: by_key[f.key].code for c, f in zip(calls, found, strict=True) if f.key in by_key}
+    chunks = ModuleChunks(
+        budget_bytes=budget_bytes, peak_bytes=peak_bytes, whole_bytes=whole_bytes,
+        regions=regions, code=code, reasons=reasons,
+    )  # fmt: skip
+    return Planned(chunks=chunks, run=partial(_run, by_key, frozenset(reasons)))
+
+
+def _run(
+    by_key: Mapping[Any, Checked], alone: frozenset[str], module: nn.Module, args: Any, kwargs: Any
+) -> Any:
+    """The module's own forward, with blocks that look up what they run."""
+
+    def choose(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Checked | None:
+        if fqn in alone:
+            return None
+        found = by_key.get(signature(plain(block), args, kwargs))
+        if found is None:
+            raise ModelError(
+                f"the block {fqn!r} of {type(module).__name__!r} was called with other shapes, types or settings than"
+                " in the run on fake tensors that its chunks were planned by: the module's forward depends on values;"
+                " chunk the block by itself instead"
+            )
+        return found
+
+    with _in_chunks(module, choose):
+        return type(module).forward(module, *args, **kwargs)
+
+
+@contextmanager
+def _in_chunks(module: nn.Module, choose: Choose) -> Iterator[None]:
+    """Blocks run what `choose` says, for as long as this lasts."""
+
+    def run(fqn: str, inside: Any, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = choose(fqn, block, args, kwargs)
+        return inside(block, *args, **kwargs) if found is None else found(block, *args, **kwargs)
+
+    with ExitStack() as stack:
+        # once, where a block has two names
+        for block, fqn in {block: fqn for fqn, block in find_blocks(module).items()}.items():
+            if overrides_of(block) is not None:
+                new = Override(CHUNKS[1], partial(run, fqn), Position.WITHIN)
+                add_override(fqn, block, new)
+                stack.callback(remove_override, block, new)
+        yield
+
+
+def _dry_run(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Choose, reason: str
+) -> tuple[list[_Call], int]:
+    """Run a copy on fake tensors: the calls of its blocks, and the most bytes alive."""
+    calls: list[tuple[str, Any, int]] = []
+    fake, live = QuickFakes(), LiveBytes()
+    twin = copy_of(module, fake)
+    given_args, given_kwargs = fake_batch(args, fake, None), fake_batch(dict(kwargs), fake, None)
+
+    def note(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Checked | None:
+        # a tensor that is kept here would be alive until the end, and count
+        calls.append((fqn, tree_map(_shape, (args, kwargs)), live.current))
+        return choose(fqn, block, args, kwargs)
+
+    try:
+        with fake, live, _in_chunks(twin, note):
+            type(twin).forward(twin, *given_args, **given_kwargs)
+    except AmpError:
+        raise
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"chunks were asked for of {type(module).__name__!r}, which is no graph ({reason}), nor does it run on fake"
+            f" tensors, by which its blocks would be planned: {type(error).__name__}: {first}; chunk a module inside it"
+        ) from error
+    with fake:
+        made = [(fqn, *tree_map(_of_shape, given), n_bytes) for fqn, given, n_bytes in calls]
+    found = [_Call(fqn=fqn, args=args, kwargs=kwargs, outside_bytes=n) for fqn, args, kwargs, n in made]
+    return found, live.peak
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A tensor without memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+def _shape(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return _Shape(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
+
+
+def _of_shape(value: Any) -> Any:
+    if not isinstance(value, _Shape):
+        return value
+    made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
+    return made.requires_grad_(value.requires_grad)
+
+
+def _too_little(module: nn.Module, budget_bytes: int, call: _Call, least_bytes: int) -> OverBudget:
+    return OverBudget(
+        f"{type(module).__name__!r} requires at least {call.outside_bytes + least_bytes!r} bytes, more than the"
+        f" budget of {format_bytes(budget_bytes)}: when its block {call.fqn!r} begins"
+        f" {format_bytes(call.outside_bytes)} are alive outside of it, and it needs {format_bytes(least_bytes)} in"
+        " chunks; raise the budget",
+        call.outside_bytes + least_bytes,
+    )
+
+
+def _no_graph(module: nn.Module, reasons: Mapping[str, str]) -> str:
+    blocks = group_reasons((fqn, reason) for fqn, reason in reasons.items() if fqn)
+    return (
+        f"chunks were asked for of {type(module).__name__!r}, which cannot be captured: {reasons['']};"
+        f" {blocks or 'it calls no children of a ModuleList or Sequential'}; chunk a module inside it"
+        " that can be, or change what is named here"
+    )

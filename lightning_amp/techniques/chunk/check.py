@@ -1,0 +1,245 @@
+"""The check of generated code before anything is trained with it: against the block's own forward, in float64.
+
+    compared    results, changed buffers, and the gradients of all arguments and parameters, of numbers drawn for every
+                result; with the values of the first batch, and the same random numbers
+    of          a call of a few positions where the block can be called so (smaller_call.py), so that it takes few
+                bytes: what is checked is every operator, dim, sum and halo of the plan, not its sizes
+    else        of the call as it is, if that takes no more than the block's bytes; if not, a warning says so
+    without     gradients of parameters that are most of the block's bytes, such as a head's of all words: in float64
+                their copy and two gradients would take more than the block may
+
+Once for every plan, in its first call with values. Nothing of the block changes: it is run with copies of its
+parameters and buffers. A difference means that an operator does not follow the dims that its rule says, such as a
+wrong one of `register_flow`.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_amp._torch import FakeTensor, tree_flatten, tree_leaves, tree_unflatten
+from lightning_amp.errors import InstallError
+from lightning_amp.graph.guards import state_of
+from lightning_amp.techniques.checks.in_float64 import InFloat64, widened
+from lightning_amp.techniques.chunk.lower import Lowered
+from lightning_amp.techniques.chunk.module_chunks import no_part_of_the_step, plain
+from lightning_amp.techniques.chunk.smaller_call import Call, smaller_calls
+from lightning_amp.quantities import format_bytes
+
+RTOL = 1e-10
+"""Largest difference, as a share of the largest value of all results, or of all gradients: one that is zero but for
+rounding has no scale of its own. Other orders of sums make some 1e-15 of it."""
+KINDS = ("result", "buffer", "gradient")
+LARGE = 16
+"""A parameter that takes more than one of so many parts of the block's bytes, in float64, is large."""
+Outcome = dict[str, Tensor | None]
+
+
+class Checked:
+    """A generated forward, in the place of a block's; what it computes is checked in its first call with values.
+
+    Args:
+        lowered: The forward.
+        budget_bytes: Of the block, within which the check stays where the block cannot be called with fewer positions.
+        whole_bytes: That the block's own forward takes, with its backward pass in training.
+    """
+
+    def __init__(self, lowered: Lowered, budget_bytes: int, whole_bytes: int) -> None:
+        self._lowered, self._budget_bytes, self._whole_bytes = lowered, budget_bytes, whole_bytes
+        self._done = not lowered.cut
+
+    @property
+    def code(self) -> str:
+        """Python source of the forward."""
+        return self._lowered.code
+
+    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the block returns.
+
+        Raises:
+            InstallError: As `check`.
+        """
+        self.check(block, args, kwargs)
+        return self._lowered(block, *args, **kwargs)
+
+    def check(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        """Look whether it computes what the block does, once; not of a call without values.
+
+        Raises:
+            InstallError: The forward computes something else.
+        """
+        if not self._done and not any(isinstance(t, FakeTensor) for t in _tensors(block, args, kwargs)):
+            with _alone(_tensors(block, args, kwargs)):
+                self._check(plain(block), args, kwargs)
+            self._done = True
+
+    def _check(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        for call, lowered in smaller_calls(block, args, kwargs, self._lowered):
+            try:
+                right = self._computed(block, call, lowered, own=True)
+            except Exception:  # somebody's forward: an index may lie beyond the positions that are left
+                continue
+            self._compare(block, call, lowered, right)
+            return
+        widest = max(
+            (t.element_size() for t in _tensors(block, args, kwargs) if t.is_floating_point()), default=8
+        )
+        n_bytes = self._whole_bytes * 8 // widest
+        if n_bytes > self._budget_bytes:
+            self._tell(
+                f"it cannot be called with fewer positions, and takes {format_bytes(n_bytes)} as it is"
+            )
+            return
+        try:
+            right = self._computed(block, (args, kwargs), self._lowered, own=True)
+        except Exception as error:
+            first = str(error).strip().partition("\n")[0]
+            self._tell(f"its own forward does not run in float64: {type(error).__name__}: {first}")
+            return
+        self._compare(block, (args, kwargs), self._lowered, right)
+
+    def _computed(self, block: nn.Module, call: Call, lowered: Lowered, *, own: bool) -> Outcome:
+        learned = {n: 8 * p.numel() for n, p in block.named_parameters() if p.requires_grad}
+        # their copy and two gradients, and as much again for what is computed of them
+        all_fit = 6 * sum(learned.values()) <= self._budget_bytes
+        large = frozenset(n for n, n_bytes in learned.items() if LARGE * n_bytes > self._budget_bytes)
+        # a library's warning says nothing of the block, also where warnings are errors
+        with warnings.catch_warnings(action="ignore"):
+            return _outcome(block, call, lowered, own=own, without=frozenset() if all_fit else large)
+
+    def _tell(self, why: str) -> None:
+        name, own = self._lowered.capture.kind.__name__, format_bytes(self._budget_bytes)
+        warnings.warn(
+            f"what a block {name!r} computes in chunks, in {own}, was not compared with its own forward: {why}",
+            stacklevel=2,
+        )
+
+    def _compare(self, block: nn.Module, call: Call, lowered: Lowered, right: Outcome) -> None:
+        wrong = _difference(self._computed(block, call, lowered, own=False), right)
+        if not wrong:
+            return
+        shapes = ", ".join(str(list(v.shape)) for v in tree_leaves(call) if isinstance(v, Tensor))
+        names = dict.fromkeys(op for form in (lowered, lowered.inner) if form for op in operators_of(form))
+        raise InstallError(
+            f"a block {lowered.capture.kind.__name__!r} in chunks does not compute what its own forward does, called"
+            f" with {shapes} in float64: {wrong}. One of the operators in chunks does not follow the dims that its rule"
+            f" says ({', '.join(names)}): correct the rule if it is one of `register_flow`, else leave the block out of"
+            " the rules of chunk and report this. Nothing was computed with it"
+        )
+
+
+def operators_of(lowered: Lowered) -> Iterator[str]:
+    """Names of the operators that run in chunks."""
+    nodes = [node for node in lowered.capture.graph.graph.nodes if node.op != "output"]  # type: ignore[union-attr]
+    for region in lowered.cut:
+        for i in range(region.first, region.last + 1):
+            if i not in region.before and nodes[i].op == "call_function":
+                yield str(nodes[i].target).rpartition(".")[0]
+
+
+def _tensors(block: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
+    return [*state_of(block).values(), *(v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))]
+
+
+@contextmanager
+def _alone(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """What is computed here is no part of a step: it draws none of its numbers either."""
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
+    with no_part_of_the_step(), torch.random.fork_rng(devices):
+        yield
+
+
+def _outcome(
+    block: nn.Module, call: Call, made: Lowered, *, own: bool, without: frozenset[str] = frozenset()
+) -> Outcome:
+    """All that a block computes of a call, by name: by its own forward, or by the one that was made for it; without
+    gradients of some parameters.
+    """
+    values, spec = tree_flatten(call)
+    changed = made.capture.changed
+    state = {name: _leaf(tensor, copied=name in changed) for name, tensor in state_of(block).items()}
+    for name in without:
+        state[name].requires_grad_(False)
+    inputs = any(name.startswith("input ") for name in changed)
+    leaves = {id(v): _leaf(v, copied=inputs) for v in values if isinstance(v, Tensor)}
+    given = [leaves.get(id(value), value) for value in values]
+    if inputs:  # what a block changes in place may not be a leaf
+        given = [v + 0 if isinstance(v, Tensor) and v.requires_grad else v for v in given]
+    torch.manual_seed(0)
+    with _without_autocast(), InFloat64():  # type: ignore[no-untyped-call]
+        if own:
+            found = functional_call(block, dict(state), *tree_unflatten(given, spec))
+        else:
+            found = made.forward(*state.values(), *(v for v in given if isinstance(v, Tensor)))
+        results = [r for r in tree_leaves(found) if isinstance(r, Tensor)]
+        outcome: Outcome = {f"result {k}": r.detach() for k, r in enumerate(results)}
+        outcome |= {f"buffer {name!r}": state[name].detach() for name, _ in block.named_buffers()}
+        wanted = {f"gradient of {n!r}": t for n, t in state.items() if t.requires_grad}
+        wanted |= {f"gradient of argument {k}": t for k, t in enumerate(leaves.values()) if t.requires_grad}
+        learned = [r for r in results if r.requires_grad]
+        if learned and wanted:
+            seeds = [torch.randn(r.shape, dtype=r.dtype).to(r.device) for r in learned]
+            grads = torch.autograd.grad(learned, [*wanted.values()], seeds, allow_unused=True)
+            outcome |= dict(zip(wanted, grads, strict=True))
+    return outcome
+
+
+def _leaf(tensor: Tensor, *, copied: bool) -> Tensor:
+    found: Tensor = widened(tensor.detach())
+    found = found.clone() if copied else found
+    return found.requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _difference(found: Outcome, right: Outcome) -> str:
+    """What is otherwise, in words; "" if nothing."""
+    scales = {
+        kind: max((_most(t) for n, t in right.items() if n.startswith(kind)), default=0.0) for kind in KINDS
+    }
+    for name, expected in right.items():
+        own = found[name]
+        if expected is None or own is None:
+            if own is not expected:
+                return f"there is {'no' if own is None else 'a'} {name}"
+        elif own.shape != expected.shape or own.dtype != expected.dtype:
+            return f"the {name} is {_kind(own)}, and should be {_kind(expected)}"
+        else:
+            scale = scales[name.partition(" ")[0]]
+            error = torch.where(own == expected, 0.0, (_number(own) - _number(expected)).abs())
+            both_nan = own.isnan() & expected.isnan()
+            # not >: a difference that is no number is one too
+            if not bool(((error <= RTOL * scale) | both_nan).all()):
+                return (
+                    f"the {name} differs by {float(error.max()):.3g}, where the largest value is {scale:.3g}"
+                )
+    return ""
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)!r}"
+
+
+def _number(tensor: Tensor) -> Tensor:
+    """Truths and whole numbers too, to be subtracted."""
+    return tensor if tensor.is_complex() else tensor.double()
+
+
+def _most(tensor: Tensor | None) -> float:
+    """The largest finite magnitude."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    found = _number(tensor).abs()
+    return float(torch.where(found.isfinite(), found, 0.0).max())

@@ -1,0 +1,233 @@
+"""The forms in chunks of the blocks of a step, as a Chain has them; looked for when they are asked for first.
+
+For every distinct block the least bytes are found that it can do with in chunks, and its fastest plan for each of
+`LEVELS` budgets from there up to what it takes as it is. A form differs from the block as it is by what their tables
+say (techniques/chunk/regions), and this difference is added to what the recorded step says of the block:
+
+    saved_bytes   of the block + saved of the table in chunks - saved of the table
+    at work       most bytes of the block + peak of the table in chunks - peak of the table
+    seconds       three forward passes of the block, times how much slower the table is in chunks
+
+A block that can be recomputed has each of its forms twice, recomputed besides: it then holds its inputs alone.
+
+A form holds its inputs and whatever the block holds of tensors that others hold too. What is chosen by these numbers is
+counted once more with everything installed (plan_module.py).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lightning_amp.graph.peak import BlockBytes, block_bytes
+from lightning_amp.graph.table import Table
+from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks, rung
+from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
+from lightning_amp.techniques.chunk.regions.region import ChunkPlan
+from lightning_amp.costs.chain import (
+    CHUNKED,
+    KEPT,
+    RECOMPUTED,
+    BlockCost,
+    Chain,
+    ChunkForm,
+    Moment,
+)
+from lightning_amp.techniques.recompute.choose import Choice, choose, leanest
+from lightning_amp.costs.group_reasons import group_reasons
+
+LEVELS = 5
+"""Budgets that a block is planned for."""
+SPARE = 1.03
+"""Times the least bytes by a table: a rule's budget is held by a count, which may find a little more than the table."""
+NEVER = 2**60
+"""More bytes than any step has."""
+PASSES = 3
+"""Forward passes that forward and backward pass take together."""
+SLOWEST = 2.0
+"""Times that of a block as it is, what a form may take that no budget asks for."""
+WORTH = 0.95
+"""Of a block's bytes: what a form may take at most."""
+Tables = Callable[[], Sequence[Table | str]]
+"""For every call of a block its table, or why there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Level:
+    """One plan of a table."""
+
+    budget_bytes: int
+    plan: ChunkPlan
+    n_bytes: BlockBytes
+
+
+class ChunkForms:
+    """Forms in chunks of the blocks of one step.
+
+    Args:
+        chain: The step.
+        tables: Gives the tables of the chain's blocks.
+
+    Attributes:
+        tables: As given.
+    """
+
+    def __init__(self, chain: Chain, tables: Tables) -> None:
+        self._plain, self.tables = chain, tables
+        self._leanest: dict[tuple[bool, bool], Choice] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether they were looked for."""
+        return "chain" in vars(self)
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The step, with all forms."""
+        tables = self._found[0]
+        blocks, moments = [], list(self._plain.moments)
+        for i, (block, table) in enumerate(zip(self._plain.blocks, tables, strict=True)):
+            levels, plain = ([], None) if isinstance(table, str) else self._found[1][id(table)]
+            if plain is None:
+                blocks.append(block)
+                continue
+            forms = [_form(block, level, plain) for level in levels]
+            moments += _moments(self._plain, i, levels, plain, of=KEPT, first=CHUNKED)
+            if block.fqn in self._plain.names:
+                forms += [_again(block, form) for form in forms]
+                moments += _moments(self._plain, i, levels, plain, of=RECOMPUTED, first=CHUNKED + len(levels))
+            blocks.append(replace(block, chunks=tuple(forms)))
+        return replace(self._plain, blocks=tuple(blocks), moments=tuple(moments))
+
+    def form(self, fqn: str, form: int) -> ChunkForm:
+        """One of a block's forms, by its number."""
+        return next(block.chunks[form - CHUNKED] for block in self.chain.blocks if block.fqn == fqn)
+
+    def budgets(self, fqn: str, *, slow: bool = True) -> tuple[int, ...]:
+        """Bytes that a block has plans for, from the least on; none where no part of it takes less in chunks.
+
+        Without `slow` those are left out that make it far slower, but the fastest.
+        """
+        block = next((block for block in self.chain.blocks if block.fqn == fqn), None)
+        forms = [form for form in block.chunks if not form.again] if block else []
+        if block and not slow:
+            most = (SLOWEST - 1) * PASSES * block.forward_seconds
+            forms = [form for form in forms if form.extra_seconds <= most] or forms[-1:]
+        return tuple(form.budget_bytes for form in forms)
+
+    @property
+    def reason(self) -> str:
+        """Why no block has a form in chunks; "" where one has."""
+        if any(block.chunks for block in self.chain.blocks):
+            return ""
+        if not self._plain.blocks:
+            return "the step calls no child of a list or a sequence of modules; blocks= names others"
+        found = zip(self._plain.blocks, self._found[0], strict=True)
+        return group_reasons((block.fqn, _in_the_way(table)) for block, table in found)
+
+    def choose(self, budget_bytes: int | None, *, recompute: bool) -> Choice:
+        """The fastest choice within a budget, that of the least bytes where there is none.
+
+        Where nothing has to be chosen, that of the least bytes without forms that are far slower than the block.
+        """
+        found = None
+        if budget_bytes is not None:
+            found = choose(self.chain, max(0, budget_bytes), recompute=recompute, chunk=True)
+        if found is not None and found.forms:
+            return found
+        key = recompute, budget_bytes is None or found is not None
+        if key not in self._leanest:
+            chain = self._without_slow() if key[1] else self.chain
+            self._leanest[key] = leanest(chain, recompute=recompute, chunk=True)
+        return self._leanest[key]
+
+    def _without_slow(self) -> Chain:
+        """The step in which forms that are far slower than the block have no room."""
+        moments = []
+        for moment in self.chain.moments:
+            block = None if moment.block is None else self.chain.blocks[moment.block]
+            slow = block and block.extra_seconds(moment.form) > (SLOWEST - 1) * PASSES * block.forward_seconds
+            moments.append(replace(moment, n_bytes=NEVER) if slow else moment)
+        return replace(self.chain, moments=tuple(moments))
+
+    @property
+    def thinned(self) -> tuple[str, ...]:
+        """Blocks with forms in chunks that were chosen among some of their regions, for there are too many."""
+        found = self._found[1]
+        many = {key for key, (levels, _) in found.items() if any(level.plan.thinned for level in levels)}
+        calls = zip(self._plain.blocks, self._found[0], strict=True)
+        return tuple(dict.fromkeys(block.fqn for block, table in calls if id(table) in many))
+
+    @cached_property
+    def _found(self) -> tuple[list[Table | str], dict[int, tuple[list[_Level], BlockBytes]]]:
+        """Tables by call, and the plans of each."""
+        tables = list(self.tables())
+        by_name: dict[str, Table | str] = {}
+        for block, table in zip(self._plain.blocks, tables, strict=True):
+            first = by_name.setdefault(block.fqn, table)
+            if first is not table:
+                by_name[block.fqn] = "it is called in several ways in one step"
+        tables = [by_name[block.fqn] for block in self._plain.blocks]
+        distinct = {id(table): table for table in tables if isinstance(table, Table)}
+        return tables, {
+            key: (list(_levels(table)), block_bytes(table, train=True)) for key, table in distinct.items()
+        }
+
+
+def _levels(table: Table) -> Iterator[_Level]:
+    """Plans of a table from the least bytes upwards, no two of them the same."""
+    whole = block_bytes(table, train=True).peak_bytes
+    try:
+        choose_chunks(table, 1, train=True)
+        return
+    except OverBudget as error:
+        least = round(SPARE * error.least_bytes)
+    known = list[object]()
+    for k in range(LEVELS if least <= WORTH * whole else 0):
+        # what is installed for this budget is then planned for the same number, and need not be looked for again
+        budget = rung(round(least * (whole / least) ** (k / LEVELS)))
+        plan = choose_chunks(table, budget, train=True)
+        if plan.regions not in known and plan.peak_bytes <= WORTH * whole:
+            known.append(plan.regions)
+            yield _Level(budget_bytes=budget, plan=plan, n_bytes=chunk_bytes(table, plan.regions, train=True))
+
+
+def _form(block: BlockCost, level: _Level, plain: BlockBytes) -> ChunkForm:
+    slower = level.plan.seconds / level.plan.whole_seconds - 1
+    return ChunkForm(
+        budget_bytes=level.budget_bytes,
+        saved_bytes=max(0, block.saved_bytes + level.n_bytes.saved_bytes - plain.saved_bytes),
+        keeps=tuple(sorted({*block.keeps, *block.inputs})),
+        extra_seconds=max(0.0, slower) * PASSES * block.forward_seconds,
+    )
+
+
+def _again(block: BlockCost, form: ChunkForm) -> ChunkForm:
+    """The form, recomputed besides."""
+    seconds = form.extra_seconds + block.forward_seconds
+    return replace(form, saved_bytes=0, keeps=block.inputs, extra_seconds=seconds, again=True)
+
+
+def _moments(
+    chain: Chain, i: int, levels: Sequence[_Level], plain: BlockBytes, *, of: int, first: int
+) -> Iterator[Moment]:
+    """A block at work in each of its forms: its fullest moment in the form `of`, less what its chunks take less."""
+    own = [moment for moment in chain.moments if moment.block == i and moment.form == of]
+    if not own:
+        return
+    fullest = max(own, key=lambda m: m.n_bytes + sum(chain.tensors[k] for k in m.alive))
+    for n, level in enumerate(levels):
+        less = plain.peak_bytes - level.n_bytes.peak_bytes
+        yield replace(fullest, n_bytes=max(0, fullest.n_bytes - less), form=first + n)
+
+
+def _in_the_way(table: Table | str) -> str:
+    """Why there is no table, or what ends the flow of dims in a block that cannot be cut."""
+    if isinstance(table, str):
+        return table
+    if table.unknown:
+        why = f"it has no rule for {', '.join(table.unknown[:3])}"
+    elif any(row.random for row in table.rows):
+        why = "what draws random numbers, such as dropout, is computed whole"
+    else:
+        why = "its largest tensors are its arguments and results, or one that needs all of another"
+    return f"no part takes less in chunks: {why}"

@@ -1,0 +1,139 @@
+"""What a module runs in place of its class's forward, so that it takes no more than some bytes."""
+
+import copy
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_amp._torch import unseen
+from lightning_amp.errors import InstallError, ModelError, PlanError
+from lightning_amp.footprint.find_blocks import find_blocks
+from lightning_amp.graph.capture import Capture, capture
+from lightning_amp.graph.guards import signature, state_of
+from lightning_amp.techniques.chunk.by_blocks import plan_blocks
+from lightning_amp.techniques.chunk.module_chunks import Planned, no_part_of_the_step, plain
+from lightning_amp.techniques.chunk.planned import plan_graph
+from lightning_amp.techniques.rates_of import rates_of
+from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget
+from lightning_amp.costs.device_rates import Rates
+from lightning_amp.quantities import format_bytes
+
+MANY = 8
+"""Blocks of several parts above which a module is planned block by block where that keeps it within the budget: blocks
+that are alike are planned once, while the time to plan one graph grows with the square of its operators."""
+
+
+class InChunks:
+    """Called as `forward(module, *args, **kwargs)`; a copy has the plans of what it is a copy of, a pickle none.
+
+    Attributes:
+        known: Plans by budget and signature; `install` lets all blocks of a model have the same.
+        fqn: Name of the block, for messages; `install` sets it.
+        train: As given.
+
+    Args:
+        budget_bytes: For one forward pass without gradients.
+        train: With gradients, the budget is for forward and backward pass together, what is kept between them included.
+            It is that of a plan, made for one batch: another call that needs more is run with the least, and a warning.
+        policy: What is made small, "auto" or "paper".
+        rates: Of the device; None for what is known of the module's.
+    """
+
+    def __init__(
+        self, budget_bytes: int, *, train: bool = False, policy: str = "auto", rates: Rates | None = None
+    ) -> None:
+        self._budget_bytes, self.train, self._policy, self._rates = budget_bytes, train, policy, rates
+        self.known: dict[Any, Planned] = {}
+        self.fqn = ""
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns; a call of a new signature is planned first, and checked when it has values.
+
+        Raises:
+            InstallError: The plan's code computes something else than the module (check.py).
+        """
+        planned = self.planned(module, args, kwargs)
+        try:
+            return planned.run(module, args, kwargs)
+        except InstallError as error:
+            raise (InstallError(f"{self.fqn}: {error}") if self.fqn else error) from None
+
+    def planned(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Planned:
+        """The plan of a call; made for the first of its signature.
+
+        Raises:
+            PlanError: The budget cannot be met.
+            ModelError: The module cannot be captured.
+        """
+        own = plain(module)
+        call = signature(own, args, kwargs)
+        key = self._budget_bytes, self.train, call
+        if key not in self.known:
+            self.known[key] = self._plan(own, args, kwargs, call)
+        return self.known[key]
+
+    def _plan(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> Planned:
+        with unseen(), no_part_of_the_step():
+            train, costs = self.train and torch.is_grad_enabled(), self._costs(module)
+            n_blocks = sum(any(True for _ in block.children()) for block in find_blocks(module).values())
+            if n_blocks > MANY and not train:
+                reason = f"it has {n_blocks!r} blocks, which are planned one by one"
+                with suppress(PlanError, ModelError):
+                    return plan_blocks(module, args, kwargs, self._budget_bytes, reason, costs)
+            found = capture(module, args, kwargs, key=key)
+            if found.graph is not None:
+                return self._of_graph(found, costs, train=train)
+            if train:
+                hint = (
+                    "name its blocks in the rule, or leave chunk out"
+                    if n_blocks
+                    else "leave it out of the rules"
+                )
+                raise ModelError(
+                    f"chunk was asked for on {type(module).__name__!r} in training, which cannot be captured:"
+                    f" {found.reason}; {hint}"
+                )
+            return plan_blocks(module, args, kwargs, self._budget_bytes, found.reason, costs)
+
+    def _costs(self, module: nn.Module) -> CostModel:
+        device = next((tensor.device for tensor in state_of(module).values()), torch.device("cpu"))
+        return CostModel(policy=self._policy, rates=self._rates or rates_of(device)[0])
+
+    def _of_graph(self, found: Capture, costs: CostModel, *, train: bool) -> Planned:
+        planned, n_bytes = None, self._budget_bytes
+        while planned is None:
+            try:
+                planned = plan_graph(found, n_bytes, train=train, costs=costs)
+            except OverBudget as error:
+                if not self.train:
+                    raise
+                # the least is that of the search for this budget, and may be a little more for another
+                n_bytes = max(error.least_bytes, n_bytes + n_bytes // 100 + 1)
+        if n_bytes > self._budget_bytes:
+            least, asked = format_bytes(n_bytes), format_bytes(self._budget_bytes)
+            warnings.warn(
+                f"a block {found.kind.__name__!r} has {asked} by the plan, made for another batch; called with"
+                f" {_shapes(found)} it needs {least} at least, in chunks, and takes that: plan for the largest batch",
+                stacklevel=2,
+            )
+        return planned
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "known": {}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "InChunks":
+        twin = copy.copy(self)
+        # a plan has nothing of the block that it was made for
+        twin.known = self.known
+        return twin
+
+
+def _shapes(found: Capture) -> str:
+    """Of a block's tensor arguments."""
+    assert found.graph is not None, "what was planned has a graph"
+    given = [node.meta["val"] for node in found.graph.graph.nodes if node.op == "placeholder"]
+    return ", ".join(str(list(tensor.shape)) for tensor in given[len(found.names) :]) or "no tensors"

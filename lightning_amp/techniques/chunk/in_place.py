@@ -1,0 +1,80 @@
+"""Which results may be written over an argument that nothing reads later, in inference: those of operators by entry.
+
+An operator by entry (torch tags it `pointwise`) reads of every argument the entry that it writes, so it may write into
+one of them. It does so by its variant with `out=`, where that has a kernel of its own: another one would make a copy.
+
+What is written over must be the block's own memory. An operator may return its argument, or a view of it, depending
+on how that is laid out, which chunks change: `reshape`, `contiguous`, `dropout` in evaluation. So memory counts as new
+only if torch promises that it is (an operator that is not put together from others returns no argument), or if the
+operator is one of `NEW`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from lightning_amp._torch import OpOverload, has_kernel
+from lightning_amp.graph.table import Table
+from lightning_amp.techniques.chunk.regions.over import may_write, with_free
+
+NEW = {
+    *("linear", "matmul", "conv1d", "conv2d", "conv3d", "layer_norm", "group_norm", "rms_norm", "batch_norm"),
+    *("softmax", "log_softmax", "upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d"),
+}
+"""Operators that are put together from others, and whose result is new memory in any case."""
+
+
+def with_memory(table: Table, nodes: Sequence[Node]) -> Table:
+    """The table of a block in inference, with results that are written over others.
+
+    Args:
+        table: Of the block.
+        nodes: Of its rows.
+    """
+    values = [node.meta.get("val") for node in nodes]
+    whole = [isinstance(value, Tensor) and value.is_contiguous() for value in values]
+    rows = list(with_free(table, list(map(_is_new, nodes)), whole).rows)
+    for i, row in enumerate(rows):
+        if _is_new(nodes[i]) and whole[i] and writing(nodes[i].target) is not None:
+            alike = (
+                k for k in row.inputs if rows[k].shape == row.shape and may_write(rows, i, k, row.inputs)
+            )
+            rows[i] = replace(row, over=next(alike, -1))
+    return replace(table, rows=tuple(rows))
+
+
+@cache
+def writing(target: Any) -> Any:
+    """The variant of an operator by entry that writes into an argument `out`; None if there is none."""
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
+        return None
+    asked = [(a.name, str(a.type)) for a in target._schema.arguments]
+    packet = target.overloadpacket
+    for other in (getattr(packet, name) for name in packet.overloads()):
+        *given, last = other._schema.arguments or [None]
+        alone = last is not None and last.name == "out" and str(last.type) == "Tensor"
+        if alone and [(a.name, str(a.type)) for a in given] == asked and _has_its_own_kernel(other):
+            return other
+    return None
+
+
+def _has_its_own_kernel(target: OpOverload) -> bool:
+    composite = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
+    return not any(has_kernel(target, key) for key in composite)
+
+
+def _is_new(node: Node) -> bool:
+    """Whether a result is new memory, whatever its arguments are."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    if has_kernel(target, "CompositeImplicitAutograd"):
+        return target.namespace == "aten" and target._opname in NEW
+    schema = target._schema
+    alone = not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
+    return target.namespace == "aten" and alone

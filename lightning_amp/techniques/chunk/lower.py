@@ -1,0 +1,361 @@
+"""A captured block and a chunk plan -> a forward written in Python, which is what runs.
+
+    def region_0(put, size, softmax_input, value):      one chunk of `size` positions
+        softmax = aten.softmax.int(softmax_input, -1); del softmax_input
+        put(0, aten.matmul.default(softmax, value))
+    def forward(weight, input_0): ...                   the block, with region_0 in the place of its rows
+
+Every value is let go of after its last use, so what is alive is what the plan counts. Operators, their order and their
+arguments are those of the graph; in a chunk, the size of the cut dim takes the place of the whole.
+"""
+
+import linecache
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, pairwise
+from keyword import iskeyword
+from operator import getitem
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from lightning_amp._torch import OpOverload, tree_leaves
+from lightning_amp.errors import PlanError
+from lightning_amp.graph.build_table import build_table
+from lightning_amp.graph.capture import Capture, run_as
+from lightning_amp.graph.table import OPERATOR, Table
+from lightning_amp.techniques.chunk.function import ChunkedRegion, Output
+from lightning_amp.techniques.chunk.in_place import with_memory, writing
+from lightning_amp.techniques.chunk.two_steps import neighbours
+from lightning_amp.techniques.chunk.regions.over import within, written_over
+from lightning_amp.techniques.chunk.regions.region import Region, check_region
+
+SIZES = ("size", "shape", "sizes")
+"""Arguments of views that have the size of every dim of the result; of `unflatten` those of the dims made of one."""
+_FILES = count()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lowered:
+    """A block as a forward that was generated.
+
+    Attributes:
+        capture: What the block does.
+        code: Python source of `forward` and of one function per region.
+        forward: Parameters and buffers, then tensor inputs -> the flat results.
+        regions: By the name that the code calls them by.
+        cut: The regions of the plan that it was written by, in their order.
+        inner: What runs in every chunk, where chunks are nested.
+    """
+
+    capture: Capture
+    code: str
+    forward: FunctionType = field(repr=False)
+    regions: Mapping[str, ChunkedRegion] = field(repr=False)
+    cut: tuple[Region, ...] = ()
+    inner: "Lowered | None" = field(default=None, repr=False)
+
+    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the block returns for a call with the signature of the capture."""
+        return run_as(self.capture, self.forward, block, args, kwargs)
+
+
+def lower(capture: Capture, table: Table, regions: Sequence[Region]) -> Lowered:
+    """Write the forward of a block that runs some regions in chunks.
+
+    Args:
+        capture: With a graph.
+        table: By `table_of` the capture.
+        regions: Which share no row.
+
+    Raises:
+        PlanError: A region is not legal, or two overlap.
+    """
+    ordered = sorted(regions, key=lambda region: region.first)
+    for before, after in pairwise(ordered):
+        if after.first <= before.last:
+            raise PlanError(
+                f"regions of rows {before.first!r} to {before.last!r} and {after.first!r} to {after.last!r} of"
+                f" {table.block!r} overlap; a row may be in one region: leave one out"
+            )
+    for region in ordered:
+        check_region(table, region)
+    return _Writer(capture, table).lower(ordered)
+
+
+def table_of(capture: Capture, *, near: bool = False) -> Table:
+    """The table of a capture, in which no region has what a graph does beside its rows.
+
+    An operator that is none on tensors (a change of the gradient mode), and one that reads memory by its place (which
+    chunks lay out anew), stand there as changing the memory that they could have to do with.
+
+    With `near`, for inference, dims of convolutions follow those of their input by `Row.near`.
+    """
+    table = build_table(capture)
+    if not torch.is_grad_enabled():
+        table = with_memory(table, _rows(capture))
+    rows = []
+    for i, (node, row) in enumerate(zip(_rows(capture), table.rows, strict=True)):
+        own = node.target is getitem or isinstance(node.target, OpOverload)
+        if row.kind == OPERATOR and not own:
+            row = replace(row, writes=(i,))
+        elif row.op.startswith("aten.conv"):
+            if near and (found := dict(neighbours(node))):
+                dims = (((0, d),) if d in found else follows for d, follows in enumerate(row.dims or ()))
+                row = replace(row, near=tuple(found.items()), dims=tuple(dims))
+        elif "as_strided" in row.op:
+            row = replace(row, writes=row.inputs)
+        rows.append(row)
+    return replace(table, rows=tuple(rows))
+
+
+class _Size(str):
+    """A size that is worked out when a chunk runs: shown without quotes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A statement, with the rows whose values it makes and reads."""
+
+    text: str
+    made: tuple[int, ...] = ()
+    read: tuple[int, ...] = ()
+
+
+class _Writer:
+    """Names of all rows, and the values that the code takes by name because they cannot be written down."""
+
+    def __init__(self, capture: Capture, table: Table) -> None:
+        self._capture, self._table = capture, table
+        self._nodes = _rows(capture)
+        self._row = {node: i for i, node in enumerate(self._nodes)}
+        self._values: dict[str, Any] = {
+            "torch": torch,
+            "aten": torch.ops.aten,
+            "inf": math.inf,
+            "nan": math.nan,
+        }
+        self._taken = {"put", "size", "forward", *self._values}
+        self._names = [self._name(text) for text in self._wished()]
+
+    def lower(self, regions: Sequence[Region]) -> Lowered:
+        """Write, compile, and put the regions where the code calls them."""
+        named = {self._name(f"region_{k}"): region for k, region in enumerate(regions)}
+        parts = [self._region(name, region) for name, region in named.items()]
+        code = "\n\n\n".join([*parts, self._forward(named)])
+        space = _compiled(code, self._values)
+        chunked = {name: self._chunked(space[name], region) for name, region in named.items()}
+        # the code of forward calls what runs all chunks under the name of what computes one
+        space |= chunked
+        return Lowered(
+            capture=self._capture, code=code, forward=space["forward"], regions=chunked, cut=tuple(regions)
+        )
+
+    def _wished(self) -> Iterator[str]:
+        names = _argument_names(self._capture)
+        for i, node in enumerate(self._nodes):
+            yield names[i] if node.op == "placeholder" else node.name
+
+    def _name(self, wish: str) -> str:
+        """A name that is free, as near to the wish as Python allows."""
+        name = "".join(c if c.isalnum() and c.isascii() else "_" for c in wish)
+        name = f"_{name}" if not name or name[0].isdigit() or iskeyword(name) else name
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        return name
+
+    def _forward(self, regions: Mapping[str, Region]) -> str:
+        arguments = [i for i, node in enumerate(self._nodes) if node.op == "placeholder"]
+        (output,) = (node for node in self._capture.graph.graph.nodes if node.op == "output")  # type: ignore[union-attr]
+        lines = list(self._main(regions))
+        read = tuple(self._row[node] for node in tree_leaves(output.args) if isinstance(node, Node))
+        lines.append(_Line(f"return {self._text(output.args[0])}", read=read))
+        head = f"def forward({', '.join(self._names[i] for i in arguments)}):"
+        return "\n".join([head, *self._with_ends(lines, set(arguments))])
+
+    def _main(self, regions: Mapping[str, Region]) -> Iterator[_Line]:
+        """Rows one by one; of a region what comes before its chunks, then all chunks at once."""
+        within = {i: name for name, region in regions.items() for i in region.inside(self._table)}
+        before = {i for region in regions.values() for i in region.before}
+        ends = {region.last: name for name, region in regions.items()}
+        for i, node in enumerate(self._nodes):
+            if node.op == "get_attr":
+                value = getattr(self._capture.graph, str(node.target))
+                yield _Line(f"{self._names[i]} = {self._constant(value)}", made=(i,))
+            elif node.op != "placeholder" and i not in within:
+                yield self._statement(i, in_place=i not in before)
+            if i in ends:
+                region = regions[ends[i]]
+                inputs, outputs = region.inputs(self._table), region.outputs(self._table)
+                names = ", ".join(self._names[k] for k in outputs)
+                call = f"{ends[i]}({', '.join(self._names[k] for k in inputs)})"
+                yield _Line(f"[{names}] = {call}", outputs, inputs)
+
+    def _region(self, name: str, region: Region) -> str:
+        inputs, outputs = region.inputs(self._table), region.outputs(self._table)
+        lines = []
+        for i in region.inside(self._table):
+            in_place = within(self._table.rows, self._table.rows[i], region.inside(self._table))
+            lines.append(self._statement(i, region, in_place=in_place))
+            if i in outputs:
+                lines.append(_Line(f"put({outputs.index(i)}, {self._names[i]})", read=(i,)))
+        head = f"def {name}({', '.join(['put', 'size', *(self._names[k] for k in inputs)])}):"
+        body = self._with_ends(lines, set(inputs))
+        return "\n".join([*self._comment(region), head, *body])
+
+    def _comment(self, region: Region) -> Iterator[str]:
+        def listed(rows: Iterable[int]) -> str:
+            return ", ".join(
+                f"{self._names[i]} {'summed' if i in region.sums else 'dim ' + str(region.dims[i])}"
+                for i in rows
+            )
+
+        sizes = [size for _, size in region.pieces()]
+        last = f", the last of {sizes[-1]}" if sizes[-1] != sizes[0] else ""
+        inputs = region.inputs(self._table)
+        whole = [self._names[i] for i in inputs if i not in region.dims]
+        yield f"# {len(sizes)} chunks of {sizes[0]} of {region.units} positions{last}"
+        if region.reach:
+            yield f"# with {region.reach} on either side of every chunk"
+        yield f"# cut: {listed(i for i in inputs if i in region.dims)}"
+        if whole:
+            yield f"# whole: {', '.join(whole)}"
+        yield f"# results: {listed(region.outputs(self._table))}"
+
+    def _statement(self, i: int, region: Region | None = None, *, in_place: bool) -> _Line:
+        over = self._table.rows[i].over if in_place else -1
+        text = f"{self._names[i]} = {self._call(i, region, over)}"
+        return _Line(text, (i,), tuple(dict.fromkeys(self._row[n] for n in self._nodes[i].all_input_nodes)))
+
+    def _call(self, i: int, region: Region | None, over: int) -> str:
+        node = self._nodes[i]
+        if node.target is getitem:
+            return f"{self._text(node.args[0])}[{node.args[1]!r}]"
+        args, kwargs = list(node.args), dict(node.kwargs)
+        if region is not None and i in region.dims:
+            self._resize(i, region, args, kwargs)
+        given = [self._text(a) for a in args] + [f"{k}={self._text(v)}" for k, v in kwargs.items()]
+        target = node.target
+        if over >= 0:
+            target, given = writing(target), [*given, f"out={self._names[over]}"]
+        return f"{self._function(target)}({', '.join(given)})"
+
+    def _resize(self, i: int, region: Region, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Put the size of a chunk where a view is told that of the whole."""
+        schema = self._nodes[i].target._schema  # type: ignore[union-attr]
+        dim, shape = region.dims[i], self._table.rows[i].shape
+        for place, argument in enumerate(schema.arguments):
+            if argument.name not in SIZES:
+                continue
+            at = dim
+            if schema.name == "aten::unflatten":
+                of = len(self._table.rows[self._table.rows[i].inputs[0]].shape)
+                at -= int(args[1] if len(args) > 1 else kwargs["dim"]) % of
+            holder, key = (args, place) if place < len(args) else (kwargs, argument.name)
+            sizes = list(holder[key])  # type: ignore[index]
+            if 0 <= at < len(sizes) and sizes[at] != -1:
+                each = shape[dim] // region.units
+                sizes[at] = _Size("size" if each == 1 else f"{each} * size")
+                holder[key] = sizes  # type: ignore[index]
+
+    def _with_ends(self, lines: Sequence[_Line], kept: set[int]) -> Iterator[str]:
+        """Statements, each followed by letting go of what nobody reads after it."""
+        last = {i: n for n, line in enumerate(lines) for i in (*line.made, *line.read)}
+        for n, line in enumerate(lines):
+            ended = [self._names[i] for i in (*line.read, *line.made) if last[i] == n and i not in kept]
+            gone = (
+                f"; del {', '.join(dict.fromkeys(ended))}"
+                if ended and not line.text.startswith("return")
+                else ""
+            )
+            yield f"    {line.text}{gone}"
+
+    def _function(self, target: Any) -> str:
+        if isinstance(target, OpOverload):
+            space, _, name = target._schema.name.partition("::")
+            path = (name, target._overloadname)
+            if not any(iskeyword(part) or not part.isidentifier() for part in path):
+                return ".".join(("aten", *path) if space == "aten" else ("torch.ops", space, *path))
+        return self._constant(target)
+
+    def _text(self, value: Any) -> str:
+        """A value as Python source."""
+        if isinstance(value, Node):
+            return self._names[self._row[value]]
+        if isinstance(value, list | tuple):
+            inner = ", ".join(map(self._text, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+        if isinstance(value, _Size | torch.dtype | torch.memory_format | torch.layout):
+            return str(value)
+        if isinstance(value, torch.device):
+            return f"torch.{value!r}"
+        if value is None or isinstance(value, bool | int | float | str):
+            return repr(value)
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        """The name of a value that cannot be written down."""
+        known = next((name for name, own in self._values.items() if own is value), None)
+        name = known or self._name(getattr(value, "__name__", "") or "constant")
+        self._values[name] = value
+        return name
+
+    def _chunked(self, compute: Callable[..., None], region: Region) -> ChunkedRegion:
+        return ChunkedRegion(
+            compute=compute,
+            length=region.units,
+            bounds=region.pieces(),
+            input_dims=tuple(region.dims.get(k) for k in region.inputs(self._table)),
+            outputs=tuple(self._outputs(region)),
+            reach=region.reach,
+        )
+
+    def _outputs(self, region: Region) -> Iterator[Output]:
+        over, inputs = written_over(self._table, region), region.inputs(self._table)
+        for i in region.outputs(self._table):
+            value = self._nodes[i].meta["val"]
+            yield Output(
+                name=self._names[i],
+                shape=tuple(value.shape),
+                stride=dense_strides(value),
+                dtype=value.dtype,
+                dim=None if i in region.sums else region.dims[i],
+                needs_grad=self._table.rows[i].needs_grad,
+                over=inputs.index(over[i]) if i in over else None,
+            )
+
+
+def _rows(capture: Capture) -> list[Node]:
+    """The nodes of a graph that are rows of its table."""
+    assert capture.graph is not None, f"the block was not captured: {capture.reason}"
+    return [node for node in capture.graph.graph.nodes if node.op != "output"]
+
+
+def _argument_names(capture: Capture) -> list[str]:
+    """Of the graph's arguments, as `Capture.changed` has them."""
+    n_inputs = sum(node.op == "placeholder" for node in _rows(capture)) - len(capture.names)
+    return [*capture.names, *(f"input {k}" for k in range(n_inputs))]
+
+
+def dense_strides(value: Tensor) -> tuple[int, ...]:
+    """Strides in the order of a tensor's own, without gaps: what can be viewed there can be viewed here."""
+    order = sorted(range(value.dim()), key=lambda d: (value.stride(d), -d), reverse=True)
+    strides, step = [0] * value.dim(), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= max(value.shape[d], 1)
+    return tuple(strides)
+
+
+def _compiled(code: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The functions of a source; errors in them show its lines."""
+    name = f"<lightning_amp.chunk {next(_FILES)}>"
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    namespace = dict(values)
+    exec(compile(code, name, "exec"), namespace)
+    return namespace

@@ -1,0 +1,85 @@
+"""What a module that runs in chunks knows of them, and the module without them."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_amp._torch import own_class
+from lightning_amp.footprint.forward_overrides import Position, overrides_of, set_overrides
+from lightning_amp.techniques.autograd.received import nothing_kept
+from lightning_amp.techniques.chunk.regions.region import Region
+
+CHUNKS = ("chunk", "lightning_amp.chunk")
+"""Names of the technique: of a rule, and of the function."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleChunks:
+    """How a module keeps within a budget, for one signature.
+
+    Attributes:
+        budget_bytes: Asked for.
+        peak_bytes: Most bytes alive in one forward pass without gradients, beyond parameters, buffers and arguments.
+        whole_bytes: The same without chunks.
+        regions: What runs in chunks, by block; the whole module is the block "".
+        code: The forward that was generated, by block.
+        reasons: Why the module, or a block of it, is no graph.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    whole_bytes: int
+    regions: Mapping[str, tuple[Region, ...]]
+    code: Mapping[str, str] = field(repr=False)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A plan, what carries it out, and what checks it before: each called as `run(module, args, kwargs)`.
+
+    Where there is no `check` by itself, the first run checks.
+    """
+
+    chunks: ModuleChunks
+    run: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+    check: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] | None = None
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """The module with its class's forward, or what a technique other than chunk computes in its place: the same
+    children, parameters and settings.
+
+    What runs around a forward is left out, and so are hooks on the module itself.
+    """
+    kind, left_out = own_class(module)
+    found = object.__new__(kind)
+    vars(found).update(
+        # hooks of every kind: those of state_dict hold what `fully_shard` knows of a module
+        (name, OrderedDict() if name.startswith("_") and "_hooks" in name else value)
+        for name, value in vars(module).items()
+        if name not in ("forward", *left_out) and not isinstance(value, ModuleChunks)
+    )
+    inside = (one for one in overrides_of(module) or () if one.position < Position.TWICE)
+    set_overrides(found, (one for one in inside if one.strategy not in CHUNKS))
+    return found
+
+
+@contextmanager
+def no_part_of_the_step() -> Iterator[None]:
+    """For what is computed of a plan rather than of the step that it is made in; gradients stay on or off."""
+    with_gradients = torch.is_grad_enabled()
+    with ExitStack() as stack:
+        # tensors of inference mode count no changes, by which a capture sees what a forward changes in place
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(with_gradients))
+        # a block that is computed again has hooks, which would count what is kept here, and keeps what is received
+        stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        stack.enter_context(nothing_kept())
+        yield

@@ -1,0 +1,85 @@
+"""Chunks within chunks, in inference: a whole block sample by sample, and regions of what one sample computes.
+
+Where every row of a block can be cut along one dim, one piece of it is a block of its own: it is captured with the
+sizes of a piece, and chunks are planned for it in what the results of the whole leave of the budget.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_amp._torch import make_fx
+from lightning_amp.footprint.quick_fakes import QuickFakes
+from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.table import OPERATOR, PARAMETER, Table
+from lightning_amp.techniques.chunk.function import ChunkedRegion, Put
+from lightning_amp.techniques.chunk.lower import Lowered, lower
+from lightning_amp.techniques.chunk.regions.find_regions import find_regions
+from lightning_amp.techniques.chunk.regions.region import Region
+
+Found = TypeVar("Found")
+Plan = Callable[[Capture], tuple[Lowered, Found]]
+
+
+def outermost(table: Table) -> Region | None:
+    """The region of all rows of a block, in the most pieces; None if they cannot all be cut along one dim."""
+    own = [i for i, row in enumerate(table.rows) if row.kind == OPERATOR]
+    all_of_it = (r for r in find_regions(table, around=own[-1:]) if r.first == own[0] and not r.before)
+    return next((r for r in all_of_it if r.last == own[-1]), None)
+
+
+def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Found]) -> tuple[Lowered, Found]:
+    """The forward that runs a region of all rows in pieces of one size, and in each of them regions of its own.
+
+    Args:
+        capture: Of the block.
+        table: Of the capture, for inference.
+        region: Of all its rows.
+        plan: Of a captured piece.
+
+    Returns:
+        The forward, and what `plan` says beside that of a piece.
+    """
+    rows = tuple(replace(row, over=-1) for row in table.rows)
+    lowered = lower(capture, replace(table, rows=rows), (region,))
+    ((name, chunked),) = lowered.regions.items()
+    piece, found = plan(_of_piece(capture, table, region, chunked))
+
+    def compute(put: Put, size: int, *pieces: Tensor) -> None:
+        for k, value in enumerate(piece.forward(*pieces)):
+            put(k, value)
+
+    nested = replace(chunked, compute=compute)
+    lowered.forward.__globals__[name] = nested
+    outer = lowered.code[lowered.code.index("\ndef forward(") :]
+    code = f"# one chunk of {name}\n{piece.code}\n\n{outer}"
+    return replace(lowered, code=code, regions={name: nested}, inner=piece), found
+
+
+def _of_piece(capture: Capture, table: Table, region: Region, chunked: ChunkedRegion) -> Capture:
+    """What one piece computes, as a block whose arguments are the region's inputs."""
+    inputs = region.inputs(table)
+    ((start, size), *_) = chunked.bounds
+    assert capture.graph is not None, "what has a table has a graph"
+    values = {
+        node.name: getattr(capture.graph, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        for node in capture.graph.graph.nodes
+    }
+
+    def run(*tensors: Tensor) -> list[Any]:
+        found: dict[int, Any] = {}
+        chunked.compute(found.__setitem__, size, *tensors)
+        return [found[k] for k in range(len(chunked.outputs))]
+
+    with QuickFakes():
+        given = []
+        for i, dim in zip(inputs, chunked.input_dims, strict=True):
+            whole = values[table.rows[i].name]
+            like = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
+            given.append(chunked.piece(like, dim, start, size))
+    graph = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*given)
+    names = tuple(table.rows[i].name for i in inputs if table.rows[i].kind == PARAMETER)
+    return Capture(kind=capture.kind, key=None, names=names, graph=graph, needs_grad=(False,) * len(given))

@@ -1,0 +1,201 @@
+"""Regions for one graph under a budget, and the bytes that the generated forward then takes."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.quick_fakes import QuickFakes
+from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.peak import block_bytes
+from lightning_amp.graph.table import Table
+from lightning_amp.techniques.chunk.check import Checked
+from lightning_amp.techniques.chunk.lower import Lowered, lower, table_of
+from lightning_amp.techniques.chunk.module_chunks import ModuleChunks, Planned
+from lightning_amp.techniques.chunk.nested import lower_nested, outermost
+from lightning_amp.techniques.chunk.two_steps import in_two_steps
+from lightning_amp.techniques.chunk.regions.choose_chunks import (
+    CPU_SECONDS,
+    CostModel,
+    OverBudget,
+    choose_chunks,
+    rung,
+)
+from lightning_amp.techniques.chunk.regions.chunk_bytes import result_bytes
+from lightning_amp.techniques.chunk.regions.region import ChunkPlan, Region
+
+
+def plan_graph(
+    capture: Capture, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS
+) -> Planned:
+    """The plan of a module that is one graph; with `train` the budget is for forward and backward pass.
+
+    Raises:
+        PlanError: The budget cannot be met.
+    """
+    lowered, found = lower_within(capture, budget_bytes, train=train, costs=costs)
+    chunks = ModuleChunks(
+        budget_bytes=budget_bytes,
+        peak_bytes=found.peak_bytes,
+        whole_bytes=found.whole_bytes,
+        regions={"": found.regions},
+        code={"": lowered.code},
+    )
+    checked = Checked(lowered, budget_bytes, found.whole_bytes)
+    return Planned(
+        chunks=chunks,
+        run=lambda module, args, kwargs: checked(module, *args, **kwargs),
+        check=checked.check,
+    )
+
+
+def lower_within(
+    capture: Capture, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS
+) -> tuple[Lowered, ChunkPlan]:
+    """The generated forward that takes the least time within a budget, and its plan with the bytes that it then takes.
+
+    In inference chunks are nested where nothing else is within the budget; the plan's region is the outer one then.
+    Group norm is computed in two steps where that is not enough.
+
+    Plans are made for numbers of bytes that are the same for all budgets, from the largest within the budget down to
+    one that the meter finds within it too, and at last that of the least bytes: what a budget accepts, a larger one
+    does too, and is no slower.
+
+    Args:
+        capture: With a graph; for training captured with gradients.
+        budget_bytes: Of a forward pass without gradients.
+        train: The budget is for forward and backward pass.
+        costs: What is made small.
+
+    Raises:
+        OverBudget: The budget cannot be met.
+    """
+    try:
+        return _side_by_side_or_nested(capture, budget_bytes, costs, train=train)
+    except OverBudget as error:
+        split = None if train else in_two_steps(capture)
+        if split is None:
+            raise
+        try:
+            return _side_by_side_or_nested(split, budget_bytes, costs, train=train)
+        except OverBudget as other:
+            raise min(error, other, key=lambda e: e.least_bytes) from error
+
+
+def _side_by_side_or_nested(
+    capture: Capture, budget_bytes: int, costs: CostModel, *, train: bool
+) -> tuple[Lowered, ChunkPlan]:
+    """The forward of a graph as it is."""
+    table = table_of(capture, near=not train)
+    counted = table if train else _inference_table(capture, table)
+    try:
+        lowered, found = _within(capture, counted, budget_bytes, costs, train=train)
+    except OverBudget as error:
+        outer = None if train else outermost(counted)
+        if outer is None:
+            raise
+        with torch.no_grad():
+            lowered, found = _nested(capture, counted, outer, budget_bytes, costs, error)
+    # where there are gradients the same regions run, and nothing is written over
+    return lowered if counted is table else lower(capture, table, found.regions), found
+
+
+def _within(
+    capture: Capture, table: Table, budget_bytes: int, costs: CostModel, *, train: bool
+) -> tuple[Lowered, ChunkPlan]:
+    """The forward with the regions that are chosen from a table."""
+    fits = block_bytes(table, train=train).peak_bytes <= budget_bytes
+    asked, is_least = budget_bytes if fits else rung(budget_bytes), False
+    while True:
+        try:
+            found = choose_chunks(table, asked, train=train, costs=costs)
+        except OverBudget as error:
+            if error.least is None:
+                raise
+            found, is_least = error.least, True
+        lowered = lower(capture, table, found.regions)
+        measured = step_bytes(lowered) if train else forward_bytes(lowered)
+        if measured <= budget_bytes:
+            return lowered, replace(found, peak_bytes=measured)
+        if is_least:
+            raise OverBudget(
+                f"block {capture.kind.__name__!r} requires at least {measured!r} bytes in chunks"
+                f" ({found.whole_bytes!r} as it is), more than the budget of {budget_bytes!r} bytes; raise the"
+                " budget",
+                measured,
+            )
+        # a prediction that is too small costs other searches, never the promise
+        asked = rung(min(asked, found.peak_bytes) - 1)
+
+
+def _nested(
+    capture: Capture, table: Table, outer: Region, budget_bytes: int, costs: CostModel, alone: OverBudget
+) -> tuple[Lowered, ChunkPlan]:
+    """The forward in chunks within chunks; `alone` says what simple ones need."""
+    beside = sum(result_bytes(table.rows[i]) for i in outer.outputs(table))
+
+    def plan(piece: Capture) -> tuple[Lowered, ChunkPlan]:
+        return _within(piece, table_of(piece, near=True), budget_bytes - beside, costs, train=False)
+
+    try:
+        lowered, inner = lower_nested(capture, table, outer, plan)
+    except OverBudget as error:
+        raise _over(capture, budget_bytes, min(error.least_bytes + beside, alone.least_bytes)) from error
+    measured = forward_bytes(lowered)
+    if measured > budget_bytes:
+        raise _over(capture, budget_bytes, min(measured, alone.least_bytes))
+    whole, n = choose_chunks(table, 2**62, train=False, costs=costs), outer.n_chunks
+    return lowered, replace(whole, regions=(outer,), peak_bytes=measured, seconds=n * inner.seconds)
+
+
+def _over(capture: Capture, budget_bytes: int, least_bytes: int) -> OverBudget:
+    """Of what is known when a prediction was wrong, or chunks were nested."""
+    return OverBudget(
+        f"block {capture.kind.__name__!r} requires at least {least_bytes!r} bytes in chunks, more than the budget of"
+        f" {budget_bytes!r} bytes; raise the budget",
+        least_bytes,
+    )
+
+
+def forward_bytes(lowered: Lowered) -> int:
+    """Most bytes alive in a forward pass without gradients, beyond what it is given; it is run on fake tensors."""
+    with QuickFakes(), torch.no_grad():
+        tensors = _arguments(lowered)
+        with LiveBytes() as live:
+            lowered.forward(*tensors)
+    return int(live.peak)
+
+
+def step_bytes(lowered: Lowered) -> int:
+    """Most bytes alive in a forward and a backward pass, beyond what both are given; they are run on fake tensors.
+
+    Results are held meanwhile. Gradients of arguments and parameters count, those of the results do not.
+    """
+    live = LiveBytes()
+    with QuickFakes():
+        tensors = _arguments(lowered)
+        for tensor, needs_grad in zip(tensors, lowered.capture.needs_grad, strict=True):
+            tensor.requires_grad_(needs_grad)
+        with live:
+            results = lowered.forward(*tensors)
+        learned = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
+        seeds = [torch.empty_like(result) for result in learned]
+        with live:
+            torch.autograd.backward(learned, seeds)
+    return int(live.peak)
+
+
+def _inference_table(capture: Capture, table: Table) -> Table:
+    """What an operator makes for the backward pass is made and dropped, which a row with gradients does not show."""
+    if not torch.is_grad_enabled():
+        return table
+    with torch.no_grad():
+        return table_of(capture, near=True)
+
+
+def _arguments(lowered: Lowered) -> list[Tensor]:
+    """What a generated forward is given; fake in a fake mode, where a region runs some of its chunks."""
+    assert lowered.capture.graph is not None, "what was lowered has a graph"
+    given = [node.meta["val"] for node in lowered.capture.graph.graph.nodes if node.op == "placeholder"]
+    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]

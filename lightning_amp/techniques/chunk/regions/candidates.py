@@ -1,0 +1,187 @@
+"""Regions that are worth choosing from, with what the choice reads of them.
+
+Rows above the budget are the paper's peak nodes: a region has at least one. It is left out if a shorter one does the
+same: if it begins earlier than another, though no fewer bytes are alive there (`find_regions`), or ends later, though
+its outputs are no smaller, and covers no further row above the budget. In training every row that saves counts as one.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
+
+from lightning_amp.graph.peak import BlockBytes
+from lightning_amp.graph.table import OPERATOR, Table
+from lightning_amp.techniques.chunk.regions.chunk_bytes import Pieces, result_bytes
+from lightning_amp.techniques.chunk.regions.find_regions import RegionSearch
+from lightning_amp.techniques.chunk.regions.over import written_over
+from lightning_amp.techniques.chunk.regions.region import Region, piece_length, pieces
+
+Cost = Callable[[Region], float]
+MOST_ROWS = 6_000
+"""Of all regions that are compared for one table, each row as often as it is in one; the examples have 945 at most.
+
+A search of as many takes about a second of one core. It is a bound of work, so that plans do not depend on the clock.
+"""
+STEP = 1.15
+"""Ratio of two lengths of a piece that are worth telling apart."""
+
+
+class Candidate:
+    """A region, and its bytes and cost in any number of pieces.
+
+    Attributes:
+        region: In the most pieces.
+        outputs: Rows that it hands on.
+        output_bytes: Of their results.
+        learns: Whether it has a backward pass.
+    """
+
+    def __init__(self, table: Table, region: Region, cost: Cost, plain: BlockBytes, *, train: bool) -> None:
+        self.region, self.outputs = region, region.outputs(table)
+        self.output_bytes = sum(result_bytes(table.rows[i]) for i in self.outputs)
+        self._table, self._cost = table, cost
+        self._work: dict[int, tuple[int, int]] = {}
+        self._lengths = _lengths(region.units)
+        self._costs: dict[int, tuple[Region, float]] = {}
+        self._plain, self.learns = plain, train and any(table.rows[i].needs_grad for i in self.outputs)
+
+    @cached_property
+    def least_cost(self) -> float:
+        """Of all numbers of pieces: that of two."""
+        return self.with_pieces(min(2, self.region.units))[1]
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """Rows that it reads."""
+        return self.region.inputs(self._table)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """While its backward runs: gradients that wait, and those of its inputs."""
+        if not self.learns:
+            return 0
+        read = (self._table.rows[i] for i in self.inputs)
+        return self._plain.waiting[self.region.last] + sum(
+            result_bytes(row) for row in read if row.needs_grad
+        )
+
+    @cached_property
+    def before(self) -> list[tuple[int, list[int]]]:
+        """Rows computed before the pieces, with the rows that are still to be read after each."""
+        return _before(self._table, self.region)
+
+    @cached_property
+    def over(self) -> dict[int, int]:
+        """Of outputs the inputs in whose memory they are written."""
+        return written_over(self._table, self.region)
+
+    def cut(self, budget: int | None, forward: int, backward: int) -> tuple[int, int] | None:
+        """The fewest pieces within a budget beside so many bytes, and the peak; without a budget the most pieces."""
+        lengths = self._lengths
+        if budget is None:
+            return self.region.units, self._peak(1, forward, backward)
+        if max(forward, backward) > budget or self._peak(1, forward, backward) > budget:
+            return None
+        # no longer piece takes less
+        low, high = 0, len(lengths) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._peak(lengths[middle], forward, backward) <= budget:
+                low = middle
+            else:
+                high = middle - 1
+        n_chunks = len(pieces(self.region.units, -(-self.region.units // lengths[low])))
+        return n_chunks, self._peak(lengths[low], forward, backward)
+
+    def with_pieces(self, n_chunks: int) -> tuple[Region, float]:
+        """The region in so many pieces, and its cost."""
+        if n_chunks not in self._costs:
+            region = replace(self.region, n_chunks=n_chunks)
+            self._costs[n_chunks] = region, self._cost(region)
+        return self._costs[n_chunks]
+
+    def _peak(self, length: int, forward: int, backward: int) -> int:
+        """Beside so many bytes, with pieces of so many units."""
+        if length not in self._work:
+            n_chunks = -(-self.region.units // length)
+            there = self._pieces.once(n_chunks).peak_bytes + self._pieces.wide_bytes
+            back = self._pieces.again(n_chunks).peak_bytes if self.learns else 0
+            self._work[length] = there, back
+        there, back = self._work[length]
+        return max(forward + there, backward + back)
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(self._table, self.region)
+
+
+class Candidates:
+    """The candidates of one table; what is known of them is kept from one budget to the next.
+
+    Args:
+        table: A captured block.
+        held: Bytes alive just before a row, without regions.
+        cost: Of a region.
+        plain: Bytes of the block without regions.
+        train: Whether there is a backward pass.
+    """
+
+    def __init__(
+        self, table: Table, held: Sequence[int], cost: Cost, plain: BlockBytes, *, train: bool
+    ) -> None:
+        self._table, self._search = table, RegionSearch(table, held=held)
+        self._new = partial(Candidate, table, cost=cost, plain=plain, train=train)
+        self._known: dict[int, Candidate] = {}
+        self._around: dict[frozenset[int], list[Candidate]] = {}
+
+    def around(self, hot: frozenset[int]) -> list[Candidate]:
+        """Regions that contain one of the rows `hot`, without those that a shorter one makes superfluous."""
+        if hot not in self._around:
+            self._around[hot] = list(
+                self._ends(map(self._of, self._search.around(hot, most_rows=MOST_ROWS)), hot)
+            )
+        return self._around[hot]
+
+    @property
+    def thinned(self) -> bool:
+        """Whether some regions were not looked at, for there were too many."""
+        return self._search.thinned
+
+    def _of(self, region: Region) -> Candidate:
+        # the search keeps its regions, so that no two have one identity
+        if id(region) not in self._known:
+            self._known[id(region)] = self._new(region)
+        return self._known[id(region)]
+
+    def _ends(self, found: Iterable[Candidate], hot: Collection[int]) -> Iterator[Candidate]:
+        """Without those that end later than another of the same first row and dim, and are no better."""
+        least: dict[tuple[int, int | None], tuple[int, int]] = {}
+        for candidate in sorted(found, key=lambda candidate: candidate.region.last):
+            region, size = candidate.region, candidate.output_bytes
+            key = region.first, region.dims.get(region.first)
+            known = least.get(key)
+            further = known is None or any(i in hot for i in range(known[1] + 1, region.last + 1))
+            if known is None or further or size < known[0]:
+                least[key] = size, region.last
+                yield candidate
+
+
+@lru_cache
+def _lengths(units: int) -> tuple[int, ...]:
+    """Lengths of a piece to choose from: of few units all, of many those some per cent apart."""
+    found = [1]
+    while found[-1] < piece_length(units, 2):
+        found.append(max(found[-1] + 1, int(found[-1] * STEP)))
+    return (*found[:-1], piece_length(units, 2)) if units > 2 else (1,)
+
+
+def _before(table: Table, region: Region) -> list[tuple[int, list[int]]]:
+    """Rows computed before the pieces, each with the rows that are read after it."""
+    rows, inputs, found = table.rows, set(region.inputs(table)), list[tuple[int, list[int]]]()
+    there = [k for k in range(region.first) if rows[k].kind == OPERATOR]
+    for n, i in enumerate(region.before):
+        there.append(i)
+        later = {k for j in region.before[n + 1 :] for k in rows[j].inputs}
+        needed = [k for k in there if k in later or k in inputs or rows[k].last_use > region.last]
+        found.append((i, needed))
+    return found

@@ -1,0 +1,115 @@
+"""A call of a block with fewer positions, and the forward that would be generated for it by the same plan.
+
+Dims of arguments whose size is not that of a parameter (samples, tokens, rows of an image) are cut to their first few
+positions. The call counts where the block makes the same operators of it, and every region of the plan is legal there:
+then what is generated differs from the original in sizes alone.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp._torch import tree_flatten, tree_unflatten, unseen
+from lightning_amp.errors import PlanError
+from lightning_amp.graph.capture import Capture, capture
+from lightning_amp.graph.guards import state_of
+from lightning_amp.graph.table import Table
+from lightning_amp.techniques.chunk.lower import Lowered, dense_strides, lower, table_of
+from lightning_amp.techniques.chunk.nested import lower_nested
+from lightning_amp.techniques.chunk.two_steps import in_two_steps
+from lightning_amp.techniques.chunk.regions.region import Region, reach_of
+
+POSITIONS = (4, 16)
+"""Least positions of a dim that is cut; the second is for blocks that halve an image, or look at windows of it."""
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def smaller_calls(
+    block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], lowered: Lowered
+) -> Iterator[tuple[Call, Lowered]]:
+    """Calls with fewer positions, the smallest first, each with what the block runs for it."""
+    values, spec = tree_flatten((tuple(args), dict(kwargs)))
+    fixed = {size for tensor in state_of(block).values() for size in tensor.shape}
+    seen = {_shapes(values)}
+    for least in POSITIONS:
+        # where a size that a parameter has stays: nowhere, in the last dim, of images in the second, everywhere
+        for dims in ((), (-1,), (1,), range(-8, 8)):
+            fewer = _fewer(values, least, fixed, dims)
+            if _shapes(fewer) in seen:
+                continue
+            seen.add(_shapes(fewer))
+            given = tree_unflatten(fewer, spec)
+            with unseen():
+                found = capture(block, *given, key=None)
+                like = None if found.graph is None else lowered_like(lowered, found)
+            if like is not None:
+                yield given, like
+
+
+def lowered_like(lowered: Lowered, found: Capture) -> Lowered | None:
+    """What is generated for another capture by the same plan; None where that is not legal for it."""
+    try:
+        return _lowered_like(lowered, found)
+    except PlanError:
+        return None
+
+
+def _lowered_like(lowered: Lowered, found: Capture) -> Lowered:
+    forms = (found, in_two_steps(found))
+    own = next((form for form in forms if form and _operators(form) == _operators(lowered.capture)), None)
+    if own is None:
+        raise PlanError("the block makes other operators of fewer positions")
+    table = table_of(own, near=True)
+    regions = [_resized(region, table) for region in lowered.cut]
+    if lowered.inner is None:
+        return lower(own, table, regions)
+    inner = lowered.inner
+    return lower_nested(own, table, regions[0], lambda piece: (_lowered_like(inner, piece), None))[0]
+
+
+def _resized(region: Region, table: Table) -> Region:
+    """A region with the sizes of another table."""
+    units = gcd(*(table.rows[i].shape[d] for i, d in region.dims.items()))
+    found = replace(region, units=units, n_chunks=max(2, min(region.n_chunks, units)))
+    return replace(found, reach=reach_of(table.rows, found))
+
+
+def _fewer(values: Sequence[Any], least: int, fixed: set[int], dims: Sequence[int]) -> list[Any]:
+    """Arguments with the first positions of every dim but some: those of `dims` that have a fixed size."""
+    made: dict[int, Tensor] = {}
+    for value in values:
+        if isinstance(value, Tensor):
+            kept = {d % value.dim() for d in dims if -value.dim() <= d < value.dim()}
+            shape = [
+                n if d in kept and n in fixed else min(n, _positions(n, least))
+                for d, n in enumerate(value.shape)
+            ]
+            made[id(value)] = _first(value, shape)
+    return [made[id(value)] if isinstance(value, Tensor) else value for value in values]
+
+
+def _positions(size: int, least: int) -> int:
+    """How many of a dim: a divisor of its size, so that what halves it still can; else an odd number."""
+    return next((n for n in range(least, 2 * least) if size % n == 0), least + 1)
+
+
+def _first(value: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first positions, laid out as the whole is; two arguments that are one tensor stay one."""
+    if list(value.shape) == list(shape):
+        return value.detach().requires_grad_(value.requires_grad)
+    part = value.detach()[tuple(slice(n) for n in shape)]
+    made = torch.empty_strided(tuple(shape), dense_strides(part), dtype=part.dtype, device=part.device)
+    return made.copy_(part).requires_grad_(value.requires_grad)
+
+
+def _shapes(values: Sequence[Any]) -> tuple[torch.Size, ...]:
+    return tuple(value.shape for value in values if isinstance(value, Tensor))
+
+
+def _operators(found: Capture) -> list[tuple[str, str]]:
+    assert found.graph is not None, "what is lowered has a graph"
+    return [(node.op, str(node.target)) for node in found.graph.graph.nodes]

@@ -1,0 +1,277 @@
+"""Gradients of a step over the mesh after backward: averaged over the data axis, parts summed over the model axis.
+
+    replicated p   grad(p) <- (1 / D) sum over data ranks d of grad_d(p)            a model group has the same
+    sharded p      the same, for the rank's own shard
+    partial p      grad(p) <- (1 / D) sum over d and model ranks m of grad_dm(p)    a rank's gradient is a part
+
+for every p that the backward of any rank of the mesh has reached. A rank that did not reach p contributes zero; a p
+that no rank has reached keeps its gradient, or its None.
+
+An average leaves equal tensors equal, so reducing an accumulated sum once, or a gradient twice, is exact. A sum does
+not: where a backward adds to a partial gradient that is whole already, every rank first keeps 1 / M of it.
+
+Collectives per reduction: one all-reduce of P bytes (which parameters), over all ranks; then one all-reduce per
+bucket: over all ranks for partial gradients, over the data axis for replicated ones, and over the data axis for
+sharded ones. Their buckets are apart, so that those of replicated gradients are alike on all ranks of a model group,
+whatever the shards' sizes, and add up in one order. Nothing is sent over an axis of one rank; without partial gradients
+nothing is sent over the model axis but the agreement. A device that does not add up in the same order each time, as a
+GPU with its atomic sums, would let the copies of a replicated parameter drift apart: with `rounds_differently` their
+gradients are averaged over all ranks.
+
+A bucket travels while the next one is filled. A gradient of `ALONE` bytes or more is a bucket by itself, and is not
+copied; those go first, so that the small ones are put together meanwhile. A model has hundreds of parameters, and each
+look at a gradient makes an object in Python: a reduction looks once.
+
+Legend: P parameters, D and M ranks of the data and the model axis.
+Known limits: a tensor hook of the user's on a partial parameter sees the rank's part; parameters added to the module
+later are not seen; all gradients lie on one device.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_world_size, group
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+from lightning_amp._torch import copy_each, flatten_each, unflatten_like
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.ranks.collectives import wait_in_all_reduce
+
+MIB = 2**20
+ALONE = MIB
+IN_FLIGHT = 2
+"""Buckets at a time, which is what bounds the memory that they need."""
+REACHED, SPARSE = 1, 2
+"""What a rank says of a parameter; the largest word of all ranks counts."""
+
+
+class GradientSync:
+    """Knows which gradients have changed since the last reduction, and reduces those.
+
+    Attributes:
+        blocked: While true `reduce` does nothing and the changed gradients stay known; for accumulation.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        mesh: DeviceMesh,
+        *,
+        partial: Iterable[nn.Parameter] = (),
+        sharded: Iterable[nn.Parameter] = (),
+        bucket_bytes: int = 25 * MIB,
+        rounds_differently: bool = False,
+        apart: bool = False,
+    ) -> None:
+        """Watch parameters.
+
+        Args:
+            parameters: In the same order on every rank; a parameter given twice counts once.
+            mesh: All ranks, with the axes "data" and "model".
+            partial: Those of which a rank of the model axis has a part of the gradient.
+            sharded: Those that are a rank's shard; their shapes may differ over the model axis.
+            bucket_bytes: Largest flat buffer; a gradient that is larger travels alone as well.
+            rounds_differently: Whether a model group's ranks may find replicated gradients that differ in rounding.
+            apart: Whether the ranks of a model group have parameters of their own: they agree on nothing here.
+        """
+        self.blocked = False
+        self._parameters = list({id(p): p for p in parameters}.values())
+        self._partial, self._sharded = self._places(partial), self._places(sharded)
+        assert not self._partial & self._sharded, "a shard's gradient is whole"
+        # a mesh can be deep-copied, a process group cannot; taking an axis out of it takes long
+        self._data, self._model = mesh["data"], mesh["model"]
+        self._data_ranks, self._model_ranks = self._data.size(), 1 if apart else self._model.size()
+        self._bucket_bytes = bucket_bytes
+        self._copies = self._model_ranks if rounds_differently else 1
+        self._sizes = [(p.dtype, p.nbytes) for p in self._parameters]
+        self._reached: set[int] = set()
+        self._hooks: dict[int, list[RemovableHandle]] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether this rank holds gradients that were not reduced yet; other ranks may differ."""
+        return any(self._parameters[i].grad is not None for i in self._reached)
+
+    @property
+    def _sends(self) -> bool:
+        """Whether ranks have different gradients at all."""
+        crosses_model = self._model_ranks > 1 and (bool(self._partial) or self._copies > 1)
+        return bool(self._parameters) and (self._data_ranks > 1 or crosses_model)
+
+    @property
+    def _everyone(self) -> ProcessGroup:
+        """The group of all ranks of the mesh."""
+        if self._model_ranks == 1:
+            return self._data.get_group()
+        if self._data_ranks == 1:
+            return self._model.get_group()
+        assert self._data_ranks * self._model_ranks == get_world_size(), "a mesh covers all ranks of the run"
+        whole = group.WORLD
+        assert whole is not None, "a mesh has connected processes"
+        return whole
+
+    def watch(self) -> None:
+        """Hook the parameters that need gradients by now; call it before every backward, for unfreezing."""
+        if not self._sends:
+            return
+        for i, parameter in enumerate(self._parameters):
+            if i not in self._hooks and parameter.requires_grad:
+                mark = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    functools.partial(self._mark, i)
+                )
+                self._hooks[i] = [mark]
+                if i in self._partial and self._model_ranks > 1:
+                    before = functools.partial(self._keep_part, i)
+                    self._hooks[i].append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hooks in self._hooks.values():
+            for hook in hooks:
+                hook.remove()
+        self._hooks.clear()
+        self._reached.clear()
+
+    @torch.no_grad()
+    def reduce(self, *, force: bool = False) -> None:
+        """Reduce what has changed on any rank; a collective, every rank must call it.
+
+        Args:
+            force: Also while `blocked`.
+
+        Raises:
+            InstallError: A rank holds a gradient that is not a dense tensor; raised on every rank.
+        """
+        if self.blocked and not force:
+            return
+        if self._sends:
+            grads = {i: grad for i in self._reached if (grad := self._parameters[i].grad) is not None}
+            reached = self._agree(grads)
+            data = self._data.get_group()
+            others = self._partial | self._sharded
+            kinds = (
+                ([i for i in reached if i in self._partial], self._everyone, 1),
+                (
+                    [i for i in reached if i not in others],
+                    self._everyone if self._copies > 1 else data,
+                    self._copies,
+                ),
+                ([i for i in reached if i in self._sharded], data, 1),
+            )
+            for indices, ranks, copies in kinds:
+                self._reduce(indices, grads, ranks, copies)
+        self._reached.clear()
+
+    def reduce_rest(self) -> None:
+        """Reduce what is left, also while `blocked`; where no rank has anything left, a collective of one byte."""
+        left = self.pending
+        if self._sends:
+            box = torch.tensor(left, dtype=torch.uint8, device=self._parameters[0].device)
+            all_reduce(box, ReduceOp.MAX, group=self._everyone)
+            left = bool(box)
+        if left:
+            self.reduce(force=True)
+        self._reached.clear()
+
+    def _places(self, some: Iterable[nn.Parameter]) -> set[int]:
+        place = {id(p): i for i, p in enumerate(self._parameters)}
+        ids = {id(p) for p in some}
+        assert ids <= place.keys(), "what is reduced in its own way is one of the parameters"
+        return {place[i] for i in ids}
+
+    def _mark(self, index: int, parameter: Tensor) -> None:
+        self._reached.add(index)
+
+    def _keep_part(self, index: int, incoming: Tensor) -> None:
+        """Before a backward adds parts to a gradient that is whole."""
+        grad = self._parameters[index].grad
+        # the reduction will sum over M ranks what is whole on each of them: M times 1 / M of it
+        if index not in self._reached and grad is not None:
+            with torch.no_grad():
+                grad.div_(self._model_ranks)
+
+    def _agree(self, grads: Mapping[int, Tensor]) -> list[int]:
+        """The parameters that any rank has reached, the same list on every rank.
+
+        A gradient that was reset to None after backward is not among `grads`, those of this rank, and must not come
+        back as zeros: optimisers skip None.
+        """
+        words = bytearray(len(self._parameters))
+        for i, grad in grads.items():
+            words[i] = REACHED if grad.layout is torch.strided else SPARSE
+        # a copy: memory of Python's own is given back by whichever thread is the last to hold it
+        union = torch.frombuffer(words, dtype=torch.uint8).to(self._parameters[0].device, copy=True)
+        all_reduce(union, ReduceOp.MAX, group=self._everyone)
+        found = union.tolist()
+        if SPARSE in found:
+            shape = tuple(self._parameters[found.index(SPARSE)].shape)
+            raise InstallError(
+                f"dense gradients can be averaged over ranks; the parameter of shape {shape!r} has a sparse"
+                " one. Make its layer dense, for an embedding with sparse=False"
+            )
+        return [i for i, word in enumerate(found) if word]
+
+    def _reduce(
+        self, indices: list[int], grads: Mapping[int, Tensor], ranks: ProcessGroup, copies: int
+    ) -> None:
+        if get_world_size(ranks) == 1:
+            return
+        travelling: deque[Callable[[], None]] = deque()
+        for bucket in self._buckets(indices):
+            if len(travelling) == IN_FLIGHT:
+                travelling.popleft()()
+            travelling.append(self._send([self._gradient(i, grads) for i in bucket], ranks, copies))
+        for arrive in travelling:
+            arrive()
+
+    def _buckets(self, indices: list[int]) -> Iterator[list[int]]:
+        """Those of large gradients first, then gradients of one type, up to the bucket size together."""
+        alone = min(ALONE, self._bucket_bytes)
+        small: dict[torch.dtype, list[int]] = {}
+        for i in indices:
+            dtype, n_bytes = self._sizes[i]
+            if n_bytes >= alone:
+                yield [i]
+            else:
+                small.setdefault(dtype, []).append(i)
+        for same_type in small.values():
+            bucket: list[int] = []
+            filled = 0
+            for i in same_type:
+                n_bytes = self._sizes[i][1]
+                if bucket and filled + n_bytes > self._bucket_bytes:
+                    yield bucket
+                    bucket, filled = [], 0
+                bucket.append(i)
+                filled += n_bytes
+            yield bucket
+
+    def _send(self, bucket: list[Tensor], ranks: ProcessGroup, copies: int) -> Callable[[], None]:
+        """Begin to sum a bucket over ranks; returns what waits for it and puts the means in place."""
+        alone = len(bucket) == 1 and bucket[0].is_contiguous()
+        flat = bucket[0] if alone else flatten_each(bucket)
+        # divided before the sum, as torch's own reducer does: half precision sums could overflow
+        flat.div_(self._data_ranks * copies)
+        work = all_reduce(flat, group=ranks, async_op=True)
+
+        def arrive() -> None:
+            wait_in_all_reduce(work)
+            if not alone:
+                # at once, for every operator has its price
+                copy_each(bucket, unflatten_like(flat, bucket))
+
+        return arrive
+
+    def _gradient(self, index: int, grads: Mapping[int, Tensor]) -> Tensor:
+        if index in grads:
+            return grads[index]
+        parameter = self._parameters[index]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif index in self._partial and index not in self._reached:
+            parameter.grad.div_(self._model_ranks)
+        return parameter.grad

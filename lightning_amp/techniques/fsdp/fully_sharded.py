@@ -1,0 +1,398 @@
+"""Any module with parameters, gradients and optimiser state split over the data axis, by torch's `fully_shard`.
+
+    a rank has        ceil(rows / R) rows of every parameter, of its gradient and of its optimiser state
+    forward           a unit (units.py) gathers its parameters before its forward, and drops them after it
+    backward          it gathers them again; its gradients are averaged over the ranks, of which each keeps its rows
+    the root          gathers the parameters of no unit for a whole step, from its beginning to the end of backward;
+                      where the step goes on after it, they have the rows' gradients, for clipping by hand
+
+The losses are weighed by the ranks' cells before (steps/cell_weight.py), so the averages are those of the union's mean
+loss, exact up to rounding. Gradients are reduced in every backward pass, under accumulation too: nothing whole is kept.
+
+Collectives of a unit per step: two all-gathers of its parameters, one sum of its gradients; before each of them, and at
+the end of both passes, one all-reduce of two integers (agreement.py).
+
+In groups of S ranks, such as those of a node (HSDP), R is S: a group has all parameters, and gathers and sums among its
+ranks, after which one all-reduce of the rows' gradients goes between the groups. All ranks of the data axis compare
+what they do. With `offload` the rows, their gradients and the optimiser's state lie in the host's memory, and the
+optimiser works there; the module is whole on the device once, before it is split.
+
+`training_step` and its like are no `forward`, so they are wrapped on the instance; so are methods that look at all
+parameters in a step, while those of the root are gathered. `undo` gives the module back as it was, with whole
+parameters: trained ones where `ShardedParameter.restore` was called before, else this rank's rows, and nan.
+
+What is written into a whole parameter, such as a critic's weights that are clamped in `training_step`, would be lost
+with it, and is refused.
+
+Known limits: second derivatives, and backward passes that the strategy has not begun, are refused; a block's parameters
+are there while its forward runs, so code that reads them elsewhere sees a rank's rows (a DTensor); what is written by
+way of `.data` is noticed in the first `LOOKS` steps, and of parameters outside of blocks.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+from lightning_amp._torch import (
+    begin_gathered,
+    end_gathered,
+    forget_step,
+    make_root,
+    start_backward,
+    undo_fully_shard,
+)
+from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
+from lightning_amp.techniques.fsdp.agreement import Agreement
+from lightning_amp.techniques.fsdp.collectives import AddUp, Gather
+from lightning_amp.techniques.fsdp.parameters import ReachedParameters, split_parameters
+from lightning_amp.techniques.fsdp.refusals import SWAPPED, refuse
+from lightning_amp.techniques.fsdp.units import find_units
+from lightning_amp.techniques.ranks import collectives
+from lightning_amp.techniques.ranks.check_region import leaves_of
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+"""Methods of a LightningModule that need the root's parameters."""
+ON_ALL = ("zero_grad", "toggle_optimizer", "untoggle_optimizer")
+"""Methods that change all parameters or their gradients, and are to find the rank's rows."""
+MIXED = "mixed torch.Tensor and DTensor"
+"""What torch says where a rank's rows meet a whole tensor."""
+LOOKS = 2
+"""Training steps in which it is looked at what costs time to see: parameters' values, and what a loss reads."""
+STRAY = (
+    "a backward pass was begun by loss.backward() or torch.autograd.grad, and under fsdp the strategy has to begin it,"
+    " to weigh the loss and to average gradients: call self.manual_backward(loss) in place of loss.backward(); with"
+    " torch.autograd.grad in a training step, as for a gradient penalty, train with strategies='S1'"
+)
+
+
+class FullySharded:
+    """A module whose parameters are split, until `undo`.
+
+    Attributes:
+        parameters: Those that are split; the others, which have no dimension, are whole on every rank.
+        groups, offload: As given.
+
+    Args:
+        module: Whole, equal on all ranks.
+        fqns: Names or patterns of units, with "" for the rest of the module, which is always one.
+        mesh: The data axis.
+        groups: The same ranks with the axes "replicate" and "shard": parameters are split over the latter. None splits
+            them over all of the data axis.
+        offload: Whether a rank's rows lie in the host's memory.
+
+    Raises:
+        InstallError: Something in the module cannot be split, or a name is of no unit; the module is unchanged.
+    """
+
+    parameters: tuple[ShardedParameter, ...]
+    deferred = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        fqns: Sequence[str],
+        mesh: DeviceMesh,
+        *,
+        groups: DeviceMesh | None = None,
+        offload: bool = False,
+    ) -> None:
+        units = _chosen(module, fqns)
+        # a gradient there cannot be that of a parameter here
+        self._shows = not offload or mesh.device_type == "cpu"
+        refuse(module, units, by_hand=self._shows)
+        self.parameters, self.groups, self.offload = (), groups, offload
+        self._module: Any = module
+        self._mesh, self._agreement = mesh, Agreement(mesh)
+        self._depth, self._begun, self._looks = 0, False, LOOKS
+        self._undo: list[Callable[[], None]] = []
+        self._shown: list[tuple[ShardedParameter, Tensor, Tensor | None]] = []
+        self._places = [
+            (child, name, parameter)
+            for child in module.modules()
+            for name, parameter in child._parameters.items()
+            if parameter is not None and parameter.dim()
+        ]
+        over = mesh if groups is None else groups["replicate", "shard"]
+        self._split([*units.values(), module], over, offload=offload)
+        among = mesh if groups is None else groups["shard"]
+        self.parameters = tuple(split_parameters(self._places, among))
+        self._storages = [parameter.shard.untyped_storage() for parameter in self.parameters]
+        self._watch({**units, "": module})
+        self._gather_once([*units.values(), module])
+        for name in (*STEPS, *ON_ALL):
+            self._wrap(name, self._whole_step if name in STEPS else self.on_rows)
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Around the backward pass of a loss: gradients of all units are averaged; a collective.
+
+        Raises:
+            ModelError: Ranks have used other units; on every rank. Or the loss reads a rank's rows.
+        """
+        if is_split(loss):
+            raise ModelError(
+                _read_elsewhere("the loss is made of a rank's rows, such as a penalty on all weights")
+            )
+        if self._looks:
+            self._refuse_old(loss)
+        self._refuse_written(self._root)
+        self._hide_gradients()
+        if loss.requires_grad:
+            start_backward(self._module, loss)
+        self._begun = True
+        try:
+            yield
+        except RuntimeError as error:
+            if MIXED not in str(error):
+                raise
+            raise ModelError(_read_elsewhere(str(error))) from error
+        finally:
+            self._begun = False
+        self._agreement.on("ends the backward pass")
+        self._agreement.look()
+        if self._depth:
+            # the pass has let go of the root's
+            self._gather_root()
+
+    def optimizers_made(self, optimizers: object) -> None:
+        """Nothing: they were made of the rows."""
+
+    def before_update(self) -> None:
+        """Refuse, with a ModelError, gradients that have not reached the rows that an optimiser is to change."""
+        if self._root.has_gradients():
+            raise ModelError(STRAY)
+        for parameter, whole, shown in self._shown:
+            if whole.grad is not shown:
+                # somebody has put another one in its place
+                parameter.shard.grad = whole.grad
+
+    def after_update(self) -> None:
+        """An optimiser has changed the rows: in a step of manual optimisation the root's are gathered anew."""
+        if self._depth:
+            self.on_rows(lambda: None)
+
+    def undo(self) -> None:
+        """Give the module back as it was; no collective. May be called twice."""
+        while self._undo:
+            self._undo.pop()()
+        if not self.parameters:
+            return
+        forget_step(self._module)
+        self._shown = []
+        for parameter in self.parameters:
+            if parameter.dropped:
+                parameter.restore_own()
+        self._put_back()
+        self.parameters = ()
+
+    def _split(self, units: Sequence[nn.Module], mesh: DeviceMesh, *, offload: bool) -> None:
+        """Let torch split the parameters of units, the root's last; an InstallError where it refuses."""
+        policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+        undivided = {parameter for parameter in self._module.parameters() if not parameter.dim()}
+        try:
+            for unit in units:
+                fully_shard(unit, mesh=mesh, offload_policy=policy, ignored_params=undivided)
+            make_root(self._module)
+        except Exception as error:
+            self._put_back()
+            raise InstallError(
+                f"fsdp was asked for of {type(self._module).__name__!r}, and torch's fully_shard refused: {error}"
+            ) from error
+
+    def _put_back(self) -> None:
+        undo_fully_shard(self._module)
+        for child, name, whole in self._places:
+            vars(whole).pop("_fsdp_orig_uid", None)
+            child._parameters[name] = whole
+
+    def _gather_root(self) -> None:
+        begin_gathered(self._module)
+        self._root.gathered()
+        self._hide_gradients()
+        for parameter in self.parameters if self._shows else ():
+            whole = parameter.module._parameters[parameter.name]
+            if whole is not None and not is_split(whole):
+                whole.grad = parameter.shard.grad
+                self._shown.append((parameter, whole, whole.grad))
+
+    def _hide_gradients(self) -> None:
+        """Before a backward pass, which would add whole gradients to those of rows."""
+        for _, whole, _ in self._shown:
+            whole.grad = None
+        self._shown = []
+
+    def _whole_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step with the root's parameters at hand."""
+        if self._depth == 0:
+            self._refuse_replaced()
+            # of a step without a backward pass they are still there, and may be old
+            self._module.reshard()
+            self._gather_root()
+        self._depth += 1
+        try:
+            output = step(*args, **kwargs)
+        except BaseException as error:
+            self._depth = 0
+            forget_step(self._module)
+            if MIXED in str(error):
+                raise ModelError(_read_elsewhere(str(error))) from error
+            raise
+        self._depth -= 1
+        if self._depth == 0:
+            looks = self._looks > 0 and torch.is_grad_enabled()
+            self._looks -= looks
+            self._refuse_written(self._root, by_value=looks)
+            end_gathered(self._module)
+            self._agreement.on("ends the step")
+            # a backward pass through the output is to come
+            if not any(tensor.requires_grad for tensor in tensors_in(output)):
+                self._module.reshard()
+        return output
+
+    def on_rows(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method while the module has the rank's rows as parameters, the root's too."""
+        if self._depth:
+            self._refuse_written(self._root)
+            end_gathered(self._module)
+        self._module.reshard()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            if self._depth:
+                self._gather_root()
+
+    def _wrap(self, name: str, run: Callable[..., Any]) -> None:
+        method = getattr(self._module, name, None)
+        if method is None:
+            return
+        own = vars(self._module)
+        before = {name: own[name]} if name in own else {}
+        own[name] = wrapped = wraps(method)(partial(run, method))
+
+        def undo() -> None:
+            if own.get(name) is wrapped:
+                del own[name]
+                own.update(before)
+
+        self._undo.append(undo)
+
+    def _watch(self, units: dict[str, nn.Module]) -> None:
+        """Compare what units do over the ranks, and see that the strategy has begun what they do in backward."""
+        taken: set[int] = set()
+        for fqn, unit in units.items():
+            watch = ReachedParameters(unit, taken)
+            held: Any = unit
+            held.set_custom_all_gather(Gather(fqn, self._agreement))
+            held.set_custom_reduce_scatter(AddUp(fqn, self._agreement, watch.take))
+            if fqn:
+                # before torch's, which puts parameters in the place of any others
+                own = unit.register_forward_pre_hook(partial(refuse_swapped, fqn), prepend=True)
+                before = unit.register_forward_pre_hook(watch.gathered)
+                after = unit.register_forward_hook(partial(self._look_at_output, watch))
+                self._undo += [own.remove, before.remove, after.remove]
+            else:
+                self._root = watch
+
+    def _gather_once(self, units: Sequence[Any]) -> None:
+        """Let torch make the tensors that parameters are gathered in.
+
+        They are made once, and must not be those of torch.inference_mode: what comes first may be a validation.
+        """
+        with torch.inference_mode(False):
+            for unit in units:
+                unit.unshard()
+                unit.reshard()
+
+    def _look_at_output(self, watch: ReachedParameters, module: nn.Module, args: Any, output: Any) -> None:
+        self._refuse_written(watch)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._refuse_stray)  # type: ignore[no-untyped-call]
+
+    def _refuse_written(self, watch: ReachedParameters, *, by_value: bool = False) -> None:
+        """Refuse, with a ModelError, what was written into parameters while they were whole; by value a collective."""
+        names = watch.written()
+        if by_value:
+            names += [parameter.name for parameter in self.parameters if _differs(parameter)]
+            found = torch.tensor(float(bool(names)), device=self._mesh.device_type)
+            if collectives.all_reduce(self._mesh, found, "max") and not names:
+                names = ["a parameter of no block"]
+        if names:
+            raise ModelError(
+                f"under fsdp {names[0]!r} is gathered for a training step, or while its block runs, and was changed in"
+                " place meanwhile, which would be lost: the ranks' rows are what is trained. Change it in a hook"
+                " between steps, such as on_train_batch_end, under torch.no_grad(), or train with strategies='S1'"
+            )
+
+    def _refuse_replaced(self) -> None:
+        """Refuse, with a ModelError, rows whose `.data` was assigned: of a DTensor that changes nothing."""
+        for parameter, storage in zip(self.parameters, self._storages, strict=True):
+            if parameter.shard.untyped_storage() is not storage:
+                raise ModelError(
+                    f"under fsdp something was assigned to the .data of {parameter.name!r}, which does not reach the"
+                    " ranks' rows; change them in place between steps, as by p.data.copy_(...) or"
+                    " p.data.mul_(m).add_(...), or train with strategies='S1'"
+                )
+
+    def _refuse_old(self, loss: Tensor) -> None:
+        """Refuse, with a ModelError, a loss that reads a parameter that was split, by a reference of somebody's own."""
+        replaced = {id(parameter.whole): parameter.name for parameter in self.parameters}
+        found = next((replaced[id(leaf)] for leaf, _ in leaves_of(loss) if id(leaf) in replaced), None)
+        if found is not None:
+            raise ModelError(
+                f"under fsdp {found!r} was split over the ranks, and a function, hook or object reads the parameter"
+                " that it was before, which has no values any more and is not trained; let it reach the parameter"
+                " through its module, or train with strategies='S1'"
+            )
+
+    def _refuse_stray(self, grad: Tensor) -> None:
+        if not self._begun:
+            raise ModelError(STRAY)
+
+
+def refuse_swapped(fqn: str, unit: nn.Module, *_: Any) -> None:
+    """Refuse, with a ModelError, a call of a unit in which other tensors are in the place of its parameters."""
+    if not all(isinstance(parameter, nn.Parameter) for parameter in unit.parameters()):
+        raise ModelError(f"under fsdp {SWAPPED.format(fqn)}")
+
+
+def _chosen(module: nn.Module, fqns: Sequence[str]) -> dict[str, nn.Module]:
+    """The units of some names or patterns; the root is none of them."""
+    possible = find_units(module)
+    for fqn in fqns:
+        if fqn and not any(fnmatchcase(unit, fqn) for unit in possible):
+            raise InstallError(
+                f"fsdp is to gather {fqn!r} by itself, which is no block with parameters of its own; those of"
+                f" {type(module).__name__} are {list(possible)!r}, and '' is the rest of it"
+            )
+    if "" not in fqns:
+        raise InstallError(
+            f"fsdp was asked for of {list(fqns)!r} alone; it splits all parameters of a module: add a rule for '',"
+            " which is what lies in no block"
+        )
+    return {unit: found for unit, found in possible.items() if any(fnmatchcase(unit, fqn) for fqn in fqns)}
+
+
+def _differs(parameter: ShardedParameter) -> bool:
+    """Whether the whole parameter is at hand, and has other values than this rank's rows."""
+    whole, rows = parameter.module._parameters[parameter.name], local(parameter.shard)
+    return not (whole is None or is_split(whole)) and not torch.equal(
+        parameter.own(whole).to(rows.device), rows
+    )
+
+
+def _read_elsewhere(what: str) -> str:
+    return (
+        "under fsdp a block's parameters are whole while its forward runs, and a rank's rows elsewhere; code outside"
+        f" of it has read some ({what}). Call the block instead of reading its parameters, use the optimiser's"
+        " weight_decay for a penalty on weights, or train with strategies='S1'"
+    )

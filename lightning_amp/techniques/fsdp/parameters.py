@@ -1,0 +1,85 @@
+"""The parameters that `fully_shard` has split, as S2's shards for checkpoints and norms; what happens to whole ones."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split
+from lightning_amp.techniques.ranks.even_runs import Runs
+
+Place = tuple[nn.Module, str, nn.Parameter]
+"""Module, name there, and the whole parameter."""
+
+
+def split_parameters(places: Iterable[Place], mesh: DeviceMesh) -> Iterator[ShardedParameter]:
+    """The split parameters, each once; the whole ones lose their values, which `restore` gives back."""
+    seen: set[int] = set()
+    for module, name, whole in places:
+        if id(whole) in seen:
+            continue
+        seen.add(id(whole))
+        shard = module._parameters[name]
+        assert shard is not None, "fully_shard has split it"
+        # marks that configure_optimizers may look for
+        vars(shard).update({key: value for key, value in vars(whole).items() if key != "_fsdp_orig_uid"})
+        parts = Runs(mesh=mesh, n=len(whole), dim=0)
+        parameter = ShardedParameter(
+            whole=whole, shard=shard, module=module, name=name, parts=parts, version=shard._version
+        )
+        parameter.drop()
+        yield parameter
+
+
+class ReachedParameters:
+    """Which of a unit's parameters a backward pass has reached on this rank, and which were written while whole.
+
+    Args:
+        unit: The module.
+        taken: `id` of parameters of other units, and then of this one's too.
+    """
+
+    def __init__(self, unit: nn.Module, taken: set[int]) -> None:
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self._watched: set[int] = set()
+        self._reached: set[str] = set()
+        self._written: dict[str, tuple[Tensor, int]] = {}
+        for fqn, child in unit.named_modules():
+            for name, parameter in child._parameters.items():
+                if parameter is not None and parameter.dim() and id(parameter) not in taken:
+                    taken.add(id(parameter))
+                    self._places[f"{fqn}.{name}" if fqn else name] = child, name
+
+    def gathered(self, *_: object) -> None:
+        """The unit has its whole parameters now, which are the same objects each time."""
+        for label, (child, name) in self._places.items():
+            parameter = child._parameters[name]
+            if parameter is None:
+                continue
+            self._written[label] = parameter, parameter._version
+            if not parameter.requires_grad or id(parameter) in self._watched:
+                continue
+            if torch.is_grad_enabled():
+                self._watched.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(partial(self._mark, label))  # type: ignore[no-untyped-call]
+
+    def written(self) -> list[str]:
+        """Names of the whole parameters that were changed in place since they were gathered."""
+        return [label for label, (p, version) in self._written.items() if p._version != version]
+
+    def has_gradients(self) -> bool:
+        """Whether whole parameters of the unit have gradients that were not reduced."""
+        held = (child._parameters[name] for child, name in self._places.values())
+        return any(
+            p is not None and not is_split(p) and p.grad is not None and not is_split(p.grad) for p in held
+        )
+
+    def take(self) -> list[str]:
+        """Names, since the last time."""
+        reached, self._reached = sorted(self._reached), set()
+        return reached
+
+    def _mark(self, label: str, _: Tensor) -> None:
+        self._reached.add(label)

@@ -1,0 +1,63 @@
+"""What fsdp sends in a step, in the place of one average of all gradients, and the ways to split that are worth a look.
+
+    among S ranks           of every unit two all-gathers of its parameters, one reduce-scatter of their gradients
+    between D / S groups    of every unit one all-reduce of a rank's rows of gradients
+    rows on the host        through its link: the rows for each gather, and those of gradients back; the optimiser goes
+                            over rows, gradients and state there
+
+Where D ranks are several nodes, groups of a node's ranks gather through the links inside of it, and 1 / S of the
+gradients passes between nodes; one group of all ranks holds less.
+
+Known limits: transfers do not overlap with computation; what ranks compare before they gather (fsdp/agreement.py) is
+not counted. Legend: D ranks of the data axis, S of them among which parameters are split.
+"""
+
+from collections.abc import Iterator
+
+from lightning_amp.costs.profiled_step import Seen
+from lightning_amp.techniques.specs import FullyShard
+from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.costs.link_seconds import collective_seconds
+
+MESSAGES = 3
+"""Of a unit among the ranks that it is split over."""
+HANDLING_S = 3.3e-3
+"""Of a message on a CPU, where nothing hides it: torch's hooks, the copies into and out of what is sent, gloo's threads
+beside the computation. By hand FSDP2 takes 8 to 14 ms more than ddp for each unit of five of the examples, three
+messages each, on two ranks of one core (docs/any_module.md)."""
+PASSES = 2
+"""Times that a rank's core of the host goes over rows, gradients and state in an optimiser's step: Adam, measured on
+one core."""
+
+
+def fsdp_seconds(seen: Seen, spec: FullyShard, ranks: int) -> float:
+    """Seconds of a step beyond those of one that averages gradients over D ranks; never below 0."""
+    shard, links = spec.shard_ranks or ranks, seen.rates.links
+    whole = sum(unit.whole_bytes() for unit in seen.units)
+    handling = 0.0 if seen.rates.launches or shard == 1 else HANDLING_S
+    sent = -collective_seconds("all_reduce", whole, ranks, links)
+    for own in filter(None, (unit.whole_bytes() for unit in seen.units)):
+        sent += 2 * collective_seconds("all_gather", own / shard, shard, links)
+        sent += collective_seconds("reduce_scatter", own, shard, links)
+        sent += collective_seconds("all_reduce", own / shard, ranks // shard, links, inner=shard)
+        sent += MESSAGES * handling
+    return max(0.0, sent) + (_host_seconds(seen, whole, shard) if spec.offload else 0.0)
+
+
+def ways_to_split(seen: Seen, ranks: int) -> Iterator[FullyShard]:
+    """How fsdp may split over D ranks: as was asked; else over all, or within a node where there are several."""
+    if seen.fsdp is not None:
+        yield seen.fsdp
+        return
+    yield FullyShard()
+    node = seen.rates.links.ranks_per_node
+    if 1 < node < ranks and ranks % node == 0:
+        yield FullyShard(shard_ranks=node)
+
+
+def _host_seconds(seen: Seen, whole: int, shard: int) -> float:
+    """On a CPU rows pass no link, and the optimiser works where it would anyway."""
+    if not seen.rates.launches:
+        return 0.0
+    moved, updated = 3 * whole / shard, PASSES * seen.held_bytes / shard
+    return moved / seen.rates.host_bandwidth + updated / CPU_CORE.memory_bytes

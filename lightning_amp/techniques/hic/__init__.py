@@ -1,0 +1,1 @@
+"""Techniques for decoders whose blocks are strata, such as those of Hi-C contact maps."""

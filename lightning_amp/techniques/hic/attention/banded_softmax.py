@@ -1,0 +1,138 @@
+"""Softmax attention of buckets of rows to their own and the two neighbouring buckets, forward and backward by hand.
+
+    r_i = R(i) k_i / |k_i|      s_i = R(i + w) q_i      P = softmax(mask(D^-0.5 s r^T))      out = P v
+    dv = P^T do                 dS = P * (do v^T - rowsum(P * do v^T)), 0 for a row with itself
+    dq_i = D^-0.5 R(i + w)^T (dS r)_i       g = D^-0.5 dS^T s       dk_i = R(i)^T (g_i - r_i (r_i . g_i)) / |k_i|
+
+R(i) is that of rotary.py. The reference counts positions along each bucket's 3w keys; here they count along the
+sequence, which leaves all differences as they are: a key is turned once and not three times, and the keys of a bucket
+are a run of rows. The w in R(i + w): the reference gives queries the last of the 3w positions. No neighbours are
+gathered: the keys of a run of buckets are one view in which buckets overlap. Gradients are added to where they belong,
+the keys' of a run in three products, one for each of the buckets that a bucket meets: in one product no two buckets
+meet the same keys.
+
+Which buckets are a run: techniques/hic/attention/bucket_runs.py. In a run of several, keys outside the sequence are zeros that
+are masked, and rows that fill the last bucket are zeros like any others. In a run of one bucket only the keys that
+exist are computed; the rows that fill the last bucket are one more column in the softmax, with the score log(number of
+them) and no value.
+
+Exact up to rounding. Kept for the backward pass: q, k and values themselves, and P where that is asked for: scores and
+softmax are then computed once, and one of seven products is saved. Held at most, in numbers, beside these:
+
+    forward     r M D, |k| M, out N D, and the work             k M D before there is out, where it is padded
+    backward    r M D, |k| M, do N D, dq N D, dk M D, dv M D, and the work
+    the work    scores 2 G C 3w, G C 3w where P is kept; rows 2 G w D
+    at an end   of a run of several buckets, copies of its values (G + 2) w D and of do and q G w D
+
+M of these are whole buckets, and where runs of several have masked keys a bucket more at these ends.
+
+Numbers below float32 are computed with in float32. Under autocast to bfloat16 turned queries and keys, weights and
+values meet in it: scores and weights exist in it alone, a softmax computes its sums in float32, and keys are turned,
+normalised and their gradients added up in float32. Other kinds of autocast change nothing: products of matrices have an
+`out=` or are in place, and those autocast does not touch. Results are then held twice for a moment, and values copied.
+On CUDA torch's backward pass of a softmax launches two kernels and makes a product of the scores of a run, G C 3w more
+for a moment, which no count here sees. Second derivatives are refused by torch. Tensors without values (meta) pass
+through one run of each shape: the memory is that of all runs, but operators are not to be counted there where there are
+several.
+
+Legend: row (N), key (M, those of the rows and of the neighbours), dim (D), w window, G buckets of a run, C rows of a
+bucket at a time.
+"""
+
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_amp.techniques.hic.attention.bucket_work import BucketWork, of_keys, part_of
+from lightning_amp.techniques.hic.attention.precision import computed_in, met_in
+from lightning_amp.techniques.autograd.precomputed_gradients import wants_gradients
+from lightning_amp.techniques.device_settings import launches_operators
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, RunSizes, run_sizes
+
+
+def banded_softmax(
+    q: Float[Tensor, "row dim"],
+    k: Float[Tensor, "key dim"],
+    values: Float[Tensor, "key dim"],
+    *,
+    window: int,
+    before: int,
+    keep: bool = False,
+) -> Float[Tensor, "row dim"]:
+    """Attention of a run of buckets.
+
+    Args:
+        q: Queries; they begin with a whole bucket.
+        k: Keys of the rows before, of the queries' rows and of the rows after.
+        before: Keys before that of the first query, whole buckets.
+    """
+    keep = keep and wants_gradients((q, k, values))
+    band = Band(len(q), len(k), window, before, _sizes(q, window))
+    # where keys are the queries, their gradients are added up as they are made
+    keys = None if k is q else k
+    dtype = met_in(q, computed_in(q.dtype, k.dtype, values.dtype))
+    return cast(Tensor, _BandedSoftmax.apply(q, keys, values, band, keep, dtype))  # type: ignore[no-untyped-call]
+
+
+class _BandedSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor | None,
+        values: Tensor,
+        band: Band,
+        keep: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.band, ctx.alike, ctx.dtype = band, k is None, dtype
+        k = q if k is None else k
+        work = BucketWork(q, k, values, band, dtype, alike=ctx.alike, keep=keep)
+        ctx.save_for_backward(q, k, values, *work.kept.values())
+        keys, _ = work.turn_keys(k)
+        out = work.room_for_result(q, values.dtype)
+        at_once = out.dim() == 3
+        for run in work.runs:
+            queries, own_out = work.turn_queries(q, run), out if at_once else work.take_rows(run)
+            near_keys, near_values = work.near_keys(keys, run), work.near(values, run)
+            for rows in work.chunks(run):
+                weights = work.weights(run, rows, part_of(queries, rows), near_keys)
+                torch.bmm(of_keys(weights, run), near_values, out=part_of(own_out, rows))
+            if not at_once:
+                work.copy_own(own_out, run, out)
+        return out.view(-1, out.shape[-1])[: len(q)] if at_once else out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, values, *kept = ctx.saved_tensors
+        work = BucketWork(q, k, values, ctx.band, ctx.dtype, alike=ctx.alike, back=True, kept=kept)
+        keys, divisors = work.turn_keys(k)
+        # every row is the query of one bucket, but the key of up to three: dq is written, dk and dv are added to
+        dq = torch.empty_like(q) if not work.at_once else None
+        dk, dv = work.gradient_rooms(keys)
+        for run in work.runs:
+            queries, own_grad = work.turn_queries(q, run), work.own(grad, run).to(work.dtype_of(run))
+            near_keys, near_values = work.near_keys(keys, run), work.near(values, run)
+            own_dq, near_dk, near_dv = work.take_rows(run), work.sums(dk, run), work.sums(dv, run)
+            for rows in work.chunks(run):
+                own_queries, own_grads = part_of(queries, rows), part_of(own_grad, rows)
+                weights = work.weights(run, rows, own_queries, near_keys)
+                work.add(near_dv, of_keys(weights, run), own_grads)
+                ds = of_keys(work.score_gradients(run, rows, weights, own_grads, near_values), run)
+                work.add(near_dk, ds, own_queries, scale=work.scale)
+                part_of(own_dq, rows).baddbmm_(ds, near_keys, beta=0, alpha=work.scale)
+            if dq is None:
+                found = work.turn_back_at_once(own_dq, keys, divisors, dk, len(q)).to(q.dtype)
+                return found, None, work.inside(dv).to(values.dtype), None, None, None
+            work.turn_queries_back(own_dq, run, dq)
+        grad_k = work.turn_keys_back(keys, divisors, dk, add_to=dq if ctx.alike else None)
+        grad_k = None if grad_k is None else grad_k.to(k.dtype)
+        return dq, grad_k, work.inside(dv).to(values.dtype), None, None, None
+
+
+def _sizes(q: Tensor, window: int) -> RunSizes:
+    return run_sizes(window, launched=launches_operators(q))

@@ -1,0 +1,175 @@
+"""Which rows meet which keys in fused attention, and which buckets are computed together; no tensors.
+
+    bucket p: rows [p w, (p + 1) w), keys [b + (p - 1) w, b + (p + 2) w)       b keys before the first row's
+
+A run is a few buckets, one after the other, whose products are one batch. Every bucket of a run of several meets 3w
+keys: those of buckets outside the sequence are masked, and rows that fill the last bucket are zeros like any others. A
+run of one bucket meets the keys that exist, and what fills the last bucket is only counted: nothing is multiplied in
+vain, which a CPU would feel.
+
+The attention (techniques/hic/attention/banded_softmax.py), the memory model and the time model read the same runs.
+Legend: w window.
+"""
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+CACHED_SCORES = 2**20
+"""Scores at a time on a CPU: two such tensors of float32 stay in its last cache."""
+LAUNCHED_SCORES = 2**24
+"""Scores at a time on a device that has its kernels launched: 64 MiB, all of 500 kb bins with a window of 640."""
+PADDED_WINDOW = 64
+"""Widest window up to which a CPU computes masked scores sooner than it starts another run."""
+
+
+TURNED_AT_ONCE = 2**22
+"""Numbers up to which the factors that turn the rows of some buckets are kept for all of them: 16 MiB."""
+
+
+def turned_at_once(rows: int, *, dim: int, launched: bool) -> bool:
+    """Whether so many rows are turned by one product with a table of their size, or by two with small tables.
+
+    Args:
+        rows: Of whole buckets.
+        dim: Channels of a row.
+        launched: For a device that has its kernels launched; a CPU reads small tables from its cache.
+    """
+    return launched and rows * dim <= TURNED_AT_ONCE
+
+
+class RunSizes(NamedTuple):
+    """How much is computed at a time.
+
+    Attributes:
+        rows: Of a bucket; fewer than all only where a run is one bucket.
+        padded: Whether the buckets at the ends of the sequence are in a run with others.
+    """
+
+    buckets: int
+    rows: int
+    padded: bool
+
+
+class Run(NamedTuple):
+    """Buckets that are computed together.
+
+    Attributes:
+        place: The first bucket, counted from the first key.
+        own: First row of the first bucket, and rows of every bucket; those after the last one are zeros.
+        near: First key of the first bucket, and keys of every bucket; those outside the sequence are zeros.
+        outside: Whether the first w keys of the first bucket, and the last w of the last, are to be masked.
+        missing: Rows that fill the last bucket of the sequence, are met too and are not among the keys.
+    """
+
+    place: int
+    n_buckets: int
+    own: tuple[int, int]
+    near: tuple[int, int]
+    outside: tuple[bool, bool] = (False, False)
+    missing: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Scores of a row: its keys, and one for all missing rows together."""
+        return self.near[1] + (self.missing > 0)
+
+    @property
+    def n_pairs(self) -> int:
+        """Pairs of a row and a key that are multiplied."""
+        return self.n_buckets * self.own[1] * self.near[1]
+
+    @property
+    def n_scores(self) -> int:
+        """Scores of all its rows."""
+        return self.n_buckets * self.own[1] * self.columns
+
+
+class Band(NamedTuple):
+    """Rows of some buckets of a sequence, and the keys they meet.
+
+    Attributes:
+        rows: Rows; they begin with a whole bucket.
+        keys: Keys; only the last bucket of them may be cut short.
+        before: Keys before that of the first row, whole buckets.
+    """
+
+    rows: int
+    keys: int
+    window: int
+    before: int
+    sizes: RunSizes
+
+    @property
+    def n_key_buckets(self) -> int:
+        """Buckets that the keys fill."""
+        return -(-self.keys // self.window)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Every bucket of rows in exactly one run, in their order."""
+        return _runs(self)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the keys are those of the rows, and one run has all buckets, which are several."""
+        return self.rows == self.keys and len(self.runs) == 1 and self.runs[0].n_buckets > 1
+
+    def copies(self, run: Run) -> tuple[bool, bool]:
+        """Whether a run's rows, and the keys they meet, are copied for zeros to be among them."""
+        last = run.near[0] + (run.n_buckets - 1) * self.window + run.near[1]
+        return run.own[0] + run.n_buckets * run.own[1] > self.rows, run.near[0] < 0 or last > self.keys
+
+    @property
+    def largest(self) -> int:
+        """Buckets of the largest run."""
+        return max((run.n_buckets for run in self.runs), default=1)
+
+    @property
+    def around(self) -> tuple[bool, bool]:
+        """Whether a bucket of zeros is needed before the keys, and one after them."""
+        return any(run.outside[0] for run in self.runs), any(run.outside[1] for run in self.runs)
+
+
+def run_sizes(window: int, *, launched: bool) -> RunSizes:
+    """Buckets of a run, and rows of them at a time.
+
+    Args:
+        launched: For a device that has its kernels launched: as few runs as its memory allows.
+    """
+    most, per_bucket = LAUNCHED_SCORES if launched else CACHED_SCORES, 3 * window**2
+    together = max(1, most // per_bucket)
+    rows = -(-window // -(-together * per_bucket // most))
+    return RunSizes(together, rows, padded=launched or window <= PADDED_WINDOW)
+
+
+@lru_cache(maxsize=256)
+def _runs(band: Band) -> tuple[Run, ...]:
+    n_buckets, first = -(-band.rows // band.window), 0
+    if band.sizes.padded:
+        return tuple(_run(band, *span) for span in _spans(0, n_buckets, band.sizes.buckets))
+    # the first bucket of the sequence has no keys before it; the last meets fewer, and maybe the rows that fill it
+    first = min(0 if band.before else 1, n_buckets)
+    last = max(first, min(n_buckets, (band.keys - band.before) // band.window - 1))
+    ends = [(p, 1) for p in range(first)], [(p, 1) for p in range(last, n_buckets)]
+    return tuple(_run(band, *span) for span in (*ends[0], *_spans(first, last, band.sizes.buckets), *ends[1]))
+
+
+def _spans(first: int, last: int, most: int) -> list[tuple[int, int]]:
+    """First bucket and number of buckets of as few runs as `most` allows, as even as can be."""
+    n_runs = -(-(last - first) // most)
+    bounds = [first + (last - first) * i // n_runs for i in range(n_runs + 1)] if n_runs else []
+    return [(a, b - a) for a, b in pairwise(bounds)]
+
+
+def _run(band: Band, bucket: int, n_buckets: int) -> Run:
+    w, first = band.window, bucket * band.window
+    start, whole = band.before + first - w, band.n_key_buckets * w
+    if n_buckets > 1:
+        outside = start < 0, start + (n_buckets + 2) * w > whole
+        return Run(start // w + 1, n_buckets, (first, w), (start, 3 * w), outside)
+    begin, end = max(start, 0), min(start + 3 * w, whole)
+    # keys up to `end` are met; those from `stop` on are the zeros that fill the last bucket, and are only counted
+    stop = min(end, band.keys)
+    own = first, min(w, band.rows - first)
+    return Run(start // w + 1, 1, own, (begin, stop - begin), missing=end - stop)

@@ -1,0 +1,376 @@
+"""What runs of buckets in banded_softmax.py compute, and the memory that they use one after the other.
+
+Legend: that of banded_softmax.py.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_amp._torch import past_threshold, softmax_backward
+from lightning_amp.techniques.hic.attention.precision import computed_in
+from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
+from lightning_amp.techniques.device_settings import launches_operators
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, Run
+
+SELF_SCORE = -5e4
+LEAST_NORM = 1e-12
+
+
+class BucketWork:
+    """Memory that all runs use one after the other, and what is computed in it.
+
+    `queries` holds the turned queries of a run, `rows` what is computed for these rows; `kept` all weights by run. They
+    are not in one tensor, because memory of that size is given back to the system, and taking it anew costs a CPU as
+    much time as the product that is saved.
+
+    Matrices meet in `met_in`, but for a run that counts missing rows: bfloat16 has no such score as the logarithm of
+    their number, which would be wrong by a per cent.
+
+    Args:
+        alike: Whether the keys are the queries.
+        back: For a backward pass.
+        met_in: The type in which matrices meet; that of the inputs, at least float32, or bfloat16.
+        keep: Keep all weights.
+        kept: Weights that were kept, by run.
+
+    Attributes:
+        at_once: Whether keys are the queries and all their buckets are one run: then rows are turned from the keys'
+            pairs, and gradients back together, which saves operators.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        values: Tensor,
+        band: Band,
+        met_in: torch.dtype,
+        *,
+        alike: bool,
+        back: bool = False,
+        keep: bool = False,
+        kept: Sequence[Tensor] = (),
+    ) -> None:
+        self.band, self._dim, self.scale = band, q.shape[1], q.shape[1] ** -0.5
+        self._dtype, self._met_in = computed_in(q.dtype, k.dtype, values.dtype), met_in
+        self._cast: dict[str, Tensor] = {}
+        # tensors without values need no more memory for the second run of a shape
+        same = {(run.n_buckets, run.own[1], run.near[1], run.outside): run for run in band.runs}
+        self.runs = list(same.values()) if q.is_meta else band.runs
+        self._before, self._n_places = band.around[0], band.n_key_buckets + sum(band.around)
+        # one more place than there are buckets: queries are turned as the rows of the next bucket
+        self._rotary = rotary(self._dim, band.window, self._n_places + 1, dtype=self._dtype, like=q)
+        self.at_once = alike and band.at_once
+        self._known = bool(kept)
+        runs = band.runs if keep or kept else ()
+        kept = kept or [q.new_empty(self._shape(run), dtype=self.dtype_of(run)) for run in runs]
+        self.kept = dict(zip(runs, kept, strict=True))
+        most = max(band.runs, key=self._score_bytes, default=None)
+        scores = (0,) if most is None else self._shape(most, band.sizes.rows)
+        of_scores = self._dtype if most is None else self.dtype_of(most)
+        self._most, pairs = band.largest + sum(band.around), (band.largest, band.window, self._dim // 2)
+        self._memory = {
+            "scores": q.new_empty(scores, dtype=of_scores),
+            "queries": q.new_empty(pairs, dtype=self._dtype.to_complex()),
+        }
+        if back or len(band.runs) != 1 or {met_in, values.dtype} != {self._dtype}:
+            # else the only run computes into the result
+            self._memory["rows"] = q.new_empty((self._most, band.window, self._dim), dtype=self._dtype)
+        if not self.kept:
+            self._memory["weights"] = q.new_empty(scores, dtype=of_scores)
+
+    def dtype_of(self, run: Run) -> torch.dtype:
+        """The type in which a run's matrices meet."""
+        return self._dtype if run.missing else self._met_in
+
+    def chunks(self, run: Run) -> Iterator[slice | None]:
+        """Rows of every bucket of a run that are computed at a time; None for all of them."""
+        n_rows, most = run.own[1], self.band.sizes.rows
+        if n_rows <= most:
+            return iter([None])
+        return (slice(first, min(first + most, n_rows)) for first in range(0, n_rows, most))
+
+    def own(self, rows: Tensor, run: Run) -> Tensor:
+        """The rows of a run's buckets, [bucket, row, D], zeros after the last one."""
+        first, n_rows = run.own
+        part = _rows(rows, first, first + run.n_buckets * n_rows)
+        return part.view(run.n_buckets, n_rows, self._dim)
+
+    def near(self, values: Tensor, run: Run) -> Tensor:
+        """The values that a run's buckets meet, [bucket, key, D], zeros outside the sequence."""
+        w, (first, n_keys) = self.band.window, run.near
+        part = _rows(self._met("values", values, run), first, first + (run.n_buckets - 1) * w + n_keys)
+        row, channel = part.stride()
+        return part.as_strided((run.n_buckets, n_keys, self._dim), (w * row, row, channel))
+
+    def near_keys(self, keys: Tensor, run: Run) -> Tensor:
+        """The turned keys that a run's buckets meet, [bucket, key, D]."""
+        return self._near_rows(self._met("keys", keys, run), run)
+
+    def _near_rows(self, keys: Tensor, run: Run) -> Tensor:
+        w, dim, (first, n_keys) = self.band.window, self._dim, run.near
+        return keys.as_strided(
+            (run.n_buckets, n_keys, dim), (w * dim, dim, 1), (first + self._before * w) * dim
+        )
+
+    def gradient_rooms(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory for the gradients of keys and of values; zeros, unless `add` writes to all of it that is read."""
+        make = torch.empty_like if self.at_once else torch.zeros_like
+        return make(keys), make(keys)
+
+    def add(self, sums: tuple[Tensor, ...], left: Tensor, right: Tensor, *, scale: float = 1.0) -> None:
+        """Add left^T right to the sums, which have the columns of `left` one after the other."""
+        left = left.mT
+        parts = torch.split(left, left.shape[1] // len(sums), dim=1) if len(sums) > 1 else (left,)
+        # of one run the buckets' own keys are all that there are: that product is the first
+        order = (1, 0, 2) if self.at_once else range(len(sums))
+        for i in order:
+            total, part, first = sums[i], parts[i], self.at_once and i == 1
+            if part.dtype == total.dtype:
+                total.baddbmm_(part, right, beta=0 if first else 1, alpha=scale)
+            elif first:
+                torch.mul(torch.bmm(part, right), scale, out=total)
+            else:
+                total.add_(torch.bmm(part, right), alpha=scale)
+
+    def sums(self, grad: Tensor, run: Run) -> tuple[Tensor, ...]:
+        """Where the gradients of a run's keys belong, [bucket, key, D] each: one for every bucket that is met."""
+        if run.n_buckets == 1:
+            return (self._near_rows(grad, run),)
+        place, size = run.place - 1 + self._before, self.band.window * self._dim
+        shape, stride = (3, run.n_buckets, self.band.window, self._dim), (size, size, self._dim, 1)
+        return grad.as_strided(shape, stride, place * size).unbind()
+
+    def inside(self, keys: Tensor) -> Tensor:
+        """Of whole buckets of keys the rows of the sequence, [M, D]; a view."""
+        return _flat(keys, self._before * self.band.window, self.band.keys, self._dim)
+
+    def take_rows(self, run: Run) -> Tensor:
+        """The memory for a product of a run's weights or their gradients with what they meet, [bucket, row, D]."""
+        dtype = self.dtype_of(run)
+        if dtype == self._dtype:
+            return self.take("rows", run)
+        return self._take("rows", run.n_buckets, run.own[1], self._dim, dtype=dtype)
+
+    def room_for_result(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [N, D], or [bucket, row, D] where a run computes all of it at once."""
+        if "rows" in self._memory:
+            return torch.empty_like(q, dtype=dtype)
+        run = self.band.runs[0]
+        return q.new_empty((run.n_buckets, run.own[1], self._dim), dtype=dtype)
+
+    def take(self, name: str, run: Run) -> Tensor:
+        """The memory `rows` or `queries` of a run."""
+        memory, n_rows = self._memory[name], run.own[1]
+        if n_rows < self.band.window:
+            return self._take(name, run.n_buckets, n_rows, memory.shape[2])
+        return memory if run.n_buckets == len(memory) else memory[: run.n_buckets]
+
+    def copy_own(self, own: Tensor, run: Run, rows: Tensor) -> None:
+        """Write the rows of a run's buckets to where they belong."""
+        part = _rows(rows, run.own[0], min(run.own[0] + run.n_buckets * run.own[1], len(rows)))
+        part.copy_(_flat(own, 0, len(part), self._dim))
+
+    def turn_keys(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys normalised and turned, and what they are divided by: [bucket, row, pair, 2] and [..., 1, 1]."""
+        first, shape = self._before * self.band.window, (self._n_places, self.band.window, self._dim)
+        pairs = to_pairs(_rows(k, -first, shape[0] * shape[1] - first).view(shape).to(self._dtype))
+        if self.at_once:
+            # before they are normalised
+            self._rotary.turn(self._inner(pairs), self._next_places, out=self._memory["queries"])
+        keys = torch.view_as_real(pairs)
+        divisors = torch.linalg.vector_norm(keys, dim=(-2, -1), keepdim=True).clamp_min_(LEAST_NORM)
+        keys.div_(divisors)
+        for place, slab in self._slabs(pairs):
+            self._rotary.turn(slab, (place, len(slab)))
+        return keys, divisors
+
+    def turn_keys_back(
+        self, keys: Tensor, divisors: Tensor, grad: Tensor, *, add_to: Tensor | None
+    ) -> Tensor | None:
+        """From the gradient of the turned keys to that of the keys, [M, D], in the memory of the keys.
+
+        Args:
+            add_to: The gradient of queries that are the keys, to which it is added; then there is no other.
+        """
+        slabs = map(self._slabs, (keys, grad, divisors))
+        for (place, key), (_, g), (_, divisor) in zip(*slabs, strict=True):
+            flat = self._take("rows", *key.shape)
+            # what was divided by the least norm is not normalised, so this has no gradient
+            along = torch.mul(key, g, out=flat).sum((-2, -1), keepdim=True)
+            g.addcmul_(key, past_threshold(along, divisor, LEAST_NORM), value=-1)
+            if add_to is None:
+                g.div_(divisor)
+            self._rotary.turn(torch.view_as_complex(g), (place, len(g)), back=True)
+            if add_to is None:
+                from_pairs(g, key)
+            else:
+                self._add_rows(g, divisor, place, add_to)
+        return self.inside(keys) if add_to is None else None
+
+    def _add_rows(self, pairs: Tensor, divisor: Tensor, place: int, rows: Tensor) -> None:
+        """Add buckets of keys in pairs, divided, to the rows [M, D] that they have as channels.
+
+        Args:
+            place: Of the first bucket.
+        """
+        first = (place - self._before) * self.band.window
+        n = min(pairs.shape[0] * self.band.window + first, len(rows)) - max(first, 0)
+        own, by = (x.view(-1, *x.shape[2:])[max(-first, 0) :][:n] for x in (pairs, divisor))
+        part = rows[max(first, 0) :][:n] if n < len(rows) else rows
+        part.view(n, 2, -1).addcdiv_(own.mT, by)
+
+    def turn_back_at_once(self, grad: Tensor, keys: Tensor, divisors: Tensor, dk: Tensor, n: int) -> Tensor:
+        """From gradients of turned queries and of turned keys, which are changed, to that of both, [n, D]."""
+        key, g, divisor = (self._inner(x) for x in (keys, dk, divisors))
+        # the queries have been met
+        room = self._memory["queries"].view(self._dtype).view(key.shape)
+        along = torch.mul(key, g, out=room).sum((-2, -1), keepdim=True)
+        g.addcmul_(key, past_threshold(along, divisor, LEAST_NORM), value=-1)
+        own = grad.to(self._dtype).view(key.shape)
+        for pairs, places in ((own, self._next_places), (g, (self._before, len(g)))):
+            self._rotary.turn(torch.view_as_complex(pairs), places, back=True)
+        found = grad.new_empty((n, 2, self._dim // 2), dtype=self._dtype)
+        shape = (n, 2, self._dim // 2)
+        own, g = (x.as_strided(shape, (self._dim, 1, 2), x.storage_offset()) for x in (own, g))
+        torch.addcdiv(own, g, divisor.as_strided((n, 1, 1), (1, 1, 1), divisor.storage_offset()), out=found)
+        return found.view(n, self._dim)
+
+    def _inner(self, buckets: Tensor) -> Tensor:
+        """Of buckets of keys those without the zeros around."""
+        return buckets[self._before : self._before + self.band.n_key_buckets]
+
+    @property
+    def _next_places(self) -> tuple[int, int]:
+        return self._before + 1, self.band.n_key_buckets
+
+    def turn_queries(self, q: Tensor, run: Run) -> Tensor:
+        """The turned queries of a run, [bucket, row, D]."""
+        queries = self.take("queries", run)
+        if not self.at_once:
+            to_pairs(self.own(q, run).to(self._dtype), out=queries)
+            self._rotary.turn(queries, (run.place + self._before + 1, run.n_buckets))
+        return queries.view(self._dtype).to(self.dtype_of(run))
+
+    def turn_queries_back(self, grad: Tensor, run: Run, dq: Tensor) -> None:
+        """From the gradient of a run's turned queries, which is changed, to that of the queries."""
+        pairs = grad.to(self._dtype).view(*grad.shape[:2], -1, 2)
+        place = run.place + self._before + 1, run.n_buckets
+        self._rotary.turn(torch.view_as_complex(pairs), place, back=True)
+        part = _rows(dq, run.own[0], min(run.own[0] + run.n_buckets * run.own[1], len(dq)))
+        from_pairs(pairs.as_strided((len(part), *pairs.shape[2:]), pairs.stride()[1:]), part)
+
+    def weights(self, run: Run, rows: slice | None, queries: Tensor, keys: Tensor) -> Tensor:
+        """Attention weights [bucket, row, column], kept ones or new."""
+        shape = *queries.shape[:2], run.columns
+        weights = part_of(self.kept[run], rows) if self.kept else self._take_scores("weights", run, shape)
+        if self._known:
+            return weights
+        scores = self._take_scores("scores", run, shape)
+        of_keys(scores, run).baddbmm_(queries, keys.mT, beta=0, alpha=self.scale)
+        self._with_themselves(scores, run, rows).fill_(SELF_SCORE)
+        if run.missing:
+            # n rows with score 0 add n e^0 to the normaliser, as one row with score log n does
+            scores.select(-1, -1).fill_(math.log(run.missing))
+        if any(run.outside):
+            self._outside(scores, run).fill_(-math.inf)
+        return torch.softmax(scores, -1, out=weights)
+
+    def score_gradients(
+        self, run: Run, rows: slice | None, weights: Tensor, grad: Tensor, values: Tensor
+    ) -> Tensor:
+        """Gradient of the scores, [bucket, row, column]."""
+        ds = self._take_scores("scores", run, weights.shape)
+        torch.bmm(grad, values.mT, out=of_keys(ds, run))
+        if run.missing:
+            # rows that are only counted have no value
+            ds.select(-1, -1).zero_()
+        if launches_operators(ds) and ds.dtype.itemsize >= 4:
+            # CUDA's kernel first makes the product of both, another tensor as large as the scores; in bfloat16 that
+            # is half as large, and a product in place would be rounded
+            total = ds.mul_(weights).sum(-1, keepdim=True)
+            ds.addcmul_(weights, total, value=-1)
+        else:
+            # in place: every number is read before it is written
+            softmax_backward(ds, weights, out=ds)
+        # the score of a row with itself is a constant
+        self._with_themselves(ds, run, rows).zero_()
+        return ds
+
+    def _shape(self, run: Run, most_rows: int | None = None) -> tuple[int, int, int]:
+        n_rows = run.own[1] if most_rows is None else min(run.own[1], most_rows)
+        return run.n_buckets, n_rows, run.columns
+
+    def _score_bytes(self, run: Run) -> int:
+        return math.prod(self._shape(run, self.band.sizes.rows)) * self.dtype_of(run).itemsize
+
+    def _met(self, name: str, x: Tensor, run: Run) -> Tensor:
+        """Rows in the type in which a run's matrices meet; of all rows once, for buckets meet them several times."""
+        dtype = self.dtype_of(run)
+        if x.dtype == dtype:
+            return x
+        if dtype != self._met_in:
+            return x.to(dtype)
+        if name not in self._cast:
+            self._cast[name] = x.to(dtype)
+        return self._cast[name]
+
+    def _slabs(self, rows: Tensor) -> list[tuple[int, Tensor]]:
+        """A few buckets at a time: the first one's place, and the buckets."""
+        most = self._most
+        if len(rows) <= most:
+            return [(0, rows)]
+        # without values the second needs the same memory as all after it
+        rows = rows[: 2 * most] if rows.is_meta else rows
+        return list(zip(range(0, len(rows), most), torch.split(rows, most), strict=True))
+
+    def _with_themselves(self, scores: Tensor, run: Run, rows: slice | None) -> Tensor:
+        """The scores of rows with themselves, [bucket, row]."""
+        first = run.place * self.band.window - run.near[0] + (rows.start if rows else 0)
+        return scores.diagonal(first, 1, 2)
+
+    def _outside(self, scores: Tensor, run: Run) -> Tensor:
+        """The scores of the first bucket with the keys before the sequence, of the last one with those after it."""
+        w = self.band.window
+        ends = [0] * run.outside[0] + [scores.stride(0) * (run.n_buckets - 1) + 2 * w] * run.outside[1]
+        return scores.as_strided((len(ends), w, w), (ends[-1] - ends[0], 3 * w, 1), ends[0])
+
+    def _take_scores(self, name: str, run: Run, shape: Sequence[int]) -> Tensor:
+        return self._take(name, *shape, dtype=self.dtype_of(run))
+
+    def _take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        memory = self._memory[name]
+        if dtype is not None and dtype != memory.dtype:
+            memory = memory.view(-1).view(dtype)
+        if memory.shape == shape:
+            return memory
+        n = math.prod(shape)
+        return (memory if memory.numel() == n else memory.view(-1)[:n]).view(shape)
+
+
+def of_keys(scores: Tensor, run: Run) -> Tensor:
+    """The columns of keys, without that of missing rows."""
+    return scores[..., : run.near[1]] if run.missing else scores
+
+
+def part_of(x: Tensor, rows: slice | None) -> Tensor:
+    """Some rows of every bucket; None for all."""
+    return x if rows is None else x[:, rows]
+
+
+def _rows(x: Tensor, first: int, last: int) -> Tensor:
+    """Rows [first, last), zeros where there are none; a view where there are."""
+    n = len(x)
+    part = x if first <= 0 and last >= n else x[max(first, 0) : last]
+    if first >= 0 and last <= n:
+        return part
+    return F.pad(part, (0, 0, max(-first, 0), max(last - n, 0)))
+
+
+def _flat(x: Tensor, first: int, n: int, dim: int) -> Tensor:
+    """Rows [first, first + n) of `dim` numbers of memory that has nothing else; in one operator."""
+    return x.as_strided((n, dim), (dim, 1), first * dim)

@@ -1,0 +1,346 @@
+"""Softmax attention of buckets of rows in torch's fused kernels: what banded_softmax.py computes, in few operators.
+
+    s_i = R(i + w) q_i      r_i = R(i) k_i / |k_i|      out = softmax(D^-0.5 s r^T + own) v
+    own_ij = OWN where j is i itself, else 0
+
+Buckets that meet all three of their neighbourhood are one call, in which each is a batch of one head and the keys and
+values of a batch are a view that overlaps with the next one's. The first bucket of the sequence and the last one meet
+two, and are a second call: no key outside the sequence is multiplied or masked, and `own` is the same for all batches
+of a call but for the place of the diagonal. The rows that fill the last bucket are zeros like any others, which are
+attended, as the reference has it. Both calls read `own` from one tensor w (5 w) for all attention of a window in a
+process, kept like the rotation's tables.
+
+Gradients of keys come by batch, [bucket, 3 w, D]. Written one after the other these are three slots a bucket, and key
+bucket c gets the slots 3c + 3 (previous of the next), 3c + 1 (own) and 3c - 1 (next of the previous): one sum over a
+view with the stride 2, with zeros at the ends.
+
+torch's kernels are called by name and not through `scaled_dot_product_attention`: that would choose for itself, and
+where it finds no fused kernel it computes with all scores at once. Here a device, a dtype or a number of channels
+without one is refused.
+
+Exact up to rounding, with one difference: the reference replaces the score of a row with itself by -5e4, here it gets
+no weight. The same wherever any other key of the row has a score above -4.9e4, so for |q| < 4.9e4 sqrt(D). A row that
+meets no other key (one anchor, w = 1) has itself alone in both.
+
+Kept for the backward pass: s and r, a norm a key, out by call, one logarithm a row, and the values, filled up where
+the last bucket is cut; banded_softmax.py keeps its inputs. Held at most beside these, in numbers, with M the keys:
+
+    forward     out of both calls again, N D
+    backward    gradients of rows, keys and values by bucket, N D + 6 M D; those of keys and values one after the other,
+                6 M D; sums, and what is returned, 2 N D + 3 M D
+
+about 22 N D with what is kept. The mask and the rotation's tables, which stay, are in no prediction.
+
+Under autocast to bfloat16 queries, keys and values meet in it, with sums, weights and logarithms in float32; turned,
+normalised and added up they are in float32. Other numbers below float32 are computed with in float32.
+
+Not run on a GPU. Second derivatives are refused by torch.
+
+Legend: row (N), key (M, those of the rows and of the neighbours), dim (D), w window, bucket, slot (of a bucket's keys).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_amp._torch import (
+    attend_on_cpu,
+    attend_on_cpu_back,
+    attend_on_cuda,
+    attend_on_cuda_back,
+    past_threshold,
+)
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.hic.attention.bucket_work import LEAST_NORM
+from lightning_amp.techniques.hic.attention.precision import computed_in, met_in
+from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
+from lightning_amp.techniques.hic.attention.kernel_calls import Call, Calls
+
+OWN = -1e30
+"""Added to the score of a row with itself: no weight, and no infinity that a difference would make no number of."""
+ALIGNED_COLUMNS = 16
+"""Of `own` on CUDA: 64 bytes of float32."""
+ALIGNED_BYTES = 16
+"""Of a row on CUDA, which its kernel reads at a time."""
+KEPT = 4
+"""Tensors that stay, `own` and zeros; models have one window as a rule."""
+
+
+def sdpa_attention(
+    q: Float[Tensor, "row dim"],
+    k: Float[Tensor, "key dim"],
+    values: Float[Tensor, "key dim"],
+    *,
+    window: int,
+    before: int,
+) -> Float[Tensor, "row dim"]:
+    """Attention of a run of buckets.
+
+    Args:
+        q: Queries; they begin with a whole bucket.
+        k: Keys of the rows before, of the queries' rows and of the rows after.
+        before: Keys before that of the first query, whole buckets.
+
+    Raises:
+        InstallError: A device, a dtype or a number of channels that torch has no fused kernel for.
+    """
+    dtype = computed_in(q.dtype, k.dtype, values.dtype)
+    met = met_in(q, dtype)
+    _check(q, met)
+    # keys further away are not met; a slice of all keys would be a view too, whose backward pass copies them
+    first, last = max(before - window, 0), before + -(-len(q) // window) * window + window
+    if first > 0 or last < len(k):
+        k, values = k[first:last], values[first:last]
+    # where keys are the queries, both are paired by one operator, and their gradients added up by one
+    keys = None if k is q else k
+    return cast(Tensor, _Sdpa.apply(q, keys, values, window, (before - first) // window, dtype, met))  # type: ignore[no-untyped-call]
+
+
+class _Sdpa(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor | None,
+        values: Tensor,
+        window: int,
+        before: int,
+        dtype: torch.dtype,
+        met: torch.dtype,
+    ) -> Tensor:
+        run = Calls(-(-len(q) // window), -(-len(values) // window), window, before)
+        ctx.run, ctx.inputs = run, [None if x is None else (x.shape, x.dtype) for x in (q, k, values)]
+        if not run.rows:
+            return torch.empty_like(q, dtype=values.dtype)
+        turned, divisor = _turned(q, k, run, dtype)
+        turned, filled = turned.to(met), _filled(values, run.keys * window, met)
+        own = mask(window, met, q)
+        views = [_views(call, run, turned, filled, own) for call in run.calls]
+        found = [_attend(*view) for view in views]
+        kept = (x for view, one in zip(views, found, strict=True) for x in (*view, *one))
+        ctx.save_for_backward(turned, divisor, *kept)
+        out = _in_order(run, [one[0] for one in found])
+        return (out[0] if len(out) == 1 else torch.cat(out)).view(-1, q.shape[1])[: len(q)].to(values.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        run = ctx.run
+        if not run.rows:
+            none = (known and grad.new_zeros(known[0], dtype=known[1]) for known in ctx.inputs)
+            return (*none, None, None, None, None)
+        turned, divisor, *kept = ctx.saved_tensors
+        grad = _filled(grad, run.rows * run.window, turned.dtype)
+        n, found = len(kept) // len(run.calls), []
+        for i, call in enumerate(run.calls):
+            q, k, values, own, *one = kept[i * n : (i + 1) * n]
+            found.append(_attend_back(_rows_of(call, run, grad), q, k, values, own, one))
+        turned = turned.to(divisor.dtype)
+        grads = _together(run, found, turned)
+        del found
+        results = [
+            *_turned_back(grads[: run.rows + run.keys], turned, divisor, run, alike=ctx.inputs[1] is None),
+            grads[run.rows + run.keys :].view(-1, turned.shape[-1]),
+        ]
+        pairs = zip(results, ctx.inputs, strict=True)
+        ready = (None if x is None else x[: known[0][0]].to(known[1]) for x, known in pairs)
+        return (*ready, None, None, None, None)
+
+
+def _turned(
+    q: Tensor, k: Tensor | None, run: Calls, dtype: torch.dtype
+) -> tuple[Float[Tensor, "bucket row dim"], Float[Tensor, "bucket row one"]]:
+    """Rows and then keys turned, these normalised; what keys are divided by. Keys that are None are the rows."""
+    w, dim, cut = run.window, q.shape[1], run.rows * run.window
+    shape = run.rows + run.keys, w, dim // 2
+    whole = len(q) % w == 0 and (k is None or len(k) % w == 0)
+    pairs = (q.new_empty if whole else q.new_zeros)(shape, dtype=dtype.to_complex())
+    if k is None:
+        both = pairs.view(2, cut, dim // 2)
+        to_pairs(q.to(dtype).expand(2, *q.shape), out=both if whole else both[:, : len(q)])
+    else:
+        for rows, first in ((q, 0), (k, cut)):
+            to_pairs(rows.to(dtype), out=pairs.view(-1, dim // 2)[first : first + len(rows)])
+    turned = torch.view_as_real(pairs).view(*shape[:2], dim)
+    keys = turned[run.rows :]
+    divisor = torch.linalg.vector_norm(keys, dim=-1, keepdim=True).clamp_min_(LEAST_NORM)
+    keys.div_(divisor)
+    _rotary(run, turned).turn(pairs, *run.places)
+    return turned, divisor
+
+
+def _turned_back(
+    grads: Tensor, turned: Tensor, divisor: Tensor, run: Calls, *, alike: bool
+) -> tuple[Tensor, Tensor | None]:
+    """From gradients of the turned rows and keys, which are changed, to those of the rows and of the keys.
+
+    Args:
+        alike: Whether the keys are the rows, whose gradients are one then.
+    """
+    w, dim = turned.shape[1:]
+    key, g = turned[run.rows :], grads[run.rows :]
+    # what was divided by the least norm is not normalised, so this has no gradient
+    along = past_threshold(torch.mul(key, g).sum(-1, keepdim=True), divisor, LEAST_NORM)
+    g.addcmul_(key, along, value=-1)
+    if not alike:
+        g.div_(divisor)
+    pairs = grads.view(-1, w, dim // 2, 2)
+    _rotary(run, turned).turn(torch.view_as_complex(pairs), *run.places, back=True)
+    if alike:
+        rows, keys = pairs.view(2, -1, dim // 2, 2).mT.unbind()
+        dq = turned.new_empty(len(rows), dim)
+        torch.addcdiv(rows, keys, divisor.view(-1, 1, 1), out=dq.view(rows.shape))
+        return dq, None
+    found = torch.empty_like(turned)
+    from_pairs(pairs, found)
+    dq, dk = torch.split(found.view(-1, dim), [run.rows * w, run.keys * w])
+    return dq, dk
+
+
+def _rotary(run: Calls, turned: Tensor) -> Any:
+    # a row's place is one further than its key's
+    n_places = max(run.keys, run.before + run.rows + 1)
+    return rotary(turned.shape[-1], run.window, n_places, dtype=turned.dtype, like=turned)
+
+
+def _together(run: Calls, found: list[tuple[Tensor, ...]], like: Tensor) -> Float[Tensor, "bucket row dim"]:
+    """Gradients of rows, keys and values, one after the other; those of a key's three slots added up."""
+    w, dim = like.shape[1:]
+    grads = like.new_empty(run.rows + 2 * run.keys, w, dim)
+    dq, *others = ([one[i] for one in found] for i in range(3))
+    torch.cat(_in_order(run, dq), out=grads[: run.rows].unsqueeze(1))
+    zeros, bucket = _made(_zeros, dq[0])(w, dim, dq[0].dtype, dq[0].device), (-1, w, dim)
+    around = [zeros[:n] for n in run.around]
+    halves = [[around[0], *(x.reshape(bucket) for x in _in_order(run, ones)), around[1]] for ones in others]
+    slots = torch.cat([part for half in halves for part in half])
+    size = w * dim
+    strides = slots.numel() // 2, 3 * size, 2 * size, dim, 1
+    each = slots.as_strided((2, run.keys, 3, w, dim), strides)
+    torch.sum(each, 2, dtype=like.dtype, out=grads[run.rows :].view(2, run.keys, w, dim))
+    return grads
+
+
+def _in_order(run: Calls, results: Sequence[Tensor]) -> list[Tensor]:
+    """What calls return for their buckets, in parts that are in the order of the buckets."""
+    parts: list[tuple[int, Tensor]] = []
+    for call, result in zip(run.calls, results, strict=True):
+        first, step, n = call.rows
+        # the two ends of three buckets and more have others between them
+        parts += [(first + i * step, result[i : i + 1]) for i in range(n)] if step > 1 else [(first, result)]
+    return [part for _, part in sorted(parts, key=lambda part: part[0])]
+
+
+def _filled(x: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """n rows without gaps, zeros after those that are there."""
+    x = x.to(dtype)
+    return F.pad(x, (0, 0, 0, n - len(x))) if len(x) < n else x.contiguous()
+
+
+def _rows_of(call: Call, run: Calls, x: Tensor) -> Tensor:
+    """The rows of a call's buckets, [bucket, 1, row, D]."""
+    (first, step, n), dim = call.rows, x.shape[-1]
+    size = run.window * dim
+    return x.as_strided(
+        (n, 1, run.window, dim), (step * size, size, dim, 1), x.storage_offset() + first * size
+    )
+
+
+def _views(call: Call, run: Calls, turned: Tensor, values: Tensor, own: Tensor) -> tuple[Tensor, ...]:
+    """Rows, keys, values and what is added to the scores: [bucket, 1, row or key, D or key]."""
+    (first, step, met), n, w, dim = call.keys, call.rows[2], run.window, turned.shape[-1]
+    size = w * dim
+
+    def keys(x: Tensor, begin: int) -> Tensor:
+        start = x.storage_offset() + (begin + first) * size
+        return x.as_strided((n, 1, met * w, dim), (step * size, met * size, dim, 1), start)
+
+    columns = _columns(w)
+    masked = own.as_strided(
+        (n, 1, w, met * w), (0 if call.own else columns, 0, own.shape[1], 1), call.own * columns
+    )
+    return _rows_of(call, run, turned), keys(turned, run.rows), keys(values, 0), masked
+
+
+def _attend(q: Tensor, k: Tensor, values: Tensor, own: Tensor) -> tuple[Tensor, ...]:
+    """The result, and what its backward pass needs beside the inputs."""
+    scale = q.shape[-1] ** -0.5
+    if _is_cuda(q):
+        return tuple(attend_on_cuda(q, k, values, own, True, scale=scale))
+    return tuple(attend_on_cpu(q, k, values, attn_mask=own, scale=scale))
+
+
+def _attend_back(
+    grad: Tensor, q: Tensor, k: Tensor, values: Tensor, own: Tensor, kept: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Gradients of rows, keys and values."""
+    scale = q.shape[-1] ** -0.5
+    if _is_cuda(q):
+        wanted = [True, True, True, False]
+        return tuple(attend_on_cuda_back(grad, q, k, values, own, *kept, 0.0, wanted, scale=scale)[:3])
+    return tuple(attend_on_cpu_back(grad, q, k, values, *kept, 0.0, False, attn_mask=own, scale=scale))
+
+
+def _is_cuda(x: Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
+def _check(q: Tensor, dtype: torch.dtype) -> None:
+    kind, dim = q.device.type, q.shape[1]
+    if kind in ("cpu", "meta"):
+        return
+    if kind == "cuda" and dtype.itemsize <= 4 and dim * dtype.itemsize % ALIGNED_BYTES == 0:
+        return
+    raise InstallError(
+        f"'sdpa' was asked for, found {dim!r} channels to compute in {dtype!r} on {kind!r}; torch has fused kernels for"
+        f" CPUs, and on CUDA for rows of a multiple of {ALIGNED_BYTES!r} bytes, not of float64: choose 'fused', which"
+        " takes all"
+    )
+
+
+def mask(window: int, dtype: torch.dtype, like: Tensor) -> Float[Tensor, "row column"]:
+    """What is added to the scores, new or kept: that of the first bucket, and from an aligned column on all others'."""
+    return _made(_mask, like)(window, dtype, like.device)
+
+
+def _mask(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    first, n_columns = _columns(window), _columns(window) + _aligned(3 * window)
+    own = torch.zeros(window, n_columns, dtype=dtype, device=device)
+    # of the first bucket the own keys are the first ones; of others the second w, after `first` columns
+    own.as_strided((2, window), (first + window, n_columns + 1)).fill_(OWN)
+    return own
+
+
+def _zeros(window: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Four buckets."""
+    return torch.zeros(4, window, dim, dtype=dtype, device=device)
+
+
+def _made(make: Callable[..., Tensor], like: Tensor) -> Callable[..., Tensor]:
+    """The function, or one that keeps what it makes; a fake tensor is of no use to a real one, nor to another mode."""
+    return make if type(like) not in (Tensor, nn.Parameter) else partial(_kept, make)
+
+
+@lru_cache(maxsize=KEPT)
+def _kept(make: Callable[..., Tensor], *sizes: Any) -> Tensor:
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return make(*sizes)
+
+
+def forget_kept() -> None:
+    """Make masks and zeros anew where they are needed next, as in a new process."""
+    _kept.cache_clear()
+
+
+def _columns(window: int) -> int:
+    """Columns of the first bucket's mask."""
+    return _aligned(2 * window)
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGNED_COLUMNS) * ALIGNED_COLUMNS

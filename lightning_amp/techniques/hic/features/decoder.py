@@ -1,0 +1,196 @@
+"""S2: every rank decodes the features that it owns, and the softmax runs over all ranks' features.
+
+    logit_k[:, own] -> log_softmax over all F_k -> log p(x[:, own]) -> sum over own features -> sum over ranks
+
+    log_softmax(x)_f = x_f - log sum over ranks s of exp(L_s)       L_s = logsumexp of rank s's own x, -inf without any
+    backward         g_f - softmax(x)_f * (sum over ranks of sum over own f of g_f)
+
+The sum over ranks is the loss only because the normaliser is that of all features: softmax over only the own features
+gives another model, silently. Normalisers are gathered, not reduced as a maximum and then a sum: that would be two
+collectives, and [B, R] is small.
+Exact up to the order of the sums. The features of a stratum are sharded in runs of ceil(F_k / R); a rank may have none
+and takes part all the same, for the others wait for it.
+
+    collectives of a step             forward                       backward
+    every stratum (not binarized)     1 all-gather [B]              1 all-reduce [B]
+    every stratum, with S5            1 reduce-scatter [B, F_k]     1 all-gather [B, F_k]       instead of S5's own
+    the whole decoder                 1 all-reduce of the loss      1 all-reduce (ranks/sharded_region.py)
+
+What shrinks to a part of 1 / R: scores, logits and everything of the likelihood, [B, F_k]. Tables stay whole on every
+rank; each rank's gradient is a part that is zero outside the own columns.
+
+Legend: cell (B), anchor (N), dim (D), stratum_feature (F_k), own_feature (those of this rank), R ranks.
+Known limits: second derivatives are refused; without S5 every rank computes every key.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.checks.same_function import mismatch
+from lightning_amp.techniques.contract.change import Change
+from lightning_amp.techniques.contract.protocol import (
+    FEATURE_METHODS,
+    DecomposedDecoder,
+    ScattersFeatures,
+    has_methods,
+)
+from lightning_amp.techniques.ranks import collectives
+from lightning_amp.techniques.ranks.even_runs import own_run, run_length
+from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
+from lightning_amp.techniques.specs import FeatureParallel
+from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor, PerCell
+
+
+def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:
+    """Shard the features of a decoder's strata over the model axis.
+
+    Raises:
+        InstallError: A leaf that would be replaced is missing or
+            is not the reference's.
+    """
+    for k, stratum in enumerate(decoder.strata):
+        problem = features_problem(stratum)
+        if problem:
+            raise InstallError(
+                f"S2 was asked for on {type(decoder).__name__!r}, whose stratum {k!r} {problem}; S2 replaces a"
+                " child `features` without state that hands all features on (own, scores, log_softmax, whole):"
+                " move the rest to the stratum, or leave S2 out"
+            )
+    axis = mesh["model"]
+    swaps: dict[str, nn.Module] = {"region": share_region(decoder, SharedRegion(axis, ("S2",), summed=True))}
+    for k, stratum in enumerate(decoder.strata):
+        swaps[f"strata.{k}.features"] = ShardedFeatures(stratum.get_buffer("feature_anchor"), axis)
+    return Change(swaps, partial=list(decoder.strata.parameters()))
+
+
+class ShardedFeatures(nn.Module):
+    """The part of a stratum's features that this rank holds; made by `share_features`."""
+
+    feature_anchor: Tensor
+    columns: Tensor | None
+    places: Tensor | None
+
+    def __init__(self, feature_anchor: FeatureAnchor, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh, self.n_features = mesh, len(feature_anchor)
+        length = run_length(self.n_features, mesh)
+        self.sizes = [max(0, min(length, self.n_features - r * length)) for r in range(mesh.size())]
+        self.run: slice | None = own_run(self.n_features, mesh)
+        # of features that are no run, and of those in another order than the ranks', nodes/decoder.py has these
+        self.columns = self.places = None
+        # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
+        self.register_buffer("feature_anchor", self.own(feature_anchor).clone(), persistent=False)
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"{len(self.feature_anchor)} of {self.n_features} features, ranks={self.mesh.size()}"
+
+    def own(self, values: Shaped[Tensor, "*row stratum_feature"]) -> Shaped[Tensor, "*row own_feature"]:
+        """The columns of the own features; a view where they are a run."""
+        assert values.shape[-1] == self.n_features, "columns of all features of the stratum"
+        return values[..., self.run if self.columns is None else self.columns]
+
+    def scores(
+        self, decode: nn.Module, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor
+    ) -> OwnCounts:
+        """Decoded scores of the own features; a decode with parts of all scores hands each to the owner."""
+        if isinstance(decode, ScattersFeatures):
+            return decode.scatter(u, key, feature_anchor, run_length(self.n_features, self.mesh))
+        scores: Tensor = decode(u, key, self.feature_anchor)
+        return scores
+
+    def log_softmax(self, logits: OwnCounts) -> OwnCounts:
+        """Logarithm of the softmax over all features of the stratum, for the own ones."""
+        return log_softmax(logits, self.mesh)
+
+    def whole(self, values: OwnCounts) -> Float[Tensor, "cell stratum_feature"]:
+        """All columns; gradients reach the own ones, which is all of them over the ranks."""
+        return cast(Tensor, _AllColumns.apply(values, self))  # type: ignore[no-untyped-call]
+
+
+class _AllColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, features: ShardedFeatures) -> Tensor:
+        ctx.features, ctx.behind = features, "inside"
+        fill = max(features.sizes) - own.shape[1]
+        block = collectives.all_gather(features.mesh, F.pad(own, (0, fill)))
+        parts = [part[:, :size] for part, size in zip(block, features.sizes, strict=True)]
+        whole = torch.cat(parts, dim=1)
+        return whole if features.places is None else whole[:, features.places]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.features.own(grad), None
+
+
+def features_problem(stratum: nn.Module) -> str:
+    """Why a stratum's features cannot be sharded, as what follows its name; "" if they can."""
+    features = getattr(stratum, "features", None)
+    if isinstance(features, ShardedFeatures):
+        return "has its features shared already"
+    if not has_methods(features, FEATURE_METHODS):
+        return f"has features={features!r}"
+    if "feature_anchor" not in dict(stratum.named_buffers(recurse=False)):
+        return "has no buffer `feature_anchor`"
+    values = torch.arange(6.0).view(2, 3)
+    with torch.no_grad():
+        expected = {
+            "own": values,
+            "scores": values[:, [2, 0, 1]],
+            "log_softmax": values.log_softmax(1),
+            "whole": values,
+        }
+        problem = mismatch(features, expected, _run, rtol=1e-6)
+    return f"has a leaf `features` that {problem}" if problem else ""
+
+
+def _run(features: Any) -> dict[str, Tensor]:
+    """What a leaf computes for 2 cells and 3 features."""
+    values, key = torch.arange(6.0).view(2, 3), torch.eye(3)
+    return {
+        "own": features.own(values),
+        "scores": features.scores(
+            lambda u, key, feature_anchor: (u @ key.T)[:, feature_anchor],
+            values,
+            key,
+            torch.tensor([2, 0, 1]),
+        ),
+        "log_softmax": features.log_softmax(values),
+        "whole": features.whole(values),
+    }
+
+
+def log_softmax(logits: OwnCounts, mesh: DeviceMesh) -> OwnCounts:
+    """Logarithm of the softmax over all ranks' features, for the own ones; every rank must call it."""
+    return cast(Tensor, _LogSoftmax.apply(logits, mesh))  # type: ignore[no-untyped-call]
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, mesh: DeviceMesh) -> Tensor:
+        own = logits.to(_at_least_float32(logits)).logsumexp(dim=1)
+        normaliser = collectives.all_gather(mesh, own).logsumexp(dim=0)
+        result = (logits - normaliser[:, None]).to(logits.dtype)
+        ctx.mesh = mesh
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (result,) = ctx.saved_tensors
+        # grad is that of the own columns; the normaliser was made of all ranks' columns, so their sum is needed
+        total = collectives.all_reduce(ctx.mesh, grad.sum(dim=1, dtype=_at_least_float32(grad)))
+        return (grad - result.exp() * total[:, None]).to(grad.dtype), None
+
+
+def _at_least_float32(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)

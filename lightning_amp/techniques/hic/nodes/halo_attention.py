@@ -1,0 +1,131 @@
+"""Local attention of the own anchors, with one bucket of a neighbouring rank's rows on each side.
+
+    own buckets that see own ones only     attend(prepare(own q, k, values))
+    the first and the last own bucket      attend(prepare(three buckets, the neighbour's among them)), one bucket of it
+
+Exact: every bucket meets the rows that it meets on one device, in the same order (matrix products of other sizes may
+round their sums differently). No copy of all own keys with the neighbours' rows is made. The price: up to six buckets
+are prepared once more.
+
+Collectives: 1 all-to-all forward and 1 backward (halo_exchange.py), during which the inner buckets are attended. S3
+asks for chunks of buckets in any order, so that under S3 the rows are waited for first.
+
+Legend: anchor (n, those of this rank), dim (D), w anchors of a bucket, own buckets 0 .. W - 1.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_amp.techniques.contract.protocol import BucketedAttention
+from lightning_amp.techniques.hic.nodes import halo_exchange
+from lightning_amp.techniques.ranks.anchor_shards import AnchorShards
+from lightning_amp.shapes import PerAnchor
+
+State = tuple[Tensor, ...]
+
+
+class HaloAttention(nn.Module):
+    """Bucketed attention of a run of buckets among those of other ranks; made by `share_anchors`.
+
+    Args:
+        inner: Bucketed attention without parameters.
+    """
+
+    inner: BucketedAttention
+
+    def __init__(self, inner: nn.Module, anchors: AnchorShards) -> None:
+        super().__init__()
+        self.inner = cast(Any, inner)
+        self.anchors = anchors
+        # at an end of the sequence the outer bucket has no other rank's rows to wait for
+        self.inside = range(anchors.before, max(anchors.n_buckets - anchors.after, anchors.before))
+        self.outer = [j for j in range(anchors.n_buckets) if j not in self.inside]
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        own = self.anchors.own
+        return f"anchors [{own.start}, {own.stop}) of {self.anchors.bounds[-1]}, ranks={self.anchors.mesh.size()}"
+
+    def n_buckets(self, n: int) -> int:
+        """Buckets that n anchors fill."""
+        return self.inner.n_buckets(n)
+
+    def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
+        """Attention of all own buckets; the inner ones while the neighbours' rows are under way."""
+        if not self.outer:
+            return cast(Any, self.inner)(q, k, values)  # type: ignore[no-any-return]
+        near = self._near(q, k, values)
+        under_way = self._send(near)
+        inside = self._inside(self.inner.prepare(q, k, values), self.inside) if self.inside else []
+        pieces = self._pieces(near, under_way)
+        return self._in_order(dict(zip(self.outer, pieces, strict=True)), inside)[: len(q)]
+
+    def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> State:
+        """What `attend` reads: that of the own rows, then that of every outer bucket's surroundings."""
+        own = self.inner.prepare(q, k, values)
+        if not self.outer:
+            return own
+        near = self._near(q, k, values)
+        pieces = self._pieces(near, self._send(near))
+        return tuple(tensor for state in (own, *pieces) for tensor in state)
+
+    def attend(self, state: State, first: int, last: int) -> Float[Tensor, "row dim"]:
+        """Rows of the own buckets [first, last)."""
+        length = len(state) // (1 + len(self.outer))
+        own, *pieces = (state[i : i + length] for i in range(0, len(state), length))
+        asked = {j: piece for j, piece in zip(self.outer, pieces, strict=True) if first <= j < last}
+        buckets = range(max(first, self.inside.start), min(last, self.inside.stop))
+        return self._in_order(asked, self._inside(own, buckets))
+
+    def _inside(self, state: State, buckets: range) -> list[Tensor]:
+        return [self.inner.attend(state, buckets.start, buckets.stop)] if buckets else []
+
+    def _in_order(self, pieces: dict[int, State], inside: list[Tensor]) -> Tensor:
+        """Rows of the outer buckets that are asked for, and of those between."""
+        rows = {j: self.inner.attend(piece, p := self._place(j), p + 1) for j, piece in pieces.items()}
+        first = self.inside.start
+        before, after = ([r for j, r in rows.items() if (j < first) == side] for side in (True, False))
+        return torch.cat([*before, *inside, *after])
+
+    def _place(self, j: int) -> int:
+        """Which bucket of its piece a outer bucket is."""
+        return int(j > 0 or self.anchors.before)
+
+    def _near(self, *own: Tensor) -> list[State]:
+        """Own rows of q, k and values around every outer bucket.
+
+        Taken before the inner buckets are attended, so that backward they come after these: the gradient of each is one
+        of all own rows by then.
+        """
+        w = self.anchors.window
+        around = [slice(max(j - 1, 0) * w, (j + 2) * w) for j in self.outer]
+        return [tuple(rows[part] for rows in own) for part in around]
+
+    def _send(self, near: list[State]) -> Tensor:
+        w, (_, *first), (_, *last) = self.anchors.window, near[0], near[-1]
+        edges = [[x[:w] for x in first]] * self.anchors.before + [[x[-w:] for x in last]] * self.anchors.after
+        return halo_exchange.start(self.anchors, [torch.cat(edge, dim=1) for edge in edges])
+
+    def _pieces(self, near: list[State], under_way: Tensor) -> list[State]:
+        """What `attend` reads of every outer bucket and its neighbours; waits for the neighbours' rows."""
+        before, after = halo_exchange.finish(self.anchors, under_way)
+        none = before[:0]
+        sides = [
+            (before if j == 0 else none, after if j == self.anchors.n_buckets - 1 else none)
+            for j in self.outer
+        ]
+        return [self._piece(own, *side) for own, side in zip(near, sides, strict=True)]
+
+    def _piece(self, own: State, before: Tensor, after: Tensor) -> State:
+        q, k, values = own
+        dim = k.shape[1]
+        # queries of the neighbours' rows are asked by nobody; under autocast, keys and values were sent as one type
+        return self.inner.prepare(
+            F.pad(q, (0, 0, len(before), len(after))),
+            torch.cat((before[:, :dim].to(k.dtype), k, after[:, :dim].to(k.dtype))),
+            torch.cat((before[:, dim:].to(values.dtype), values, after[:, dim:].to(values.dtype))),
+        )

@@ -1,0 +1,207 @@
+"""The graph encoder's leaves where every rank of the model axis holds some of the vertices.
+
+    leaf                          forward                           backward
+    propagate                     1 all-to-all  ghosts' rows        1 all-to-all  their gradients
+    rows (ends of edges, genes)   1 all-reduce  of the rows         nothing: gradients are equal on all ranks
+    rows of the decoder's anchors nothing                           nothing: own rows enter the decoder
+    mean (divergence)             1 all-reduce  1                   nothing
+    noise                         nothing: every rank draws all, some rows at a time, and keeps its own
+
+Exact: a row comes from one rank and zeros from the others; a vertex's messages are added up in another order. What is
+alike on all ranks comes out of nodes with `behind = "inside"` (ranks/check_region.py).
+
+Legend: vertex (V), own_vertex (n of this rank), dim (D), edge, end (of an edge), feature.
+Known limits: second derivatives are refused. A call of `rows` takes [ends, D] on every rank, however few it holds.
+"""
+
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp._torch import functional_collectives as functional
+from lightning_amp.techniques.contract.protocol import Messages
+from lightning_amp.techniques.hic.nodes.vertex_shards import OwnEdges, VertexShards
+from lightning_amp.techniques.ranks import collectives
+from lightning_amp.shapes import PerVertex, Scalar
+
+
+class SharedVertices(nn.Module):
+    """This rank's vertices, in the place of all.
+
+    Args:
+        coefficient: Of all edges; where these lie, the leaf's buffers will.
+    """
+
+    place: Tensor
+    ids: Tensor
+    source: Tensor
+    target: Tensor
+    coefficient: Tensor
+    sent: Tensor
+
+    def __init__(
+        self, inner: Any, rows: VertexShards, edges: OwnEdges, coefficient: Float[Tensor, " edge"]
+    ) -> None:
+        super().__init__()
+        self.inner = inner
+        self.mesh = rows.mesh
+        self.n_vertices = len(rows.owner)
+        self.n_inner = edges.n_inner
+        self.n_sent, self.n_received = edges.n_sent, edges.n_received
+        device = coefficient.device
+        named = {
+            "place": rows.own_place(torch.arange(self.n_vertices)),
+            "ids": rows.own_ids,
+            "source": edges.source,
+            "target": edges.target,
+            "sent": edges.sent,
+        }
+        for name, values in named.items():
+            self.register_buffer(name, values.to(device), persistent=False)
+        self.register_buffer("coefficient", coefficient[edges.edges.to(device)], persistent=False)
+        # in the host's memory: where a block ends must be known without waiting for the device
+        self.own_ids = rows.own_ids
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"vertices={len(self.own_ids)} of {self.n_vertices}, ghosts={sum(self.n_received)}"
+
+    def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
+        """Sum over edges of coefficient * x[source] at the own targets."""
+        return cast(Tensor, _Propagate.apply(x, self))  # type: ignore[no-untyped-call]
+
+    def noise(self, like: PerVertex, generator: torch.Generator | None) -> PerVertex:
+        """The own rows of what one device would draw."""
+        noise, begin = torch.empty_like(like), 0
+        for first, block in self.inner.blocks(self.n_vertices, like, generator):
+            end = int(torch.searchsorted(self.own_ids, first + len(block)))
+            noise[begin:end] = block[self.ids[begin:end] - first]
+            begin = end
+        return noise
+
+    def mean(self, values: Float[Tensor, " own_vertex"]) -> Scalar:
+        """Mean over all ranks' vertices."""
+        return collectives.leave(self.mesh, values.sum()) / self.n_vertices
+
+    def rows(self, v: PerVertex, *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
+        """Rows of any vertices on every rank, by their ids; each [*end, dim]."""
+        found = replicated_rows(self.mesh, v, self.place[torch.cat([i.reshape(-1) for i in ids])])
+        parts = torch.split(found, [i.numel() for i in ids])
+        return tuple(part.view(*i.shape, v.shape[1]) for part, i in zip(parts, ids, strict=True))
+
+
+class ReplicatedRows(nn.Module):
+    """Rows of the features of a modality, on every rank.
+
+    Args:
+        ids: Vertex of each feature.
+        device: Of the leaf's buffer.
+    """
+
+    place: Tensor
+
+    def __init__(self, rows: VertexShards, ids: Int[Tensor, " feature"], device: torch.device) -> None:
+        super().__init__()
+        self.mesh = rows.mesh
+        self.register_buffer("place", rows.own_place(ids).to(device), persistent=False)
+
+    def forward(self, v: PerVertex) -> Float[Tensor, "feature dim"]:
+        """Rows of v that the modality's decoder gets."""
+        return replicated_rows(self.mesh, v, self.place)
+
+
+class OwnRows(nn.Module):
+    """Rows of the own anchors, in their order; a view where they follow each other.
+
+    Args:
+        place: Own row of each of them.
+        device: Of the leaf's buffer.
+    """
+
+    place: Tensor
+
+    def __init__(self, place: Int[Tensor, " own_anchor"], device: torch.device) -> None:
+        super().__init__()
+        first = int(place[0])
+        self.run = slice(first, first + len(place)) if bool((place.diff() == 1).all()) else None
+        self.register_buffer("place", place.to(device), persistent=False)
+
+    def forward(self, v: PerVertex) -> Float[Tensor, "own_anchor dim"]:
+        """Rows of v that enter the decoder on this rank."""
+        return v[self.place] if self.run is None else v[self.run]
+
+
+def replicated_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) -> Float[Tensor, "row dim"]:
+    """Rows of all ranks on every rank, a result that is replicated.
+
+    Args:
+        v: Rows of the own vertices.
+        place: Own row of each, -1 of what another rank holds.
+    """
+    return cast(Tensor, _Replicated.apply(v, place, mesh))  # type: ignore[no-untyped-call]
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, place: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.n_own, ctx.behind = len(v), "inside"
+        ctx.save_for_backward(place)
+        # a row of another rank is taken as zero here, so that the sum over ranks has every row once
+        own = v[place.clamp_min(0)].masked_fill_((place < 0)[:, None], 0)
+        return collectives.all_reduce(mesh, own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        # no collective: all ranks have computed the same with the rows, so that each has the whole gradient of its own
+        own = grad.masked_fill((place < 0)[:, None], 0)
+        out = grad.new_zeros(ctx.n_own, grad.shape[1])
+        return out.index_add_(0, place.clamp_min(0), own), None, None
+
+
+class _Propagate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: SharedVertices) -> Tensor:
+        ctx.leaf = leaf
+        under_way = _exchange(leaf, x[leaf.sent], leaf.n_sent, leaf.n_received)
+        out = torch.zeros_like(x)
+        inner, outer = slice(0, leaf.n_inner), slice(leaf.n_inner, None)
+        # messages between own vertices are added while the ghosts' rows are under way
+        _add(leaf, out, x, inner)
+        _add(leaf, out, _wait(under_way), outer)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        leaf: SharedVertices = ctx.leaf
+        ghosts = grad.new_zeros(sum(leaf.n_received), grad.shape[1])
+        inner, outer = slice(0, leaf.n_inner), slice(leaf.n_inner, None)
+        # first what others wait for: the gradients of their rows
+        _add(leaf, ghosts, grad, outer, back=True)
+        under_way = _exchange(leaf, ghosts, leaf.n_received, leaf.n_sent)
+        out = torch.zeros_like(grad)
+        _add(leaf, out, grad, inner, back=True)
+        return out.index_add_(0, leaf.sent, _wait(under_way)), None
+
+
+def _add(leaf: SharedVertices, out: Tensor, x: Tensor, edges: slice, *, back: bool = False) -> None:
+    """Add the messages of some own edges, backward from targets to sources."""
+    source, target = leaf.source[edges], leaf.target[edges]
+    ends = {"source": target, "target": source} if back else {"source": source, "target": target}
+    leaf.inner.add_messages(out, x, **ends, coefficient=leaf.coefficient[edges])
+
+
+def _exchange(leaf: SharedVertices, sent: Tensor, n_sent: list[int], n_received: list[int]) -> Tensor:
+    """Rows from every rank to every other; not to be read before they were waited for."""
+    found = functional.all_to_all_single(sent.contiguous(), n_received, n_sent, leaf.mesh.get_group())
+    return cast(Tensor, getattr(found, "elem", found))
+
+
+def _wait(under_way: Tensor) -> Tensor:
+    return cast(Tensor, functional.wait_tensor(under_way))  # type: ignore[no-untyped-call]

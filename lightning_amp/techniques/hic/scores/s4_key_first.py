@@ -1,0 +1,77 @@
+"""S4: the keys of a stratum's anchors are selected before the product with the cells.
+
+    (u key^T)[:, feature_anchor] = u key[feature_anchor]^T
+
+Exact: every entry is the same inner product (the matrix product may round its sums in another order). No
+collectives. What shrinks: the products [B, N] of all anchors become the [B, F_k] that are asked for. The
+selected keys [F_k, D] are the price; when the feature_anchor are a run of anchors they are a view and cost nothing.
+With fewer cells than dimensions and F_k near N the price is the higher of the two.
+
+Legend: cell (B), anchor (N), dim (D), feature (F_k of the stratum).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_amp._torch import has_no_values
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.checks.decode import decode_problem
+from lightning_amp.shapes import Counts, FeatureAnchor, PerAnchor, PerCell
+
+
+def key_first(decode: nn.Module) -> nn.Module:
+    """The same decode, with the keys selected first.
+
+    Raises:
+        InstallError: The module has state, or does not compute (u key^T)[:, feature_anchor].
+    """
+    problem = decode_problem(decode)
+    if problem:
+        raise InstallError(
+            f"S4 was asked for on {type(decode).__name__!r}, which {problem}; only a module without state"
+            " for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor] can be replaced: move the"
+            " rest to the stratum, or leave S4 out"
+        )
+    return KeyFirstDecode()
+
+
+class KeyFirstDecode(nn.Module):
+    """Decode from selected keys; made by `key_first`.
+
+    Whether the feature_anchor are a run of anchors is read once per tensor, because reading waits for the device.
+    Nodes without values (meta and fake tensors) are gathered: that needs more memory than a view, never less.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: Tensor | None = None
+        self._version = 0
+        self._start: int | None = None
+
+    def forward(self, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor) -> Counts:
+        """(u key^T)[:, feature_anchor], through key[feature_anchor]."""
+        if torch.compiler.is_compiling():
+            # one graph for all strata, whichever feature_anchor they have
+            return u @ _select(key, feature_anchor, None).T
+        version = 0 if feature_anchor.is_inference() else feature_anchor._version
+        if feature_anchor is not self._seen or version != self._version:
+            self._seen, self._version, self._start = feature_anchor, version, _start_of_run(feature_anchor)
+        return u @ _select(key, feature_anchor, self._start).T
+
+
+def _select(key: Tensor, feature_anchor: Tensor, start: int | None) -> Tensor:
+    if start is None:
+        # The backward pass of embedding fills one [N, D], that of indexing two, and is slower.
+        return F.embedding(feature_anchor, key)
+    return key if (start, len(feature_anchor)) == (0, len(key)) else key.narrow(0, start, len(feature_anchor))
+
+
+def _start_of_run(feature_anchor: Tensor) -> int | None:
+    if has_no_values(feature_anchor) or not len(feature_anchor):
+        return None
+    start = int(feature_anchor[0])
+    run = torch.arange(
+        start, start + len(feature_anchor), dtype=feature_anchor.dtype, device=feature_anchor.device
+    )
+    return start if torch.equal(feature_anchor, run) else None

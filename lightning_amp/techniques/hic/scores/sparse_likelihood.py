@@ -1,0 +1,359 @@
+"""sparse: the likelihood of all counts as if they were zero, and the terms of those that are not in their places.
+
+    r = log_mu - log_theta      n = -theta softplus(r)      s = zi_logits      l(p, q) = log(e^p + e^q)
+    x = 0     log p = l(n, q) - softplus(s)                               q = l(s, log least)
+              d / d log_mu = -a theta sigmoid(r)                          a = sigmoid(n - q)
+              d / d log_theta = a n - d / d log_mu                       d / d s = sigmoid(q - n) e^(s - q) - sigmoid(s)
+    x != 0    log p = lgamma(x + theta) - lgamma(theta) - lgamma(x + 1) + n + x log sigmoid(r) - softplus(s)
+              d / d log_mu = x sigmoid(-r) - theta sigmoid(r)             d / d s = -sigmoid(s)
+              d / d log_theta = theta (psi(x + theta) - psi(theta) - softplus(r)) - d / d log_mu
+
+`least` is a small number that some add to the probability of a zero before they take its logarithm (HiGLUE's EPS); it
+is found by trying, and 0 for most.
+
+Few operators on all of them: n - softplus(s) and theta sigmoid(r) are terms of both kinds. Where a count is not zero,
+q - n is set to minus infinity, which leaves no additional zero there; what it has beside that is added in its place.
+
+Exact up to rounding, in value and gradients: log p of a zero is not computed with where a count is not zero, so nothing
+cancels.
+No collectives. What shrinks: lgamma and psi are computed only for the counts that are not zero, and of all [B, F_k]
+that the likelihood kept there is one, the gradient of log_mu. Gradients are computed with the value, so that a backward
+pass only scales them; it may run many times. What else is of that size exists for a few columns at a time.
+
+In numbers, beside the arguments, with T = 1 or B rows of the tables and M counts that are not zero:
+
+    kept for the backward pass    (B + 2 T) F_k
+    held in the forward pass      the same, and the larger of 18 M and 11 M + 3 chunks (6 if T = B)
+    held in the backward pass     what was kept and as much again, which is handed on
+
+Inputs below float32 are computed with, and added up, in float32.
+
+Legend: cell (B), own_feature (F_k of one stratum, or those that a rank holds), psi = digamma.
+Known limits: no second derivative, and no gradient of the counts; those of nonzero_counts.py. What a likelihood does
+with other numbers than those of checks/likelihood.py is not seen. Where it refuses counts that are no whole
+numbers, always or as long as torch's distributions check values, so does this one on the CPU; other devices are not
+waited for.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_amp._torch import negate_each, softplus_backward, times_each, values_are_checked
+from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.techniques.autograd.precomputed_gradients import wants_gradients
+from lightning_amp.techniques.checks.cached_check import found_out
+from lightning_amp.techniques.checks.likelihood import likelihood_problem, likelihood_settings
+from lightning_amp.techniques.device_settings import launches_operators, numbers_at_a_time
+from lightning_amp.techniques.hic.scores.nonzero_counts import Entries, entries
+from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
+
+CACHED, LAUNCHED = 2**16, 2**23
+"""Numbers of a tensor in a chunk: few enough for a CPU's cache, and enough to keep an accelerator busy."""
+LEAST_COLUMNS = 64
+"""Columns of a chunk whose rows are still worth a loop."""
+EXACT = 40.0
+"""From here on softplus(x) is x, and a sigmoid 1, to all digits of float64."""
+
+
+def sparse_likelihood(leaf: nn.Module) -> nn.Module:
+    """The same likelihood, whose costs are those of the counts that are not zero.
+
+    Raises:
+        InstallError: The module has state, or leaf(x, log_mu, log_theta, zi_logits) is not the sum of the
+            log-probabilities of a zero-inflated negative binomial.
+    """
+    problem = found_out(leaf, _problem)
+    if problem:
+        raise InstallError(
+            f"sparse was asked for on {type(leaf).__name__!r}, which {problem}; only a module without state that"
+            " returns the summed log-probability of zero-inflated negative binomial counts, when called as"
+            " leaf(x, log_mu, log_theta, zi_logits), can be replaced: leave 'sparse' out, as for binarized strata"
+        )
+    return _like(leaf)
+
+
+class SparseLikelihood(nn.Module):
+    """Zero-inflated negative binomial of counts that are mostly zero; made by `sparse_likelihood`.
+
+    Args:
+        least: What is added to the probability of a zero.
+        whole: Whether other counts than whole numbers from 0 are refused, while torch's distributions do not check
+            values, and while they do.
+    """
+
+    stays_eager = True
+
+    def __init__(self, *, least: float = 0.0, whole: tuple[bool, bool] = (False, False)) -> None:
+        super().__init__()
+        self.least = least
+        self.whole = whole
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"least={self.least}, whole={self.whole}"
+
+    def forward(
+        self, x: OwnCounts | SparseCounts, log_mu: OwnCounts, log_theta: OwnTable, zi_logits: OwnTable
+    ) -> Scalar:
+        """Sum over cells and features.
+
+        Raises:
+            ModelError: x has another shape than log_mu, or counts that the likelihood refuses.
+            InstallError: x needs a gradient.
+        """
+        if tuple(x.shape) != tuple(log_mu.shape):
+            raise ModelError(
+                f"a sparse likelihood got counts of the shape {tuple(x.shape)!r} for means of the shape"
+                f" {tuple(log_mu.shape)!r}; hand in the stratum's own columns, or leave 'sparse' out"
+            )
+        if isinstance(x, Tensor) and wants_gradients((x,)):
+            raise InstallError(
+                "a sparse likelihood got counts that need a gradient, which it does not compute; detach them, or leave"
+                " 'sparse' out"
+            )
+        arguments = (log_mu, log_theta, zi_logits)
+        if not wants_gradients(arguments):
+            return _sum(x, arguments, self)
+        return cast(Tensor, _WithGradients.apply(x, self, *arguments))  # type: ignore[no-untyped-call]
+
+    def check(self, counts: Float[Tensor, " entry"]) -> None:
+        """Refuse what the likelihood in whose place this is refuses.
+
+        Raises:
+            ModelError: Some are no whole numbers from 0.
+        """
+        if not self.whole[values_are_checked()] or launches_operators(counts):
+            return
+        wrong = counts[~((counts >= 0) & (counts.frac() == 0))]
+        if len(wrong):
+            raise ModelError(
+                f"a likelihood got counts such as {float(wrong[0])!r}; allowed are whole numbers from 0: hand in the"
+                " counts as they were read, not scaled ones"
+            )
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor | SparseCounts, form: SparseLikelihood, *arguments: Tensor) -> Tensor:
+        dtype = _dtype(arguments)
+        gradients = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in arguments]
+        total = _sum(x, arguments, form, gradients)
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise InstallError(
+                "a second derivative of a loss was asked for (create_graph=True), and its likelihood is sparse, whose"
+                " gradients are numbers by then; leave 'sparse' out"
+            )
+        return None, None, *times_each(ctx.saved_tensors, grad)
+
+
+def _sum(
+    x: Tensor | SparseCounts,
+    arguments: Sequence[Tensor],
+    form: SparseLikelihood,
+    gradients: Sequence[Tensor] = (),
+) -> Tensor:
+    """The summed log-probability; fills the gradients if there are any."""
+    dtype = _dtype(arguments)
+    runs = _runs(arguments[0])
+    found = entries(x, runs, dtype=dtype)
+    form.check(found.value)
+    log_mu, log_theta, zi = arguments
+    cells, features = log_mu.shape
+    index = found.index(features)
+    # r lies where the gradient of log_mu comes to lie
+    r = gradients[0] if gradients else torch.empty(log_mu.shape, dtype=dtype, device=log_mu.device)
+    log_theta, zi = log_theta.to(dtype), zi.to(dtype)
+    torch.sub(log_mu, log_theta, out=r)
+    # a table of one row, or that of all columns at once, is read by the counts too
+    theta = log_theta.exp() if len(runs) == 1 or len(log_theta) == 1 else None
+    others = _others(found, index, r, (log_theta, theta), bool(gradients))
+    work = log_mu.new_empty(3, cells, runs[0].stop, dtype=dtype)
+    totals = []
+    for k, run in enumerate(runs):
+        # a simulation: without values, whole chunks are alike
+        if work.is_meta and 0 < k < len(runs) - 1:
+            continue
+        if len(runs) == 1:
+            totals.append(_zeros(work, index, r, (cast(Tensor, theta), zi), form.least, gradients, others))
+            continue
+        width = run.stop - run.start
+        chunk = work.view(3, -1)[:, : cells * width].view(3, cells, width)
+        tables = (log_theta[:, run].exp() if theta is None else theta[:, run], zi[:, run])
+        terms = [t[found.own(k)] for t in others]
+        own = [t[:, run] for t in gradients]
+        totals.append(_zeros(chunk, found.places(k), r[:, run], tables, form.least, own, terms))
+    if gradients:
+        gradients[0].view(-1).index_add_(0, index, others[1])
+    return totals[0] if len(totals) == 1 else torch.stack(totals).sum()
+
+
+def _runs(log_mu: Tensor) -> list[slice]:
+    cells, features = log_mu.shape
+    numbers = numbers_at_a_time(log_mu, cached=CACHED, launched=LAUNCHED)
+    width = max(LEAST_COLUMNS, numbers // max(cells, 1))
+    return [slice(first, min(first + width, features)) for first in range(0, features, width)] or [
+        slice(0, 0)
+    ]
+
+
+def _zeros(
+    work: Tensor,
+    places: Tensor,
+    r: Tensor,
+    tables: Sequence[Tensor],
+    least: float,
+    gradients: Sequence[Tensor],
+    others: Sequence[Tensor],
+) -> Tensor:
+    """Terms of some columns: those of zeros, and with them, at their `places` in the flat chunk, those of the others.
+
+    Where there are gradients, that of log_mu is put in place of r, all but what the others add to it.
+    """
+    theta, zi = tables
+    p, softplus, odds = work.unbind()
+    q, inflated = _additional(zi, least)
+    # minus theta, which nobody reads after this, and minus softplus(zi)
+    missing = _softplus(zi)
+    negate_each([theta, missing])
+    _softplus(r, out=softplus)
+    # n - softplus(zi): what a count that is not zero begins with; and from it log(e^n + e^q)
+    torch.addcmul(missing, theta, softplus, out=p)
+    flat = p.view(-1)
+    value = flat.index_select(0, places).add_(others[0])
+    torch.logaddexp(p, inflated, out=p)
+    total: Tensor = flat.index_copy_(0, places, value).sum()
+    if gradients:
+        _, of_theta, of_zi = gradients
+        # q - n: its sigmoid is the share of the additional zeros, of which the others are none
+        torch.addcmul(q, theta, softplus, value=-1, out=odds).view(-1).index_fill_(0, places, -math.inf)
+        # minus theta sigmoid(n - q), and times sigmoid(r)
+        scale = _times_sigmoid(theta, odds, sign=-1, out=p)
+        of_mu = _times_sigmoid(scale, r, out=r)
+        share = odds.sigmoid_()
+        if least:
+            share.mul_((zi - q).exp())
+        # minus the gradient of log_theta
+        torch.addcmul(of_mu, scale, softplus, value=-1, out=softplus)
+        softplus.view(-1).index_add_(0, places, others[2])
+        minus_theta, share = _rows(work[1:], (of_theta, of_zi))
+        torch.neg(minus_theta, out=of_theta)
+        torch.sigmoid(zi, out=missing)
+        torch.sub(share, missing, alpha=len(r) if len(of_zi) == 1 else 1, out=of_zi)
+    return total
+
+
+def _additional(zi: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """q, and q - softplus(zi)."""
+    inflated = F.logsigmoid(zi)
+    if not least:
+        return zi, inflated
+    log_least = zi.new_full((), math.log(least))
+    return torch.logaddexp(zi, log_least), torch.logaddexp(inflated, log_least - _softplus(zi))
+
+
+def _others(
+    found: Entries,
+    index: Tensor,
+    r: Tensor,
+    tables: tuple[Tensor, Tensor | None],
+    with_gradients: bool,
+) -> list[Tensor]:
+    """What the counts that are not zero have, beside n - softplus(zi), and the gradients of it.
+
+    Returns:
+        lgamma(x + theta) - lgamma(theta) - lgamma(x + 1) + x log sigmoid(r), its gradient of log_mu, and minus that of
+        log_theta.
+    """
+    x = found.value
+    r = r.view(-1).index_select(0, index)
+    theta, gammas = _gammas(x, tables, found.column if len(tables[0]) == 1 else index, with_gradients)
+    # log sigmoid(r)
+    value = torch.sub(gammas[0], found.log_factorial).addcmul_(x, F.softplus(r, -1.0, EXACT))
+    if not with_gradients:
+        return [value]
+    # not x - x sigmoid(r), which has no digits left where r is large
+    of_mu = _times_sigmoid(x, r, sign=-1, out=r.new_empty(r.shape))
+    return [value, of_mu, torch.addcmul(of_mu, theta, gammas[1], value=-1)]
+
+
+def _gammas(
+    x: Tensor, tables: tuple[Tensor, Tensor | None], place: Tensor, with_gradients: bool
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """theta at its places, and lgamma(x + theta) - lgamma(theta), and perhaps the same of psi.
+
+    Args:
+        tables: log theta, and theta where it is known.
+    """
+    functions = (torch.lgamma, torch.digamma)[: 1 + with_gradients]
+    log_theta, known_theta = tables
+    if log_theta.numel() < len(x) and not launches_operators(x):
+        # each number of the table is met many times: its functions are computed once
+        table = (log_theta.exp() if known_theta is None else known_theta).view(-1)
+        rows = torch.stack([table, *(function(table) for function in functions)])
+        theta, *known = rows.index_select(1, place).unbind()
+        shape = x + theta
+        return theta, [function(shape).sub_(own) for function, own in zip(functions, known, strict=True)]
+    both = x.new_empty(2, len(x))
+    theta, shape = both.unbind()
+    if known_theta is None:
+        torch.exp(log_theta.reshape(-1).index_select(0, place), out=theta)
+    else:
+        torch.index_select(known_theta.view(-1), 0, place, out=theta)
+    torch.add(x, theta, out=shape)
+    values = x.new_empty(len(functions), 2, len(x))
+    for function, out in zip(functions, values.unbind(), strict=True):
+        function(both, out=out)
+    of_theta, of_shape = values.unbind(1)
+    return theta, (of_shape - of_theta).unbind()
+
+
+def _rows(values: Tensor, tables: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers of all cells, [2, cell, feature], summed where a table has one row for them."""
+    if all(len(table) == 1 for table in tables):
+        return list(values.sum(1, keepdim=True).unbind())
+    return [v.sum(0, keepdim=True) if len(t) == 1 else v for v, t in zip(values, tables, strict=True)]
+
+
+def _times_sigmoid(factor: Tensor, x: Tensor, *, sign: int = 1, out: Tensor) -> Tensor:
+    """factor sigmoid(sign x), which is 0 where sign x is minus infinity."""
+    # what a gradient of softplus is times; one pass
+    found: Tensor = softplus_backward(factor, x, sign, EXACT, grad_input=out)
+    return found
+
+
+def _softplus(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    # torch's own threshold of 20 is an error of 2e-9; from 40 on the rest is below float64's digits
+    found: Tensor = F.softplus(x, 1.0, EXACT, out=out)  # type: ignore[call-arg]
+    return found
+
+
+def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    dtype = torch.float32
+    for tensor in tensors:
+        # asked of torch, it is one more operator
+        if tensor.dtype != dtype:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _problem(leaf: nn.Module) -> str:
+    ours = _like(leaf)
+    return likelihood_problem(leaf, ours, whole=ours.whole)
+
+
+def _like(leaf: nn.Module) -> SparseLikelihood:
+    """Ours, with the settings of a likelihood; `_problem` looks whether it is one."""
+    least, whole = found_out(leaf, likelihood_settings)
+    return SparseLikelihood(least=least, whole=whole)

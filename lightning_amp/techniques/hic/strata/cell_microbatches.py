@@ -1,0 +1,226 @@
+"""The cells of a stratum in micro-batches, forward and backward of one after the other; part of `stream`.
+
+    nll(key, u, all cells) = sum over micro-batches of nll(key, u of its cells, its cells)
+
+Exact: every cell's log-likelihood is computed from the key, its own u and its own counts, so values and gradients are
+sums over cells. What shrinks: scores and likelihood [B, F_k] exist for one micro-batch only. The gradient of the key
+[N, D] is made for every micro-batch and added up; that of its rows of u is its own.
+
+Collectives of the decode and of the softmax (S2, S5, nodes) come once for every micro-batch, on all ranks alike: how
+many there are depends on the number of cells, which a model group shares.
+
+What a stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, None.
+
+Legend: cell (B), anchor (N), dim (D).
+Known limits: gradients are handed out once (autograd/precomputed_gradients.py). What changes the loss by less than the
+tolerance of `check_sum` is not noticed, nor anything in a loss that draws random numbers or is only simulated; hooks
+inside run three times more, and what the stratum counts is counted so often.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from functools import reduce
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp._torch import has_no_values, multiplies_in_tf32
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.autograd.precomputed_gradients import (
+    Gradients,
+    add,
+    gradients,
+    leaf,
+    wants_gradients,
+    with_gradients,
+)
+from lightning_amp.techniques.checks.same_function import mismatch
+from lightning_amp.shapes import PerAnchor, PerCell, Scalar
+
+PER_CELL = ("library", "log_weight")
+"""What may need a gradient beside u, of all that has a row for every cell."""
+
+
+def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
+    """The same for some cells at a time.
+
+    Raises:
+        InstallError: The module is not one that hands all cells on, or `size` is not positive.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InstallError(
+            f"stream was asked for with cells={size!r}; a micro-batch has a whole number of cells, at least 1"
+        )
+    taken = "takes micro-batches of cells already" if isinstance(sum_over_cells, CellMicrobatches) else ""
+    problem = taken or mismatch(sum_over_cells, {"": torch.tensor(63.0)}, _run)
+    if problem:
+        raise InstallError(
+            f"stream was asked for on a stratum whose child `sum_over_cells` {problem}; only a module without state"
+            " that returns nll(key, u, **cells) can be replaced: move the rest to the stratum, or leave 'stream' out"
+        )
+    return CellMicrobatches(size, known=getattr(sum_over_cells, "known", True))
+
+
+class CellMicrobatches(nn.Module):
+    """A stratum's cells in micro-batches; made by `in_microbatches`.
+
+    Args:
+        known: Whether the loss is known to be a sum over cells; else that is checked when there are several.
+    """
+
+    def __init__(self, size: int, *, known: bool = True) -> None:
+        super().__init__()
+        self.size = size
+        self.known = known
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"size={self.size}"
+
+    def forward(
+        self,
+        nll: Callable[..., Scalar],
+        key: PerAnchor,
+        u: PerCell,
+        *,
+        parameters: Iterable[Tensor],
+        **cells: Tensor,
+    ) -> Scalar:
+        """Sum over cells of `nll(key, u, **cells)`, one micro-batch alive at a time.
+
+        Raises:
+            InstallError: Something has neither one row per cell nor one for all, or the loss is no sum over cells.
+        """
+        odd = {name: n for name, value in cells.items() if (n := _n_rows(value)) not in (1, len(u))}
+        if odd:
+            raise InstallError(
+                f"a stratum's {len(u)!r} cells were to be taken in micro-batches, and it is called with {odd!r} rows;"
+                " allowed is one row per cell, or one for all: make the rest a parameter or a buffer of the stratum, or"
+                " leave 'stream' out"
+            )
+        if not self.known and len(u) > max(1, self.size):
+            check_sum(nll, key, u, lambda part: _rows(cells, part))
+            self.known = True
+        if len(u) <= self.size:
+            # nothing to cut, and the stratum's own backward pass follows
+            return _at_least_float32(nll(key, u, **cells))
+        shared, per_cell = [key, *parameters], [u, *(cells[name] for name in PER_CELL)]
+        if not wants_gradients([*shared, *per_cell]):
+            parts = [nll(key, u[part], **_rows(cells, part)) for part in self._parts(len(u))]
+            return torch.stack(parts).sum()
+
+        def compute(needed: Sequence[bool]) -> tuple[Tensor, Gradients]:
+            return self._compute(nll, shared, per_cell, cells, needed)
+
+        return with_gradients(compute, [*shared, *per_cell])
+
+    def _parts(self, n: int) -> list[slice]:
+        return [slice(start, min(start + self.size, n)) for start in range(0, n, self.size)] or [slice(0, 0)]
+
+    def _compute(
+        self,
+        nll: Callable[..., Tensor],
+        shared: Sequence[Tensor],
+        per_cell: Sequence[Tensor],
+        cells: dict[str, Tensor],
+        needed: Sequence[bool],
+    ) -> tuple[Tensor, Gradients]:
+        n, u = len(shared), per_cell[0]
+        # the key is cut off, so that its own graph waits until the gradients of all micro-batches are added up;
+        # tables are read by `nll` itself, so these are the very tensors
+        key, *tables = leaf(shared[0], needed[0]), *shared[1:]
+        values: list[Tensor] = []
+        of_shared: Gradients = [None] * n
+        of_cells: list[Gradients] = []
+        for part in self._parts(len(u)):
+            own = [leaf(_row(t, part), need) for t, need in zip(per_cell, needed[n:], strict=True)]
+            arguments = _rows(cells, part) | dict(zip(PER_CELL, own[1:], strict=True))
+            value = nll(key, own[0], **arguments)
+            found = gradients([value], [key, *tables, *own], [None])
+            of_shared = list(map(add, of_shared, found[:n]))
+            of_cells.append(found[n:])
+            values.append(_at_least_float32(value.detach()))
+        return torch.stack(values).sum(), [*of_shared, *map(_join, per_cell, zip(*of_cells, strict=True))]
+
+
+def _at_least_float32(value: Tensor) -> Tensor:
+    # strata and micro-batches are many: their sum would lose digits
+    if value.dtype in (torch.float32, torch.float64):
+        # asked of torch, it is one more operator
+        return value
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _n_rows(value: object) -> int:
+    """Rows; 1 of what has none, which is the same for all cells as one row is."""
+    try:
+        return len(cast(Sized, value))
+    except TypeError:
+        # a number, None, a tensor without dimensions
+        return 1
+
+
+def _row(tensor: Tensor, part: slice) -> Tensor:
+    return tensor if _n_rows(tensor) == 1 else tensor[part]
+
+
+def _rows(cells: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
+    return {name: _row(value, part) for name, value in cells.items()}
+
+
+def _join(tensor: Tensor, parts: Sequence[Tensor | None]) -> Tensor | None:
+    """A gradient from those of the micro-batches: one after the other, or added up where all cells share one row."""
+    found = [part for part in parts if part is not None]
+    if not found or _n_rows(tensor) == 1:
+        return reduce(add, found, None)
+    return torch.cat(found)
+
+
+def _run(sum_over_cells: Any) -> dict[str, Tensor]:
+    key, u = torch.arange(6.0).view(3, 2), torch.arange(4.0).view(2, 2)
+
+    def nll(key: Tensor, u: Tensor, **rows: Tensor) -> Tensor:
+        return (u @ key.T).sum() + rows["x"]
+
+    return {"": sum_over_cells(nll, key, u, parameters=(), x=key.sum())}
+
+
+TOLERANCE = 1e-3
+HALF_TOLERANCE = 0.05
+"""Relative to the losses; where products are rounded to 16 bits, or to TF32."""
+
+
+def check_sum(
+    nll: Callable[..., Scalar], key: PerAnchor, u: PerCell, rows: Callable[[slice], Mapping[str, Any]]
+) -> None:
+    """Compare the loss of the first two cells with that of each, once and without gradients.
+
+    A mean over cells, cells that are centred or normalised by each other, and terms that no cell has (a penalty on
+    weights) make nll(cells a and b) differ from nll(cell a) + nll(cell b).
+
+    Raises:
+        InstallError: The loss is no sum over cells.
+    """
+    if has_no_values(u):
+        return
+    with torch.random.fork_rng([u.device] if u.is_cuda else []), torch.no_grad():
+        drawn = _random_states(u.device)
+        parts = (slice(0, 2), slice(0, 1), slice(1, 2))
+        both, first, second = (float(nll(key, u[part], **rows(part))) for part in parts)
+        if not all(map(torch.equal, drawn, _random_states(u.device))):
+            return
+    tf32 = u.is_cuda and multiplies_in_tf32()
+    half = u.dtype.itemsize < 4 or tf32 or torch.is_autocast_enabled(u.device.type)
+    room = (HALF_TOLERANCE if half else TOLERANCE) * (abs(both) + abs(first) + abs(second))
+    if not abs(both - (first + second)) > room:
+        return
+    raise InstallError(
+        f"a stratum's cells were to be taken in micro-batches, and the loss of two cells is {both!r}, of each"
+        f" {first!r} and {second!r}; allowed is a sum over cells: use reduction='sum', normalise cells before it,"
+        " add what is not of a cell (a penalty on weights) to the loss outside of it, or leave 'stream' out"
+    )
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *own]

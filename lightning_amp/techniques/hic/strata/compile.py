@@ -1,0 +1,172 @@
+"""compile: a stratum's key, and the likelihood of its cells, through torch.compile; the numbers are the same.
+
+    key     one graph for all strata, whose anchors are as many
+    nll     one graph for all numbers of features and cells
+
+Exact up to rounding: the compiler puts the same operators into fewer kernels. Leaves whose backward pass is written by
+hand (`stays_eager`) run between graphs as they are, and so does a key that `stream` has taken over. Where there are
+none, what has no place in one graph is torch's error; more graphs than expected (`GRAPHS`), after which torch would go
+on without compiling, always are. Where operators only tell their sizes (a simulation) nothing is compiled.
+
+No collectives. mode="reduce-overhead" records what is launched on CUDA as graphs, torch's CUDA graph trees; they own
+the memory of what a stratum returns until the next step, so that `stream` and `recompute`, which run a backward pass
+between two strata, are refused beside it.
+
+Known limits: what a compiled stratum keeps and needs at most is the compiler's choice, and not predicted; `mean` and
+`spine` are not compiled.
+"""
+
+import time
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp._torch import compile_settings, has_no_values
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.contract.change import Change
+from lightning_amp.techniques.contract.protocol import DecomposedDecoder
+from lightning_amp.techniques.hic.strata.recompute import RecomputedStrata
+from lightning_amp.techniques.hic.strata.stream import StreamedStrata
+from lightning_amp.techniques.specs import CompileStrata
+from lightning_amp.shapes import Scalar
+
+MODES = ("default", "reduce-overhead")
+GRAPHS = 8
+"""Of the same code, for a decoder and for each of its strata; torch's own limit is 8. Most need a few in all: with and
+without gradients, one cell or many; strata that differ in a number, as convolutions in their distance, as many each."""
+
+
+def compile_strata(decoder: DecomposedDecoder, spec: CompileStrata, mesh: object) -> Change:
+    """Run a decoder's strata through torch.compile.
+
+    Raises:
+        InstallError: An unknown mode, one that the device or another technique does not go with, a stratum without
+            `nll`, or nothing to compile with.
+    """
+    device = next(cast(nn.Module, decoder).parameters()).device
+    _check_mode(spec.mode, device, cast(Any, decoder).walk)
+    if device.type != "meta":
+        _check_compiler(device)
+    swaps: dict[str, nn.Module] = {}
+    forwards: dict[str, Any] = {}
+    graphs = GRAPHS * (1 + len(decoder.strata))
+    for k, stratum in enumerate(cast(Any, decoder.strata)):
+        if not callable(getattr(stratum, "nll", None)) or not hasattr(stratum, "sum_over_cells"):
+            raise InstallError(
+                f"compile was asked for on {type(stratum).__name__!r}, which has no method `nll` that its child"
+                " `sum_over_cells` is called with; give it these, or leave 'compile' out"
+            )
+        eager = [name for name, leaf in stratum.named_modules() if getattr(leaf, "stays_eager", False)]
+        in_key = [name for name in eager if name.startswith("key.")]
+        nll = Compiled(spec.mode, dynamic=True, whole=eager == in_key, graphs=graphs)
+        swaps[f"strata.{k}.sum_over_cells"] = CompiledCells(stratum.sum_over_cells, nll)
+        key = getattr(stratum, "key", None)
+        if key is not None and "forward" not in vars(key):
+            forwards[f"strata.{k}.key"] = Compiled(spec.mode, dynamic=False, whole=not in_key, graphs=graphs)
+        forwards |= {f"strata.{k}.{name}": AsItIs() for name in eager}
+    return Change(swaps, forwards=forwards)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a module runs, or a method of it, through torch.compile.
+
+    Attributes:
+        dynamic: Whether one graph is for all sizes.
+        whole: Whether it is one graph, with nothing in between that runs as it is.
+        graphs: Most of the same code, for other settings and sizes.
+    """
+
+    mode: str
+    dynamic: bool
+    whole: bool
+    graphs: int
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What the class's `forward` returns."""
+        return self.run(type(module).forward, module, *args, **kwargs)
+
+    def run(self, function: Any, module: nn.Module, first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What a function of the module and of tensors, the first of which is `first`, returns."""
+        if has_no_values(first):
+            return function(module, first, *args, **kwargs)
+        with compile_settings(graphs=self.graphs):
+            return _compiled(function, self)(module, first, *args, **kwargs)
+
+
+class CompiledCells(nn.Module):
+    """What a device does with the cells of a stratum, whose likelihood is compiled; made by `compile_strata`."""
+
+    def __init__(self, inner: nn.Module, compiled: Compiled) -> None:
+        super().__init__()
+        self.inner = inner
+        self.compiled = compiled
+
+    def forward(self, nll: Any, key: Tensor, u: Tensor, **cells: Any) -> Scalar:
+        """Sum over cells of `nll(key, u, **cells)`."""
+        return cast(
+            Tensor, self.inner(partial(self.compiled.run, nll.__func__, nll.__self__), key, u, **cells)
+        )
+
+
+class AsItIs:
+    """What a leaf runs that torch.compile does not look into: its class's `forward`."""
+
+    def __init__(self) -> None:
+        _hide()
+
+    def __reduce__(self) -> tuple[type["AsItIs"], tuple[()]]:
+        # a process that is sent one hides it too
+        return AsItIs, ()
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        """What the class's `forward` returns."""
+        return type(module).forward(module, *args)
+
+
+@cache
+def _hide() -> None:
+    # not where the class is made: torch needs seconds for it, and most runs compile nothing
+    AsItIs.__call__ = torch.compiler.disable(AsItIs.__call__)  # type: ignore[method-assign, no-untyped-call]
+
+
+@cache
+def _compiled(function: Any, how: Compiled) -> Any:
+    return torch.compile(function, mode=how.mode, dynamic=how.dynamic, fullgraph=how.whole)
+
+
+def _check_mode(mode: str, device: torch.device, walk: nn.Module) -> None:
+    if mode not in MODES:
+        raise InstallError(
+            f"compile was asked for with mode={mode!r}; allowed are {', '.join(map(repr, MODES))}"
+        )
+    if mode == "default" or device.type == "meta":
+        return
+    if device.type != "cuda":
+        raise InstallError(
+            f"compile was asked for with mode={mode!r}, whose graphs are CUDA's, on a device of type {device.type!r};"
+            " set mode='default' there"
+        )
+    if isinstance(walk, StreamedStrata | RecomputedStrata):
+        raise InstallError(
+            f"compile was asked for with mode={mode!r}, whose graphs own what a stratum returns until the next step,"
+            f" beside {type(walk).__name__}, which runs a backward pass between strata; set mode='default', or leave"
+            " 'stream' and 'recompute' out"
+        )
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Compile something small, before a run begins, which no earlier run has left on the disk."""
+    # torch counts the graphs of a process, those of earlier runs too, which would use up what is allowed
+    torch.compiler.reset()
+    new = time.time_ns()
+    try:
+        torch.compile(lambda x: x + new, dynamic=False)(torch.zeros(2, device=device))
+    except Exception as error:
+        raise InstallError(
+            f"compile was asked for on {str(device)!r}, where torch.compile cannot compile an addition: {error};"
+            " it needs a C++ compiler, and Triton on CUDA: install them, or leave 'compile' out"
+        ) from error

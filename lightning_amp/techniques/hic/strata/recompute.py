@@ -1,0 +1,117 @@
+"""recompute: nothing of a stratum is kept for the backward pass but v, where it is computed again.
+
+Exact: the same computation twice (torch.utils.checkpoint), with the same random numbers. For decoders whose loss is not
+computed inside them; where it is, `stream` keeps as little and computes everything once. What shrinks: all that K
+strata keep becomes what one keeps. The price: every stratum's forward pass twice, its collectives included.
+
+The second time, a stratum reads the parameters and buffers that it had the first time, whatever it holds by then. What
+has been changed in place since, and a change of `training`, is refused. Hooks on a stratum run in the first pass only,
+and a buffer that a stratum changes itself is changed once.
+
+Known limits: such a buffer is read the second time as the first has left it; that a tensor of sparse counts, or one
+that is no parameter, buffer or argument, has been changed is not noticed.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.autograd.functional_call import call_with, places
+from lightning_amp.techniques.checks.strata_loop import walk_of
+from lightning_amp.techniques.contract.change import Change
+from lightning_amp.techniques.contract.protocol import DecomposedDecoder
+from lightning_amp.techniques.contract.strata_loop import LoopTechnique
+from lightning_amp.techniques.specs import RecomputeStrata
+from lightning_amp.shapes import Scalar
+
+
+def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: object) -> Change:
+    """Compute a decoder's strata again in the backward pass.
+
+    Raises:
+        InstallError: The decoder's strata loop is not the reference's.
+    """
+    return Change({"walk": RecomputedStrata(walk_of(decoder, "recompute", once=True))})
+
+
+class RecomputedStrata(LoopTechnique):
+    """The strata loop that keeps no stratum; made by `recompute_strata`."""
+
+    def forward(self, strata: nn.ModuleList, *latents: Tensor, **options: Any) -> Scalar:
+        """Negative log-likelihood summed over cells and features."""
+        again = [_Again(cast(Any, stratum)) for stratum in strata]
+        return cast(Tensor, self.inner(again, *latents, **options))
+
+
+class _Again:
+    """Stands in for a stratum in the loop."""
+
+    def __init__(self, stratum: Any) -> None:
+        self.stratum = stratum
+        self.arguments: Callable[..., dict[str, Tensor]] = stratum.arguments
+
+    def spine(self, v: Tensor) -> Tensor:
+        return cast(Tensor, self.stratum.spine(v))
+
+    def __call__(self, v: Tensor, u: Tensor, **cells: Tensor) -> tuple[Tensor, Tensor]:
+        stratum, read = self.stratum, _Read(self.stratum, {"v": v, "u": u} | cells)
+        passes = iter(("first",))
+
+        def run(v: Tensor, u: Tensor, cells: dict[str, Tensor]) -> Any:
+            if next(passes, None):
+                return stratum(v, u, **cells)
+            return read.again(lambda: stratum.forward(v, u, **cells))
+
+        found = checkpoint(run, v, u, cells, use_reentrant=False)
+        read.settle()
+        return cast(tuple[Tensor, Tensor], found)
+
+
+class _Read:
+    """What a stratum reads in its first pass; made before it."""
+
+    def __init__(self, stratum: nn.Module, arguments: Mapping[str, object]) -> None:
+        self.stratum = stratum
+        same: dict[int, Tensor] = {}
+        # whether a parameter needs a gradient says what a pass keeps, and may be another by then
+        self.tensors = {name: same.setdefault(id(t), _alias(t)) for name, t in places(stratum).items()}
+        self.arguments = {f"argument {n}": t.detach() for n, t in arguments.items() if isinstance(t, Tensor)}
+        self.versions, self.modes = self._versions(), self._modes()
+        self.changing: list[str] = []
+
+    def settle(self) -> None:
+        """After the first pass: leave out what it changes itself."""
+        self.changing = self._changed()
+
+    def again(self, call: Callable[[], Any]) -> Any:
+        """What a call of the stratum returns that reads the same."""
+        changed = [name for name in self._changed() if name not in self.changing]
+        if self._modes() != self.modes:
+            changed.append("train() or eval()")
+        if changed:
+            raise InstallError(
+                f"a stratum ({type(self.stratum).__name__}) was to be computed again in the backward pass, and what it"
+                f" reads has been changed since the first time: {', '.join(changed[:5])}; it would be another function:"
+                " change it after the backward pass, or leave 'recompute' out"
+            )
+        apart = {name: _alias(self.tensors[name].clone()) for name in self.changing if name in self.tensors}
+        return call_with(self.tensors | apart, self.stratum, call)
+
+    def _changed(self) -> list[str]:
+        now = self._versions()
+        return [name for name in now if now[name] != self.versions[name]]
+
+    def _versions(self) -> dict[str, int]:
+        # a buffer made in inference mode has none
+        read = self.tensors | self.arguments
+        return {name: 0 if t.is_inference() else t._version for name, t in read.items()}
+
+    def _modes(self) -> list[bool]:
+        return [part.training for part in self.stratum.modules()]
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()

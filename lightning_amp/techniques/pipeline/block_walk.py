@@ -1,0 +1,276 @@
+"""The blocks of an unedited step, walked once and in order, of which a rank runs those of one stage.
+
+    blocks before the stage    give placeholders of what they would return
+    the last one of these      gives what the stage before has sent
+    blocks of the stage        run
+    the last one of these      ends the step (`Leave`), unless it is the last of all
+
+so that what lies between two blocks is run by the later one's rank. What passes from stage to stage is all that the
+block at the cut returns; a block of the stage that is handed anything else of earlier blocks is refused, and so is a
+step that calls a block twice, out of order, or not at all. An attribute that a block of another rank sets is a
+placeholder for as long as the step runs.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_amp._torch import in_transform, tree_leaves, tree_map
+from lightning_amp.errors import InstallError
+from lightning_amp.footprint.forward_overrides import Position
+from lightning_amp.techniques.pipeline.draws import packed_draws
+from lightning_amp.techniques.pipeline.placeholders import Placeholders, without_values
+
+Receive = Callable[[Any], Any]
+"""What a block would return, as placeholders -> what it has returned on another rank."""
+Run = Callable[..., Any]
+"""Block, arguments -> what it returns."""
+Attribute = tuple[dict[str, Any], str, Any]
+"""A table of names, a name in it, and what it stands for."""
+GONE = object()
+"""Of an attribute that is not there."""
+WITHOUT_VALUES = ("FakeTensor", "meta tensor", "device meta", "_local_scalar_dense", "data-dependent")
+"""What errors of torch say of tensors without values."""
+
+UNUSED = "Set allow_unused=True"
+"""What torch says of a gradient that does not reach what was asked for."""
+
+
+class Leave(BaseException):
+    """A stage has computed its last block; no `Exception`, which a user's step may catch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The blocks of one stage, and how many there are in all."""
+
+    first: int
+    end: int
+    blocks: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step goes on to its end."""
+        return self.end == self.blocks
+
+
+@dataclass(eq=False)
+class _Pass:
+    span: Span
+    receive: Receive
+    leaves: bool
+    with_gradients: bool
+    placeholders: ExitStack = field(default_factory=ExitStack)
+    set_before: list[Attribute] = field(default_factory=list)
+    next: int = 0
+    result: Any = None
+
+
+class BlockWalk:
+    """What blocks do when they are called: `run` says it for one pass, and outside of one they do as their class does.
+
+    Args:
+        name: Of the list of blocks, for messages.
+        blocks: How many.
+
+    Attributes:
+        random_state_before, random_state_after: Where random numbers were when the first of all blocks was called, and
+            when the last one had returned.
+    """
+
+    def __init__(self, name: str, blocks: int) -> None:
+        self.name, self.blocks = name, blocks
+        self._pass: _Pass | None = None
+        self._shapes: dict[Any, Any] = {}
+        self._mode: Placeholders | None = None
+        self.random_state_before = self.random_state_after = torch.empty(0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BlockWalk":
+        """Of a copied module: no pass is under way in it."""
+        return type(self)(self.name, self.blocks)
+
+    def __reduce__(self) -> Any:
+        """As a copy."""
+        return type(self), (self.name, self.blocks)
+
+    def run(
+        self,
+        span: Span,
+        step: Callable[[], Any],
+        *,
+        receive: Receive,
+        device: torch.device,
+        leave: bool = False,
+    ) -> tuple[Any, Any]:
+        """One pass through the step.
+
+        Args:
+            span: The blocks to run; an empty one at the end runs none, and goes on from what is received.
+            step: Calls the user's step.
+            receive: Gives what the block before the span has returned; not called where it begins with the first.
+            device: Of the run.
+            leave: End the step after the last of all blocks too.
+
+        Returns:
+            What the span's last block has returned, and, of the last stage, what the step has.
+
+        Raises:
+            InstallError: The step does not walk the blocks once and in order.
+        """
+        now = self._pass = _Pass(span, receive, leave or not span.is_last, torch.is_grad_enabled())
+        try:
+            with now.placeholders:
+                if span.first:
+                    # made once: it knows the parameters that are not here
+                    self._mode = self._mode or Placeholders(device)
+                    now.placeholders.enter_context(self._mode)
+                returned = step()
+        except Leave:
+            return now.result, None
+        except Exception as error:
+            if UNUSED in str(error):
+                raise InstallError(
+                    "pipeline: the step computes gradients (torch.autograd.grad, as for a gradient penalty) through"
+                    f" blocks of {self.name!r}, which other ranks hold: compute such a term without gradients of"
+                    " blocks, or leave 'pipeline' out"
+                ) from error
+            if isinstance(error, InstallError) or not any(word in str(error) for word in WITHOUT_VALUES):
+                raise
+            raise InstallError(
+                f"pipeline: the step reads, outside the blocks of {self.name!r}, a tensor of an earlier stage that"
+                f" no block returns: {error}. Let blocks return it, or leave 'pipeline' out"
+            ) from error
+        finally:
+            self._pass = None
+            for attribute in reversed(now.set_before):
+                _set(*attribute)
+        if now.next < self.blocks:
+            raise InstallError(
+                f"pipeline: the step called {now.next!r} of the {self.blocks!r} blocks of {self.name!r}; it must"
+                " call all of them, in order: leave 'pipeline' out"
+            )
+        return now.result, returned
+
+    def call(self, index: int, block: nn.Module, run: Run, args: Any, kwargs: Any) -> Any:
+        """Block `index` is called, which `run` runs."""
+        now = self._pass
+        if now is None:
+            return run(block, *args, **kwargs)
+        if in_transform():
+            raise InstallError(
+                f"pipeline: block {index!r} of {self.name!r} is called inside a function that torch.func (vmap,"
+                " grad, jvp, ...) transformed, which a stage cannot leave: call the blocks outside of it, or leave"
+                " 'pipeline' out"
+            )
+        if index != now.next:
+            raise InstallError(
+                f"pipeline: the step called block {index!r} of {self.name!r} where block {now.next!r} was next; it"
+                " must call every block once, in order: leave 'pipeline' out"
+            )
+        now.next += 1
+        if index == 0:
+            self.random_state_before = packed_draws()
+        if index < now.span.first:
+            made = self._placeholder(now, index, block, args, kwargs)
+            if index < now.span.first - 1:
+                return made
+            now.placeholders.close()
+            result = now.receive(made)
+            # an empty span: nothing of it is run
+            now.result = result
+            return result
+        self._refuse_others(index, (args, kwargs))
+        if now.with_gradients and not torch.is_grad_enabled():
+            self._refuse_reentrant(index)
+        now.result = run(block, *args, **kwargs)
+        if index == now.span.end - 1 and now.leaves:
+            raise Leave
+        if index == self.blocks - 1:
+            self.random_state_after = packed_draws()
+        return now.result
+
+    def _placeholder(self, now: _Pass, index: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What the block would return, computed once for inputs of the same shapes, and the attributes it would set."""
+        on = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        key = (index, block.training, on, *map(_print_of, tree_leaves((args, kwargs))))
+        made, sets = self._shapes.get(key) or self._run_on_placeholders(block, args, kwargs)
+        if None not in key:
+            self._shapes[key] = made, sets
+        for table, name, value in sets:
+            now.set_before.append((table, name, table.get(name, GONE)))
+            _set(table, name, value)
+        return made
+
+    def _run_on_placeholders(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[Attribute]]:
+        assert self._mode is not None, "on since the pass began"
+        before = [(table, dict(table)) for part in block.modules() for table in (vars(part), part._buffers)]
+        with torch.no_grad():
+            inputs = tree_map(self._mode.of, (args, kwargs))
+            made = type(block).forward(block, *inputs[0], **inputs[1])
+        sets = [
+            (table, name, table.get(name, GONE))
+            for table, held in before
+            for name in {**held, **table}
+            if table.get(name, GONE) is not held.get(name, GONE)
+        ]
+        for table, held in before:
+            table.clear()
+            table.update(held)
+        return made, sets
+
+    def _refuse_reentrant(self, index: int) -> None:
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_code.co_filename.endswith("checkpoint.py") and frame.f_code.co_name == "forward":
+                raise InstallError(
+                    f"pipeline: block {index!r} of {self.name!r} runs inside"
+                    " torch.utils.checkpoint(use_reentrant=True), which is not supported: use use_reentrant=False,"
+                    " or strategies='pipeline,recompute'"
+                )
+
+    def _refuse_others(self, index: int, inputs: Any) -> None:
+        for found in without_values(inputs):
+            raise InstallError(
+                f"pipeline: block {index!r} of {self.name!r} reads a tensor of shape {tuple(found.shape)!r} that an"
+                " earlier stage computed and that the block before it does not return; only results of blocks pass"
+                " from stage to stage: let blocks return it, or leave 'pipeline' out"
+            )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BlockCall:
+    """What decides whether a block runs."""
+
+    position = Position.STAGE
+    walk: BlockWalk
+    index: int
+
+    def __call__(self, run: Run, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """See `BlockWalk.call`."""
+        return self.walk.call(self.index, block, run, args, kwargs)
+
+
+def _set(table: dict[str, Any], name: str, value: Any) -> None:
+    if value is GONE:
+        table.pop(name, None)
+    else:
+        table[name] = value
+
+
+def _print_of(leaf: Any) -> Any:
+    """What of an input the shape of a result can depend on; None where that cannot be told."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype
+    return (type(leaf), leaf) if isinstance(leaf, int | float | str | bool | torch.dtype | None) else None
+
+
+def spans(ends: Iterable[int]) -> tuple[Span, ...]:
+    """The stages of a pipeline from one past the last block of each."""
+    listed = list(ends)
+    return tuple(Span(first, end, listed[-1]) for first, end in zip([0, *listed], listed, strict=False))

@@ -1,0 +1,103 @@
+"""Which blocks of a module can be the stages of a pipeline, and the technique that lets them be run so."""
+
+import re
+from collections import Counter
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.errors import InstallError
+from lightning_amp.footprint.find_blocks import MARK, find_blocks
+from lightning_amp.techniques.contract.change import Change
+from lightning_amp.techniques.contract.hooks import hooks_within
+from lightning_amp.techniques.pipeline.block_walk import BlockCall, BlockWalk
+from lightning_amp.techniques.data.batch_norm import has_batch_norms
+from lightning_amp.techniques.specs import PipelineStages
+
+
+def longest_list(module: nn.Module) -> tuple[str, int] | None:
+    """Name and length of the longest ModuleList or Sequential of two modules and more; None where there is none.
+
+    Lists that are there several times under names that differ in numbers only are parts of blocks, and are no blocks.
+    """
+    lists = {
+        name: len(child)
+        for name, child in module.named_modules()
+        if name and isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1
+    }
+    alike = Counter(re.sub(r"\d+", "*", name) for name in lists)
+    once = {name: n for name, n in lists.items() if alike[re.sub(r"\d+", "*", name)] == 1}
+    return max(once.items(), key=lambda item: item[1], default=None)
+
+
+def pipeline_stages(blocks: nn.Module, spec: PipelineStages, mesh: DeviceMesh) -> Change:
+    """Let the blocks of a list be run as stages.
+
+    Raises:
+        InstallError: They are no list of different modules, or stages could not train them as one device does.
+    """
+    name = type(blocks).__name__
+    if not isinstance(blocks, nn.ModuleList | nn.Sequential):
+        raise InstallError(
+            f"pipeline was asked for on {name!r}; allowed is a ModuleList or a Sequential whose modules a step walks in"
+            " order: name it in the rule"
+        )
+    children = dict(blocks.named_children())
+    ends = [int(end) for end in spec.ends.split(",")]
+    if len(children) < len(blocks):
+        raise InstallError(
+            f"pipeline was asked for on {name!r}, which has a module in it twice; a block belongs to one stage: leave"
+            " 'pipeline' out"
+        )
+    ranks = mesh["model"].size()
+    stages = ranks * spec.stages_per_rank
+    if len(ends) != stages or ends != sorted(set(ends)) or ends[0] < 1 or ends[-1] != len(children):
+        raise InstallError(
+            f"pipeline was asked for with ends={spec.ends!r}; allowed are {stages!r} rising numbers, the last one"
+            f" {len(children)!r}, for {len(children)!r} blocks on {ranks!r} ranks of the model axis with"
+            f" {spec.stages_per_rank!r} stages each"
+        )
+    if found := hooks_within(blocks):
+        raise InstallError(
+            f"pipeline was asked for on {name!r}, which has {', '.join(found)}; they would be called on one rank, and"
+            " on others with tensors without values: take them off, or leave 'pipeline' out"
+        )
+    if mesh.device_type != "cpu":
+        raise InstallError(
+            f"pipeline was asked for on {mesh.device_type!r}; it runs on the CPU by now, for what neighbouring stages"
+            " send each other in both directions at once has not been tried with NCCL: leave 'pipeline' out"
+        )
+    walk = BlockWalk(name, len(children))
+    return Change({}, forwards={key: BlockCall(walk, i) for i, key in enumerate(children)})
+
+
+def refuse_batch_statistics(module: nn.Module) -> None:
+    """Refuse, with an InstallError, a module whose layers would see the statistics of a micro-batch."""
+    if has_batch_norms(module):
+        raise InstallError(
+            "pipeline was asked for, and the module has layers that normalise by the statistics of a batch (BatchNorm):"
+            " in a pipeline they would see those of a micro-batch, and train another model; take layers that normalise"
+            " every sample by itself (LayerNorm, GroupNorm), or leave 'pipeline' out"
+        )
+
+
+def blocks_for_stages(module: nn.Module) -> tuple[tuple[str, ...], str]:
+    """Names of the blocks that a pipeline would be made of, in order; or none, and why, as far as the module tells."""
+    found = longest_list(module)
+    if found is None:
+        return (), "it has no ModuleList or Sequential of two modules and more that could be stages"
+    blocks = module.get_submodule(found[0])
+    if len(dict(blocks.named_children())) < found[1]:
+        return (), f"{found[0]!r} has a module in it twice"
+    if hooks := hooks_within(blocks):
+        return (), f"{found[0]!r} has {', '.join(hooks)}, which would be called on one rank"
+    if has_batch_norms(module):
+        return (
+            (),
+            "it normalises by the statistics of a batch (BatchNorm), of which a stage would see a micro-batch's",
+        )
+    names = tuple(f"{found[0]}.{name}" for name, _ in blocks.named_children())
+    known = find_blocks(module)
+    if not known.keys() >= {*names} and any(MARK in vars(block) for block in known.values()):
+        return (), f"blocks= names other modules than those of {found[0]!r}, the longest list"
+    return names, ""

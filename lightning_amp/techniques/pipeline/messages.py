@@ -1,0 +1,163 @@
+"""What stages send each other: activations and the state of the random numbers forward, gradients back.
+
+A receiver knows the shapes, for it has placeholders of what it waits for; so nothing but values is sent, and
+micro-batches may differ in size. That sender and receiver mean the same is compared (`_print_of`): a block whose result
+has a shape, or a number beside its tensors, that its inputs do not tell is refused. Every tensor of a micro-batch has a
+tag of its own, and order does not matter. Which tensors have a gradient is sent back before the gradients: a parameter
+that none of them reaches has none here either, and its optimiser leaves it alone.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Work
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.pipeline.draws import go_on_with, packed_draws
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+"""What a block may return beside tensors."""
+MOST = 64
+"""Tensors that a block may return."""
+
+
+class Messages:
+    """Between the stages of one step; `wait` ends it.
+
+    Args:
+        mesh: The model axis.
+        stages: Of the pipeline; stage s is on rank s mod the size of the axis.
+        device: Of the run.
+    """
+
+    def __init__(self, mesh: DeviceMesh, stages: int, device: torch.device) -> None:
+        self._group, self._ranks = mesh.get_group(), mesh.size()
+        self._stages, self._device = stages, device
+        # with what is sent, which has to stay until it is
+        self._sent: list[tuple[Work | None, Tensor]] = []
+
+    def send_on(self, stage: int, micro_batch: int, result: Any) -> None:
+        """Send what a stage's last block has returned, and the state of its random numbers, to the next stage."""
+        head = torch.cat([packed_draws(), _print_of(result)])
+        for i, tensor in enumerate([head, *_tensors(result)]):
+            self._send(tensor.detach(), stage + 1, self._tag(stage, micro_batch, i))
+
+    def receive(self, stage: int, micro_batch: int, placeholders: Any) -> tuple[Any, list[Tensor]]:
+        """What the stage before sends; the random numbers go on as it left them.
+
+        Returns:
+            The same nesting as the placeholders with values, and those that may get gradients.
+
+        Raises:
+            InstallError: The stage before has other shapes than the placeholders.
+        """
+        draws, own_print = packed_draws(), _print_of(placeholders)
+        head = torch.cat([draws, own_print])
+        self._receive(head, stage - 1, self._tag(stage - 1, micro_batch, 0))
+        go_on_with(head[: len(draws)])
+        if not torch.equal(head[len(draws) :], own_print):
+            shapes = [tuple(tensor.shape) for tensor in _tensors(placeholders)]
+            raise InstallError(
+                f"pipeline: the last block of stage {stage - 1!r} did not return tensors of the shapes {shapes!r},"
+                " which follow from the shapes of its inputs; shapes and values that are not tensors must not"
+                " depend on the values of tensors or on the step: leave 'pipeline' out"
+            )
+        flat, form = tree_flatten(placeholders)
+        leaves, values, i = [], [], 0
+        for value in flat:
+            if isinstance(value, Tensor):
+                i += 1
+                own = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+                self._receive(own, stage - 1, self._tag(stage - 1, micro_batch, i))
+                value = own
+                if _has_gradients(own):
+                    leaves.append(own)
+                    # a block may write into what it is handed, which it may not into a leaf
+                    value = own.requires_grad_().clone() if torch.is_grad_enabled() else own
+            values.append(value)
+        return tree_unflatten(values, form), leaves
+
+    def send_back(self, stage: int, micro_batch: int, leaves: Sequence[Tensor]) -> None:
+        """Send the gradients of what a stage has received, those that there are, to the stage before."""
+        there = torch.tensor([leaf.grad is not None for leaf in leaves], dtype=torch.uint8)
+        for i, value in enumerate([there, *(leaf.grad for leaf in leaves)]):
+            if value is not None and leaves:
+                self._send(value, stage - 1, self._tag(self._stages + stage, micro_batch, i))
+
+    def receive_back(self, stage: int, micro_batch: int, result: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Those tensors of what a stage has returned that have gradients, and their gradients."""
+        found = [tensor for tensor in _tensors(result) if _has_gradients(tensor)]
+        there, outputs, grads = torch.empty(len(found), dtype=torch.uint8), [], []
+        for i, tensor in enumerate([there, *found]):
+            if not found or (i and not there[i - 1]):
+                continue
+            grad = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) if i else there
+            self._receive(grad, stage + 1, self._tag(self._stages + stage + 1, micro_batch, i))
+            if i and tensor.requires_grad:
+                outputs.append(tensor)
+                grads.append(grad)
+        return outputs, grads
+
+    def wait(self) -> None:
+        """Until all that was sent has arrived."""
+        while self._sent:
+            work, _ = self._sent.pop()
+            wait_until_sent(work)
+
+    def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
+        tensor = _real(tensor.resolve_conj().contiguous())
+        to = dist.get_global_rank(self._group, stage % self._ranks)
+        self._sent.append((dist.isend(tensor, to, group=self._group, tag=tag), tensor))
+
+    def _receive(self, tensor: Tensor, stage: int, tag: int) -> None:
+        dist.recv(
+            _real(tensor), dist.get_global_rank(self._group, stage % self._ranks), group=self._group, tag=tag
+        )
+
+    def _tag(self, stage: int, micro_batch: int, i: int) -> int:
+        return (micro_batch * 2 * self._stages + stage) * MOST + i
+
+
+def wait_until_sent(work: Work | None) -> None:
+    """Wait for another stage to take what it was sent; by this function a rank is known to wait for others (faults)."""
+    assert work is not None, "a rank of the group sends"
+    work.wait()
+
+
+def _has_gradients(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same memory in a type that can be sent."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _print_of(result: Any) -> Tensor:
+    """A digest of all that a receiver takes for granted, of one length."""
+    leaves, form = tree_flatten(result)
+    told = [
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves
+    ]
+    digest = hashlib.blake2b(repr((told, form)).encode(), digest_size=8).digest()
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    leaves = tree_leaves(result)
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]
+    if strange or len(found) >= MOST:
+        raise InstallError(
+            f"pipeline: a block returns {len(found)!r} tensors and"
+            f" {sorted({type(leaf).__name__ for leaf in strange})!r}; allowed are fewer than {MOST!r} tensors,"
+            " numbers and texts, in any nesting of tuples, lists and dictionaries: let blocks return these, or"
+            " leave 'pipeline' out"
+        )
+    return found

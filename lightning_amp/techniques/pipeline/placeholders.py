@@ -1,0 +1,110 @@
+"""Tensors with a shape and no values, in place of what is computed from parameters that other ranks hold.
+
+A rank runs the user's whole step up to its own blocks. What comes from the batch alone (targets, masks, positions) is
+computed there; what reads a parameter that is not here (on the device "meta"), or a placeholder, becomes one itself.
+So a value that should have been computed by another rank can nowhere be taken for a number: an operator that would
+write a placeholder into a tensor with values is refused, and so is one whose result or control flow needs its values.
+
+Where a rank's own blocks have begun the mode is off, which costs time in every operator: torch itself then refuses to
+mix placeholders and values, and absent parameters do (absent.py).
+
+A placeholder reports the device of the run, so that tensors made beside it (`torch.arange(n, device=x.device)`) are
+real ones.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_amp._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    has_no_values,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.pipeline.absent import placeholders_are_made
+
+
+def without_values(values: Any) -> Iterator[Tensor]:
+    """The placeholders in any nesting of containers."""
+    return (leaf for leaf in tree_leaves(values) if has_no_values(leaf))
+
+
+class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is on, operators that read a tensor without values give placeholders.
+
+    Args:
+        device: Of the run, which placeholders report.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._fake = device, FakeTensorMode()
+        # with the parameter, whose id stays taken as long as it is kept
+        self._absent: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made = ExitStack()
+
+    def __enter__(self) -> "Placeholders":
+        """Let absent parameters be read beside values."""
+        self._made.enter_context(placeholders_are_made(self.of))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Refuse it again."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._made.close()
+
+    def of(self, value: Any) -> Any:
+        """The placeholder of a tensor; anything else as it is."""
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        if not value.is_meta:
+            return self._fake.from_tensor(value.detach())
+        if id(value) not in self._absent:
+            with self._fake:
+                made = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=self._device
+                )
+            self._absent[id(value)] = (value, made)
+        return self._absent[id(value)][1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on values, where all are there."""
+        kwargs = kwargs or {}
+        flat, form = tree_flatten((args, kwargs))
+        if not any(map(has_no_values, flat)):
+            return func(*args, **kwargs)
+        _refuse_writing(func, args, kwargs)
+        args, kwargs = tree_unflatten([self.of(value) for value in flat], form)
+        try:
+            with self._fake:
+                return func(*args, **kwargs)
+        except Exception as error:
+            raise InstallError(
+                f"pipeline: the operator {func.name()!r} needs values that another rank computed: {error}. Before"
+                " its blocks a rank has only the batch and the parameters outside the blocks: compute it inside a"
+                " block, or leave 'pipeline' out"
+            ) from error
+
+
+def _refuse_writing(func: Any, args: Any, kwargs: Any) -> None:
+    """A placeholder that is written into a tensor with values would be lost without a word."""
+    for index, argument in enumerate(func._schema.arguments):
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        if written and any(
+            isinstance(leaf, Tensor) and not has_no_values(leaf) for leaf in tree_leaves(value)
+        ):
+            raise InstallError(
+                f"pipeline: the operator {func.name()!r} writes a value of another rank into a tensor of this rank,"
+                " whose values would be wrong; use an operator that does not write in place (torch.cat,"
+                " torch.where), or leave 'pipeline' out"
+            )

@@ -1,0 +1,323 @@
+"""The micro-batches of one step through the stages of this rank, forward and backward, in the order of a schedule.
+
+    loss of the batch = sum over micro-batches of weight_j loss_j           weight_j = samples of j / samples
+
+Gradients are left in `.grad`. Where all forward passes come before the first backward pass, what follows the blocks can
+be run for the whole batch at once (`Rest`), from what they have returned for the micro-batches: then the loss is any
+function of the batch.
+
+Random numbers: a micro-batch begins with its own seed, and every stage goes on with them where the one before left off
+(draws.py). So they are those of one process that sets the seed before every micro-batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp._torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lightning_amp.errors import ModelError
+from lightning_amp.techniques.pipeline.block_walk import BlockWalk, Leave, Span
+from lightning_amp.techniques.pipeline.draws import draws_stay, packed_draws, seed_draws
+from lightning_amp.techniques.pipeline.messages import PLAIN, Messages
+from lightning_amp.techniques.pipeline.pass_times import PassTimes
+from lightning_amp.techniques.pipeline.placeholders import without_values
+from lightning_amp.techniques.pipeline.schedule.schedules import Order, Pass
+
+Step = Callable[[int], Any]
+"""Calls the user's step with a micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rest:
+    """What follows the blocks, for the whole batch.
+
+    Attributes:
+        step: Calls the user's step with the batch.
+        silently: The same without what it does beside its loss.
+        seed: Of its random numbers.
+    """
+
+    step: Callable[[], Any]
+    silently: Callable[[], Any]
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The micro-batches of one step.
+
+    Attributes:
+        step: Calls the user's step with one of them.
+        seeds: Of the random numbers of each.
+        weights: Of the loss of each; empty where there is no backward pass.
+        rest: Run for all of them at once, after the last forward pass; None lets every micro-batch have a loss.
+    """
+
+    step: Step
+    seeds: Sequence[int]
+    weights: Sequence[float] = ()
+    rest: Rest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Of one micro-batch, with its weight: where its backward pass starts."""
+
+    value: Tensor
+
+
+class Ran:
+    """What a step leaves: on every rank its times, on the last stage what it knows.
+
+    Attributes:
+        times: When this rank has computed what.
+        results: What the last block has returned, of every micro-batch.
+        returned: What the step has, of every micro-batch; of a `Rest` the only one.
+        drew: Whether random numbers were drawn after the last block.
+    """
+
+    def __init__(self, micro_batches: int) -> None:
+        self.times = PassTimes()
+        self.results: list[Any] = [None] * micro_batches
+        self.returned: list[Any] = [None] * micro_batches
+        self.drew = False
+
+
+class Stages:
+    """The stages of this rank.
+
+    Args:
+        walk: Of the module's blocks.
+        spans: Of all stages of the pipeline, in order; stage s is on rank s mod the ranks of the mesh.
+        mesh: The model axis.
+        device: Of the run.
+    """
+
+    def __init__(
+        self, walk: BlockWalk, spans: Sequence[Span], mesh: DeviceMesh, device: torch.device
+    ) -> None:
+        self.walk, self.spans, self.mesh, self.device = walk, tuple(spans), mesh, device
+        self.last_rank = (len(self.spans) - 1) % mesh.size()
+        self.is_last = self.last_rank == mesh.get_local_rank()
+
+    @property
+    def forward_only(self) -> Order:
+        """The passes of this rank where there is one micro-batch, and nothing goes back."""
+        own = range(self.mesh.get_local_rank(), len(self.spans), self.mesh.size())
+        return tuple(Pass(False, stage, 0) for stage in own)
+
+    def run(self, order: Order, work: Work) -> Ran:
+        """Run this rank's passes of one step, in their order; the random numbers of the rank stay where they are."""
+        messages = Messages(self.mesh, len(self.spans), self.device)
+        ran, last = Ran(len(work.seeds)), len(self.spans) - 1
+        alive: dict[tuple[int, int], tuple[Any, list[Tensor]]] = {}
+        with draws_stay():
+            for now in order:
+                ran.times.begin()
+                if now.backward and now.stage == last and work.rest and ran.returned[0] is None:
+                    self._run_rest(work.rest, alive, ran)
+                    ran.times.rested()
+                if now.backward:
+                    self._backward(now, *alive.pop((now.stage, now.micro_batch)), messages, ran)
+                else:
+                    alive[now.stage, now.micro_batch] = self._forward(now, work, messages, ran)
+            messages.wait()
+        return ran
+
+    def run_rest(self, step: Callable[[], Any], results: Sequence[Any], *, seed: int | None = None) -> Any:
+        """What the step returns for a whole batch whose blocks have returned this for its micro-batches.
+
+        With a seed it is set where the blocks end.
+        """
+        after_all = Span(self.walk.blocks, self.walk.blocks, self.walk.blocks)
+
+        def receive(placeholders: Any) -> Any:
+            if seed is not None:
+                seed_draws(seed)
+            return joined(results, placeholders)
+
+        return self.walk.run(after_all, step, receive=receive, device=self.device)[1]
+
+    def placeholders(self, step: Callable[[], Any]) -> Any:
+        """What the last of all blocks would return, without values."""
+        found = []
+
+        def receive(placeholders: Any) -> Any:
+            found.append(placeholders)
+            raise Leave
+
+        after_all = Span(self.walk.blocks, self.walk.blocks, self.walk.blocks)
+        self.walk.run(after_all, step, receive=receive, device=self.device)
+        return found[0]
+
+    def _forward(self, now: Pass, work: Work, messages: Messages, ran: Ran) -> tuple[Any, list[Tensor]]:
+        """What the backward pass starts from, and the leaves at which it ends."""
+        span, j, leaves = self.spans[now.stage], now.micro_batch, list[Tensor]()
+        seed_draws(work.seeds[j])
+
+        def receive(placeholders: Any) -> Any:
+            found, own = messages.receive(now.stage, j, placeholders)
+            leaves.extend(own)
+            ran.times.begin()
+            return found
+
+        step = lambda: work.step(j)  # noqa: E731
+        whole = work.rest is not None
+        result, returned = self.walk.run(span, step, receive=receive, device=self.device, leave=whole)
+        ran.times.end(now)
+        if not span.is_last:
+            messages.send_on(now.stage, j, result)
+        if whole or not span.is_last:
+            return result, leaves
+        _refuse_placeholders(returned)
+        ran.results[j], ran.returned[j] = _detached(result), _detached(returned)
+        ran.drew |= not torch.equal(self.walk.random_state_after, packed_draws())
+        return (Loss(work.weights[j] * loss_of(returned)) if work.weights else None), leaves
+
+    def _run_rest(self, rest: Rest, alive: dict[tuple[int, int], Any], ran: Ran) -> None:
+        """Forward and backward of what follows the blocks; gradients of what these have returned are left in `ran`."""
+        last = len(self.spans) - 1
+        cut_off = [_as_leaves(alive[last, j][0]) for j in range(len(ran.results))]
+        seed_draws(rest.seed)
+        before = packed_draws()
+        returned = self.run_rest(rest.step, cut_off, seed=rest.seed)
+        _refuse_placeholders(returned)
+        loss = loss_of(returned)
+        if not torch.equal(before, self.walk.random_state_before):
+            self._refuse_drawn(rest, cut_off, loss)
+        with torch.autocast(self.device.type, enabled=False):
+            loss.backward()  # type: ignore[no-untyped-call]
+        ran.results = cut_off
+        ran.returned = [_detached(returned)]
+
+    @torch.no_grad()
+    def _refuse_drawn(self, rest: Rest, cut_off: list[Any], loss: Tensor) -> None:
+        """Whether the loss reads what was drawn before the blocks, which micro-batches have drawn for themselves."""
+        seed_draws(rest.seed + 1)
+        again = loss_of(self.run_rest(rest.silently, cut_off, seed=rest.seed))
+        if not torch.allclose(again, loss, rtol=0, atol=0, equal_nan=True):
+            raise ModelError(
+                "pipeline: the loss depends on random numbers that are drawn before the blocks (such as a mask of"
+                " the inputs), which differ between micro-batches; draw them where the batch is made, or leave"
+                " 'pipeline' out"
+            )
+
+    def _backward(self, now: Pass, result: Any, leaves: list[Tensor], messages: Messages, ran: Ran) -> None:
+        last = self.spans[now.stage].is_last
+        # the backward pass of a loss under autocast runs outside of it too
+        with torch.autocast(self.device.type, enabled=False):
+            if last and isinstance(result, Loss):
+                result.value.backward()  # type: ignore[no-untyped-call]
+            else:
+                if last:
+                    outputs, grads = _of_rest(result, ran.results[now.micro_batch])
+                else:
+                    outputs, grads = messages.receive_back(now.stage, now.micro_batch, result)
+                    ran.times.begin()
+                if outputs:
+                    torch.autograd.backward(outputs, grads)
+        ran.times.end(now)
+        if now.stage:
+            messages.send_back(now.stage, now.micro_batch, leaves)
+
+
+def _refuse_placeholders(returned: Any) -> None:
+    for found in without_values(returned):
+        raise ModelError(
+            f"pipeline: the step returns a tensor of shape {tuple(found.shape)!r} that is computed from a tensor of"
+            " an earlier stage which no block returns; let blocks return it, or leave 'pipeline' out"
+        )
+
+
+def loss_of(returned: Any) -> Tensor:
+    """The loss in what a training step returns.
+
+    Raises:
+        ModelError: There is none.
+    """
+    loss = returned.get("loss") if isinstance(returned, dict) else returned
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ModelError(
+            f"pipeline: training_step returned {type(returned).__name__!r}; allowed are a loss of one number, and a"
+            " dictionary with a 'loss'"
+        )
+    return loss
+
+
+def joined(results: Sequence[Any], placeholders: Any) -> Any:
+    """What a block returns for a batch, from what it has returned for its micro-batches.
+
+    Tensors are joined along the dimension in which they differ from that of the batch.
+
+    Raises:
+        ModelError: There is no such dimension, or more than one.
+    """
+    flat, form = tree_flatten(placeholders)
+    parts = [tree_leaves(result) for result in results]
+    return tree_unflatten(
+        [_join(whole, own) for whole, own in zip(flat, zip(*parts, strict=True), strict=True)], form
+    )
+
+
+def _join(whole: Any, parts: tuple[Any, ...]) -> Any:
+    if not isinstance(whole, Tensor) or whole.shape == parts[0].shape:
+        if not all(_same(part, parts[0]) for part in parts[1:]):
+            raise ModelError(
+                "a batch was cut into micro-batches, and the last block returns something beside its samples that is"
+                f" another for every micro-batch ({_told(parts[0])}), such as a loss of its own: one of the batch"
+                " cannot be made of them. Leave 'pipeline' out, or take micro_batches=1"
+            )
+        return parts[0]
+    unlike = dim_of_samples(whole, parts[0])
+    if unlike is None or sum(part.shape[unlike] for part in parts) != whole.shape[unlike]:
+        raise ModelError(
+            f"a batch was cut into micro-batches, for which the last block returns tensors of shapes"
+            f" {[tuple(part.shape) for part in parts]!r}, and {tuple(whole.shape)!r} for the batch; allowed is one"
+            " dimension, that of the samples, in which they add up: leave 'pipeline' out, or take micro_batches=1"
+        )
+    return torch.cat(parts, dim=unlike)
+
+
+def dim_of_samples(whole: Tensor, part: Tensor) -> int | None:
+    """The dimension in which what a block returns for a micro-batch differs from that of the batch, if it is one."""
+    unlike = [dim for dim, n in enumerate(whole.shape) if n != part.shape[dim]]
+    return unlike[0] if len(unlike) == 1 else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
+    return isinstance(one, PLAIN) and bool(one == other)
+
+
+def _told(value: Any) -> str:
+    return f"of shape {tuple(value.shape)!r}" if isinstance(value, Tensor) else repr(value)
+
+
+def _as_leaves(result: Any) -> Any:
+    """The same values as the beginning of another graph."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
+
+    return tree_map(leaf, result)
+
+
+def _of_rest(result: Any, cut_off: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Those tensors that a block has returned which need gradients, and their gradients."""
+    outputs, grads = [], []
+    for value, leaf in zip(tree_leaves(result), tree_leaves(cut_off), strict=True):
+        if isinstance(value, Tensor) and value.requires_grad and leaf.grad is not None:
+            outputs.append(value)
+            grads.append(leaf.grad)
+    return outputs, grads
+
+
+def _detached(values: Any) -> Any:
+    return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, values)

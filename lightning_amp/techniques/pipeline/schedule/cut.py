@@ -1,0 +1,158 @@
+"""Layers in order, cut into the stages of a pipeline over devices in order that need not be alike (Zhou et al. 2025).
+
+    minimise   rho_1 + rho_2                                                                            Eq. 9
+    rho_1 = max over stages of max( sum of backward over the stage / speed, sending the gradient back )     Eq. 8
+    rho_2 = max over stages of max( sum of forward over the stage / speed, sending the output on )
+
+With p micro-batches a step takes one pass of all stages and (p - 1) (rho_1 + rho_2) more (Eq. 6), which is why the sum
+is what a cut can change. What is sent is counted into the maximum and not added to the stage, because a device sends
+while it computes the next micro-batch. A cut before layer e (Eq. 7, where F_i^M = H^M of the stage's last layer and
+B_i^M = J^M of the next stage's first) is crossed by
+
+    forward    what layer e - 1 returns, sent to layer e           send_forward[e - 1]
+    backward   the gradient that layer e returns, sent to e - 1    send_backward[e]
+
+and nothing is sent by the last layer forward or by the first one backward (F_N^M = B_N^M = 0). The paper's Algorithm 3
+reads J^M at the stage's own last layer instead; Eq. 7 and 8 are what is minimised here.
+
+What belongs to the first and the last layer (embedding; head and loss) is part of their costs and bytes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+from lightning_amp.errors import PlanError
+from lightning_amp.techniques.pipeline.schedule.least_sum import least_sum
+from lightning_amp.techniques.pipeline.schedule.numbers import Numbers, check_count, numbers_of
+from lightning_amp.costs.ordered_runs import Device, OrderedRuns, paces, whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineCut:
+    """Layers of every stage.
+
+    Attributes:
+        ends: One past the last layer of every stage, in the order of the devices, the last one K. Where devices
+            differ, one that is best left idle ends where the one before it does; idle ones at the end are left out.
+        rho_forward: Time of the slowest stage or sending, forward, of one micro-batch (the paper's rho_2).
+        rho_backward: Likewise backward (rho_1).
+    """
+
+    ends: tuple[int, ...]
+    rho_forward: float
+    rho_backward: float
+
+    @property
+    def total(self) -> float:
+        """rho_1 + rho_2."""
+        return self.rho_forward + self.rho_backward
+
+
+def cut_pipeline(
+    forward: Numbers,
+    backward: Numbers,
+    n_stages: int,
+    *,
+    send_forward: Numbers | None = None,
+    send_backward: Numbers | None = None,
+    layer_bytes: Numbers | Iterable[Numbers] | None = None,
+    stage_bytes: Numbers | float | None = None,
+    speeds: Numbers | None = None,
+) -> PipelineCut:
+    """Cut layers into stages so that the slowest forward and the slowest backward stage are shortest in sum.
+
+    The result is an optimum, exactly: floats count as the rational numbers that they are, and only the times that some
+    stages really take are compared, so neither rounding nor a tolerance decides.
+
+    Args:
+        forward: Time of every layer's forward pass of one micro-batch on a device of speed 1, in any unit; K of them.
+        backward: Of its backward pass, in the same unit.
+        n_stages: The most stages; fewer are used where that is better.
+        send_forward: Time of sending what a layer returns to the next one; none: no time.
+        send_backward: Time of sending the gradient that a layer returns to the one before it; none: no time.
+        layer_bytes: Bytes of every layer; or, where they depend on the stage, as the micro-batches in flight do, a row
+            of K for every stage.
+        stage_bytes: Bytes that a stage may have: a number, or one for every stage; none: no cap.
+        speeds: Of every stage's device; a layer takes its time divided by the speed. None: all 1.
+
+    Raises:
+        PlanError: No cut keeps to the bytes, or lists of other lengths, or a number out of range.
+    """
+    check_count("n_stages", n_stages)
+    costs = [numbers_of("forward", forward)]
+    layers = len(costs[0])
+    costs.append(numbers_of("backward", backward, layers))
+    for name, sends in (("send_forward", send_forward), ("send_backward", send_backward)):
+        costs.append([0] * layers if sends is None else numbers_of(name, sends, layers))
+    pace, unit = paces(
+        [1] * n_stages if speeds is None else numbers_of("speeds", speeds, n_stages, above_zero=True)
+    )
+    columns, scale = _whole_columns(costs)
+    runs = OrderedRuns(
+        forward=list(accumulate(columns[0], initial=0)),
+        backward=list(accumulate(columns[1], initial=0)),
+        send_forward=[0, *(unit * time for time in columns[2][:-1]), 0],
+        send_backward=[0, *(unit * time for time in columns[3][1:]), 0],
+        devices=_devices(pace, layer_bytes, stage_bytes, layers),
+    )
+    ends = least_sum(runs)
+    if ends is None:
+        raise PlanError(_too_large(runs, stage_bytes))
+    f, b = (float(Fraction(time, scale * unit)) for time in runs.times(ends))
+    return PipelineCut(ends=tuple(ends), rho_forward=f, rho_backward=b)
+
+
+def _whole_columns(columns: list[list[float]]) -> tuple[list[list[int]], int]:
+    """Columns of the same length as whole numbers of one unit, and the unit as 1 / it."""
+    n = len(columns[0])
+    flat, scale = whole([number for column in columns for number in column])
+    return [flat[i : i + n] for i in range(0, len(flat), n)], scale
+
+
+def _devices(pace: list[int], layer_bytes: Any, stage_bytes: Any, layers: int) -> list[Device]:
+    if stage_bytes is None:
+        if layer_bytes is not None:
+            _rows(layer_bytes, len(pace), layers)
+        return [Device(pace=p) for p in pace]
+    if layer_bytes is None:
+        raise PlanError(
+            f"stage_bytes={stage_bytes!r} was asked for without layer_bytes; a cap needs the bytes of every layer: pass"
+            " them too, or leave stage_bytes out"
+        )
+    rows = _rows(layer_bytes, len(pace), layers)
+    listed = isinstance(stage_bytes, Iterable)
+    caps = numbers_of("stage_bytes", stage_bytes if listed else [stage_bytes], len(pace) if listed else 1)
+    flat, _ = whole([number for row in (*rows, caps) for number in row])
+    before = [list(accumulate(flat[i : i + layers], initial=0)) for i in range(0, layers * len(rows), layers)]
+    room = flat[layers * len(rows) :]
+    # one row, or one cap, stands for all stages
+    return [
+        Device(pace=p, bytes_before=before[i % len(before)], cap=room[i % len(room)])
+        for i, p in enumerate(pace)
+    ]
+
+
+def _rows(layer_bytes: Any, stages: int, layers: int) -> list[list[float]]:
+    rows = layer_bytes.tolist() if hasattr(layer_bytes, "tolist") else layer_bytes
+    rows = list(rows) if isinstance(rows, Iterable) else rows
+    if not isinstance(rows, list) or not any(isinstance(row, Iterable) for row in rows):
+        return [numbers_of("layer_bytes", rows, layers)]
+    if len(rows) != stages:
+        raise PlanError(
+            f"layer_bytes was asked for with {len(rows)!r} rows; allowed are a number for each layer, or a row for each"
+            f" of {stages!r} stages: pass one of these"
+        )
+    return [numbers_of(f"layer_bytes[{i}]", row, layers) for i, row in enumerate(rows)]
+
+
+def _too_large(runs: OrderedRuns, stage_bytes: Any) -> str:
+    """Why no stages keep to the bytes: how far they reach when each takes all it can."""
+    first = runs.fill(runs.no_bound, runs.no_bound)[-1]
+    return (
+        f"{runs.layers!r} layers on {len(runs.devices)!r} stages with stage_bytes={stage_bytes!r} were asked for;"
+        f" stages that take all they can hold the first {first!r} layers and no more: allow more bytes or more stages,"
+        " or make layers smaller (recompute, chunk)"
+    )

@@ -1,0 +1,309 @@
+"""Peak bytes of every rank of a pipeline in its second training step, pass by pass, in the order of the schedule.
+
+    always          parameters and optimiser state of the rank's blocks, and of what it reads beside them; buffers;
+                    the whole batch; gradients of the last step, which are put aside until this one has its loss
+    forward pass    what it makes, after what the rank makes before its blocks; what is received, twice (the leaf, and
+                    the copy that blocks may write into)
+    in flight       what autograd keeps of the segments, what was received, what the last block has returned
+    backward pass   what is in flight less what was read for the last time, temporaries, the gradient that is received;
+                    gradients of parameters, of the second micro-batch on once more until they are added
+    sent            what has been sent stays until the step ends: results of a stage, gradients of what it received
+    last stage      results of all micro-batches, and what the step returns of each; under gpipe what follows the
+                    blocks, forward and backward, for the whole batch, and the gradients of its inputs; else what
+                    follows them once more without gradients
+    tied            the first of the ranks that share a gradient receives those of the others
+    draws           states of random numbers: of the run and of the last micro-batch's begin (and end, on the last
+                    stage), and one that is sent with every result
+
+These are the tensors of techniques/pipeline/ and lightning/steps/pipelined/pipelined_steps.py.
+
+Known limits: metrics are left out; micro-batches count as the largest of them;
+a step that draws random numbers after the blocks runs these several times, one after the other.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from lightning_amp.footprint.chain.passes import Parameter, Passes
+from lightning_amp.techniques.pipeline.schedule.schedules import Order
+from lightning_amp.techniques.pipeline.schedule.stage_window import Window, most_at_once
+
+DRAWS, PRINT = 10_100, 8
+"""Bytes of a state of random numbers, torch's, NumPy's and Python's, and of what is sent beside it for comparison."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageBytes:
+    """Of one micro-batch in one stage.
+
+    Attributes:
+        forward: Most bytes at once that its forward pass adds.
+        kept: Of these, what is there until the backward pass.
+        first_backward: Most bytes at once in the backward pass with gradients as they come, instead of `kept`.
+        backward: The same of later micro-batches, beside gradients that are there already.
+        result, received: Of what the last block returns, and of what the stage receives.
+        returned: Of what the step returns, for the last stage.
+        gradients: Of all parameters that it reads.
+    """
+
+    forward: int
+    kept: int
+    first_backward: int
+    backward: int
+    result: int
+    received: int
+    returned: int
+    gradients: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestBytes:
+    """Of what follows the blocks, for the whole batch: with gradients, without them, its inputs, what it returns."""
+
+    forward: int
+    backward: int
+    silent: int
+    inputs: int
+    returned: int
+    gradients: int
+
+
+def stage_bytes(
+    passes: Passes, start: int, end: int, *, to_the_end: bool, rank: Collection[int] = ()
+) -> StageBytes:
+    """Bytes of the blocks start <= i < end as a stage; with `to_the_end`, of what follows them too.
+
+    Args:
+        rank: Segments that its rank runs, if it runs others too.
+    """
+    blocks = len(passes.names)
+    assert 0 <= start < end <= blocks, f"a stage has blocks, got {start!r} to {end!r} of {blocks!r}"
+    segments = end + (to_the_end and end == blocks)
+    begin, stop = passes.first[start], passes.first[segments]
+    leaves = list(passes.returned) if segments > blocks else []
+    returned = [*passes.outputs[end - 1], *leaves]
+    inputs = list(passes.outputs[start - 1]) if start else []
+    received = passes.sent_bytes[start - 1] if start else 0
+    window = Window(passes, begin, stop, start, segments, returned=returned, inputs=inputs, rank=rank)
+    gradients = sum(p.gradient_bytes for p in parameters_of(passes, start, end))
+    result = passes.sent_bytes[end - 1]
+    # what comes back from the next stage, and what was received
+    beside = received + (0 if segments > blocks or end == blocks else result)
+    first, later = window.backward()
+    return StageBytes(
+        forward=window.forward() + received,
+        kept=window.kept() + received,
+        first_backward=first + beside,
+        backward=later + beside,
+        result=result,
+        received=received,
+        returned=int(passes.n_bytes[leaves].sum()),
+        gradients=gradients,
+    )
+
+
+def rest_bytes(passes: Passes, *, rank: Collection[int] = ()) -> RestBytes:
+    """Bytes of what follows the blocks, of the whole batch; `inputs` are what the last block returns."""
+    blocks = len(passes.names)
+    inputs = list(passes.outputs[-1])
+    begin, stop = passes.first[blocks], passes.first[blocks + 1]
+    leaves = list(passes.returned)
+    window = Window(passes, begin, stop, blocks, blocks + 1, returned=leaves, inputs=inputs, rank=rank)
+    first, _ = window.backward()
+    joined = passes.sent_bytes[-1]
+    gradients = sum(p.gradient_bytes for p in passes.parameters if p.block is None and blocks in p.segments)
+    held = window.forward(silent=True)
+    return RestBytes(
+        forward=window.forward(),
+        backward=first,
+        silent=held,
+        inputs=joined,
+        returned=int(passes.n_bytes[leaves].sum()),
+        gradients=gradients,
+    )
+
+
+def parameters_of(passes: Passes, start: int, end: int) -> list[Parameter]:
+    """What the rank of a stage holds: its blocks' parameters, and those beside blocks that it reads, or nobody does."""
+    blocks = len(passes.names)
+    own = {*range(start, end), *({blocks} if end == blocks else ())}
+    return [
+        p
+        for p in passes.parameters
+        if (
+            p.block in own
+            if p.block is not None
+            else not (p.segments and p.gradient_bytes) or own & {*p.segments}
+        )
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pipeline:
+    """What is run: the schedule of all ranks, and the blocks of all stages.
+
+    Attributes:
+        part: Passes of the largest micro-batch.
+        whole: Passes of the whole batch.
+        ends: One past the last block of every stage.
+        orders: Of every rank, from `schedule`.
+        at_once: Whether what follows the blocks is run once, for the whole batch, between the passes.
+    """
+
+    part: Passes
+    whole: Passes
+    ends: tuple[int, ...]
+    orders: tuple[Order, ...]
+    at_once: bool
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return 1 + max(step.micro_batch for order in self.orders for step in order)
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """First and end of the blocks of every stage."""
+        return list(pairwise((0, *self.ends)))
+
+    def runs_of(self, rank: int) -> list[tuple[int, int]]:
+        """Those of a rank."""
+        return self.runs[rank :: len(self.orders)]
+
+
+def rank_peaks(pipeline: Pipeline) -> tuple[int, ...]:
+    """Most bytes at once of every rank."""
+    return tuple(rank_peak(pipeline, rank) for rank in range(len(pipeline.orders)))
+
+
+def held_bytes(pipeline: Pipeline, rank: int, *, gradients: bool) -> int:
+    """Parameters and optimiser state that a rank holds, and their gradients."""
+    found = {p.name: p for p in _held(pipeline, rank)}
+    return sum(p.n_bytes + p.state_bytes + (p.gradient_bytes if gradients else 0) for p in found.values())
+
+
+def _held(pipeline: Pipeline, rank: int) -> list[Parameter]:
+    own = [parameters_of(pipeline.whole, *run) for run in pipeline.runs_of(rank)]
+    return list({p.name: p for some in own for p in some}.values())
+
+
+def rank_peak(pipeline: Pipeline, rank: int) -> int:
+    """Most bytes at once of one rank."""
+    walk = _Walk(pipeline, rank)
+    for step in pipeline.orders[rank]:
+        if step.backward:
+            walk.backward(step.stage)
+        else:
+            walk.forward(step.stage)
+    walk.after()
+    return walk.most
+
+
+class _Walk:
+    """Bytes of a rank, from pass to pass."""
+
+    def __init__(self, pipeline: Pipeline, rank: int) -> None:
+        self._pipeline, self._rank = pipeline, rank
+        self._held = _held(pipeline, rank)
+        self._gradients = sum(p.gradient_bytes for p in self._held)
+        whole = pipeline.whole
+        self._last = len(pipeline.ends) - 1
+        kept = sum(p.n_bytes + p.state_bytes for p in self._held)
+        self._always = kept + self._gradients + whole.buffer_bytes + whole.batch_bytes
+        ends_here = self._last % len(pipeline.orders) == rank
+        self._segments = [i for run in pipeline.runs_of(rank) for i in range(*run)]
+        self._segments += [len(whole.names)] * ends_here
+        self._always += (3 if ends_here else 2) * DRAWS
+        self._now = self.most = self._always
+        self._begun: set[int] = set()
+        self._came = self._sent = self._results = 0
+        self._stages = lru_cache(maxsize=None)(self._stage)
+        self._rest_done = False
+
+    def forward(self, stage: int) -> None:
+        """A forward pass."""
+        own = self._stages(stage)
+        self._reach(own.forward)
+        self._now += own.kept
+        if stage < self._last:
+            self._now += DRAWS + PRINT
+            self._sent += DRAWS + PRINT
+
+    def backward(self, stage: int) -> None:
+        """A backward pass."""
+        if stage == self._last and self._pipeline.at_once and not self._rest_done:
+            self._rest()
+        own = self._stages(stage)
+        first = stage not in self._begun
+        self._begun.add(stage)
+        self._now -= own.kept
+        self._reach(own.first_backward if first else own.backward)
+        if first:
+            # those of what follows the blocks have come before
+            came = min(self._gradients - self._came, own.gradients)
+            self._came += came
+            self._now += came
+        stays = own.received if stage else 0
+        if stage < self._last:
+            self._sent += own.result + stays
+        else:
+            self._sent += stays
+            self._results += own.result
+        self._now += stays + own.result + own.returned
+
+    def _rest(self) -> None:
+        rest = rest_bytes(self._pipeline.whole, rank=self._segments)
+        self._rest_done = True
+        self._reach(rest.forward)
+        self._reach(rest.backward)
+        self._came += rest.gradients
+        # the gradients of its inputs are parts of one tensor
+        self._now += rest.gradients + rest.inputs + rest.returned
+
+    def after(self) -> None:
+        """What follows the passes of a step."""
+        pipeline, whole = self._pipeline, self._pipeline.whole
+        self._now -= self._sent
+        self._reach(self._tied())
+        last = self._last % len(pipeline.orders) == self._rank
+        if last and pipeline.micro_batches > 1 and not pipeline.at_once:
+            self._reach(rest_bytes(whole, rank=self._segments).silent)
+        # old gradients are dropped before new ones are handed out
+        self._now = self._always
+        self._reach(self._optimiser())
+
+    def _tied(self) -> int:
+        """Gradients that this rank, the first of several, receives."""
+        if len(self._pipeline.orders) == 1:
+            return 0
+        others = [{p.name for p in _held(self._pipeline, rank)} for rank in range(len(self._pipeline.orders))]
+        shared = [
+            p.gradient_bytes
+            for p in self._held
+            if p.segments
+            and sum(p.name in names for names in others) > 1
+            and not any(p.name in names for names in others[: self._rank])
+        ]
+        return max(shared, default=0)
+
+    def _optimiser(self) -> int:
+        """Temporaries of the optimiser's step that have the size of a parameter of this rank."""
+        whole = self._pipeline.whole
+        times = np.flatnonzero(whole.optimises)
+        if not len(times):
+            return 0
+        begin, length = int(times[0]), int(times[-1]) + 1 - int(times[0])
+        here = (whole.birth >= begin) & np.isin(whole.n_bytes, [p.n_bytes for p in self._held])
+        return most_at_once(whole.birth[here] - begin, whole.held[here] - begin, whole.n_bytes[here], length)
+
+    def _stage(self, stage: int) -> StageBytes:
+        start, end = self._pipeline.runs[stage]
+        to_the_end = not self._pipeline.at_once
+        return stage_bytes(self._pipeline.part, start, end, to_the_end=to_the_end, rank=self._segments)
+
+    def _reach(self, more: int) -> None:
+        self.most = max(self.most, self._now + more)

@@ -1,0 +1,393 @@
+"""A module's step as a pipeline: where its blocks are cut, into how many micro-batches, and what a step then takes.
+
+    1. seconds of every segment, forward and backward, for micro-batch and batch (footprint/chain/passes.py)
+    2. the cut of least rho_1 + rho_2 (pipeline/cut.py), under a cap of bytes per stage that depends on how many
+       micro-batches are in flight there; embedding, head and loss are part of the first and the last block
+    3. seconds by the schedule's timeline, with its bubbles, and the optimiser's; peak of each rank by a walk of its
+       passes (pipeline/stage_bytes.py); where that exceeds the budget after all, the cap is lowered, and cut again
+    4. blocks that are computed again in their stage, as few as are needed where the budget is exceeded, and where that
+       is not enough blocks that run in chunks (stage_forms.py)
+    5. of the numbers of micro-batches that are tried the fastest that fits, else that of the least peak. Tried are one,
+       two and four per rank, and the fastest of all numbers by Eq. 8 of Zhou et al. 2025 (CSIMD), each with its own
+       exact cut (pipeline/micro_batches.py)
+
+With "gpipe" what follows the blocks runs once, for the whole batch; with the others for every micro-batch, and once
+more without gradients for the whole batch.
+
+Known limits: seconds are those of operators one after the other at the device's rates; a rank's own walk through the
+step to its blocks (placeholders) takes no time here; caps do not count what passes make for a moment, the peak does.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from math import inf
+
+from lightning_amp.errors import PlanError
+from lightning_amp.footprint.chain.passes import Passes
+from lightning_amp.costs.profiled_step import Asked, Draft, Seen, Target
+from lightning_amp.techniques.pipeline.stage_forms import (
+    InChunks,
+    Levels,
+    computed_again,
+    fewest_again,
+    fewest_chunks,
+    repeatable,
+    targets_again,
+    targets_in_chunks,
+)
+from lightning_amp.techniques.pipeline.schedule.blocks_of_stages import filled, layer_bytes
+from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
+from lightning_amp.techniques.pipeline.schedule.micro_batches import Devices, fastest_of
+from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule
+from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, held_bytes, rank_peaks
+from lightning_amp.techniques.pipeline.schedule.timeline import timeline
+from lightning_amp.techniques.specs import PipelineStages
+from lightning_amp.costs.stage import Stage
+from lightning_amp.planning.time.fill_settings import speeds_of_model
+from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, times_of
+from lightning_amp.costs.link_seconds import collective_seconds
+from lightning_amp.quantities import format_bytes, format_seconds
+
+SAFE = "gpipe"
+"""What a policy takes: the loss may be any function of the batch. Others refuse a step whose loss is no mean."""
+PER_RANK = (1, 2, 4)
+"""Micro-batches per rank that are tried whatever is fastest: fewer or more may be needed to fit."""
+CAPS = 12
+"""Caps that are tried for one cut."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Shape:
+    """What is decided before a cut."""
+
+    seen: Seen
+    whole: Passes
+    ranks: int
+    data: int
+    schedule: str
+    micro_batches: int
+    budget: int | None
+    speeds: tuple[float, ...] = ()
+    compared: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def of_stages(self) -> tuple[float, ...] | None:
+        """Speeds of the stages' ranks."""
+        return self.speeds * self.each or None
+
+    @property
+    def at_once(self) -> bool:
+        """Whether what follows the blocks runs once, for the whole batch."""
+        return self.schedule == "gpipe" and self.micro_batches > 1
+
+    @property
+    def each(self) -> int:
+        """Stages of a rank."""
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
+    def orders(self) -> tuple[Order, ...]:
+        """Of every rank."""
+        return schedule(self.schedule, self.ranks, self.micro_batches, stages_per_device=self.each)
+
+    def seconds(self, part: Passes) -> LayerSeconds:
+        """Of the blocks of a micro-batch."""
+        return LayerSeconds.of(
+            part,
+            self.whole,
+            links=self.seen.rates.links,
+            ranks=self.ranks,
+            micro_batches=self.micro_batches,
+            at_once=self.at_once,
+        )
+
+
+def best_pipeline(seen: Seen, *, ranks: int, budget: int | None, asked: Asked) -> Draft | str:
+    """The fastest pipeline that fits, over all lengths of the model axis that divide the ranks, or why there is none.
+
+    Args:
+        seen: The step.
+        ranks: All of them.
+        budget: Bytes of one device, None when unknown.
+        asked: What is decided already.
+    """
+    lengths = [n for n in range(2, ranks + 1) if ranks % n == 0 and asked.model in (None, n)]
+    if not lengths:
+        return f"it needs two ranks or more, of the {ranks} there are"
+    made = list[Draft]()
+    # chunks take seconds to look for, and are left where some number of stages fits without
+    for way in (asked,) if asked.chunks is not None else (replace(asked, chunks={}), asked):
+        found = [staged(seen, n, data=ranks // n, budget=budget, asked=way) for n in lengths]
+        made += [one for one in found if isinstance(one, Draft)]
+        if not made:
+            return next(one for one in found if isinstance(one, str))
+        if budget is None or _fits(made, budget):
+            break
+    return _best(made, budget)
+
+
+def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Asked) -> Draft | str:
+    """The step over so many stages, or why it cannot be."""
+    if seen.passes is None:
+        return seen.no_stages
+    whole = seen.passes(None)
+    if isinstance(whole, str):
+        return whole
+    name = asked.schedule or SAFE
+    speeds = speeds_of_model(asked.speeds, model)
+    first = _Shape(
+        seen=seen,
+        whole=whole,
+        ranks=model,
+        data=data,
+        schedule=name,
+        micro_batches=1,
+        budget=budget,
+        speeds=speeds,
+    )
+    blocks, stages = len(whole.names), model * first.each
+    if stages > blocks:
+        return f"there are {blocks} blocks for {stages} stages"
+    counts = sorted({min(whole.rows, asked.micro_batches or n * model) for n in PER_RANK})
+    counts = [count for count in counts if fills_rounds(name, model, count)]
+    if counts and asked.micro_batches is None and budget != 0:
+        found = _fastest(first, -(-whole.rows // counts[-1]))
+        counts, first = sorted({*counts, *found}), replace(first, compared=found)
+    shapes = [replace(first, micro_batches=count) for count in counts]
+    if not shapes:
+        return f"{counts!r} micro-batches do not fill the rounds of an interleaved schedule on {model} ranks"
+    made, parts, refused = list[Draft](), list[Passes](), ""
+    # the smallest first: other lengths lie on the line between it and the whole
+    shapes.reverse()
+    for shape in shapes:
+        part = seen.passes(-(-whole.rows // shape.micro_batches))
+        if isinstance(part, str):
+            return part
+        if asked.again and not repeatable(seen, part, asked.again):
+            return "no block of those that are to be computed again can run a second time"
+        parts.append(part)
+        run = _run(seen, part, asked)
+        if isinstance(run, str):
+            # micro-batches may be too small for chunks
+            refused = run
+        else:
+            made += _drafts(shape, run, asked)
+    if not made:
+        return refused
+    if asked.chunks is None and not asked.all_chunks and budget is not None and not _fits(made, budget):
+        # the fewest samples at once that can run in chunks at all: more of them need no less
+        in_chunks = (list(_drafts_in_chunks(*one, asked)) for one in zip(shapes, parts, strict=True))
+        made += next(filter(None, in_chunks), [])
+    return _best(made, budget)
+
+
+def _fastest(shape: _Shape, rows: int) -> dict[int, float]:
+    """The number of micro-batches of the least time by Eq. 8, over all there can be, one and one per rank: seconds.
+
+    Args:
+        rows: Of the smallest micro-batch that is counted; others lie on the line between it and the whole.
+
+    Returns:
+        The fastest first; empty where the times are not known.
+    """
+    whole, counted = shape.whole, shape.seen.passes(rows) if shape.seen.passes else ""
+    if isinstance(counted, str) or counted.rows == whole.rows or shape.each > 1:
+        # stages that take turns on a rank have another time than Eq. 8
+        return {}
+    layers = dict[int, LayerSeconds]()
+    for count in counts_for(whole.rows, [shape.ranks]):
+        part = whole.at(counted, -(-whole.rows // count))
+        if part is None:
+            return {}
+        layers[count] = replace(shape, micro_batches=count).seconds(part)
+    devices = Devices(n_stages=shape.ranks, speeds=shape.of_stages)
+    return fastest_of(times_of(layers), devices, (1, min(shape.ranks, whole.rows)))
+
+
+def _fits(made: Sequence[Draft], budget: int) -> bool:
+    return any(one.peak_bytes <= budget for one in made)
+
+
+def _best(made: Sequence[Draft], budget: int | None) -> Draft:
+    fitting = [one for one in made if budget is None or one.peak_bytes <= budget]
+    if fitting:
+        return min(fitting, key=lambda one: (one.pace, one.peak_bytes))
+    return min(made, key=lambda one: (one.peak_bytes, one.pace))
+
+
+def _run(seen: Seen, part: Passes, asked: Asked) -> InChunks | str:
+    """A micro-batch with what is to run in chunks whatever fits, or why that cannot be."""
+    if not (asked.chunks or asked.all_chunks):
+        return InChunks(plain=part, part=part, chunks={})
+    if seen.stage_chunks is None:
+        return "its blocks were not looked at for chunks"
+    chunks = asked.chunks
+    if not chunks:
+        levels = Levels(seen.stage_chunks, part)
+        if levels.reason:
+            return levels.reason
+        chunks = levels.every
+    found = seen.stage_chunks.passes(part.rows, chunks)
+    return found if isinstance(found, str) else InChunks(plain=part, part=found, chunks=chunks)
+
+
+def _drafts(shape: _Shape, run: InChunks, asked: Asked) -> Iterator[Draft]:
+    """With the blocks that are to be computed again; left open, with none, and with as few as are needed to fit."""
+    again = repeatable(shape.seen, run.part, ("*",) if asked.again is None else asked.again)
+    if asked.again is not None:
+        yield _draft(shape, run, ends=asked.ends, again=again)
+        return
+    yield _draft(shape, run, ends=asked.ends)
+    if shape.budget is None or not again:
+        return
+    for ends in _likely_ends(shape, run.part, computed_again(run.part, again), asked):
+        blocks = fewest_again(_pipeline(shape, run.part, ends), again, shape.budget)
+        if blocks:
+            yield _draft(shape, run, ends=ends, again=blocks)
+
+
+def _drafts_in_chunks(shape: _Shape, part: Passes, asked: Asked) -> Iterator[Draft]:
+    """With as many blocks in chunks as are needed to fit, and as few computed again as that leaves."""
+    chunks, again = shape.seen.stage_chunks, repeatable(shape.seen, part, asked.again or ("*",))
+    again = () if asked.again == () else again
+    if chunks is None or shape.budget is None:
+        return
+    levels = Levels(chunks, part)
+    least = levels.passes(0) if len(levels) else levels.reason
+    if isinstance(least, str):
+        return
+    for ends in _likely_ends(shape, part, computed_again(least, again), asked):
+        rules, blocks = fewest_chunks(_pipeline(shape, part, ends), levels, again, shape.budget)
+        found = chunks.passes(part.rows, rules) if rules else ""
+        if not isinstance(found, str):
+            run = InChunks(plain=part, part=found, chunks=rules)
+            yield _draft(shape, run, ends=ends, again=blocks)
+
+
+def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: Asked) -> list[tuple[int, ...]]:
+    """Those that were asked for; else the fastest as it is, and the fastest that fits in its form of least bytes."""
+    if asked.ends is not None:
+        return [asked.ends]
+    fastest = _cut(replace(shape, budget=None), part, shape.seconds(part))
+    return sorted({fastest, _cut(shape, least, shape.seconds(least))})
+
+
+def _pipeline(shape: _Shape, part: Passes, ends: tuple[int, ...]) -> Pipeline:
+    return Pipeline(part=part, whole=shape.whole, ends=ends, orders=shape.orders, at_once=shape.at_once)
+
+
+def _draft(
+    shape: _Shape, run: InChunks, *, ends: tuple[int, ...] | None, again: tuple[int, ...] = ()
+) -> Draft:
+    """Cut, and predict."""
+    part = computed_again(run.part, again)
+    layers = shape.seconds(part)
+    if ends is None:
+        ends = _cut(shape, part, layers)
+    pipeline = _pipeline(shape, part, ends)
+    peaks = rank_peaks(pipeline)
+    times = layers.stages(ends, shape.of_stages)
+    line = timeline(shape.orders, times)
+    seconds = line.seconds + layers.silent + _after(shape, pipeline)
+    stages = tuple(
+        Stage(
+            first=start,
+            end=end,
+            rank=n % shape.ranks,
+            forward_seconds=times.forward[n],
+            backward_seconds=times.backward[n],
+            send_forward_seconds=times.send_forward[n],
+            send_backward_seconds=times.send_backward[n],
+            peak_bytes=peaks[n % shape.ranks],
+            idle=min(1.0, max(0.0, line.idle[n % shape.ranks])),
+            rest_seconds=times.rest if end == len(part.names) else 0.0,
+        )
+        for n, (start, end) in enumerate(pairwise((0, *ends)))
+    )
+    return Draft(
+        ranks=shape.data,
+        model=shape.ranks,
+        peak_bytes=max(peaks),
+        seconds=seconds,
+        targets=(
+            _target(shape, ends, stages),
+            *targets_again(run.part, again),
+            *targets_in_chunks(run, again),
+        ),
+        stages=stages,
+        held_bytes=max(held_bytes(pipeline, rank, gradients=True) for rank in range(shape.ranks)),
+    )
+
+
+def _target(shape: _Shape, ends: tuple[int, ...], stages: Sequence[Stage]) -> Target:
+    spec = PipelineStages(
+        ends=",".join(map(str, ends)),
+        schedule=shape.schedule,
+        micro_batches=shape.micro_batches,
+        stages_per_rank=shape.each,
+    )
+    bubble = sum(stage.idle for stage in stages) / len(stages)
+    peak = max(stage.peak_bytes for stage in stages)
+    why = (
+        f"{len(shape.whole.names)} blocks in {len(ends)} stages on {shape.ranks} ranks, {shape.micro_batches}"
+        f" micro-batches by {shape.schedule}: a rank waits {100 * bubble:.0f} % of the time, and needs"
+        f" {format_bytes(peak)} at most"
+    )
+    if shape.compared:
+        (fastest, _), *others = shape.compared.items()
+        other = ", ".join(f"{count}: {format_seconds(seconds)}" for count, seconds in others)
+        why += f"; of 1 to {shape.whole.rows} micro-batches {fastest} are the fastest ({other})"
+    saved = max(0, shape.seen.profile.peak_bytes - peak)
+    fqn = shape.whole.names[0].rpartition(".")[0]
+    return Target(strategy="pipeline", fqn=fqn, spec=spec, why=why, saves_bytes=saved)
+
+
+def _after(shape: _Shape, pipeline: Pipeline) -> float:
+    """Seconds after the passes: the gradients of the fullest rank are averaged over the data axis, and it steps."""
+    whole, links = shape.whole, shape.seen.rates.links
+    held = [held_bytes(pipeline, rank, gradients=False) for rank in range(shape.ranks)]
+    every = sum(p.n_bytes + p.state_bytes for p in whole.parameters)
+    fullest = max(held) / max(1, every)
+    gradients = fullest * sum(p.gradient_bytes for p in whole.parameters)
+    averaged = collective_seconds("all_reduce", gradients, shape.data, links, inner=shape.ranks)
+    return averaged + fullest * float(whole.seconds[whole.optimises].sum())
+
+
+def _cut(shape: _Shape, part: Passes, layers: LayerSeconds) -> tuple[int, ...]:
+    """Ends of the stages: the least rho_1 + rho_2 whose peak is within the budget, else of the least bytes found."""
+    stages = shape.ranks * shape.each
+    cut = partial(
+        cut_pipeline,
+        layers.forward,
+        layers.backward,
+        stages,
+        send_forward=layers.send_forward,
+        send_backward=layers.send_backward,
+        speeds=shape.of_stages,
+    )
+    seconds = layers.forward + layers.backward
+    found = filled(cut().ends, stages, seconds, shape.speeds)
+    if shape.budget is None or shape.each > 1:
+        return found
+    rows = list(layer_bytes(part, shape.orders, at_once=shape.at_once))
+    made = partial(Pipeline, part=part, whole=shape.whole, orders=shape.orders, at_once=shape.at_once)
+    best, least, ends = found, inf, found
+    for _ in range(CAPS):
+        peaks = rank_peaks(made(ends=ends))
+        if max(peaks) < least:
+            best, least = ends, max(peaks)
+        over = max(peaks) - shape.budget
+        if over <= 0:
+            break
+        # what the fullest stage has now has to exceed the cap
+        fullest = peaks.index(max(peaks))
+        start, end = list(pairwise((0, *ends)))[fullest]
+        has = sum(rows[fullest][start:end])
+        try:
+            cap = max(0.0, has - max(1.0, min(over, has / 8)))
+            ends = filled(cut(layer_bytes=rows, stage_bytes=cap).ends, stages, seconds, shape.speeds)
+        except PlanError:
+            break
+    return best

@@ -1,0 +1,145 @@
+"""The region of a decoder that ranks share under S2, S5, strata and nodes: inside, a rank has its share of the work.
+
+    S5         u and v become the own channels; backward, one all-gather of their gradients
+    S2         the loss of the own features is summed over the ranks (one all-reduce, forward)
+    S2 only    gradients of u, v and log_weights are summed over the ranks (one all-reduce, backward)
+    S2 and S5  gradients of log_weights are summed (one all-reduce, backward): those of u and v are whole already,
+               because the scores are scattered to the features' owners forward and gathered backward
+    strata     the same as S2 only, of the own strata
+    nodes      v becomes the own rows, the losses are summed as under S2; backward, one all-gather of the gradients of
+               the own rows, and of the parts of those of u and log_weights
+    nodes, with    v comes with the own rows (nodes/graph_encoder.py), which enter as they are; gradients of u and
+    vertices       log_weights are summed (one all-reduce, backward)
+
+Everything outside then has equal gradients on all ranks of the model axis and needs no sum over it. Parameters inside
+are held whole by every rank, and each rank's gradient is a part of the whole: they need one sum (`Change.partial`).
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.errors import InstallError
+from lightning_amp.techniques.checks.same_function import mismatch
+from lightning_amp.techniques.ranks import collectives
+from lightning_amp.techniques.ranks.anchor_shards import AnchorShards, take_anchors
+from lightning_amp.techniques.ranks.channel_shards import Channels, take_channels
+from lightning_amp.shapes import LogWeights, PerCell, Scalar
+
+
+class SharedRegion(nn.Module):
+    """What enters and leaves the region that the ranks of a mesh axis share.
+
+    Args:
+        channels: Channel sets of S5, None without it.
+        summed: Whether the ranks' losses are parts of the loss: of features under S2, of strata under strata.
+        anchors: The ranks' anchors under nodes, None without it.
+        given: Whether v comes with only the own rows.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        strategies: tuple[str, ...],
+        *,
+        channels: Channels | None = None,
+        summed: bool = False,
+        anchors: AnchorShards | None = None,
+        given: bool = False,
+    ) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.strategies = strategies
+        self.channels = channels
+        self.summed = summed
+        self.anchors = anchors
+        self.given = given
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        anchors = "" if self.anchors is None else f", anchors={self.anchors.sizes}"
+        return f"{', '.join(self.strategies)}, ranks={self.mesh.size()}{anchors}"
+
+    def enter(
+        self, u: PerCell, v: Float[Tensor, "given_anchor dim"], log_weights: LogWeights
+    ) -> tuple[Float[Tensor, "cell own_dim"], Float[Tensor, "own_anchor own_dim"], LogWeights]:
+        """What the strata read on this rank.
+
+        Raises:
+            InstallError: v was to come with the own rows, and has others.
+        """
+        if self.given:
+            return self._enter_own(u, v, log_weights)
+        if self.anchors is not None:
+            return take_anchors(self.anchors, u, v, log_weights)
+        if self.channels is None:
+            entered = collectives.enter(self.mesh, u, v, log_weights) if self.summed else (u, v, log_weights)
+            return entered[0], entered[1], entered[2]
+        u, v = take_channels(self.channels, u, v)
+        if self.summed:
+            (log_weights,) = collectives.enter(self.mesh, log_weights)
+        return u, v, log_weights
+
+    def n_rows(self, n_anchors: int) -> int:
+        """Rows of v that the decoder is to be given."""
+        return len(self.anchors.own) if self.anchors is not None and self.given else n_anchors
+
+    def _enter_own(self, u: Tensor, v: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.anchors is not None, "own rows are those of nodes"
+        if len(v) != len(self.anchors.own):
+            raise InstallError(
+                f"v was to come with this rank's {len(self.anchors.own)!r} of {self.anchors.bounds[-1]!r} anchors,"
+                f" found {len(v)!r} rows; take them from the graph encoder's `rows`, or give nodes a rule with"
+                " DomainParallel(vertices=False)"
+            )
+        u, log_weights = collectives.enter(self.mesh, u, log_weights)
+        return u, v, log_weights
+
+    def leave(self, total: Scalar) -> Scalar:
+        """The negative log-likelihood over all ranks."""
+        return collectives.leave(self.mesh, total) if self.summed else total
+
+
+TOGETHER = {"S2", "S5"}
+"""Strategies that can share one decoder; no other two ways to split it go together."""
+
+
+def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
+    """The region with one more technique; S2 and S5 may come in any order, strata and nodes go with no other.
+
+    Args:
+        decoder: Has the region so far as a child.
+        new: That of the technique by itself.
+
+    Raises:
+        InstallError: The decoder is split in a way that goes with no other, or the region is missing, has state, or
+            does something that would be lost.
+    """
+    region, (strategy,) = getattr(decoder, "region", None), new.strategies
+    if isinstance(region, SharedRegion):
+        strategies = (*region.strategies, strategy)
+        if not TOGETHER.issuperset(strategies):
+            raise InstallError(
+                f"{strategy} was asked for on a decoder that {', '.join(region.strategies)} has split already; it would"
+                " be split in two ways, which add up to another loss: only S2 and S5 can be together, leave one out"
+            )
+        channels, summed = new.channels or region.channels, new.summed or region.summed
+        return SharedRegion(new.mesh, strategies, channels=channels, summed=summed)
+    problem = mismatch(region, {"its arguments unchanged:": True}, _pass)
+    if problem:
+        raise InstallError(
+            f"{strategy} was asked for on a decoder whose child `region` {problem}; only a region"
+            " without state whose enter(u, v, log_weights) and leave(total) return what they were given can be"
+            f" replaced: move the rest to the decoder, or leave {strategy} out"
+        )
+    return new
+
+
+def _pass(region: Any) -> dict[str, bool]:
+    """Whether a region hands on what it was given, as it is."""
+    given, total = (torch.ones(2, 4), torch.ones(3, 4), torch.ones(1, 5)), torch.ones(())
+    entered = all(a is b for a, b in zip(region.enter(*given), given, strict=True))
+    return {"its arguments unchanged:": entered and region.leave(total) is total}

@@ -1,0 +1,125 @@
+"""recompute: nothing of a block is kept for the backward pass but its inputs, and there its forward runs again.
+
+Exact: the same computation twice (torch.utils.checkpoint, non-reentrant), with the same random numbers, precision and
+mode, and with what the block reads as it was (footprint/first_pass.py). What a forward pass does to buffers, attributes
+and logs happens once, and batch statistics of all ranks are sent once (autograd/received.py). What shrinks: all that
+the block keeps, to its inputs. The price: its forward pass a second time, up to the last tensor that the backward pass
+needs.
+
+A block that cannot be computed twice exactly is refused: when the technique is installed, or in its first forward pass.
+After the first recomputation of a block its results are compared with those of the first pass.
+
+Without gradients, as in validation, the block runs as it is.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_amp._torch import tree_unflatten
+from lightning_amp.errors import InstallError
+from lightning_amp.footprint.first_pass import FirstPass, Place, digests, same_digests, unrepeatable
+from lightning_amp.footprint.forward_overrides import Position
+from lightning_amp.techniques.autograd.received import Received
+from lightning_amp.techniques.contract.change import Change
+from lightning_amp.techniques.specs import RecomputeBlock
+
+
+def recompute_block(module: nn.Module, spec: RecomputeBlock, mesh: object) -> Change:
+    """Compute a block again in the backward pass.
+
+    Raises:
+        InstallError: The block has something that cannot run twice.
+    """
+    reason = unrepeatable(module)
+    if reason:
+        raise InstallError(_refusal(type(module).__name__, reason))
+    return Change({}, forwards={"": RecomputedForward()})
+
+
+@dataclass
+class RecomputedForward:
+    """What runs a block's forward twice; made by `recompute_block`.
+
+    Attributes:
+        fqn: Name of the block, for messages; `install` sets it.
+        changing: Buffers that the block changes, by its mode.
+        compared: Whether a second pass has been compared with its first.
+    """
+
+    position = Position.TWICE
+    fqn: str = ""
+    changing: dict[Any, frozenset[Place]] = field(default_factory=dict)
+    compared: bool = False
+
+    def __call__(self, forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What `forward` returns of the block.
+
+        Raises:
+            InstallError: The block changes what cannot be put back before its second pass.
+        """
+        if not torch.is_grad_enabled():
+            return forward(block, *args, **kwargs)
+        name = f"{self.fqn or 'a block'} ({type(block).__name__})"
+        first = FirstPass(block, (args, kwargs), self.changing)
+        passes, compare = iter(("first",)), not self.compared
+        expected: list[Any] = []
+        received = Received()
+
+        def run(*leaves: Any) -> Any:
+            if next(passes, None):
+                with received.first_pass():
+                    return forward(block, *args, **kwargs)
+            # the caller may have changed its lists and dictionaries meanwhile
+            given_args, given_kwargs = tree_unflatten(list(leaves), first.containers)
+            # where results are compared, an object may be another in what the block does not read: the first step of
+            # HuggingFace's classifiers writes the kind of their loss into the config that all blocks hold
+            # (on other devices than the CPU a difference within ROUNDING is not told from one of kernels)
+            stale = first.stale(leaves, objects=not compare)
+            if stale:
+                raise InstallError(_stale(name, stale))
+            with first.again(), received.second_pass():
+                found = forward(block, *given_args, **given_kwargs)
+            if compare and expected:
+                self._compare(name, expected.pop(), digests(found))
+            return found
+
+        result = checkpoint(run, *first.arguments, use_reentrant=False, early_stop=not compare)
+        reason = first.settle()
+        if reason:
+            raise InstallError(_refusal(name, reason))
+        if compare:
+            expected.append(digests(result))
+        return result
+
+    def _compare(self, name: str, expected: Sequence[Any], found: Sequence[Any]) -> None:
+        """Refuse a block whose second pass is another function, for a reason that nobody has seen."""
+        same = len(expected) == len(found) and same_digests(expected, found)
+        if not same:
+            raise InstallError(
+                _refusal(
+                    name,
+                    "its second pass gives other numbers than its first, so that it depends on something that"
+                    " is neither an argument nor an attribute of it, such as a generator of random numbers",
+                )
+            )
+        self.compared = True
+
+
+def _refusal(name: str, reason: str) -> str:
+    return (
+        f"recompute was asked for on {name}, which cannot be computed a second time exactly: {reason}; leave the block"
+        " out of the plan's rules of recompute, or change it"
+    )
+
+
+def _stale(name: str, what: str) -> str:
+    return (
+        f"{name} was to be computed again in the backward pass, and {what} has been changed in place since the first"
+        " time; it would be another function: change it after the backward pass, or leave the block out of the plan's"
+        " rules of recompute"
+    )

@@ -1,0 +1,103 @@
+"""`register_technique`: a strategy from outside joins the library (AMP's fifth principle, Section 3.1).
+
+What is registered is data and functions that planning does not look into: nothing here imports torch.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+from lightning_amp.diagnosis.diagnose import known_signals
+from lightning_amp.errors import PlanError
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.techniques.specs import Spec
+from lightning_amp.techniques.table import STRATEGIES, StrategyInfo, specs_by_name
+
+OwnSpec = TypeVar("OwnSpec", bound=Spec)
+_ID = re.compile(r"S[1-9][0-9]*")
+
+
+def register_technique(
+    strategy: str,
+    *,
+    title: str,
+    shrinks: str,
+    spec: type[OwnSpec],
+    targets: Callable[[ModelShape], Iterable[tuple[str, OwnSpec]]],
+    install: Callable[[Any, OwnSpec, Any], Any],
+    signal: str | None = None,
+    model_axis: bool = False,
+    shape_after: Callable[[ModelShape, int], ModelShape] | None = None,
+) -> None:
+    """Add a strategy to the library.
+
+    From then on `strategies="S1,S6"` names it, the policies choose it whenever its signal is raised, whatever the
+    memory, and plans with it are checked, written as JSON and installed like all others, after S1 to S5.
+
+    Args:
+        strategy: A free id, "S6" and so on; strategies are installed in the order of their numbers.
+        title: What it does, in a few words.
+        shrinks: The tensor that it makes smaller, such as "[B, F] to its non-zeros".
+        spec: What its rules ask for: a frozen dataclass whose fields are numbers, texts, booleans or None.
+        targets: Shape of the model -> names or patterns of the modules to change, each with a spec; empty when
+            there is nothing to change in a model of that shape.
+        install: (module, spec, mesh) -> the module's replacement, which owns the same parameters under the same
+            names, or a `lightning_amp.Change`; raises InstallError for a module that it cannot
+            replace exactly. The mesh has the axes "data" and "model"; it is None where there are no ranks at all.
+        signal: The signal that asks for it, of the paper or of `register_signal`; None when only a person does.
+        model_axis: Whether it splits a module over the model axis, so that all ranks there read the same cells.
+        shape_after: Shape of the model and ranks of the model axis -> shape that the memory model is to see once it
+            is installed; None leaves its savings out of the prediction, and the plan says so.
+
+    Raises:
+        PlanError: An id, a spec or a signal that cannot be used; nothing is registered then.
+    """
+    _check_id(strategy)
+    _check_spec(strategy, spec)
+    if signal is not None and signal not in known_signals():
+        raise PlanError(
+            f"{strategy} was registered with signal={signal!r}; known are {', '.join(known_signals())} and None:"
+            " register a signal of your own first, with register_signal"
+        )
+    STRATEGIES[strategy] = StrategyInfo(
+        title=title,
+        shrinks=shrinks,
+        specs=(spec,),
+        targets=targets,
+        signal=signal,
+        model_axis=model_axis,
+        install=install,
+        shape_after=shape_after,
+    )
+
+
+def _check_id(strategy: str) -> None:
+    if not isinstance(strategy, str) or not _ID.fullmatch(strategy):
+        raise PlanError(
+            f"a technique was registered as {strategy!r}; allowed is S and a number, such as 'S6'"
+        )
+    if strategy in STRATEGIES:
+        raise PlanError(
+            f"a technique was registered as {strategy!r}, which is {STRATEGIES[strategy].title!r} already; choose a"
+            f" number other than those of {', '.join(STRATEGIES)}, and register once in a process"
+        )
+
+
+def _check_spec(strategy: str, spec: Any) -> None:
+    if not (isinstance(spec, type) and is_dataclass(spec) and spec.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+        raise PlanError(
+            f"{strategy} was registered with spec={spec!r}; allowed is a class made with @dataclass(frozen=True),"
+            " because a plan is compared and does not change"
+        )
+    names = [field.name for field in fields(spec) if field.name == "type" or not field.init]
+    if names:
+        raise PlanError(
+            f"{strategy} was registered with spec={spec.__name__}, whose fields {names!r} cannot be read back from a"
+            " plan's JSON; allowed is any other name than 'type', without init=False"
+        )
+    if spec.__name__ in specs_by_name():
+        raise PlanError(
+            f"{strategy} was registered with spec={spec.__name__}, the name of another spec in a plan's JSON; choose"
+            f" a name other than {', '.join(specs_by_name())}"
+        )

@@ -1,0 +1,45 @@
+"""Add replays of operators to a plan: the fastest choice within the budget."""
+
+from dataclasses import replace
+
+from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, Seen, Target
+from lightning_amp.planning.plan.plan import Rule
+from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.techniques.replay.row import ReplayOperators, written
+
+TOGETHER = ("logits",)
+RECORDED = 3e-5
+"""Seconds that it takes to record an operator, of one core of a server's processor."""
+
+
+def add(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
+    """Stretches of the step are computed again in the backward pass, whatever code they are."""
+    others = [name for name in draft.strategies if name not in TOGETHER]
+    if others:
+        return f"it is not supported together with {' and '.join(others)}"
+    if seen.replays is None:
+        return "the operators of the step were not looked at"
+    before = tuple(
+        Rule(fqn=one.fqn, spec=one.spec, strategy=one.strategy, why=one.why) for one in draft.targets
+    )
+    replays = seen.replays(before)
+    stretches = replays.stretches
+    if isinstance(stretches, str):
+        return stretches
+    rest = draft.peak_bytes - stretches.all_saved
+    cuts = replays.choose(None if budget is None else budget - rest)
+    if isinstance(cuts, str):
+        return cuts
+    saved = stretches.all_saved - cuts.n_bytes
+    n = sum(again for _, again in cuts.segments)
+    seconds = cuts.seconds + RECORDED * int(stretches.places[-1])
+    took = format_seconds(max(seconds, LEAST_SECONDS))
+    what = f"{n} stretch{'es' * (n > 1)} of the step run again"
+    why = f"{what}, which keeps {format_bytes(saved)} less and takes {took} more"
+    spec = ReplayOperators(ends=written(cuts.segments))
+    return replace(
+        draft,
+        peak_bytes=max(draft.peak_bytes - saved, seen.held_bytes),
+        seconds=draft.seconds + seconds,
+        targets=(*draft.targets, Target(strategy="replay", fqn="", spec=spec, why=why, saves_bytes=saved)),
+    )
