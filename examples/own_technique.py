@@ -15,8 +15,8 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 import lightning_amp
-from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.data.prepare.synthetic import synthesize
 
 FEWEST_ZEROS = 0.95
 

@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from lightning_amp.lightning.first_look.plan_of_module import ModulePlan as ModulePlan
     from lightning_amp.lightning.strategy.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
+    from lightning_amp.planning.plan.plan import Plan as Plan
+    from lightning_amp.profiling.profile import Profile as Profile
+    from lightning_amp.public import plan as plan
+    from lightning_amp.public import profile as profile
     from lightning_amp.techniques.chunk.chunk_module import chunk as chunk
     from lightning_amp.techniques.chunk.module_chunks import ModuleChunks as ModuleChunks
     from lightning_amp.techniques.contract.change import Change as Change
     from lightning_amp.techniques.pipeline.schedule.cut import PipelineCut as PipelineCut
     from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline as cut_pipeline
-    from lightning_amp.planning.plan.plan import Plan as Plan
     from lightning_amp.techniques.register_technique import register_technique as register_technique
-    from lightning_amp.profiling.profile import Profile as Profile
-    from lightning_amp.public import plan as plan
-    from lightning_amp.public import profile as profile
     from lightning_amp.verification.verify import verify as verify
 
 _HOME = {

@@ -5,16 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+# what a profile and a plan print as
+from lightning_amp.costs.device_rates import CPU_CORE, Rates, products_under, rates_for
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.planning.modules.plan_step import Counted, plan_step
-from lightning_amp.costs.profiled_step import Seen
-from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as plan_data
-
-# what a profile and a plan print as
-from lightning_amp.costs.device_rates import CPU_CORE, Rates, products_under, rates_for
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import Attention
 from lightning_amp.profiling.read_profile import profile as profile_data
@@ -75,20 +74,23 @@ def profile(
     # torch is loaded here: a directory is profiled without it
     from lightning_amp.data.batch_of_shapes import batch_of_shapes
     from lightning_amp.footprint.chain.chain_of import count_step
-    from lightning_amp.lightning.first_look.step_of_module import refused_techniques
     from lightning_amp.installing.describe_module import describe
-    from lightning_amp.techniques.fsdp.units import units_of
+    from lightning_amp.lightning.first_look.step_of_module import refused_techniques
     from lightning_amp.techniques.data.batch_norm import statistics_bytes
+    from lightning_amp.techniques.data.gradient_sync import gradient_sizes
+    from lightning_amp.techniques.fsdp.predict import FsdpFacts
+    from lightning_amp.techniques.fsdp.units import units_of
+    from lightning_amp.techniques.pipeline.options import StageFacts
 
     if isinstance(batch, str):
         batch = batch_of_shapes(batch)
     step = count_step(what, batch, (), batch_size=batch_size)
-    seen = Seen(
+    seen = ProfiledStep(
         profile=step.profile,
         chain=step.chain,
-        units=units_of(what),
         rates=CPU_CORE,
-        no_stages=NOT_LOOKED_FOR,
+        gradient_sizes=gradient_sizes(what),
+        facts={"fsdp": FsdpFacts(units=units_of(what)), "pipeline": StageFacts(reason=NOT_LOOKED_FOR)},
         refused=refused_techniques(what, step, values=False),
         statistics_bytes=statistics_bytes(what),
     )

@@ -13,9 +13,9 @@ from benchmarks.chunks.measure import count, forward
 from benchmarks.chunks.models import GPT, Layer
 from benchmarks.page import table
 from lightning_amp.errors import PlanError
+from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.chunk.in_chunks import InChunks
 from lightning_amp.techniques.chunk.planned import Planned
-from lightning_amp.quantities import format_bytes, format_seconds
 
 
 class Different(nn.Module):

@@ -12,10 +12,10 @@ import warnings
 from typing import Any
 
 from benchmarks.domain.models import CASES, GROWING, Case
+from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.sequence.row import SequenceParallel
 
@@ -24,7 +24,9 @@ def counted(case: Case, ranks: int) -> dict[str, Any]:
     """Bytes of rank 0: at its peak, of activations beside the batch, which every rank has, and sent in a step."""
     batch = case.batch()
     steps = DrySteps("sequence", SequenceParallel(dims=case.dims), ranks) if ranks > 1 else None
-    profile = StepOfModule(case.make(), lambda: batch, around=BY_ITSELF, steps=steps).seen(CPU_CORE).profile
+    profile = (
+        StepOfModule(case.make(), lambda: batch, around=BY_ITSELF, steps=steps).profiled(CPU_CORE).profile
+    )
     sent = sum(one.n_bytes for one in steps.sent) if steps is not None else 0
     most = max(moment.by_kind["activations"] for moment in profile.timeline) - batch.nbytes
     return {"ranks": ranks, "peak": profile.peak_bytes, "activations": most, "sent": sent}

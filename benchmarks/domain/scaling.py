@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from benchmarks.domain.models import ViT
+from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.planning.modules.candidates import as_it_is
-from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.sequence.row import SequenceParallel
 
@@ -33,7 +33,7 @@ def counted(side: int, dims: int, ranks: int) -> dict[str, Any]:
         module, batch = ViT(side, 768, 16, 16, dims, 12), torch.empty(1, 3, *[side] * dims)
     steps = DrySteps("sequence", SequenceParallel(dims="batch:2"), ranks) if ranks > 1 else None
     step = StepOfModule(module, lambda: batch, around=BY_ITSELF, steps=steps)
-    seen = step.seen(H100)
+    seen = step.profiled(H100)
     return {
         "seconds": as_it_is(seen, 1).seconds,
         "peak": seen.profile.peak_bytes,

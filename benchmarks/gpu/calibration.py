@@ -2,8 +2,8 @@
 
 from benchmarks.gpu.record import SkipPart
 from benchmarks.gpu.run_parts import Work
-from lightning_amp.errors import PlanError
 from lightning_amp.costs.device_rates import Rates
+from lightning_amp.errors import PlanError
 from lightning_amp.simulation.calibrate import calibrate
 
 FILE = "rates.json"

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.data.files.graphml import Graph
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
 from lightning_amp.data.loading.datamodule import HIC, SingleCellDataModule
 from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.costs.model_shape import DecoderShape
 
 NONZERO = 0.02
 """Share of the counts that are not zero."""

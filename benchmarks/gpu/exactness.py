@@ -18,16 +18,16 @@ from benchmarks.gpu.cells import CellsInMemory, decoder_batch, moved
 from benchmarks.gpu.device import FLOAT32, FLOAT64, PRECISIONS, Precision
 from benchmarks.gpu.run_parts import Work
 from benchmarks.gpu.subject import EAGER, OURS, Settings, plan_of
+from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.installing.describe_module import describe
+from lightning_amp.installing.install import install
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import HIC, inputs_from
 from lightning_amp.models.losses import normal_kl
-from lightning_amp.installing.describe_module import describe
-from lightning_amp.installing.install import install
-from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.simulation.models_without_values import DecoderAlone
+from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.verification.tolerances import errors
 
 CPU = torch.device("cpu")

@@ -29,8 +29,8 @@ from benchmarks.gpu.subject import EAGER, OURS, Subject, plan_of
 from benchmarks.side_by_side.cases import Size
 from benchmarks.side_by_side.simulated import flops
 from lightning_amp.errors import AmpError
-from lightning_amp.techniques.table import conflicts
 from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.techniques.table import conflicts
 
 SPARE = 0.9
 """Of the free memory, what a step that is tried may be predicted to need."""

@@ -9,15 +9,15 @@ import torch
 from benchmarks.gpu.cells import batch_bytes, decoder_batch, moved
 from benchmarks.gpu.device import Precision
 from benchmarks.side_by_side.cases import Size
+from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
-from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.simulation.models_without_values import DecoderAlone, decoder_subject
+from lightning_amp.techniques.rates_of import rates_of
 
 EAGER = ("S1",)
 OURS = ("S1", "S4", "fused", "sparse", "stream")

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from benchmarks.page import ROOT, paragraph, table, write_part
 from benchmarks.side_by_side.cases import Size
+from lightning_amp.costs.device_rates import DEVICES, MEMORY_GIB
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies.auto import TIE, candidates
-from lightning_amp.costs.device_rates import DEVICES, MEMORY_GIB
 from lightning_amp.planning.time.model_seconds import on_device
 from lightning_amp.simulation.models_without_values import decoder_subject
 

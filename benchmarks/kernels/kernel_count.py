@@ -24,8 +24,8 @@ from benchmarks.side_by_side.cases import OURS, Case, Method, Size
 from benchmarks.side_by_side.plans import plan_of
 from benchmarks.side_by_side.training import Training
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.planning.reports.table import table
+from lightning_amp.techniques.device_settings import settings_of
 
 ANCHORS, WINDOW, DIM = 5400, 640, 128
 CELLS = (8, 256)

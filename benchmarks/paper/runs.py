@@ -4,17 +4,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.paper.full_matrix import register
+from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.memory.peak_model import estimate
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import ChunkedAttention, HiddenParallel
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.simulation.measured_step import RankResult
 from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.simulate import simulate
+from lightning_amp.techniques.hic.attention.rows import ChunkedAttention
+from lightning_amp.techniques.hic.hidden.row import HiddenParallel
 
 GIB = 2**30
 BUDGET = "24GiB"

@@ -22,6 +22,8 @@ from benchmarks.page import paragraph, table, write_part
 from benchmarks.pipeline.dynamic_program import least_sum, one_pass, tables
 from benchmarks.pipeline.imd import imd
 from benchmarks.pipeline.instances import Instance, draw
+from lightning_amp.progress import track
+from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     Devices,
     LayerTimes,
@@ -31,8 +33,6 @@ from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     times_at,
 )
 from lightning_amp.techniques.pipeline.schedule.schedules import SCHEDULES
-from lightning_amp.progress import track
-from lightning_amp.quantities import format_bytes, format_seconds
 
 ETAS = (10, 100, 1000)
 STAGES = (4, 5)
@@ -217,16 +217,16 @@ def seven_rows(model: Any, sizes: dict[str, int]) -> Iterator[list[str]]:
     """Data parallel, sharded, and pipelines."""
     import torch
 
+    from lightning_amp.costs.device_rates import rates_for
     from lightning_amp.footprint.inner_run import Around
     from lightning_amp.lightning.first_look.step_of_module import StepOfModule
     from lightning_amp.planning.modules.candidates import draft
-    from lightning_amp.costs.profiled_step import Asked
+    from lightning_amp.techniques.pipeline.options import PipelineOptions
     from lightning_amp.techniques.pipeline.stages import staged
-    from lightning_amp.costs.device_rates import rates_for
 
     def seen(texts: int) -> Any:
         batch = torch.zeros(texts, sizes["length"], dtype=torch.int64)
-        return StepOfModule(model, lambda: batch, around=Around()).seen(rates_for("H100"))
+        return StepOfModule(model, lambda: batch, around=Around()).profiled(rates_for("H100"))
 
     each = seen(TEXTS // DEVICES)
     for names in ((), ("fsdp",), ("fsdp", "recompute")):
@@ -237,7 +237,7 @@ def seven_rows(model: Any, sizes: dict[str, int]) -> Iterator[list[str]]:
         yield [" and ".join(names) or "ddp (S1)", "", peak, "all alike", format_bytes(held), step, ""]
     whole = seen(TEXTS)
     for name in SCHEDULES:
-        asked = Asked(schedule=name, micro_batches=TEXTS)
+        asked = PipelineOptions(schedule=name, micro_batches=TEXTS)
         made = staged(whole, DEVICES, data=1, budget=None, asked=asked)
         ends = f"{format_bytes(made.stages[0].peak_bytes)}, {format_bytes(made.stages[-1].peak_bytes)}"
         idle = mean(stage.idle for stage in made.stages)

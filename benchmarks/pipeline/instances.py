@@ -5,8 +5,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from lightning_amp.techniques.pipeline.schedule.cut import PipelineCut, cut_pipeline
 from lightning_amp.costs.ordered_runs import Device, OrderedRuns
+from lightning_amp.techniques.pipeline.schedule.cut import PipelineCut, cut_pipeline
 
 GRID = 2**20
 """Times are whole multiples of 1 / GRID, so that sums of them are exact in floats too, and equal means equal."""

@@ -28,8 +28,12 @@ from torch.nn import functional as F
 
 from benchmarks.page import ROOT, origin, paragraph, table, write_part
 from benchmarks.pipeline.models import GPT, VGG, Blocks
+from lightning_amp.costs.device_rates import Rates, rates_for
+from lightning_amp.costs.link_seconds import Links
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.progress import track
+from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, times_of
 from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     Devices,
     LayerTimes,
@@ -37,10 +41,6 @@ from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     gpipe_seconds,
     search_all,
 )
-from lightning_amp.costs.device_rates import Rates, rates_for
-from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, times_of
-from lightning_amp.costs.link_seconds import Links
-from lightning_amp.progress import track
 
 PAGE = ROOT / "docs" / "paper" / "csimd.md"
 PART = "pipeline.networks"
@@ -158,7 +158,7 @@ def rates(gigabits: float) -> Rates:
 def times(module: Any, batch: Tensor, *, stages: int, of: Rates) -> LayerTimes:
     """Of every layer, for every number of micro-batches up to the batch."""
     rows = len(batch)
-    seen = StepOfModule(module, lambda: batch, around=Around()).seen(of)
+    seen = StepOfModule(module, lambda: batch, around=Around()).profiled(of)
     assert seen.passes is not None, seen.no_stages
     whole, least = seen.passes(None), seen.passes(COUNTED)
     if isinstance(whole, str) or isinstance(least, str):

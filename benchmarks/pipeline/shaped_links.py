@@ -33,8 +33,8 @@ from benchmarks.pipeline.models import VGG, measured
 from benchmarks.pipeline.training import PAGE, Watch, ends_of, recut
 from benchmarks.training.whole_step import QUIET
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
 from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
 
 PART = "pipeline.shaped_links"
 RANKS, MICRO_BATCHES, SAMPLES, STEPS, REPEATS = 2, 4, 32, 6, 5

@@ -39,8 +39,9 @@ from benchmarks.pipeline.training import PAGE, Watch
 from benchmarks.training.whole_step import QUIET
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import PipelineStages, StrataParallel
 from lightning_amp.quantities import format_seconds
+from lightning_amp.techniques.hic.strata.rows import StrataParallel
+from lightning_amp.techniques.pipeline.spec import PipelineStages
 
 PART = "unequal_devices"
 CORES = tuple(sorted(os.sched_getaffinity(0)))[:2]

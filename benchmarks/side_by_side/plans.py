@@ -4,13 +4,15 @@ from dataclasses import replace
 
 from benchmarks.side_by_side.cases import Case
 from benchmarks.side_by_side.subject import subject_of
+from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.costs.rule import Spec
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import ChunkedAttention, HiddenParallel, Spec
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.techniques.hic.attention.rows import ChunkedAttention
+from lightning_amp.techniques.hic.hidden.row import HiddenParallel
 
 
 def plan_of(case: Case, *, launched: bool = False) -> Plan:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from lightning_amp.models.graph_encoder import GraphEncoder
 from lightning_amp.costs.model_shape import DecoderShape, NetworkShape
+from lightning_amp.models.graph_encoder import GraphEncoder
 from lightning_amp.simulation.models_without_values import DecoderAlone, Subject, decoder_subject
 
 

@@ -34,11 +34,11 @@ from benchmarks.tensor3d.models import GPT, MLP, Net, UNet
 from benchmarks.tensor3d.ranks import Ranks
 from benchmarks.tensor3d.small import QUIET
 from lightning_amp import AMPStrategy
+from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.dist.splits import Sent
 from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.techniques.tensor3d import units
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 from tests.any_module import Meter
@@ -79,7 +79,7 @@ def sent_by(grid: Grid, make: Any = Layers, batch: Any = None) -> tuple[list[Sen
     batch = torch.randn(ROWS, WIDTH) if batch is None else batch
     spec = TensorParallel3D(grid="x".join(map(str, grid)))
     steps = DrySteps("tensor3d", spec, grid[0] * grid[1] * grid[2], chosen=False)
-    StepOfModule(make(), lambda: batch, around=BY_ITSELF, steps=steps).seen(CPU_CORE)
+    StepOfModule(make(), lambda: batch, around=BY_ITSELF, steps=steps).profiled(CPU_CORE)
     return list(steps.sent), steps.spec
 
 

@@ -33,15 +33,15 @@ from benchmarks.page import ROOT, origin, paragraph, read_part, table, write_par
 from benchmarks.pipeline.shaped_links import BURST, NAMESPACES, linked, refuse_without_root
 from benchmarks.tensor3d.models import GPT, MLP
 from benchmarks.tensor3d.nodes import on_nodes, step_seconds
+from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.costs.link_seconds import Links
 from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.costs.device_rates import CPU_CORE
-from lightning_amp.techniques.tensor3d.grid_seconds import factorings, one_bandwidth, sent_seconds
-from lightning_amp.costs.link_seconds import Links
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.simulation.calibrate_links import links_of, measured_between
+from lightning_amp.techniques.tensor3d.grid_seconds import factorings, one_bandwidth, sent_seconds
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 
 PAGE, PART = ROOT / "docs" / "tensor3d.md", "tensor3d.ranking"
@@ -92,7 +92,7 @@ def predicted(size: Size, grid: Grid, links: Links, shared: float) -> Predicted:
     module, batch = size.make(), size.batch(rows_of(size, grid))
     spec = TensorParallel3D(grid="x".join(map(str, grid[:3])))
     steps = DrySteps("tensor3d", spec, spec.model_ranks, run_ranks=RANKS, chosen=False)
-    seen = StepOfModule(module, lambda: batch, around=BY_ITSELF, steps=steps).seen(CPU_CORE)
+    seen = StepOfModule(module, lambda: batch, around=BY_ITSELF, steps=steps).profiled(CPU_CORE)
     compute = (seen.seconds - steps.sent_seconds(CPU_CORE.links)) * shared
     messages, sizes = steps.messages(), dict(zip(("x", "y", "z", "data"), grid, strict=True))
     aware, agnostic = (sent_seconds(messages, sizes, one) for one in (links, one_bandwidth(links)))

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.tensor3d.models import GPT, MLP, Net, UNet
+from lightning_amp.costs.device_rates import rates_for
+from lightning_amp.costs.link_seconds import collective_seconds
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.first_look.dry_steps import _PRICED_AS, DrySteps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.costs.device_rates import rates_for
-from lightning_amp.costs.link_seconds import collective_seconds
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 
@@ -92,7 +92,7 @@ def counted(make: Callable[[], Net], batch: Callable[[], Any], grid: Grid) -> Co
         module, rows = make(), batch()
     ranks = grid[0] * grid[1] * grid[2]
     steps = DrySteps("tensor3d", TensorParallel3D(grid="x".join(map(str, grid))), ranks, chosen=False)
-    seen = StepOfModule(module, lambda: rows, around=BY_ITSELF, steps=steps).seen(BF16)
+    seen = StepOfModule(module, lambda: rows, around=BY_ITSELF, steps=steps).profiled(BF16)
     profile = seen.profile
     seconds = sum(
         collective_seconds(

@@ -26,17 +26,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.side_by_side.cases import Case, Method, Size
 from benchmarks.side_by_side.training import Training
-from lightning_amp.lightning.strategy.hardware import make_mesh
+from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.installing.describe_module import describe
+from lightning_amp.lightning.strategy.hardware import make_mesh
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.table import conflicts, in_order
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.planning.time.step_seconds import step_seconds
 from lightning_amp.progress import track
 from lightning_amp.simulation.models_without_values import decoder_subject
+from lightning_amp.techniques.table import conflicts, in_order
 
 TABLE = Path(__file__).with_name("time_grid.jsonl")
 APART = 1.6

@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_amp.cli.request import BATCH_SIZE, OF_DATA, latent_dim, rates_asked, read, refuse
+from lightning_amp.costs.model_shape import ModelShape, reference_shape
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
-from lightning_amp.costs.model_shape import ModelShape, reference_shape
 from lightning_amp.planning.questions.parse_questions import Questions, parse_questions
 from lightning_amp.planning.questions.recommend_devices import recommend_devices
 from lightning_amp.planning.questions.what_if import Source, to_dict, what_if

@@ -20,8 +20,8 @@ from math import inf, log
 from pathlib import Path
 from typing import Any
 
-from lightning_amp.errors import PlanError
 from lightning_amp.costs.link_seconds import Links
+from lightning_amp.errors import PlanError
 from lightning_amp.quantities import is_number
 
 SCHEMA = 1

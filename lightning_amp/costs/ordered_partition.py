@@ -64,3 +64,8 @@ def deal(
     # never takes longer than the slowest run, so this is optimal too
     apart = list(accumulate(ends, lambda before, end: max(before + 1, end), initial=0))[1:]
     return tuple(min(end, strata - (ranks - 1 - r)) for r, end in enumerate(apart))
+
+
+def speeds_of_model(speeds: tuple[float, ...], model: int) -> tuple[float, ...]:
+    """Of the ranks of the model axis, from those of all ranks: the slowest of every place, for groups wait for it."""
+    return tuple(min(speeds[m::model]) for m in range(model)) if speeds else ()

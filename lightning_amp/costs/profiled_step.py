@@ -1,22 +1,17 @@
-"""What is known of a module's training step before a plan is made, what was asked for, and a plan in the making.
+"""Define a module's training step as planning sees it (`ProfiledStep`), and a plan in the making (`Draft`).
 
 Legend: bytes are of one rank; D ranks that average gradients, those of the data axis in most plans.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from lightning_amp.footprint.chain.chain import Chain
-from lightning_amp.footprint.chain.passes import Passes
-from lightning_amp.footprint.module_profile import ACTIVATIONS, HELD, ModuleProfile
-from lightning_amp.techniques.chunk.forms import ChunkForms
-from lightning_amp.techniques.fsdp.bytes_of_ranks import OPTIMISER, Unit
-from lightning_amp.planning.plan.plan import Rule
-from lightning_amp.techniques.specs import ChunkBlock, FullyShard, Spec
-from lightning_amp.costs.stage import Stage
 from lightning_amp.costs.device_rates import Rates
-from lightning_amp.techniques.replay.choose_cuts import Replays
+from lightning_amp.costs.rule import Rule
+from lightning_amp.costs.stage import Stage
+from lightning_amp.footprint.chain.chain import Chain
+from lightning_amp.footprint.module_profile import ACTIVATIONS, HELD, OPTIMISER, ModuleProfile
 
 LEAST_SECONDS = 1e-9
 ALONE = 2**20
@@ -26,22 +21,6 @@ COPIED = 2 * 25 * 2**20
 """Of these there are two buckets at a time."""
 WEIGHT_BYTES = 16
 """Of the two integers by which ranks agree on how many cells a step has (lightning/steps/cell_weight.py)."""
-
-PassesOf = Callable[[int | None], Passes | str]
-"""Samples of a micro-batch, None for the whole batch -> the passes of a step, or why it cannot be run as stages."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageChunks:
-    """The blocks of stages in chunks.
-
-    Attributes:
-        forms: Samples of a micro-batch -> what its blocks may run as.
-        passes: Samples, and specs of blocks by name or pattern -> the passes of a step, or why it cannot be run so.
-    """
-
-    forms: Callable[[int], ChunkForms]
-    passes: Callable[[int, Mapping[str, ChunkBlock]], Passes | str]
 
 
 class CountedWith(Protocol):
@@ -57,44 +36,33 @@ class CountedWith(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class ProfiledStep:
     """A module's step as it is, on one device.
 
     Attributes:
         profile: Its bytes.
         chain: Its blocks, and what a choice of recomputed ones costs.
-        units: Parameters that can be gathered together.
         rates: What the device reaches.
-        passes: Its blocks as stages of a pipeline, for a batch of any length; None where there can be no pipeline.
-        no_stages: Why there is none.
-        chunks: Its blocks in chunks; None where nobody has looked at their operators.
-        stage_chunks: The same within stages of a pipeline.
-        fsdp: How fsdp is to split, if it does; None leaves it to the policy.
+        gradient_sizes: Bytes of every gradient that ranks would average.
+        facts: By technique, what the `look` of its row has found in the step.
         refused: Techniques that this module was found to refuse, and why.
-        statistics_bytes: What batch norms make beside their results where several ranks share statistics.
+        statistics_bytes: What batch norms allocate in addition where several ranks share statistics.
         notes: What else a person should know of the count, one sentence each.
-        sent_seconds: What collectives of a technique with steps take, without those of gradients that ranks average.
+        sent_seconds: Time of a technique's collectives, without those of gradients that ranks average.
         averages: Whether ranks average whole gradients; else `sent_seconds` has those of parts.
-        replays: Specs that are installed -> stretches of the step with them that may be replayed; None where nobody
-            has looked at its operators.
         counted: A rule -> the step with it, or why it cannot be; None where nobody counts it.
     """
 
     profile: ModuleProfile
     chain: Chain
-    units: tuple[Unit, ...]
     rates: Rates
-    passes: PassesOf | None = None
-    no_stages: str = "its blocks were not looked at"
-    chunks: ChunkForms | None = None
-    stage_chunks: StageChunks | None = None
-    fsdp: FullyShard | None = None
+    gradient_sizes: tuple[int, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     statistics_bytes: int = 0
     notes: tuple[str, ...] = ()
     sent_seconds: float = 0.0
     averages: bool = True
-    replays: Callable[[tuple[Rule, ...]], Replays] | None = None
     counted: Callable[[Rule], CountedWith | str] | None = None
 
     @property
@@ -120,9 +88,9 @@ class Seen:
         kinds, timeline = (*HELD, ACTIVATIONS), self.profile.timeline
         after = [moment for moment in timeline if moment.phase == OPTIMISER] or timeline[-1:]
         there = max(sum(moment.by_kind[kind] for kind in kinds) for moment in after)
-        sizes = [p.whole_bytes for unit in self.units for p in unit.parameters if p.trained]
-        small = min(sum(n_bytes for n_bytes in sizes if n_bytes < ALONE), COPIED)
-        return there + self.profile.left_bytes + small + len(sizes) + self.agreed_bytes(ranks)
+        small = min(sum(n_bytes for n_bytes in self.gradient_sizes if n_bytes < ALONE), COPIED)
+        agreed = len(self.gradient_sizes) + self.agreed_bytes(ranks)
+        return there + self.profile.left_bytes + small + agreed
 
     def agreed_bytes(self, ranks: int) -> int:
         """What ranks that average gradients have in a step to agree on cells and statistics."""
@@ -130,46 +98,8 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """What a person has asked of a pipeline; None leaves it open.
-
-    Attributes:
-        model: Ranks of the model axis.
-        micro_batches, schedule: As of AMPStrategy.
-        ends: One past the last block of every stage.
-        again: Patterns of blocks to compute again; left open, as few as are needed to fit.
-        chunks: Specs of blocks to run in chunks, by name or pattern; left open, where nothing else fits.
-        all_chunks: Left open: all blocks that can be, with the least bytes that do not make them far slower.
-        speeds: Of all ranks, by that of the fastest; none: they are alike.
-    """
-
-    model: int | None = None
-    micro_batches: int | None = None
-    schedule: str | None = None
-    ends: tuple[int, ...] | None = None
-    again: tuple[str, ...] | None = None
-    chunks: Mapping[str, ChunkBlock] | None = None
-    all_chunks: bool = False
-    speeds: tuple[float, ...] = ()
-
-
-OPEN = Asked()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """What a technique changes: the rule that a plan will have."""
-
-    strategy: str
-    fqn: str
-    spec: Spec
-    why: str
-    saves_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """A plan in the making: techniques are added to it one after the other, in the order of the library.
+    """A plan in the making: techniques are added to it one after the other.
 
     Attributes:
         ranks: D.
@@ -187,7 +117,7 @@ class Draft:
     ranks: int
     peak_bytes: int
     seconds: float
-    targets: tuple[Target, ...] = ()
+    targets: tuple[Rule, ...] = ()
     model: int = 1
     stages: tuple[Stage, ...] = ()
     held_bytes: int | None = None

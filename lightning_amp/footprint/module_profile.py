@@ -13,7 +13,8 @@ ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 HELD = (PARAMETERS, GRADIENTS, STATE)
 """What a step keeps for the next one."""
 KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES)
-PHASES = {"forward": "forward pass", "backward": "backward pass", "optimiser": "optimiser's step"}
+FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser"
+PHASES = {FORWARD: "forward pass", BACKWARD: "backward pass", OPTIMISER: "optimiser's step"}
 Part = Literal["parameters", "tensor", "saved", "head"]
 PARTS: tuple[Part, ...] = ("parameters", "tensor", "saved", "head")
 

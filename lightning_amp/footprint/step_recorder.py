@@ -19,8 +19,16 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lightning_amp._torch import autograd_node, autograd_order
 from lightning_amp.data.batch_parts import parts_in, tensors_in
 from lightning_amp.footprint.live_bytes import LiveBytes, Read, storages_of, tensors_of
-from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
-from lightning_amp.footprint.summarize import BACKWARD, FORWARD, OPTIMISER, Head, Life
+from lightning_amp.footprint.module_profile import (
+    ACTIVATIONS,
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    OPTIMISER,
+    PARAMETERS,
+    STATE,
+)
+from lightning_amp.footprint.summarize import Head, Life
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
 """Operators that a head ends in."""

@@ -21,8 +21,11 @@ import numpy as np
 
 from lightning_amp.footprint.module_profile import (
     ACTIVATIONS,
+    BACKWARD,
+    FORWARD,
     GRADIENTS,
     KINDS,
+    OPTIMISER,
     PARAMETERS,
     PARTS,
     STATE,
@@ -33,7 +36,6 @@ from lightning_amp.footprint.module_profile import (
     TensorBytes,
 )
 
-FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser"
 HELD = (PARAMETERS, GRADIENTS, STATE)
 
 

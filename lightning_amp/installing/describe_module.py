@@ -4,13 +4,13 @@ from typing import Any
 
 from torch import nn
 
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape, VertexShape
 from lightning_amp.techniques.checks.reach import Reach, reach_of
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_decoders, is_vertex_encoder
 from lightning_amp.techniques.contract.stand_in import in_place_of
+from lightning_amp.techniques.data.batch_norm import has_batch_norms
 from lightning_amp.techniques.fsdp.units import find_units
 from lightning_amp.techniques.pipeline.blocks import longest_list
-from lightning_amp.techniques.data.batch_norm import has_batch_norms
-from lightning_amp.costs.model_shape import DecoderShape, ModelShape, VertexShape
 
 PARTS = ("key", "feature_anchor", "scale", "decode")
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
+from lightning_amp.installing.install import install_rules
 from lightning_amp.techniques.checks.key import channels_problem, rows_problem
 from lightning_amp.techniques.checks.strata_loop import walk_of
 from lightning_amp.techniques.contract.protocol import ATTENTION_KEY, CONVOLUTION_KEY, ShardableAttention
 from lightning_amp.techniques.contract.stand_in import part
-from lightning_amp.installing.install import install_rules
-from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.planning.plan.plan import Rule
 from lightning_amp.techniques.table import STRATEGIES, targets_of
 
 LOCAL = ("S3", "S4", "fused", "sdpa", "sparse", "recompute", "stream")

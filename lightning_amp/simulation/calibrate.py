@@ -19,20 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_amp.costs.device_rates import Rates, calibrated
+from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape
 from lightning_amp.errors import PlanError
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
-from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import techniques
 from lightning_amp.planning.reports.table import WIDTH, table
-from lightning_amp.costs.device_rates import Rates, calibrated
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds
 from lightning_amp.simulation.models_without_values import DecoderAlone
+from lightning_amp.techniques.rates_of import rates_of
 
 SCHEMA = 1
 WARM_UP, ROUNDS = 2, 7

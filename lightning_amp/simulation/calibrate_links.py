@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from lightning_amp.costs.link_seconds import Links
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.reports.table import table
-from lightning_amp.costs.link_seconds import Links
 from lightning_amp.quantities import format_bytes, format_seconds
 
 SIZES = (8, 2**16, 2**20, 2**24)

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import HIC, GraphInputs, ModalityInputs, ModelInputs, StrataInputs
-from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.profiling.profile import Profile
 
 LEARNING_RATE = 2e-3

@@ -12,8 +12,8 @@ chained                   yes or no (no)
 
 from dataclasses import dataclass
 
-from lightning_amp.errors import PlanError
 from lightning_amp.costs.model_shape import LARGEST, WINDOW_PER_STRATUM, DecoderShape
+from lightning_amp.errors import PlanError
 
 REQUIRED = ("anchors", "dim", "strata")
 NUMBERS = (*REQUIRED, "batch", "window", "features", "n_batches")

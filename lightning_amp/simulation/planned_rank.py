@@ -9,15 +9,15 @@ from torch.distributed import ReduceOp, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_decoders
 from lightning_amp.installing.install import install
-from lightning_amp.techniques.ranks.anchor_shards import AnchorShards
-from lightning_amp.techniques.ranks.channel_shards import Channels
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.simulation.models_without_values import Subject
+from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_decoders
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.data.gradient_sync import GradientSync
-from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import ShareBatchStatistics
-from lightning_amp.simulation.models_without_values import Subject
+from lightning_amp.techniques.data.row import ShareBatchStatistics
+from lightning_amp.techniques.ranks.anchor_shards import AnchorShards
+from lightning_amp.techniques.ranks.channel_shards import Channels
 
 Sizes = tuple[object, ...]
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lightning_amp.costs.model_shape import LATENT_DIM, reference_shape
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.costs.model_shape import LATENT_DIM, reference_shape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.rule import Spec
 from lightning_amp.diagnosis.diagnose import known_signals
 from lightning_amp.errors import PlanError
-from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.techniques.specs import Spec
-from lightning_amp.techniques.table import STRATEGIES, StrategyInfo, specs_by_name
+from lightning_amp.techniques.table import STRATEGIES, specs_by_name
+from lightning_amp.techniques.technique import Technique
 
 OwnSpec = TypeVar("OwnSpec", bound=Spec)
 _ID = re.compile(r"S[1-9][0-9]*")
@@ -60,7 +61,7 @@ def register_technique(
             f"{strategy} was registered with signal={signal!r}; known are {', '.join(known_signals())} and None:"
             " register a signal of your own first, with register_signal"
         )
-    STRATEGIES[strategy] = StrategyInfo(
+    STRATEGIES[strategy] = Technique(
         title=title,
         shrinks=shrinks,
         specs=(spec,),

@@ -1,275 +1,68 @@
-"""The strategy library in the order of installation: AMP's five, ours, then those registered from outside.
+"""List all techniques in the order of installation: AMP's five, ours, then registered ones.
 
-S1 to S5 and their signals are those of Zhang et al. 2026, Table 4. All that planning knows of a strategy stands in its
-row of `STRATEGIES`, which cannot be together in `CONFLICTS`; how a policy reads the signals is in `policies/paper.py`,
-how a spec is installed in `installing/install.py`.
+S1 to S5 and their signals are those of Zhang et al. 2026, Table 4. A row has all that planning and installation know
+of a technique; it lies in the technique's folder. How policy "paper" reads the signals is in `policies/paper.py`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict
 
-from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import PlanError
-from lightning_amp.techniques import specs
-from lightning_amp.techniques.hic.block_sizes import block_cells, chunk_buckets
-from lightning_amp.techniques.specs import Spec
+from lightning_amp.techniques.chunk.row import ROW as CHUNK
+from lightning_amp.techniques.data.row import ROW as S1
+from lightning_amp.techniques.fsdp.row import ROW as FSDP
+from lightning_amp.techniques.hic.attention.rows import FUSED, S3, SDPA
+from lightning_amp.techniques.hic.features.row import ROW as S2
+from lightning_amp.techniques.hic.hidden.row import ROW as S5
+from lightning_amp.techniques.hic.nodes.row import ROW as NODES
+from lightning_amp.techniques.hic.scores.rows import S4, SPARSE
+from lightning_amp.techniques.hic.strata.rows import COMPILE, STRATA, STREAM, RecomputeStrata
 from lightning_amp.techniques.logits.row import ROW as LOGITS
+from lightning_amp.techniques.pipeline.row import ROW as PIPELINE
+from lightning_amp.techniques.recompute.row import ROW as RECOMPUTE
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
 from lightning_amp.techniques.replay.row import ROW as REPLAY
 from lightning_amp.techniques.sequence.row import ROW as SEQUENCE
+from lightning_amp.techniques.technique import Installer, Prediction, Target, Technique
 from lightning_amp.techniques.tensor3d.row import ROW as TENSOR3D
 
-if TYPE_CHECKING:
-    from lightning_amp.costs.model_shape import DecoderShape, ModelShape
-
-Target = tuple[str, Spec]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyInfo:
-    """One strategy.
-
-    Attributes:
-        shrinks: The tensor that it makes smaller.
-        specs: What its rules may ask for.
-        targets: Shape of the model -> names or patterns of the modules to change, and what to install there; None
-            for S1, whose rules follow from the mesh.
-        signal: The signal that asks for it, None when only a person does.
-        choice: Its choice on an axis of the decoder (`Axes`); a strategy with one needs a decomposed decoder.
-        model_axis: Whether it splits a module over the model axis of the mesh.
-        data_axis: Whether it splits parameters over the data axis; the Lightning strategy itself carries it out.
-        install: Technique of a strategy from outside: (module, spec, mesh) -> Change or module. None for S1 to S5,
-            whose techniques `installing/install.py` knows.
-        steps: Module whose `install(module, spec, mesh)` gives what takes the place of a LightningModule's steps, by
-            name: a technique that lies in one folder, and that the Lightning strategy carries out. Gradients of its
-            steps are averaged over the model axis too, unless its `split_parameters` gives what splits and reduces
-            them. "" for all others.
-        together: Of such a technique: the strategies that it goes together with.
-        apart: Of such a technique: why others do not, and what to do instead; those that it does not name have a
-            general reason.
-        asked: Of such a technique: its spec with the options that a person has given, and whether they say all of it.
-        without_step: Of such a technique: what to do where the first step cannot be counted.
-        shape_after: Of a strategy from outside: shape of the model and ranks of the model axis -> shape that the
-            memory model is to see instead; None leaves its savings out.
-    """
-
-    title: str
-    shrinks: str
-    specs: tuple[type[Spec], ...]
-    targets: "Callable[[ModelShape], Iterable[Target]] | None" = None
-    signal: str | None = None
-    choice: tuple[str, str] | None = None
-    model_axis: bool = False
-    data_axis: bool = False
-    install: Callable[..., Any] | None = None
-    steps: str = ""
-    together: tuple[str, ...] = ()
-    apart: Mapping[str, str] = field(default_factory=dict)
-    asked: "Callable[[Any, Any], tuple[Spec, bool]] | None" = None
-    without_step: str = ""
-    shape_after: "Callable[[ModelShape, int], ModelShape] | None" = None
-
-    @property
-    def from_outside(self) -> bool:
-        """Whether it was registered, and is not of the paper."""
-        return self.install is not None
-
-
-def _on_decoder(
-    spec_of: "Callable[[DecoderShape], Spec]", leaf: str = ""
-) -> "Callable[[ModelShape], list[Target]]":
-    """Targets of a strategy that changes the decoder, or the same leaf of each of its strata."""
-
-    def targets(shape: "ModelShape") -> list[Target]:
-        assert shape.decoder is not None, "the policy has checked that there is a decoder"
-        return [(shape.decoder.fqn + (leaf and f".strata.*.{leaf}"), spec_of(shape.decoder))]
-
-    return targets
-
-
-def _feature_parallel(shape: "ModelShape") -> list[Target]:
-    layers: list[Target] = [(fqn, specs.RowParallelLinear()) for fqn in shape.wide_layers]
-    return [*_on_decoder(lambda _: specs.FeatureParallel())(shape), *layers]
-
-
-def _domain_parallel(shape: "ModelShape") -> list[Target]:
-    vertices = shape.vertices
-    found = _on_decoder(lambda _: specs.DomainParallel(vertices=vertices is not None))(shape)
-    if vertices is None or shape.decoder is None:
-        return found
-    spec = specs.VertexParallel(modality=vertices.modality, window=shape.decoder.window)
-    return [*found, (vertices.fqn, spec)]
-
-
-def _pipeline_stages(shape: "ModelShape") -> list[Target]:
-    # the stages depend on the mesh: see time/fill_settings.py
-    return [] if shape.block_list is None else [(shape.block_list[0], specs.PipelineStages(ends=""))]
-
-
-STRATEGIES: dict[str, StrategyInfo] = {
-    "S1": StrategyInfo(
-        title="data parallel",
-        shrinks="cells per rank",
-        specs=(specs.DataParallel, specs.ShareBatchStatistics, specs.BalanceCells),
-    ),
-    "S2": StrategyInfo(
-        title="feature parallel",
-        shrinks="[B, F] to [B, F / R]",
-        specs=(specs.FeatureParallel, specs.RowParallelLinear),
-        targets=_feature_parallel,
-        signal=HIGH_INPUT_DIMENSIONALITY,
-        choice=("features", "sharded"),
-        model_axis=True,
-    ),
-    "S3": StrategyInfo(
-        title="chunked attention",
-        shrinks="[N, 3 w] to [C, 3 w]",
-        specs=(specs.ChunkedAttention,),
-        targets=_on_decoder(
-            lambda d: specs.ChunkedAttention(buckets=chunk_buckets(d.window)), "key.attention"
-        ),
-        signal=ATTENTION_DECODER,
-        choice=("attention", "chunked"),
-    ),
-    "S4": StrategyInfo(
-        title="key-first decode",
-        shrinks="[B, N] to [B, F_k]",
-        specs=(specs.KeyFirstDecode,),
-        targets=_on_decoder(lambda _: specs.KeyFirstDecode(), "decode"),
-        signal=HIGH_INPUT_DIMENSIONALITY,
-        choice=("decode", "key-first"),
-    ),
-    "S5": StrategyInfo(
-        title="hidden-dimension parallel",
-        shrinks="[N, D] to [N, D / R]",
-        specs=(specs.HiddenParallel,),
-        targets=_on_decoder(lambda _: specs.HiddenParallel()),
-        signal=HEAVY_DECOMPOSITION,
-        choice=("placement", "hidden"),
-        model_axis=True,
-    ),
-    "fused": StrategyInfo(
-        title="fused attention",
-        shrinks="[N, 3 w] to [C, 3 w], and all copies of keys and values",
-        specs=(specs.FusedAttention,),
-        targets=_on_decoder(lambda _: specs.FusedAttention(), "key.attention"),
-        choice=("attention", "fused"),
-    ),
-    "sdpa": StrategyInfo(
-        title="sdpa attention",
-        shrinks="[N, 3 w] to nothing, in torch's fused kernels",
-        specs=(specs.SdpaAttention,),
-        targets=_on_decoder(lambda _: specs.SdpaAttention(), "key.attention"),
-        choice=("attention", "sdpa"),
-    ),
-    "sparse": StrategyInfo(
-        title="sparse likelihood",
-        shrinks="tensors [B, F_k] of the likelihood to its gradients",
-        specs=(specs.SparseLikelihood,),
-        targets=_on_decoder(lambda _: specs.SparseLikelihood(), "likelihood"),
-        choice=("likelihood", "sparse"),
-    ),
-    "nodes": StrategyInfo(
-        title="domain parallel over nodes",
-        shrinks="[N, D] and [V, D] to those of a rank",
-        specs=(specs.DomainParallel, specs.VertexParallel),
-        targets=_domain_parallel,
-        choice=("placement", "nodes"),
-        model_axis=True,
-    ),
-    "recompute": StrategyInfo(
-        title="recompute",
-        shrinks="K strata to one, or a block to its inputs, computed twice",
-        specs=(specs.RecomputeStrata, specs.RecomputeBlock),
-        targets=_on_decoder(lambda _: specs.RecomputeStrata()),
-        choice=("activations", "recompute"),
-    ),
-    "stream": StrategyInfo(
-        title="stream strata",
-        shrinks="K strata to one, computed once",
-        specs=(specs.StreamStrata,),
-        targets=_on_decoder(
-            lambda d: specs.StreamStrata(
-                cells=block_cells(max(d.features), anchors=d.anchors, launched=d.launched)
-            )
-        ),
-        choice=("activations", "stream"),
-    ),
-    "compile": StrategyInfo(
-        title="compile strata",
-        shrinks="kernels of a stratum, by torch.compile",
-        specs=(specs.CompileStrata,),
-        targets=_on_decoder(lambda _: specs.CompileStrata()),
-        choice=("kernels", "compiled"),
-    ),
-    "strata": StrategyInfo(
-        title="strata parallel",
-        shrinks="K strata to those of a rank",
-        specs=(specs.StrataParallel,),
-        # the ranks' runs depend on the mesh and on the other choices: see time/fill_settings.py
-        targets=_on_decoder(lambda _: specs.StrataParallel(ends="")),
-        choice=("placement", "strata"),
-        model_axis=True,
-    ),
-    "pipeline": StrategyInfo(
-        title="pipeline of stages",
-        shrinks="K blocks to those of a rank",
-        specs=(specs.PipelineStages,),
-        targets=_pipeline_stages,
-        model_axis=True,
-    ),
-    "fsdp": StrategyInfo(
-        title="fully sharded data parallel",
-        shrinks="parameters, gradients and optimiser state to those of a rank",
-        specs=(specs.FullyShard,),
-        targets=lambda shape: [(fqn, specs.FullyShard()) for fqn in (*shape.blocks, "")],
-        data_axis=True,
-    ),
-    "chunk": StrategyInfo(
-        title="chunk",
-        shrinks="inner tensors of a block to those of one chunk",
-        specs=(specs.ChunkBlock,),
-    ),
-    "logits": StrategyInfo(**LOGITS),
-    "replay": StrategyInfo(**REPLAY),
-    "sequence": StrategyInfo(**SEQUENCE),
-    "tensor3d": StrategyInfo(**TENSOR3D),
+STRATEGIES: dict[str, Technique] = {
+    "S1": S1,
+    "S2": S2,
+    "S3": S3,
+    "S4": S4,
+    "S5": S5,
+    "fused": FUSED,
+    "sdpa": SDPA,
+    "sparse": SPARSE,
+    "nodes": NODES,
+    "recompute": RECOMPUTE,
+    "stream": STREAM,
+    "compile": COMPILE,
+    "strata": STRATA,
+    "pipeline": PIPELINE,
+    "fsdp": FSDP,
+    "chunk": CHUNK,
+    "logits": LOGITS,
+    "replay": REPLAY,
+    "sequence": SEQUENCE,
+    "tensor3d": TENSOR3D,
 }
+PREDICTIONS: dict[str, Prediction] = {
+    name: row.prediction
+    for name, row in sorted(
+        STRATEGIES.items(), key=lambda item: item[1].prediction.turn if item[1].prediction else 0
+    )
+    if row.prediction is not None
+}
+"""Of techniques that the step of any module may be planned with, in the order in which a draft gets them."""
 
-ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"
-COLLECTIVES_INSIDE = "ranks send parts of a stratum while it is computed, which compile does not look into"
-ONE_ATTENTION = "both say how attention is computed"
 
-ONLY_WITHOUT_DECODER = (
-    "fsdp gathers what a forward needs when it is called, and a decomposed decoder's strata are run in parts"
-)
-
-CONFLICTS: tuple[tuple[str, str, str], ...] = (
-    ("S3", "fused", "both say how attention is computed; fused needs less memory and is faster"),
-    ("S3", "sdpa", ONE_ATTENTION),
-    ("S3", "recompute", "chunks keep what they are computed from; use stream, or fused"),
-    ("S5", "fused", "under S5 the scores are sums over the ranks, which fused attention never holds; use S3"),
-    ("S5", "sdpa", "under S5 the scores are sums over the ranks, which torch's kernels keep; use S3"),
-    ("S2", "compile", COLLECTIVES_INSIDE),
-    ("S5", "compile", COLLECTIVES_INSIDE),
-    ("nodes", "compile", COLLECTIVES_INSIDE),
-    ("S5", "strata", ONE_PLACEMENT),
-    ("S5", "nodes", ONE_PLACEMENT),
-    ("fused", "sdpa", ONE_ATTENTION),
-    ("nodes", "strata", ONE_PLACEMENT),
-    (
-        "recompute",
-        "stream",
-        "both say what is kept of a stratum; stream keeps as little and computes it once",
-    ),
-    *(
-        (strategy, "fsdp", ONLY_WITHOUT_DECODER)
-        for strategy, row in STRATEGIES.items()
-        # blocks of a module without decoder can be recomputed
-        if row.choice is not None and strategy != "recompute"
-    ),
-)
-"""Pairs, in the order of the library."""
+def installer_of(spec: type[Spec]) -> Installer | None:
+    """How a type of spec is installed; None for what the Lightning strategy carries out, and for registered ones."""
+    return next((row.installers[spec] for row in STRATEGIES.values() if spec in row.installers), None)
 
 
 def label(strategy: str) -> str:
@@ -282,19 +75,15 @@ def label(strategy: str) -> str:
 
 
 def special_choice(spec: Spec) -> tuple[str, str] | None:
-    """The choice on an axis of the decoder of a spec that asks for another form than its strategy's usual one."""
-    match spec:
-        case specs.ChunkedAttention(retain=True):
-            return "attention", "chunked-retained"
-        case specs.HiddenParallel(gather=True):
-            return "placement", "hidden-gathered"
-    return None
+    """The choice on an axis of the decoder of a spec in another form than its technique's usual one."""
+    found: tuple[str, str] | None = getattr(spec, "choice", None)
+    return found
 
 
 def without_blocks(strategies: Iterable[str], asked: Iterable[Spec]) -> list[str]:
     """Strategies but recompute, if it is asked for blocks alone: they may run again beside any choice of a decoder."""
     kinds = set(map(type, asked))
-    blocks_alone = specs.RecomputeBlock in kinds and specs.RecomputeStrata not in kinds
+    blocks_alone = RecomputeBlock in kinds and RecomputeStrata not in kinds
     return [strategy for strategy in strategies if strategy != "recompute" or not blocks_alone]
 
 
@@ -311,9 +100,20 @@ def in_order(strategies: Iterable[str]) -> tuple[str, ...]:
 
 def conflicts(strategies: Collection[str]) -> Iterator[str]:
     """One sentence for every pair of the strategies that cannot be together."""
-    for one, other, why in CONFLICTS:
-        if one in strategies and other in strategies:
-            yield f"{one} and {other} cannot be together: {why}"
+    for one in in_order(strategy for strategy in strategies if strategy in STRATEGIES):
+        for other, why in STRATEGIES[one].conflicts.items():
+            if other in strategies:
+                yield f"{one} and {other} cannot be together: {why}"
+    for one in filter(_of_decoder_alone, STRATEGIES):
+        for other, row in STRATEGIES.items():
+            if row.no_decoder and one in strategies and other in strategies:
+                yield f"{one} and {other} cannot be together: {row.no_decoder}"
+
+
+def _of_decoder_alone(strategy: str) -> bool:
+    """Whether a technique changes decoders only, and no blocks of other modules."""
+    row = STRATEGIES[strategy]
+    return row.choice is not None and not any(one.on_blocks for one in row.installers.values())
 
 
 def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
@@ -372,7 +172,7 @@ def specs_by_name() -> dict[str, type[Spec]]:
     return {spec.__name__: spec for info in STRATEGIES.values() for spec in info.specs}
 
 
-def targets_of(strategy: str, shape: "ModelShape") -> Sequence[Target]:
+def targets_of(strategy: str, shape: ModelShape) -> Sequence[Target]:
     """What a strategy changes in a model; what a function from outside returned is checked.
 
     Raises:

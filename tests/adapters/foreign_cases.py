@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.installing.install import install
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.adapters.higlue_shaped import Copy, Foreign, cells
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.models import unit_cases

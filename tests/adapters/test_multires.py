@@ -18,11 +18,11 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.forms.multires import MultiResDecoder
 from lightning_amp.errors import AmpError, InstallError, ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
 from lightning_amp.installing.supported import with_unsupported
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.techniques.contract.protocol import find_decoders
 from tests.adapters.foreign_cases import differences
 from tests.adapters.multires_shaped import Bands, Decoder, Several, batches
 from tests.lightning.strategy.strategy_cases import RunningRanks

@@ -21,10 +21,10 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.forms.adapted_stratum import GivenDistribution
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.techniques.checks import cached_check
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelihood
 from lightning_amp.installing.supported import with_unsupported
+from lightning_amp.techniques.checks import cached_check
+from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelihood
 from tests.adapters import higlue_shaped
 from tests.adapters.foreign_cases import batches, differences, trained
 from tests.adapters.higlue_shaped import Copy, Foreign, ZeroInflated

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from lightning_amp.cli.main import main
+from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.sharding import ON_HOST, sharding_of
-from lightning_amp.techniques.specs import FullyShard
 from lightning_amp.planning.reports.plan_report import plan_report
-from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.techniques.fsdp.spec import FullyShard
 
 FILE = """
 import lightning.pytorch as pl

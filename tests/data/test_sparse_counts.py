@@ -30,14 +30,14 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts, _copies_by_itself
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.installing.install import install
 from lightning_amp.lightning.same_on_ranks.same_batch import _print_of, make_sure_of_same_batch
 from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.models.cell_encoder import Encoder
 from lightning_amp.models.decoders.per_feature import NBDecoder
 from lightning_amp.models.glue import GLUE
-from lightning_amp.installing.install import install
+from lightning_amp.techniques.hic.features.row import RowParallelLinear
 from lightning_amp.techniques.hic.features.wide_linear import share_rows
-from lightning_amp.techniques.specs import RowParallelLinear
 from tests.lightning.strategy.model_axis_cases import ALL, trainer_of
 from tests.parallel.sharded_cases import (
     Case,

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_amp.costs.chain import peak_bytes, peak_moment
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import chain_of, count_step
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
-from lightning_amp.costs.chain import peak_bytes, peak_moment
 from tests.footprint.test_profile_module import Small, measured
 from tests.parallel.blocks import nasty
 from tests.parallel.blocks.test_recompute import recompute

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.footprint.standing_for import standing_for, times_now
 from lightning_amp.installing.install import install_rules
-from lightning_amp.techniques.pipeline.stage_forms import computed_again
+from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import rest_bytes, stage_bytes
-from lightning_amp.planning.plan.plan import Rule
-from lightning_amp.techniques.specs import ChunkBlock
+from lightning_amp.techniques.pipeline.stage_forms import computed_again
 from tests.footprint.test_profile_module import Small
 
 WIDTH, BLOCKS = 6, 3

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.models.decoders.independent_units import UnitDecoder
-from lightning_amp.models.decoders.stratum import AllCells
 from lightning_amp.installing.describe_module import describe, unpredicted
 from lightning_amp.installing.install import install
 from lightning_amp.installing.supported import with_unsupported
-from lightning_amp.techniques.specs import StreamStrata
+from lightning_amp.models.decoders.independent_units import UnitDecoder
+from lightning_amp.models.decoders.stratum import AllCells
+from lightning_amp.techniques.hic.strata.rows import StreamStrata
 from tests.adapters.foreign_cases import units
 from tests.models.unit_cases import DIM, SIZES, Chromosome, Counts, batches
 from tests.parallel.sharded_cases import assert_same, make_plan

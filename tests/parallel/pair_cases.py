@@ -19,15 +19,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.techniques.recompute.recompute import RecomputedForward
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.chunk.in_chunks import InChunks
+from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.change import Change
+from lightning_amp.techniques.fsdp.spec import FullyShard
 from lightning_amp.techniques.fsdp.units import find_units
-from lightning_amp.planning.plan.plan import Plan, Rule
+from lightning_amp.techniques.recompute.recompute import RecomputedForward
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
 from lightning_amp.techniques.register_technique import register_technique
-from lightning_amp.techniques.specs import ChunkBlock, FullyShard, RecomputeBlock
 from lightning_amp.techniques.table import STRATEGIES, in_order
 from tests.lightning.strategy.fsdp_cases import QUIET, Record
 from tests.lightning.strategy.strategy_cases import RunningRanks

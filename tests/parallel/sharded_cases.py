@@ -15,23 +15,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_amp.costs.rule import Rule, Spec
+from lightning_amp.installing.install import install
+from lightning_amp.installing.installed import Installed
 from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
-from lightning_amp.installing.install import Installed, install
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.techniques.specs import (
-    ChunkedAttention,
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.hic.attention.rows import ChunkedAttention, FusedAttention, SdpaAttention
+from lightning_amp.techniques.hic.features.row import FeatureParallel
+from lightning_amp.techniques.hic.hidden.row import HiddenParallel
+from lightning_amp.techniques.hic.nodes.row import DomainParallel
+from lightning_amp.techniques.hic.scores.rows import KeyFirstDecode, SparseLikelihood
+from lightning_amp.techniques.hic.strata.rows import (
     CompileStrata,
-    DomainParallel,
-    FeatureParallel,
-    FusedAttention,
-    HiddenParallel,
-    KeyFirstDecode,
     RecomputeStrata,
-    SdpaAttention,
-    SparseLikelihood,
-    Spec,
     StrataParallel,
     StreamStrata,
 )

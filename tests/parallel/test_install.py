@@ -8,18 +8,21 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError, PlanError
-from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.installing import install as installer
-from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedAttention
-from lightning_amp.techniques.contract.change import Change
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.installing.install import Installed, install, install_rules
-from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirstDecode
-from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.techniques.specs import ChunkBlock, RecomputeBlock
-from lightning_amp.techniques.table import STRATEGIES
+from lightning_amp.installing.install import install, install_rules
+from lightning_amp.installing.installed import Installed
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.contract.change import Change
+from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedAttention
+from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirstDecode
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.table import STRATEGIES
 from tests.planning.profiles import hic, profile, rna
 
 ANCHORS, STRATA, DIM = 60, 4, 8

@@ -8,19 +8,19 @@ from itertools import pairwise
 
 import pytest
 
+from lightning_amp.costs.device_rates import CPU_CORE, rates_for
+from lightning_amp.costs.model_shape import ModelShape, reference_shape
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.costs.model_shape import ModelShape, reference_shape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.table import STRATEGIES, conflicts
 from lightning_amp.planning.policies.auto import TIE, candidates
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import SHOWN_DROPPED, SHOWN_FITTING, plan_report
 from lightning_amp.planning.sizes import terms
-from lightning_amp.costs.device_rates import CPU_CORE, rates_for
 from lightning_amp.planning.time.step_seconds import step_seconds
 from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.techniques.table import STRATEGIES, conflicts
 from tests.planning.profiles import hic, profile, rna, with_full_attention
 
 DATA = profile(hic(anchors=1500, strata=6), rna())

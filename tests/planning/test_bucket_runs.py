@@ -2,7 +2,13 @@
 
 import pytest
 
-from lightning_amp.techniques.hic.attention.bucket_runs import CACHED_SCORES, LAUNCHED_SCORES, Band, RunSizes, run_sizes
+from lightning_amp.techniques.hic.attention.bucket_runs import (
+    CACHED_SCORES,
+    LAUNCHED_SCORES,
+    Band,
+    RunSizes,
+    run_sizes,
+)
 from tests.each import each
 
 W = 5

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.costs.device_rates import (
     CPU_CORE,
     DEVICES,
@@ -18,6 +15,9 @@ from lightning_amp.costs.device_rates import (
     rates_for,
 )
 from lightning_amp.costs.link_seconds import Links
+from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.time.step_seconds import step_seconds
 
 

@@ -6,17 +6,17 @@ from functools import partial
 
 import pytest
 
+from lightning_amp.costs.model_shape import ModelShape, reference_shape
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import estimate
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.costs.model_shape import ModelShape, reference_shape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import ShareBatchStatistics
-from lightning_amp.techniques.table import parse_strategies
 from lightning_amp.planning.policies.build_rules import with_shared_statistics
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 from lightning_amp.quantities import format_bytes, parse_bytes
+from lightning_amp.techniques.data.row import ShareBatchStatistics
+from lightning_amp.techniques.table import parse_strategies
 from tests.planning.profiles import hic, profile, rna, shape
 
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.costs.device_rates import CPU_CORE, Rates, rates_for
 from lightning_amp.costs.model_shape import ModelShape, reference_shape
-from lightning_amp.techniques.specs import StreamStrata
+from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.questions.parse_questions import parse_questions
 from lightning_amp.planning.questions.recommend_devices import recommend_devices
 from lightning_amp.planning.questions.what_if import Source, what_if
 from lightning_amp.planning.sizes import terms
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.costs.device_rates import CPU_CORE, Rates, rates_for
 from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device
+from lightning_amp.techniques.hic.strata.rows import StreamStrata
 from tests.planning.profiles import hic, profile, rna
 
 DATA = profile(hic(anchors=600, strata=4), rna())

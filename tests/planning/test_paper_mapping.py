@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from lightning_amp.costs.model_shape import reference_shape
 from lightning_amp.diagnosis.diagnose import (
     ATTENTION_DECODER,
     HEAVY_DECOMPOSITION,
@@ -14,12 +15,11 @@ from lightning_amp.diagnosis.diagnose import (
 )
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.techniques import specs
 from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.costs.model_shape import reference_shape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.table import STRATEGIES, in_order
 from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.techniques.table import STRATEGIES, in_order
+from lightning_amp.techniques.technique import function_at
 from tests.planning.profiles import hic, profile, rna, shape, with_full_attention
 
 TABLE_4 = {
@@ -87,13 +87,16 @@ def test_rules_are_installed_in_the_order_of_the_paper() -> None:
     assert [rule.saves_bytes > 0 for rule in made.rules if rule.strategy == "S2"] == [True, False]
 
 
-def test_every_spec_belongs_to_one_strategy() -> None:
+def test_every_spec_belongs_to_one_technique_and_has_an_installer_unless_the_strategy_carries_it_out() -> (
+    None
+):
     owned = [spec for row in STRATEGIES.values() for spec in row.specs]
     assert len(owned) == len(set(owned))
-    here = {kind for kind in vars(specs).values() if getattr(kind, "__module__", "") == specs.__name__}
-    # a technique of one folder has its spec there
-    elsewhere = {spec for spec in owned if spec.__module__.startswith("lightning_amp.techniques.")}
-    assert here - {specs.Spec} == set(owned) - elsewhere
+    for name, row in STRATEGIES.items():
+        by_strategy = name == "S1" or row.data_axis or row.steps
+        assert set(row.installers) == (set() if by_strategy else set(row.specs)), name
+        for installer in row.installers.values():
+            assert callable(function_at(installer.path))
 
 
 def test_axes_follow_from_the_strategies() -> None:

@@ -11,11 +11,12 @@ from functools import partial
 import pytest
 
 from lightning_amp.cli.main import main
+from lightning_amp.costs.device_rates import CPU_CORE, rates_for
+from lightning_amp.costs.model_shape import reference_shape
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
-from lightning_amp.costs.model_shape import reference_shape
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.make_plan import plan
@@ -24,7 +25,6 @@ from lightning_amp.planning.questions.parse_questions import Questions, parse_qu
 from lightning_amp.planning.questions.recommend_devices import WORTH, Recommendation, Scale, recommend_devices
 from lightning_amp.planning.questions.what_if import Source, most_strata, what_if
 from lightning_amp.planning.reports.answers_report import recommendation_report, what_if_report
-from lightning_amp.costs.device_rates import CPU_CORE, rates_for
 from lightning_amp.planning.time.model_seconds import on_device, rest_seconds
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.simulation.parse_shape import parse_shape

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.techniques.hic.block_sizes import block_cells
-from lightning_amp.costs.model_shape import DecoderShape
-from lightning_amp.costs.ordered_partition import deal
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.link_seconds import Links
+from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.costs.ordered_partition import deal
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.sizes.rank_sizes import RankSizes
+from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic
 from lightning_amp.planning.time.operator_costs import parts
 from lightning_amp.planning.time.step_seconds import step_seconds, stratum_seconds
+from lightning_amp.techniques.hic.block_sizes import block_cells
 from tests.planning.work_cases import CELLS, sent, shape, stratum_work, work
 
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_amp.costs.device_rates import CPU_CORE, rates_for
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.decoder_only import shape_of_decoder
-from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape
 from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.questions.recommend_devices import recommend_devices
 from lightning_amp.planning.sizes import terms
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Strata, Term, same_strata, strata_of
-from lightning_amp.costs.device_rates import CPU_CORE, rates_for
 from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device
 from tests.planning.profiles import hic, profile, rna
 

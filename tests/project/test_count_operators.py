@@ -9,13 +9,13 @@ from benchmarks.kernels.kernel_count import count
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.installing.install import install
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.techniques.device_settings import settings_of
-from lightning_amp.installing.install import install
 from lightning_amp.techniques.hic.scores import dense_entries
 from lightning_amp.techniques.hic.scores.dense_entries import known_entries
-from lightning_amp.techniques.specs import StreamStrata
+from lightning_amp.techniques.hic.strata.rows import StreamStrata
 from tests.parallel.sharded_cases import Case, Model, assert_same, make_plan, train
 
 OURS = ("S4", "fused", "sparse", "stream")

@@ -24,11 +24,11 @@ from benchmarks.gpu.record import Clock, Record, SkipPart, read
 from benchmarks.gpu.report import FILE as REPORT
 from benchmarks.gpu.report import shown, table
 from benchmarks.side_by_side.fresh_process import ROOT
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.techniques.hic.attention.fused import FusedAttention
 from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedAttention
 from lightning_amp.techniques.table import STRATEGIES
-from lightning_amp.costs.device_rates import Rates
 
 NINE_MINUTES = 540
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20

@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer
 
 from lightning_amp._torch import multiplies_in_tf32
 from lightning_amp.cli.main import main
+from lightning_amp.costs.device_rates import CPU_CORE, DEVICES, Rates
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
@@ -25,10 +26,9 @@ from lightning_amp.lightning.steps.step_time import WARM_UP, StepTimer
 from lightning_amp.lightning.strategy import hardware
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
-from lightning_amp.techniques.rates_of import rates_of
-from lightning_amp.costs.device_rates import CPU_CORE, DEVICES, Rates
 from lightning_amp.simulation import calibrate as calibration
 from lightning_amp.simulation.calibrate import ROUNDS, calibrate, calibration_report
+from lightning_amp.techniques.rates_of import rates_of
 
 SIZES = (60, 8, 2, 4)
 

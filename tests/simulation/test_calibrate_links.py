@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_amp.cli.main import main
-from lightning_amp.errors import PlanError
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
+from lightning_amp.errors import PlanError
 from lightning_amp.simulation import calibrate_links as calibration
 from lightning_amp.simulation.calibrate_links import (
     ALL,

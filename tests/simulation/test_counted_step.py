@@ -12,28 +12,28 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.kernels.count_operators import OperatorCounter
-from lightning_amp.models.decoders.stratum_keys import ConvolutionKey
-from lightning_amp.techniques.hic.attention.fused import FusedAttention, fuse_attention
-from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
-from lightning_amp.installing.describe_module import describe
-from lightning_amp.techniques.device_settings import settings_of
-from lightning_amp.techniques.hic.scores.s4_key_first import key_first
-from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelihood
-from lightning_amp.techniques.hic.strata.stream import stream_strata
-from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.techniques.hic.block_sizes import chunk_buckets
-from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.installing.describe_module import describe
+from lightning_amp.models.decoders.stratum_keys import ConvolutionKey
+from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import StreamStrata
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, run_sizes
-from lightning_amp.techniques.hic.attention.kernel_calls import calls_of
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.operator_costs import _fused_kernels, _kernel_calls, parts
 from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.planned_rank import PlannedRank
 from lightning_amp.simulation.simulate import fake_world, simulate
+from lightning_amp.techniques.device_settings import settings_of
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, run_sizes
+from lightning_amp.techniques.hic.attention.fused import FusedAttention, fuse_attention
+from lightning_amp.techniques.hic.attention.kernel_calls import calls_of
+from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
+from lightning_amp.techniques.hic.block_sizes import chunk_buckets
+from lightning_amp.techniques.hic.scores.s4_key_first import key_first
+from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelihood
+from lightning_amp.techniques.hic.strata.rows import StreamStrata
+from lightning_amp.techniques.hic.strata.stream import stream_strata
 from tests.each import each
 from tests.planning.work_cases import CELLS, sent, shape, work
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from benchmarks.side_by_side.plans import in_forms
+from lightning_amp.costs.model_shape import DecoderShape, reference_shape
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.costs.model_shape import DecoderShape, reference_shape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import GraphProfile, Profile

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.models.decoders.stratified import StratifiedDecoder
-from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.techniques.hic.scores.s4_key_first import key_first
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.planning.memory.peak_model import estimate
 from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
 from lightning_amp.techniques.hic.block_sizes import chunk_buckets
+from lightning_amp.techniques.hic.scores.s4_key_first import key_first
 
 CASES = [
     {"anchors": 250, "dim": 32, "batch": 16, "window": 32},

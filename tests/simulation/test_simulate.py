@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule, StratumMemoryMonitor
+from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
-from lightning_amp.techniques.data.gradient_sync import GradientSync
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read_profile import profile
@@ -37,6 +36,7 @@ from lightning_amp.simulation.byte_meter import (
 from lightning_amp.simulation.models_without_values import DecoderAlone, Subject, decoder_subject
 from lightning_amp.simulation.request import request_reference
 from lightning_amp.simulation.simulate import Simulation, fake_world, simulate, simulate_plan
+from lightning_amp.techniques.data.gradient_sync import GradientSync
 from tests.ranks import run_ranks
 
 BATCH = 6

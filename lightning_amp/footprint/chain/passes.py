@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
-from lightning_amp.footprint.summarize import BACKWARD, OPTIMISER
+from lightning_amp.footprint.module_profile import BACKWARD, GRADIENTS, OPTIMISER, PARAMETERS, STATE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

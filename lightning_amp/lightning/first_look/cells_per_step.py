@@ -11,8 +11,8 @@ from torch.utils.data import DistributedSampler
 
 from lightning_amp._torch import tree_leaves
 from lightning_amp.lightning._compat import request_dataloader
-from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.random_streams import isolated_random_streams
+from lightning_amp.techniques.contract.protocol import find_decoders
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

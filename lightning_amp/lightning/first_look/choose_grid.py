@@ -1,7 +1,7 @@
 """Choose the grid of ranks, and which of its axes has which role, by the seconds of a step in dry runs.
 
 One forward pass finds the layouts for all pairs (x, y), one dry run of each pair says what a rank computes, sends and
-holds; the rest of a grid follows from that (techniques/tensor3d/grid_seconds.py). The grid that is taken is counted as it is.
+holds; the rest of a grid follows from that (grid_seconds.py). The grid that is taken is counted as it is.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -9,13 +9,20 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
+from lightning_amp.costs.link_seconds import Links
 from lightning_amp.dist.splits import Sent
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.planning.plan.plan import Explanation
-from lightning_amp.techniques.tensor3d.grid_seconds import DryRun, GridCost, Message, factorings, grid_cost, ranked
-from lightning_amp.costs.link_seconds import Links
 from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.techniques.tensor3d.grid_seconds import (
+    DryRun,
+    GridCost,
+    Message,
+    factorings,
+    grid_cost,
+    ranked,
+)
 
 SHOWN = 5
 """Grids by name."""

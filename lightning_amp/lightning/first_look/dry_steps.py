@@ -10,17 +10,17 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from lightning_amp.costs.link_seconds import Kind, Links
+from lightning_amp.costs.rule import Spec
 from lightning_amp.dist.splits import MeshAxis, Sent
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.lightning.first_look.choose_grid import choose_grid
 from lightning_amp.planning.plan.plan import Explanation, Plan
-from lightning_amp.techniques.specs import Spec
-from lightning_amp.techniques.table import STRATEGIES, targets_of, with_steps
-from lightning_amp.techniques.tensor3d.grid_seconds import Message, sent_seconds
-from lightning_amp.costs.link_seconds import Kind, Links
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.put_methods import put_methods
+from lightning_amp.techniques.table import STRATEGIES, targets_of, with_steps
+from lightning_amp.techniques.tensor3d.grid_seconds import Message, sent_seconds
 
 MOST_SHOWN = 2
 """Operators that send most, by name."""
@@ -92,7 +92,7 @@ class DrySteps:
             PlanError: An option outside what is allowed.
         """
         name = with_steps(strategies)
-        if not name or (asked := STRATEGIES[name].asked) is None:
+        if not name or (asked := STRATEGIES[name].options) is None:
             return None
         ((_, spec),) = targets_of(name, None)  # type: ignore[arg-type]
         spec, chosen = asked(spec, options)

@@ -23,18 +23,18 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, DataError, ModelError
 from lightning_amp.footprint.fake_copy import copied_without_values, copy_of, fake_batch, length_of
 from lightning_amp.footprint.guest import as_guest
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.quick_fakes import QuickFakes
+from lightning_amp.installing.install import install_rules
 from lightning_amp.lightning.first_look.cells_per_step import loaders_of
 from lightning_amp.lightning.first_look.example_batch import example_batch
-from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.installing.install import install_rules
-from lightning_amp.planning.plan.plan import Rule
-from lightning_amp.techniques.specs import ChunkBlock
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.contract.protocol import find_decoders
 
 STEPS = {
     TrainerFn.VALIDATING: "validation_step",

@@ -11,22 +11,24 @@ Exact to the count where the model axis has one rank. With several, as far as th
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_amp.costs.chain import CHUNKED, extra_seconds
+from lightning_amp.costs.device_rates import Rates
+from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.graph.table import Table
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.installing.install import overlap
-from lightning_amp.costs.chain import CHUNKED, extra_seconds
-from lightning_amp.techniques.chunk.forms import ChunkForms
-from lightning_amp.costs.profiled_step import Seen
-from lightning_amp.planning.modules.techniques import in_chunks
+from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.techniques.specs import ChunkBlock, RecomputeBlock
-from lightning_amp.techniques.table import in_order
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import BY_USER
-from lightning_amp.costs.device_rates import Rates
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.chunk.forms import ChunkForms
+from lightning_amp.techniques.chunk.predict import forms_of, in_chunks
+from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.table import in_order
 
 INSIDE = "it is of the decoder"
 
@@ -81,7 +83,7 @@ def with_blocks_outside(
         PlanError: There are no such blocks.
     """
     try:
-        seen = step.seen(rates, shared_statistics=share_statistics and made.whole.mesh.data > 1)
+        seen = step.profiled(rates, shared_statistics=share_statistics and made.whole.mesh.data > 1)
         chain = outside(seen.chain, decoder)
         if "chunk" in named:
             found = _in_chunks(made, seen, chain, decoder, again="recompute" in named)
@@ -103,10 +105,11 @@ def _again(made: Made, chain: Chain, decoder: str) -> Plan:
     return with_rules(made.whole, rules, seconds=extra_seconds(chain, tuple(saved)))
 
 
-def _in_chunks(made: Made, seen: Seen, chain: Chain, decoder: str, *, again: bool) -> Plan:
+def _in_chunks(made: Made, seen: ProfiledStep, chain: Chain, decoder: str, *, again: bool) -> Plan:
     """With every block in the form of the least bytes, unless that is far slower."""
-    assert seen.chunks is not None, "a step that was seen has them"
-    tables = seen.chunks.tables
+    forms = forms_of(seen)
+    assert forms is not None, "a profiled step has them"
+    tables = forms.tables
 
     def tables_outside() -> list[Table | str]:
         pairs = zip(chain.blocks, tables(), strict=True)

@@ -11,25 +11,26 @@ from typing import Any
 import psutil
 from lightning.pytorch import LightningModule
 
+from lightning_amp.costs.device_rates import Rates
+from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import PARAMETERS, ModuleProfile
+from lightning_amp.installing.describe_module import describe
 from lightning_amp.lightning.first_look.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.modules.leanest import fewest_ranks
 from lightning_amp.planning.modules.plan_module import told_apart
 from lightning_amp.planning.modules.plan_step import Counted, plan_step
 from lightning_amp.planning.modules.questions import answers, largest_batches
-from lightning_amp.costs.profiled_step import Seen
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import FullyShard
-from lightning_amp.techniques.table import STRATEGIES, parse_strategies
 from lightning_amp.planning.policies.build_rules import without_shared_statistics
 from lightning_amp.planning.reports.step_report import step_report
-from lightning_amp.costs.device_rates import Rates
 from lightning_amp.quantities import parse_bytes
+from lightning_amp.techniques.chunk.look import code
+from lightning_amp.techniques.fsdp.spec import FullyShard
+from lightning_amp.techniques.table import STRATEGIES, parse_strategies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class ModulePlan:
     profile: ModuleProfile
     module: LightningModule = field(repr=False)
     step: StepOfModule = field(repr=False)
-    seen_at: Callable[[int | None], Seen] = field(repr=False)
+    seen_at: Callable[[int | None], ProfiledStep] = field(repr=False)
     naming: Callable[[], AbstractContextManager[None]] = field(repr=False)
     named: bool = field(repr=False)
     steps: DrySteps | None = field(repr=False)
@@ -107,7 +108,7 @@ class ModulePlan:
     def code(self) -> str:
         """What the blocks run that the plan computes in chunks, as Python."""
         with self.naming():
-            return self.step.code(self.plan.rules)
+            return code(self.step, self.plan.rules)
 
     def _budget(self, question: str) -> int:
         if self.plan.budget_bytes is None:
@@ -168,8 +169,8 @@ def plan_of_module(
         limited = replace(around, limit_bytes=around.limit_bytes or limit)
         return StepOfModule(module, lambda: batch, around=limited, batch_size=n, steps=steps)
 
-    def look(step: StepOfModule) -> Seen:
-        return step.seen(rates, fsdp=fsdp, shared_statistics=share and devices > 1)
+    def look(step: StepOfModule) -> ProfiledStep:
+        return step.profiled(rates, options={"fsdp": fsdp}, shared_statistics=share and devices > 1)
 
     step, naming = step_at(batch_size), partial(named_blocks, module, options.get("blocks"))
     with naming():
@@ -197,7 +198,7 @@ def plan_of_module(
     if not share:
         made = without_shared_statistics(made)
 
-    def seen_at(n: int | None) -> Seen:
+    def seen_at(n: int | None) -> ProfiledStep:
         if n not in known:
             known[n] = look(step_at(n))
         return known[n]

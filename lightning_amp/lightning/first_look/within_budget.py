@@ -16,9 +16,12 @@ from dataclasses import replace
 
 import lightning.pytorch as pl
 
+from lightning_amp.costs.chain import extra_seconds, peak_bytes
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.first_pass import unrepeatable
+from lightning_amp.installing.install import overlap
 from lightning_amp.lightning.first_look.outside_decoder import (
     Made,
     outside,
@@ -28,13 +31,10 @@ from lightning_amp.lightning.first_look.outside_decoder import (
     with_rules,
 )
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.installing.install import overlap
-from lightning_amp.costs.chain import extra_seconds, peak_bytes
-from lightning_amp.techniques.recompute.choose import choose, leanest
 from lightning_amp.planning.plan.plan import Candidate, Plan
-from lightning_amp.costs.device_rates import Rates
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.techniques.recompute.choose import choose, leanest
 
 TRIES = 3
 """Times that a choice which was counted above the budget is made leaner."""

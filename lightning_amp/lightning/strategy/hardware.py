@@ -9,12 +9,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.same_on_ranks.replicas import Broadcast
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.techniques.rates_of import rates_of
-from lightning_amp.costs.device_rates import Rates
 from lightning_amp.quantities import parse_bytes
+from lightning_amp.techniques.rates_of import rates_of
 
 TENSORS_SHARE = 0.97
 """Of what CUDA's allocator can have, what tensors can have: on an H100 steps of 95 % ran, and of 99 % did not."""

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.installing.install import install
+from lightning_amp.installing.installed import Installed
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.first_look.cells_per_step import UNKNOWN
 from lightning_amp.lightning.first_look.outside_decoder import keeping_blocks
@@ -42,12 +44,11 @@ from lightning_amp.lightning.strategy.refusals import (
 )
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.stepped import install_steps
-from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.installing.install import Installed, install
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import PipelineStages
 from lightning_amp.planning.reports.plan_report import techniques
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.techniques.pipeline.spec import PipelineStages
 
 
 class InstalledPlan:

@@ -24,9 +24,9 @@ from lightning_amp.lightning.steps.cell_order import with_same_draws
 from lightning_amp.lightning.steps.count_replicas_once import counted_once, unrounded
 from lightning_amp.lightning.strategy.hardware import ThisRank, make_groups, make_mesh
 from lightning_amp.lightning.strategy.request import Request
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.hic.scores.dense_entries import find_entries
 from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseLikelihood
-from lightning_amp.planning.plan.plan import Plan
 
 
 class MeshStrategy(DDPStrategy):

@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.checkpoints.shards import Shards
-from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
-from lightning_amp.techniques.fsdp.agreement import Agreement
-from lightning_amp.techniques.fsdp.fully_sharded import FullySharded
-from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.sharding import sharding_of
-from lightning_amp.techniques.specs import FullyShard, ShareBatchStatistics
+from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
+from lightning_amp.techniques.data.batch_norm import share_batch_statistics
+from lightning_amp.techniques.data.row import ShareBatchStatistics
+from lightning_amp.techniques.fsdp.agreement import Agreement
+from lightning_amp.techniques.fsdp.fully_sharded import FullySharded
+from lightning_amp.techniques.fsdp.spec import FullyShard
 from lightning_amp.techniques.table import STRATEGIES, with_steps
 
 Undo = list[Callable[[], None]]

@@ -1,32 +1,28 @@
 """A run whose blocks are stages of a pipeline: what it refuses, and what takes the place of the module's steps."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.installing.installed import Installed
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.steps.pipelined.pipelined_steps import PipelinedSteps, refuse_hooks
 from lightning_amp.lightning.strategy.refusals import AVERAGED, KEEPS_LAYERS, is_named
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.installing.install import Installed
+from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
 from lightning_amp.techniques.pipeline.block_walk import BlockCall, spans
 from lightning_amp.techniques.pipeline.blocks import refuse_batch_statistics
+from lightning_amp.techniques.pipeline.options import no_pipeline
 from lightning_amp.techniques.pipeline.run_stages import Stages
-from lightning_amp.costs.profiled_step import Seen
-from lightning_amp.planning.plan.plan import Rule
-from lightning_amp.techniques.specs import (
-    BalanceCells,
-    ChunkBlock,
-    DataParallel,
-    PipelineStages,
-    RecomputeBlock,
-    ShareBatchStatistics,
-)
+from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
 
 TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics, PipelineStages, RecomputeBlock, ChunkBlock)
 """Rules that go together with stages."""
@@ -99,18 +95,20 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: It
             raise PlanError(f"pipeline was asked for together with {what}; {why}, or leave 'pipeline' out")
 
 
-def without_stages(seen: Seen, device: torch.device, request: Request, trainer: pl.Trainer) -> Seen:
+def without_stages(
+    seen: ProfiledStep, device: torch.device, request: Request, trainer: pl.Trainer
+) -> ProfiledStep:
     """The step without a pipeline, where the run's options or its device do not go with one."""
     if device.type != "cpu":
-        return replace(seen, passes=None, no_stages=f"it runs on the CPU by now, and not on {device.type!r}")
+        return no_pipeline(seen, f"it runs on the CPU by now, and not on {device.type!r}")
     chosen = request.plan or request.strategies or request.model_parallel_size not in ("auto", 1)
     if not (chosen or trainer.lightning_module.automatic_optimization):
         why = "its step optimises by hand, and the run shows whether stages can do so: ask for strategies='pipeline'"
-        return replace(seen, passes=None, no_stages=why)
+        return no_pipeline(seen, why)
     try:
         check_run(request, trainer, trainer.lightning_module)
     except AmpError as error:
-        return replace(seen, passes=None, no_stages=str(error))
+        return no_pipeline(seen, str(error))
     return seen
 
 

@@ -9,6 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_amp.costs.device_rates import Rates
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning._compat import rank_zero_info
@@ -34,13 +37,8 @@ from lightning_amp.planning.modules.plan_module import (
     told_apart,
     told_model_ranks,
 )
-from lightning_amp.costs.profiled_step import Seen
-from lightning_amp.planning.modules.techniques import TECHNIQUES
-from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.plan.sharding import sharding_of, with_sharding
-from lightning_amp.techniques.specs import ChunkBlock, RecomputeBlock
-from lightning_amp.techniques.table import STRATEGIES, in_order, of_blocks_alone, parse_strategies
 from lightning_amp.planning.policies.balance_cells import too_few_cells
 from lightning_amp.planning.policies.build_rules import (
     with_balance,
@@ -50,10 +48,18 @@ from lightning_amp.planning.policies.build_rules import (
     without_shared_statistics,
 )
 from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.costs.device_rates import Rates
 from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.table import (
+    PREDICTIONS,
+    STRATEGIES,
+    in_order,
+    of_blocks_alone,
+    parse_strategies,
+)
 
 NO_PROFILE = "the step was not profiled, and its peak is not known"
 
@@ -108,13 +114,15 @@ class Facts:
         return profile, on_device(shape, self.rates[0]), notes
 
     @cached_property
-    def seen(self) -> tuple[Seen | None, str]:
+    def seen(self) -> tuple[ProfiledStep | None, str]:
         """The step of a module without a decoder, None where it has one or cannot be profiled, and why it cannot."""
         if self.step is None:
             return None, ""
         try:
             shared = self.here.n_ranks > 1 and self.request.share_batch_statistics
-            found = self.step.seen(self.rates[0], fsdp=self.request.sharding, shared_statistics=shared)
+            found = self.step.profiled(
+                self.rates[0], options={"fsdp": self.request.sharding}, shared_statistics=shared
+            )
             return without_stages(found, self.here.device, self.request, self.trainer), ""
         except PlanError:
             # it was to run with values, and there was not enough memory for that
@@ -151,8 +159,8 @@ class Facts:
 
     def predicted_step(self, plan: Plan) -> ModuleProfile | None:
         """The profile of a plan's step; None where it was not counted, as of techniques whose bytes are added up."""
-        rules = tuple(rule for rule in plan.rules if rule.strategy in TECHNIQUES)
-        if self.step is None or not all(TECHNIQUES[rule.strategy].counted for rule in rules):
+        rules = tuple(rule for rule in plan.rules if rule.strategy in PREDICTIONS)
+        if self.step is None or not all(PREDICTIONS[rule.strategy].counted for rule in rules):
             return None
         return self.step.profile_with(rules)
 
@@ -311,7 +319,7 @@ def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:
     seen, why = facts.seen
     if seen is not None:
         return []
-    needing = [name for name in named if TECHNIQUES[name].counted]
+    needing = [name for name in named if PREDICTIONS[name].counted]
     if needing and why:
         raise PlanError(f"{', '.join(needing)} was asked for, and {why}")
     if "chunk" in needing and not facts.in_chunks and facts.evaluation is None:

@@ -5,13 +5,6 @@ from dataclasses import fields, replace
 import lightning.pytorch as pl
 import torch
 
-from lightning_amp.lightning.first_look.cells_per_step import Cells
-from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.models.glue import GLUE
-from lightning_amp.installing.describe_module import describe, unpredicted
-from lightning_amp.installing.supported import with_unsupported
-from lightning_amp.costs.profiled_step import Seen
-from lightning_amp.planning.plan.decoder_only import attention_of, profile_of_module
 from lightning_amp.costs.model_shape import (
     LATENT_DIM,
     DecoderShape,
@@ -20,6 +13,13 @@ from lightning_amp.costs.model_shape import (
     outside_strata,
     with_counts,
 )
+from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.installing.describe_module import describe, unpredicted
+from lightning_amp.installing.supported import with_unsupported
+from lightning_amp.lightning.first_look.cells_per_step import Cells
+from lightning_amp.lightning.strategy.request import Request
+from lightning_amp.models.glue import GLUE
+from lightning_amp.planning.plan.decoder_only import attention_of, profile_of_module
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 
@@ -29,7 +29,7 @@ RMSPROP_SLOTS = 1
 
 
 def read_run(
-    request: Request, trainer: pl.Trainer, cells: Cells, seen: Seen | None, why: str
+    request: Request, trainer: pl.Trainer, cells: Cells, seen: ProfiledStep | None, why: str
 ) -> tuple[Profile, ModelShape, list[str]]:
     """Profile and shape of the run, and what its prediction leaves out."""
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)

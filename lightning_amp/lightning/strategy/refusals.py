@@ -21,16 +21,16 @@ from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import BalanceCells, DataParallel, ShareBatchStatistics
-from lightning_amp.techniques.table import STRATEGIES
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.planning.reports.summary import plan_summary
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
+from lightning_amp.techniques.table import STRATEGIES
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_amp.installing.install import Installed
+    from lightning_amp.installing.installed import Installed
 
 
 LEAVES_LAYERS = (DataParallel, ShareBatchStatistics, BalanceCells)

@@ -8,11 +8,11 @@ from typing import Literal
 
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.find_blocks import check_entries
-from lightning_amp.techniques.pipeline.schedule.schedules import SCHEDULES
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import FullyShard
-from lightning_amp.techniques.table import STRATEGIES, parse_strategies
 from lightning_amp.quantities import is_number, parse_bytes
+from lightning_amp.techniques.fsdp.spec import FullyShard
+from lightning_amp.techniques.pipeline.schedule.schedules import SCHEDULES
+from lightning_amp.techniques.table import STRATEGIES, parse_strategies
 from lightning_amp.techniques.tensor3d.row import OVERLAP, cache_bytes
 
 CHOICES: dict[str, tuple[str | bool | None, ...]] = {

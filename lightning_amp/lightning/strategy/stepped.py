@@ -10,6 +10,9 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.costs.device_rates import Rates
+from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import AmpError, PlanError
@@ -17,15 +20,12 @@ from lightning_amp.lightning.first_look.dry_steps import DrySteps, put_steps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.hardware import ThisRank, budget_in
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.planning.modules.candidates import TIE
 from lightning_amp.planning.modules.plan_module import plan_module
-from lightning_amp.costs.profiled_step import Seen
-from lightning_amp.planning.modules.techniques import TECHNIQUES
-from lightning_amp.planning.plan.plan import Explanation, Plan, Rule
-from lightning_amp.techniques.table import STRATEGIES, parse_strategies, refuse_apart, with_steps
-from lightning_amp.costs.device_rates import Rates
+from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, parse_strategies, refuse_apart, with_steps
 
 SLOW_SECONDS = 0.5
 """Of a step, spent on other things than computation."""
@@ -74,7 +74,7 @@ def own_parts_of(request: Request, plan: Plan | None, here: ThisRank) -> OwnPart
     )
 
 
-def is_slow(plan: Plan, seen: Seen) -> bool:
+def is_slow(plan: Plan, seen: ProfiledStep) -> bool:
     """Whether a plan with more than data parallelism takes so much longer than computation that to look for a faster
     one, which takes seconds, is worth it."""
     more = _pace(plan) - seen.seconds
@@ -104,10 +104,10 @@ def in_parts(
         assert steps is not None, "it has steps"
         counted = step.with_steps(steps)
         try:
-            seen = counted.seen(rates)
+            seen = counted.profiled(rates)
             base = make(asked=["S1", name], size=steps.ranks, steps=steps)
             made = [plan_module(base, seen, named=(), count=counted.count)]
-            others = [other for other in row.together if other in TECHNIQUES]
+            others = [other for other in row.together if other in PREDICTIONS]
             # one technique more only where fewer do not fit; of as many the fastest
             for n in range(1, len(others) + 1):
                 if any(plan.fits for plan in made):

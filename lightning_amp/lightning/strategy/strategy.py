@@ -61,10 +61,10 @@ from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.out_of_memory import explain
 from lightning_amp.lightning.strategy.over_data_axis import check_split, shard_fully, share_statistics
 from lightning_amp.lightning.strategy.request import Request, one_of
-from lightning_amp.techniques.data.gradient_sync import MIB
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.table import with_steps
+from lightning_amp.techniques.data.gradient_sync import MIB
 from lightning_amp.techniques.deferred import check_deferred, is_deferred, without_memory
+from lightning_amp.techniques.table import with_steps
 
 OF_LIGHTNING = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_amp._torch import attend_on_cpu
 from lightning_amp.errors import ModelError
-from lightning_amp.techniques.hic.attention.sizes import check_rows
 from lightning_amp.shapes import PerAnchor
+from lightning_amp.techniques.hic.attention.sizes import check_rows
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 """All but the one that makes the scores."""

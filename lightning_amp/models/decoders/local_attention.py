@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_amp.techniques.hic.attention.sizes import check_rows, check_sizes
 from lightning_amp.shapes import PerAnchor
+from lightning_amp.techniques.hic.attention.sizes import check_rows, check_sizes
 
 SELF_SCORE = -5e4
 ROTARY_BASE = 10000.0

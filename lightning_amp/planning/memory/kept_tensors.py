@@ -5,8 +5,8 @@ Legend: sizes/rank_sizes.py.
 """
 
 from lightning_amp.costs.model_shape import TABLES_PER_FEATURE
-from lightning_amp.techniques.hic.attention.bucket_runs import turned_at_once
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
+from lightning_amp.techniques.hic.attention.bucket_runs import turned_at_once
 
 Terms = dict[str, int]
 

@@ -26,6 +26,7 @@ from itertools import accumulate, pairwise
 from math import isqrt
 from typing import NamedTuple
 
+from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.kept_tensors import latent_terms, table_numbers
 from lightning_amp.planning.memory.temporaries import (
@@ -39,11 +40,10 @@ from lightning_amp.planning.memory.temporaries import (
     forward_peak,
 )
 from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.techniques.table import STRATEGIES
 from lightning_amp.planning.sizes.rank_sizes import RankSizes, widest
 from lightning_amp.planning.sizes.terms import Counted, Term, strata_of
 from lightning_amp.planning.time.fill_settings import strata_ends
+from lightning_amp.techniques.table import STRATEGIES
 
 NODE_BYTES = 8
 """Of the anchor of a feature, int64."""
@@ -280,7 +280,7 @@ def _spines(s: RankSizes, runs: tuple[tuple[int, int], ...]) -> list[int]:
             for start, stop in runs
             for _ in range(start, stop)
         ]
-    # every step-th row of the spine is kept, and those of one part while its strata run (techniques/hic/strata/stream.py)
+    # every step-th row of the spine is kept, and those of one part while its strata run (stream.py)
     step, same = isqrt(len(distances) - 1) + 1, 1 - s.keyed
     # the first of the rows that are kept, and of its part, is v itself, which a stratum without a key hands on
     waiting = [k // step + k % step if k >= step else max(0, k - same) for k in range(len(distances))]

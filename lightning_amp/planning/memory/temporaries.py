@@ -20,10 +20,10 @@ from lightning_amp.planning.memory.kept_tensors import (
     statistic_terms,
     table_terms,
 )
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, Run
-from lightning_amp.techniques.hic.attention.kernel_calls import Calls
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Term
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, Run
+from lightning_amp.techniques.hic.attention.kernel_calls import Calls
 
 
 class Key(NamedTuple):
@@ -171,7 +171,7 @@ def _passing_back(s: RankSizes) -> int:
 
 
 def _sparse_chunk(s: RankSizes) -> int:
-    """Numbers of the columns that a sparse likelihood computes at a time (techniques/hic/scores/sparse_likelihood.py)."""
+    """Numbers of the columns that a sparse likelihood computes at a time (sparse_likelihood.py)."""
     return s.block * min(s.most_features, s.sparse_columns)
 
 

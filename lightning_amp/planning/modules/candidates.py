@@ -18,16 +18,16 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from types import MappingProxyType
 
+from lightning_amp.costs.link_seconds import collective_seconds
+from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS
-from lightning_amp.techniques.fsdp.seconds import ways_to_split
-from lightning_amp.costs.profiled_step import OPEN, Asked, Draft, Seen
-from lightning_amp.techniques.pipeline.stages import best_pipeline
-from lightning_amp.planning.modules.techniques import TECHNIQUES, Technique
 from lightning_amp.planning.plan.plan import Candidate
-from lightning_amp.techniques.table import in_order
-from lightning_amp.costs.link_seconds import collective_seconds
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.pipeline.options import OPEN, PipelineOptions, stages_of
+from lightning_amp.techniques.pipeline.stages import best_pipeline
+from lightning_amp.techniques.table import PREDICTIONS, in_order
+from lightning_amp.techniques.technique import Prediction
 
 TIE = 1.02
 """Times this much apart count as the same."""
@@ -53,7 +53,7 @@ class Compared:
     dropped: dict[tuple[str, ...], str]
 
 
-def as_it_is(seen: Seen, ranks: int) -> Draft:
+def as_it_is(seen: ProfiledStep, ranks: int) -> Draft:
     """The step without any technique, its gradients averaged over the ranks."""
     gradients, averaging = seen.profile.by_kind["gradients"], ranks if seen.averages else 1
     sent = collective_seconds("all_reduce", gradients, averaging, seen.rates.links)
@@ -67,7 +67,7 @@ def as_it_is(seen: Seen, ranks: int) -> Draft:
 
 
 def compare(
-    seen: Seen,
+    seen: ProfiledStep,
     *,
     ranks: int,
     budget: int | None,
@@ -75,7 +75,7 @@ def compare(
     batch_size: int = 1,
     refused: Mapping[tuple[str, ...], str] = MappingProxyType({}),
     beyond: Beyond = NOTHING,
-    asked: Asked = OPEN,
+    asked: PipelineOptions = OPEN,
 ) -> Compared:
     """Draft every plan, and choose.
 
@@ -120,14 +120,14 @@ def compare(
 
 
 def asked_for(
-    seen: Seen, names: Collection[str], *, ranks: int, budget: int | None, beyond: Beyond = NOTHING
+    seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None, beyond: Beyond = NOTHING
 ) -> Draft:
     """The plan with techniques that a person has named.
 
     Raises:
         PlanError: One of them cannot be added.
     """
-    ordered = tuple(name for name in TECHNIQUES if name in names)
+    ordered = tuple(name for name in PREDICTIONS if name in names)
     made = _draft_within(seen, ordered, ranks=ranks, budget=budget, beyond=beyond)
     if isinstance(made, str):
         raise PlanError(
@@ -136,18 +136,21 @@ def asked_for(
     return made
 
 
-def draft(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
-    """The plan with these techniques, or why one of them cannot be added; of the ways to split by fsdp the fastest that
+def draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
+    """The plan with these techniques, or why one of them cannot be added; of a technique's variants the fastest that
     fits, and with None that which saves most.
     """
-    ways = list(ways_to_split(seen, ranks)) if "fsdp" in names else [seen.fsdp]
-    made = [_draft(replace(seen, fsdp=way), names, ranks=ranks, budget=budget) for way in ways]
+    ways = [seen]
+    for name in names:
+        if variants := PREDICTIONS[name].variants:
+            ways = [one for way in ways for one in variants(way, ranks)]
+    made = [_draft(way, names, ranks=ranks, budget=budget) for way in ways]
     found = [one for one in made if isinstance(one, Draft)]
     return _chosen(found, 0 if budget is None else budget) if found else made[0]
 
 
 def _draft_within(
-    seen: Seen, names: Collection[str], *, ranks: int, budget: int | None, beyond: Beyond
+    seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None, beyond: Beyond
 ) -> Draft | str:
     """The same, with what counts have found beyond the prediction, for which there is room in the budget."""
     found = beyond.get(frozenset(names), ())
@@ -158,22 +161,22 @@ def _draft_within(
     return made if isinstance(made, str) else replace(made, peak_bytes=made.peak_bytes + sum(found))
 
 
-def _draft(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
+def _draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
     made: Draft | str = as_it_is(seen, ranks)
     for name in names:
         assert isinstance(made, Draft), "the loop ends where it is none"
-        if ranks < TECHNIQUES[name].fewest:
-            return f"{name} needs {TECHNIQUES[name].fewest} ranks of the data axis, and there is {ranks}"
+        if ranks < PREDICTIONS[name].fewest:
+            return f"{name} needs {PREDICTIONS[name].fewest} ranks of the data axis, and there is {ranks}"
         if name in seen.refused:
             return f"{name} is not possible: {seen.refused[name]}"
-        made = TECHNIQUES[name].add(seen, made, budget)
+        made = PREDICTIONS[name].add(seen, made, budget)
         if isinstance(made, str):
             return f"{name} is not possible: {made}"
     return made
 
 
 def advice(
-    seen: Seen,
+    seen: ProfiledStep,
     *,
     ranks: int,
     budget: int | None = None,
@@ -187,7 +190,7 @@ def advice(
     """
     helps: dict[str, tuple[int, str]] = {}
     does_not: dict[str, str] = {}
-    for name, technique in TECHNIQUES.items():
+    for name, technique in PREDICTIONS.items():
         if _is_needless(seen, (name,), ranks=ranks, budget=budget):
             does_not[name] = NEEDLESS.format(name)
             continue
@@ -224,31 +227,35 @@ def _advise_stages(
         )
 
 
-def _is_needless(seen: Seen, names: Collection[str], *, ranks: int, budget: int | None) -> bool:
+def _is_needless(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> bool:
     """Whether a set has something that takes seconds to look for, and the step fits as it is, which is faster."""
-    slow = any(TECHNIQUES[name].slow for name in names) and not (seen.chunks and seen.chunks.known)
-    return slow and _fits(seen, ranks=ranks, budget=budget)
+    known = any(getattr(fact, "known", False) for fact in seen.facts.values())
+    return (
+        not known
+        and any(PREDICTIONS[name].slow for name in names)
+        and _fits(seen, ranks=ranks, budget=budget)
+    )
 
 
-def _stages_are_needless(seen: Seen, *, ranks: int, budget: int | None, faster: bool = True) -> bool:
+def _stages_are_needless(seen: ProfiledStep, *, ranks: int, budget: int | None, faster: bool = True) -> bool:
     """Likewise of stages, of which it is known that they can be: a step of fewer samples would be counted for them.
 
     What stages save in time, if it matters that they may be `faster`, is the bytes of gradients that are averaged;
     their messages are not fewer.
     """
-    whole = seen.no_stages if seen.passes is None else seen.passes(None)
+    whole = stages_of(seen).whole()
     links = replace(seen.rates.links, latency=0.0)
     saved = collective_seconds("all_reduce", seen.profile.by_kind["gradients"], ranks, links)
     needless = (saved <= WORTH * seen.seconds or not faster) and _fits(seen, ranks=ranks, budget=budget)
     return needless and not isinstance(whole, str)
 
 
-def _fits(seen: Seen, *, ranks: int, budget: int | None) -> bool:
+def _fits(seen: ProfiledStep, *, ranks: int, budget: int | None) -> bool:
     """Whether the step is known to fit as it is."""
     return budget is not None and as_it_is(seen, ranks).peak_bytes <= budget
 
 
-def _why_not(seen: Seen, technique: Technique, whole: Draft, made: Draft) -> str:
+def _why_not(seen: ProfiledStep, technique: Prediction, whole: Draft, made: Draft) -> str:
     """What is most of the peak and stays, or what else stands in the way."""
     left = [kind for kind in KINDS if kind not in technique.kinds]
     share = sum(seen.profile.by_kind[kind] for kind in left) / seen.profile.peak_bytes
@@ -261,7 +268,7 @@ def _why_not(seen: Seen, technique: Technique, whole: Draft, made: Draft) -> str
 
 def sets_of_techniques() -> Iterator[tuple[str, ...]]:
     """Every set of techniques, the empty one first."""
-    return chain.from_iterable(combinations(TECHNIQUES, n) for n in range(len(TECHNIQUES) + 1))
+    return chain.from_iterable(combinations(PREDICTIONS, n) for n in range(len(PREDICTIONS) + 1))
 
 
 def _chosen(found: list[Draft], limit: int | None) -> Draft:

@@ -9,9 +9,9 @@ Which techniques help is found by predicting the peak with each of them (techniq
 the peak away. Of those that do not, what stands in the way is said: the part of the peak that they leave as it is.
 """
 
+from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.footprint.module_profile import ACTIVATIONS, PHASES, ModuleProfile
 from lightning_amp.planning.modules.candidates import advice
-from lightning_amp.costs.profiled_step import Draft, Seen
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.quantities import format_bytes
 
@@ -28,7 +28,7 @@ SIGNALS = {
 
 
 def diagnose_module(
-    seen: Seen,
+    seen: ProfiledStep,
     *,
     ranks: int = 1,
     budget: int | None = None,

@@ -6,13 +6,14 @@ be recorded for every number of ranks and length of the batch. A plan that was c
 leanest.
 """
 
+from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.candidates import draft, merit, on_ranks, sets_of_techniques
-from lightning_amp.costs.profiled_step import Asked, Draft, Seen
-from lightning_amp.techniques.pipeline.stages import staged
-from lightning_amp.planning.modules.techniques import all_fixed
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
+from lightning_amp.techniques.pipeline.stages import staged
+from lightning_amp.techniques.recompute.predict import all_fixed
 
 LEAST = "the step requires at least "
 """Begins the sentence that says what is missing."""
@@ -20,7 +21,7 @@ MOST_RANKS = 1024
 """That are tried where a step does not fit."""
 
 
-def missing(seen: Seen, best: Draft, *, budget: int) -> str:
+def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
     """For a step that fits with nothing: the least bytes that are known, and what would fit."""
     ranks = best.ranks * best.model
     least = leanest(seen, ranks)
@@ -37,24 +38,24 @@ def missing(seen: Seen, best: Draft, *, budget: int) -> str:
     return f"{said}; {on_ranks(more.ranks * more.model)} with {with_what} would fit"
 
 
-def leanest(seen: Seen, ranks: int) -> Draft:
+def leanest(seen: ProfiledStep, ranks: int) -> Draft:
     """The plan that needs the least memory."""
     return min((over_data(seen, ranks), *over_stages(seen, ranks)), key=_leaner)
 
 
-def over_data(seen: Seen, ranks: int) -> Draft:
+def over_data(seen: ProfiledStep, ranks: int) -> Draft:
     """That of them in which every rank has a batch."""
     made = [draft(seen, names, ranks=ranks, budget=0) for names in sets_of_techniques()]
     return min((one for one in made if isinstance(one, Draft)), key=_leaner)
 
 
-def over_stages(seen: Seen, ranks: int) -> list[Draft]:
+def over_stages(seen: ProfiledStep, ranks: int) -> list[Draft]:
     """That in which as many ranks as can be share a batch as stages; none where there can be no pipeline."""
     stages = max((n for n in range(2, _blocks(seen) + 1) if ranks % n == 0), default=0)
     return _staged(seen, stages, data=ranks // stages) if stages else []
 
 
-def with_techniques_of(plan: Plan, seen: Seen) -> Draft:
+def with_techniques_of(plan: Plan, seen: ProfiledStep) -> Draft:
     """That of them with a plan's techniques, on its ranks; a batch of another length may do without some.
 
     Raises:
@@ -64,7 +65,7 @@ def with_techniques_of(plan: Plan, seen: Seen) -> Draft:
         sets = (names for names in sets_of_techniques() if {*names} <= {*plan.strategies})
         made = [draft(seen, names, ranks=plan.gradient_ranks, budget=0) for names in sets]
         return min((one for one in made if isinstance(one, Draft)), key=_leaner)
-    asked = Asked(
+    asked = PipelineOptions(
         again=("*",) if "recompute" in plan.strategies else (),
         chunks=None if "chunk" in plan.strategies else {},
     )
@@ -74,7 +75,7 @@ def with_techniques_of(plan: Plan, seen: Seen) -> Draft:
     return found
 
 
-def fewest_ranks(seen: Seen, budget: int, *, above: int = 0) -> Draft | None:
+def fewest_ranks(seen: ProfiledStep, budget: int, *, above: int = 0) -> Draft | None:
     """The leanest plan for the fewest ranks on which it fits; None where it does on none up to `MOST_RANKS`."""
     found = _fewest_over_data(seen, budget, above)
     most = _blocks(seen) if found is None else min(_blocks(seen), found.ranks - 1)
@@ -86,7 +87,7 @@ def fewest_ranks(seen: Seen, budget: int, *, above: int = 0) -> Draft | None:
     return found
 
 
-def _fewest_over_data(seen: Seen, budget: int, above: int) -> Draft | None:
+def _fewest_over_data(seen: ProfiledStep, budget: int, above: int) -> Draft | None:
     low, high = above, above + 1
     while over_data(seen, high).peak_bytes > budget:
         if high >= MOST_RANKS:
@@ -98,18 +99,18 @@ def _fewest_over_data(seen: Seen, budget: int, above: int) -> Draft | None:
     return over_data(seen, high)
 
 
-def _staged(seen: Seen, stages: int, *, data: int) -> list[Draft]:
+def _staged(seen: ProfiledStep, stages: int, *, data: int) -> list[Draft]:
     """With blocks computed again where any can be."""
     for again in (("*",), ()):
-        made = staged(seen, stages, data=data, budget=0, asked=Asked(again=again, chunks={}))
+        made = staged(seen, stages, data=data, budget=0, asked=PipelineOptions(again=again, chunks={}))
         if isinstance(made, Draft):
             return [made]
     return []
 
 
-def _blocks(seen: Seen) -> int:
+def _blocks(seen: ProfiledStep) -> int:
     """That can be stages."""
-    whole = seen.no_stages if seen.passes is None else seen.passes(None)
+    whole = stages_of(seen).whole()
     return 0 if isinstance(whole, str) else len(whole.names)
 
 

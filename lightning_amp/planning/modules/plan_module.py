@@ -10,6 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.profiled_step import Draft, ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.planning.modules.candidates import (
@@ -24,16 +27,19 @@ from lightning_amp.planning.modules.candidates import (
 )
 from lightning_amp.planning.modules.diagnosis import diagnose_module, evidence, signals
 from lightning_amp.planning.modules.leanest import LEAST, missing
-from lightning_amp.costs.profiled_step import OPEN, Asked, Draft, Seen
-from lightning_amp.techniques.pipeline.stages import staged
-from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.planning.plan.plan import Explanation, Plan, Rule
+from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.plan.sharding import sharding_of
-from lightning_amp.techniques.specs import ChunkBlock, DataParallel, PipelineStages, RecomputeBlock
-from lightning_amp.techniques.table import STRATEGIES, in_order, parse_strategies
 from lightning_amp.planning.policies.build_rules import BY_USER
+from lightning_amp.techniques.chunk.predict import forms_of
+from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.data.row import DataParallel
+from lightning_amp.techniques.fsdp.predict import split_by
+from lightning_amp.techniques.pipeline.options import OPEN, PipelineOptions
+from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.stages import staged
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order, parse_strategies
 
 INSIDE_STAGES = ("recompute", "chunk")
 
@@ -54,28 +60,30 @@ def told_apart(
     if asked is None:
         return None, () if policy == "paper" else None
     ids = parse_strategies(asked if isinstance(asked, str) else list(asked))
-    return [name for name in ids if name not in TECHNIQUES], tuple(name for name in ids if name in TECHNIQUES)
+    return [name for name in ids if name not in PREDICTIONS], tuple(
+        name for name in ids if name in PREDICTIONS
+    )
 
 
 def told_model_ranks(
-    size: int | str, strategies: str | Sequence[str] | None, shape: ModelShape, seen: Seen | None
-) -> tuple[int | str, Asked]:
+    size: int | str, strategies: str | Sequence[str] | None, shape: ModelShape, seen: ProfiledStep | None
+) -> tuple[int | str, PipelineOptions]:
     """Ranks of the model axis that were asked for: those of a plan without a profile, and those of a pipeline that
     `plan_module` adds where a policy chooses.
     """
     if shape.decoder is not None or seen is None or strategies is not None or not isinstance(size, int):
         return size, OPEN
-    return "auto", Asked(model=size if size > 1 else None)
+    return "auto", PipelineOptions(model=size if size > 1 else None)
 
 
 def plan_module(
     base: Plan,
-    seen: Seen,
+    seen: ProfiledStep,
     *,
     named: tuple[str, ...] | None = None,
     budget_named: bool = True,
     count: Count | None = None,
-    asked: Asked = OPEN,
+    asked: PipelineOptions = OPEN,
 ) -> Plan:
     """The plan of a module whose step was profiled.
 
@@ -117,7 +125,7 @@ def plan_module(
         except AmpError as error:
             if named is not None:
                 raise
-            counted = tuple(name for name in best.strategies if TECHNIQUES[name].counted)
+            counted = tuple(name for name in best.strategies if PREDICTIONS[name].counted)
             refused[counted] = _why(error)
             seen = _without_refused(seen, counted, refused[counted], ranks=best.ranks, count=count)
             continue
@@ -134,8 +142,8 @@ def plan_module(
 
 
 def _without_refused(
-    seen: Seen, names: tuple[str, ...], why: str, *, ranks: int, count: Count | None
-) -> Seen:
+    seen: ProfiledStep, names: tuple[str, ...], why: str, *, ranks: int, count: Count | None
+) -> ProfiledStep:
     """The step, of which it is known what of some techniques it refuses by itself."""
     found = {names[0]: why} if len(names) == 1 else {}
     for name in names if len(names) > 1 else ():
@@ -154,11 +162,11 @@ def _why(error: AmpError) -> str:
     return str(error.__cause__ if isinstance(error.__cause__, AmpError) else error)
 
 
-def plan_again(given: Plan, seen: Seen, *, count: Count | None = None) -> Plan:
+def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None) -> Plan:
     """A plan that was given, with the prediction for this step."""
     if (spec := _pipeline_of(given, seen)) is not None:
         return _staged_again(given, seen, spec)
-    rules = tuple(rule for rule in given.rules if rule.strategy in TECHNIQUES)
+    rules = tuple(rule for rule in given.rules if rule.strategy in PREDICTIONS)
     ranks = given.gradient_ranks
     made = _drafted(seen, rules, ranks=ranks, count=count)
     return replace(
@@ -174,7 +182,7 @@ def plan_again(given: Plan, seen: Seen, *, count: Count | None = None) -> Plan:
     )
 
 
-def _pipeline_of(plan: Plan, seen: Seen) -> PipelineStages | None:
+def _pipeline_of(plan: Plan, seen: ProfiledStep) -> PipelineStages | None:
     """The stages that were asked for.
 
     Raises:
@@ -186,7 +194,7 @@ def _pipeline_of(plan: Plan, seen: Seen) -> PipelineStages | None:
     return spec
 
 
-def _with_stages(base: Plan, seen: Seen, asked: Asked, *, must: bool = False) -> Plan:
+def _with_stages(base: Plan, seen: ProfiledStep, asked: PipelineOptions, *, must: bool = False) -> Plan:
     """The plan of a pipeline that was asked for; where nothing is known of its stages they are cut evenly and its peak
     is not known, or it must be known and is refused.
     """
@@ -213,7 +221,7 @@ def _with_stages(base: Plan, seen: Seen, asked: Asked, *, must: bool = False) ->
     return _made(without, seen, compared, _rules(found, named=base.policy == "strategies"))
 
 
-def _uncounted(plan: Plan, seen: Seen, why: str) -> Plan:
+def _uncounted(plan: Plan, seen: ProfiledStep, why: str) -> Plan:
     """A pipeline of whose ranks it is known only that the fullest one has its share of what is kept between steps."""
     least = -(-seen.held_bytes // plan.mesh.model)
     return replace(
@@ -224,7 +232,7 @@ def _uncounted(plan: Plan, seen: Seen, why: str) -> Plan:
     )
 
 
-def _beside_stages(asked: Asked, named: tuple[str, ...], *, budget_named: bool) -> Asked:
+def _beside_stages(asked: PipelineOptions, named: tuple[str, ...], *, budget_named: bool) -> PipelineOptions:
     """What techniques that a person has named beside a pipeline ask of it.
 
     Raises:
@@ -242,9 +250,9 @@ def _beside_stages(asked: Asked, named: tuple[str, ...], *, budget_named: bool) 
     )
 
 
-def _staged_again(given: Plan, seen: Seen, spec: PipelineStages) -> Plan:
+def _staged_again(given: Plan, seen: ProfiledStep, spec: PipelineStages) -> Plan:
     ends = tuple(int(end) for end in spec.ends.split(","))
-    asked = Asked(
+    asked = PipelineOptions(
         model=given.mesh.model,
         micro_batches=spec.micro_batches,
         schedule=spec.schedule,
@@ -295,21 +303,21 @@ def _shared(ranks: int, model: int) -> str:
     )
 
 
-def _missing(seen: Seen, best: Draft, budget: int | None) -> list[str]:
+def _missing(seen: ProfiledStep, best: Draft, budget: int | None) -> list[str]:
     fits = budget is None or best.peak_bytes <= budget
     # the refusal or the warning of a plan that does not fit has it too
     return [] if fits else [Explanation(missing(seen, best, budget=budget or 0))]
 
 
 def _compared(
-    seen: Seen,
+    seen: ProfiledStep,
     base: Plan,
     *,
     named: tuple[str, ...] | None,
     limit: int | None,
     refused: dict[tuple[str, ...], str],
     beyond: Beyond,
-    asked: Asked,
+    asked: PipelineOptions,
 ) -> Compared:
     ranks = base.gradient_ranks
     if named is not None:
@@ -327,28 +335,28 @@ def _compared(
     )
 
 
-def _kept(given: Plan, seen: Seen) -> list[str]:
+def _kept(given: Plan, seen: ProfiledStep) -> list[str]:
     """What was said of a plan that was given, with what is to be said of this step."""
     before = [note for note in given.notes if not note.startswith(LEAST)]
     return [*before, *(note for note in seen.notes if note not in before)]
 
 
-def _held(seen: Seen, made: Draft) -> int:
+def _held(seen: ProfiledStep, made: Draft) -> int:
     return seen.held_bytes if made.held_bytes is None else made.held_bytes
 
 
-def _drafted(seen: Seen, rules: tuple[Rule, ...], *, ranks: int, count: Count | None) -> Draft:
+def _drafted(seen: ProfiledStep, rules: tuple[Rule, ...], *, ranks: int, count: Count | None) -> Draft:
     """The step with rules: counted with those installed that change modules, the others added to that."""
     strategies = tuple(dict.fromkeys(rule.strategy for rule in rules))
-    local = tuple(rule for rule in rules if TECHNIQUES[rule.strategy].counted)
-    seen = replace(seen, fsdp=sharding_of(rules))
+    local = tuple(rule for rule in rules if PREDICTIONS[rule.strategy].counted)
+    seen = split_by(seen, sharding_of(rules))
     counts = not local or count is not None
     if local and count is not None:
         seen = replace(seen, profile=count(local))
     made = as_it_is(seen, ranks)
     for name in strategies:
-        if not (counts and TECHNIQUES[name].counted):
-            more = TECHNIQUES[name].add(seen, made, None)
+        if not (counts and PREDICTIONS[name].counted):
+            more = PREDICTIONS[name].add(seen, made, None)
             if isinstance(more, str):
                 raise PlanError(f"the given plan has {name}, which is not possible for this module: {more}")
             made = more
@@ -368,7 +376,7 @@ def _rules(best: Draft, *, named: bool) -> tuple[Rule, ...]:
     )
 
 
-def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -> Plan:
+def _made(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Rule, ...]) -> Plan:
     best, order = compared.best, list(STRATEGIES)
     notes = [*seen.notes]
     if best.model not in (1, base.mesh.model):
@@ -376,8 +384,9 @@ def _made(base: Plan, seen: Seen, compared: Compared, rules: tuple[Rule, ...]) -
         base = _on_axis(base, best.model)
     strategies = in_order({*base.strategies, *best.strategies})
     whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
-    if "chunk" in best.strategies and seen.chunks is not None and seen.chunks.known and seen.chunks.thinned:
-        thinned = seen.chunks.thinned[0]
+    forms = forms_of(seen)
+    if "chunk" in best.strategies and forms is not None and forms.known and forms.thinned:
+        thinned = forms.thinned[0]
         notes.append(Explanation(f"{thinned!r} has more regions that could run in chunks than are compared"))
     notes += _missing(seen, best, base.budget_bytes)
     notes += [] if compared.candidates else list(compared.dropped.values())

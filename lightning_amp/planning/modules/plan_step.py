@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.plan_module import Count, plan_module, told_apart, told_model_ranks
-from lightning_amp.costs.profiled_step import Seen
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.sharding import with_sharding
 from lightning_amp.planning.policies.build_rules import with_schedule
 from lightning_amp.planning.policies.make_plan import plan as make_plan
+from lightning_amp.techniques.fsdp.predict import facts_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,7 @@ class Counted:
         shape: Its structure, with the length of the batch.
     """
 
-    seen: Seen
+    seen: ProfiledStep
     shape: ModelShape
 
 
@@ -70,7 +71,7 @@ def plan_step(
         rates=seen.rates,
     )
     base = with_schedule(base, shape, micro_batches=micro_batches, schedule=schedule)
-    base = with_sharding(base, seen.fsdp, launches=seen.rates.launches)
+    base = with_sharding(base, facts_of(seen).spec, launches=seen.rates.launches)
     return plan_module(
         base,
         seen,

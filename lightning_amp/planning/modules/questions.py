@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import AmpError
 from lightning_amp.planning.modules.candidates import as_it_is, on_ranks
 from lightning_amp.planning.modules.leanest import (
@@ -12,7 +13,6 @@ from lightning_amp.planning.modules.leanest import (
     spelled,
     with_techniques_of,
 )
-from lightning_amp.costs.profiled_step import Draft, Seen
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
 
@@ -20,7 +20,7 @@ MOST_STEPS = 12
 """Steps that are profiled for one answer."""
 MOST_BATCH = 2**24
 
-SeenAt = Callable[[int], Seen]
+SeenAt = Callable[[int], ProfiledStep]
 """Length of a rank's batch -> its step."""
 
 
@@ -42,7 +42,7 @@ class LargestBatch:
 
 
 def largest_batches(
-    seen_at: SeenAt, seen: Seen, *, ranks: int, budget: int, named: Plan | None
+    seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, named: Plan | None
 ) -> LargestBatch:
     """The largest batches with the step as it is, and with techniques.
 
@@ -81,7 +81,9 @@ def largest_batches(
     return LargestBatch(plain=plain, lean=lean, techniques=best.strategies, sharing=best.model)
 
 
-def answers(seen_at: SeenAt, seen: Seen, *, ranks: int, budget: int, named: Plan | None = None) -> list[str]:
+def answers(
+    seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, named: Plan | None = None
+) -> list[str]:
     """Two sentences for a plan on so many ranks: the fewest devices and the largest batch.
 
     Arguments as of `largest_batches`.
@@ -132,7 +134,7 @@ def _next(peaks: dict[int, int], budget: int, low: int, high: int) -> int:
     return min(max(guess, low + 1), high - 1)
 
 
-def _devices(seen: Seen, budget: int) -> str:
+def _devices(seen: ProfiledStep, budget: int) -> str:
     found: Draft | None = fewest_ranks(seen, budget)
     length = seen.profile.batch_size
     where = "for all of them" if found is not None and found.model > 1 else "on each"

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import PlanError
-from lightning_amp.techniques.specs import Spec
 from lightning_amp.techniques.table import STRATEGIES, special_choice, without_blocks
 
 

@@ -9,11 +9,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lightning_amp.costs.rule import Rule, Spec
+from lightning_amp.costs.stage import Stage
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
-from lightning_amp.techniques.specs import BalanceCells, FullyShard, Spec, StreamStrata
-from lightning_amp.costs.stage import Stage
+from lightning_amp.techniques.data.row import BalanceCells
+from lightning_amp.techniques.fsdp.spec import FullyShard
+from lightning_amp.techniques.hic.strata.rows import StreamStrata
 from lightning_amp.techniques.table import (
     STRATEGIES,
     conflicts,
@@ -32,25 +35,6 @@ class Explanation(str):
     """
 
     __slots__ = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """One transformation: which modules, what, and why.
-
-    Attributes:
-        fqn: Name of the module, or a pattern in the sense of fnmatch; "" is the whole LightningModule.
-        spec: What to install there.
-        strategy: The strategy of the library that the rule belongs to, such as "S3".
-        why: The finding that asked for it.
-        saves_bytes: Predicted bytes per rank that it saves, 0 when it saves time or exactness.
-    """
-
-    fqn: str
-    spec: Spec
-    strategy: str
-    why: str
-    saves_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

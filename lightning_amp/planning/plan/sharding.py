@@ -6,9 +6,10 @@ Legend: D ranks that average gradients, S of a group among which parameters are 
 from collections.abc import Iterable
 from dataclasses import replace
 
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.techniques.specs import FullyShard
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.fsdp.spec import FullyShard
 
 ON_HOST = (
     "fsdp_offload saves nothing on a CPU, whose memory is the host's; on a GPU it keeps parameters, gradients and"

@@ -2,23 +2,20 @@
 
 from dataclasses import replace
 
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.ordered_partition import speeds_of_model
+from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.planning.plan.plan import Explanation, Plan, Rule
-from lightning_amp.techniques.specs import (
-    BalanceCells,
-    DataParallel,
-    FeatureParallel,
-    PipelineStages,
-    ShareBatchStatistics,
-    Spec,
-    StrataParallel,
-)
+from lightning_amp.planning.plan.plan import Explanation, Plan
+from lightning_amp.planning.time.fill_settings import settle, strata_ends, with_even_stages
+from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
+from lightning_amp.techniques.hic.features.row import FeatureParallel
+from lightning_amp.techniques.hic.strata.rows import StrataParallel
+from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.table import STRATEGIES, targets_of
-from lightning_amp.planning.time.fill_settings import settle, speeds_of_model, strata_ends, with_even_stages
 
 _SHARED = Rule(
     fqn="*",

@@ -6,28 +6,27 @@ else than the mapping would, a note says what both need.
 
 from dataclasses import dataclass, replace
 
+from lightning_amp.costs.device_rates import CPU_CORE, Rates
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape
 from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape
 from lightning_amp.planning.plan.plan import Candidate, Explanation, Plan
-from lightning_amp.techniques.table import (
-    ONLY_WITHOUT_DECODER,
-    STRATEGIES,
-    conflicts,
-    parse_strategies,
-    with_steps,
-)
 from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, candidates
 from lightning_amp.planning.policies.balance_cells import decide_balance, too_few_cells
 from lightning_amp.planning.policies.build_rules import build_rules
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
 from lightning_amp.planning.policies.request import Request, check_request
-from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, parse_bytes
+from lightning_amp.techniques.table import (
+    STRATEGIES,
+    conflicts,
+    parse_strategies,
+    with_steps,
+)
 
 
 def plan(
@@ -297,7 +296,7 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
         )
     found = list(conflicts(chosen))
     if shape.decoder is not None and "fsdp" in chosen and not found:
-        found = [f"{ONLY_WITHOUT_DECODER}, as those of {shape.decoder.fqn!r} here"]
+        found = [f"{STRATEGIES['fsdp'].no_decoder}, as those of {shape.decoder.fqn!r} here"]
     if found:
         raise PlanError(
             f"strategies={','.join(chosen)!r} cannot be combined: {'; '.join(found)}. Leave one of them out"
@@ -337,7 +336,7 @@ def _across_nodes(mesh: MeshShape, node_devices: int | None) -> list[str]:
 
 def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
     unknown = {
-        strategy: (row.from_outside and row.shape_after is None)
+        strategy: (row.registered and row.shape_after is None)
         or (strategy == "pipeline" and not shape.profiled)
         for strategy, row in STRATEGIES.items()
         if strategy in chosen

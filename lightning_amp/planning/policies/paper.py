@@ -16,13 +16,13 @@ under S1 only (Table 6); the third row is how both can be true. Which signal ask
 
 from collections.abc import Collection
 
+from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Explanation
-from lightning_amp.techniques.table import STRATEGIES, in_order, targets_of
 from lightning_amp.planning.policies.request import Request
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.table import STRATEGIES, in_order, targets_of
 
 
 def mapped(request: Request) -> tuple[tuple[str, ...], list[str]]:
@@ -52,7 +52,7 @@ def mapped(request: Request) -> tuple[tuple[str, ...], list[str]]:
         first = f"{format_bytes(whole)} per device under {under} and {limit}: {under} only"
         return in_order(base), [Explanation(first), *notes]
     asked = {
-        s for s, row in STRATEGIES.items() if row.signal in request.diagnosis.signals and not row.from_outside
+        s for s, row in STRATEGIES.items() if row.signal in request.diagnosis.signals and not row.registered
     }
     # the paper's S3 and S5 are of local attention; of full attention it names sequence parallelism (Section 5)
     split = "nodes" if shape.decoder.full else "S5"
@@ -67,7 +67,7 @@ def registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tupl
     """Strategies from outside whose signal is raised, and a sentence for each that is left out all the same."""
     own, notes = set(), []
     for strategy, row in STRATEGIES.items():
-        if not row.from_outside or row.signal not in diagnosis.signals:
+        if not row.registered or row.signal not in diagnosis.signals:
             continue
         if row.model_axis and devices == 1:
             notes.append(f"{strategy} is left out: it splits over the model axis, which one device has not")

@@ -10,9 +10,9 @@ memory     of one device (8GiB, 24GiB, 80GiB)
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lightning_amp.costs.model_shape import LARGEST
 from lightning_amp.data.files.resolution import parse_resolution
 from lightning_amp.errors import DataError, PlanError
-from lightning_amp.costs.model_shape import LARGEST
 from lightning_amp.profiling.profile import DecompositionProfile
 from lightning_amp.quantities import parse_bytes
 

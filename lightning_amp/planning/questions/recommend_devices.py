@@ -20,14 +20,14 @@ from dataclasses import asdict, dataclass, replace
 from math import floor
 from typing import Any
 
+from lightning_amp.costs.device_rates import Rates
+from lightning_amp.costs.model_shape import LARGEST, ModelShape
 from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import MeshShape
-from lightning_amp.costs.model_shape import LARGEST, ModelShape
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies.auto import TIE, candidates
 from lightning_amp.planning.policies.paper import registered
-from lightning_amp.costs.device_rates import Rates
 from lightning_amp.planning.time.model_seconds import on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track

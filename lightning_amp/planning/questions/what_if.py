@@ -16,22 +16,22 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from lightning_amp.diagnosis.diagnose import diagnose
-from lightning_amp.errors import PlanError
-from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import (
     WINDOW_PER_STRATUM,
     DecoderShape,
     ModelShape,
     reference_shape,
 )
+from lightning_amp.diagnosis.diagnose import diagnose
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.memory.peak_model import predict
+from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of
 from lightning_amp.planning.policies.request import Request
 from lightning_amp.planning.questions.parse_questions import Questions
-from lightning_amp.costs.device_rates import Rates
 from lightning_amp.planning.time.model_seconds import on_device
 from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
 from lightning_amp.progress import track

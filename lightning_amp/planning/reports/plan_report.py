@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import wrap
 
+from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.planning.modules.leanest import LEAST
-from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.techniques.specs import Spec
-from lightning_amp.techniques.table import label
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.diagnosis_report import diagnosis_sections, shortened
 from lightning_amp.planning.reports.stages_report import stages_section
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.techniques.table import label
 
 SHOWN_FITTING, SHOWN_DROPPED = 7, 3
 """Candidates in the text: the chosen one with the best that fit, and the best of those that do not."""

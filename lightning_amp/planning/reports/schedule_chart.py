@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from lightning_amp.figures import PALETTE, new_figure, save_figure
-from lightning_amp.techniques.pipeline.schedule.timeline import Timeline
 from lightning_amp.quantities import format_seconds
+from lightning_amp.techniques.pipeline.schedule.timeline import Timeline
 
 NUMBERED = 0.012
 """Share of a schedule from which on a pass is wide enough for its number."""

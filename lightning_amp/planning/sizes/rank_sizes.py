@@ -11,7 +11,10 @@ share unevenly it is the one that has most.
 
 from dataclasses import dataclass
 
+from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, RunSizes, run_sizes
+from lightning_amp.techniques.hic.attention.kernel_calls import Calls, calls_of
 from lightning_amp.techniques.hic.block_sizes import (
     block_cells,
     chunk_buckets,
@@ -19,9 +22,6 @@ from lightning_amp.techniques.hic.block_sizes import (
     sparse_columns,
     strata_side_by_side,
 )
-from lightning_amp.costs.model_shape import DecoderShape
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, RunSizes, run_sizes
-from lightning_amp.techniques.hic.attention.kernel_calls import Calls, calls_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

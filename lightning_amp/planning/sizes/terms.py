@@ -13,8 +13,8 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar, cast
 
-from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 
 Sizes = TypeVar("Sizes", bound=RankSizes)

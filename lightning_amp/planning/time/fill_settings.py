@@ -2,19 +2,16 @@
 
 from dataclasses import replace
 
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.ordered_partition import deal
+from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.techniques.specs import (
-    FusedAttention,
-    PipelineStages,
-    Spec,
-    StrataParallel,
-    StreamStrata,
-)
-from lightning_amp.costs.ordered_partition import deal
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.step_seconds import stratum_seconds
+from lightning_amp.techniques.hic.attention.rows import FusedAttention
+from lightning_amp.techniques.hic.strata.rows import StrataParallel, StreamStrata
+from lightning_amp.techniques.pipeline.spec import PipelineStages
 
 
 def settle(spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
@@ -33,11 +30,6 @@ def settle(spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
                 return replace(spec, keep=sizes.keeps_weights)
             return replace(spec, workers=sizes.side_by_side)
     return spec
-
-
-def speeds_of_model(speeds: tuple[float, ...], model: int) -> tuple[float, ...]:
-    """Of the ranks of the model axis, from those of all ranks: the slowest of every place, for groups wait for it."""
-    return tuple(min(speeds[m::model]) for m in range(model)) if speeds else ()
 
 
 def strata_ends(

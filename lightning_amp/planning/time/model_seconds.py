@@ -16,11 +16,11 @@ Legend: B cells of a rank.
 
 from dataclasses import replace
 
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.planning.time.collectives import gradient_numbers
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.link_seconds import collective_seconds
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.time.collectives import gradient_numbers
 from lightning_amp.planning.time.step_seconds import step_seconds
 
 PASSES = 8

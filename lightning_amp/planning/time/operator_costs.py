@@ -23,10 +23,10 @@ Legend: sizes/rank_sizes.py.
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, turned_at_once
-from lightning_amp.techniques.hic.attention.kernel_calls import Calls
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Term
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, turned_at_once
+from lightning_amp.techniques.hic.attention.kernel_calls import Calls
 
 
 class Pass(NamedTuple):

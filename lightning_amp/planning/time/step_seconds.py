@@ -22,9 +22,10 @@ from functools import partial
 from heapq import heapreplace
 from itertools import pairwise
 
-from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.costs.ordered_partition import deal
+from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Strata, Term, strata_of
 from lightning_amp.planning.time.collectives import (
@@ -33,7 +34,6 @@ from lightning_amp.planning.time.collectives import (
     region_traffic,
     stratum_traffic,
 )
-from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
 
 PYTHON = {"recompute": 160, "stream": 95, "fused": 45, "sdpa": 75, "sparse": 40}

@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_amp.shapes import PerAnchor
 from lightning_amp.techniques.checks.cached_check import remembered, settings_of
 from lightning_amp.techniques.checks.same_function import failure
 from lightning_amp.techniques.contract.hooks import KINDS
 from lightning_amp.techniques.contract.protocol import ATTENTION_KEY
-from lightning_amp.shapes import PerAnchor
 
 Part = tuple[slice | list[int], ...]
 """An index of v."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp._torch import tree_map
+from lightning_amp.costs.group_reasons import group_reasons
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.fake_copy import copy_of, fake_batch
 from lightning_amp.footprint.find_blocks import find_blocks
@@ -29,13 +30,12 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.guards import signature
+from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.check import Checked
 from lightning_amp.techniques.chunk.module_chunks import CHUNKS, ModuleChunks, Planned, plain
 from lightning_amp.techniques.chunk.planned import lower_within
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget
 from lightning_amp.techniques.chunk.regions.region import Region
-from lightning_amp.costs.group_reasons import group_reasons
-from lightning_amp.quantities import format_bytes
 
 Choose = Callable[[str, nn.Module, Any, Any], Checked | None]
 """What a call of a block (name, block, args, kwargs) runs; None for its own forward."""

@@ -1,7 +1,7 @@
 """`lightning_amp.chunk`, and the technique of that name: a forward pass stays within a byte budget, by parts in chunks.
 
 The module is captured as one graph where that is possible, otherwise block by block (the children of its lists and
-sequences); regions of the graph are chosen that keep it within the budget in the least time (techniques/chunk/regions), and what
+sequences); regions of the graph are chosen that keep it within the budget in the least time (regions/), and what
 the module runs from then on is generated (lower.py). A graph holds for one signature (graph/guards.py): a call with
 other shapes, dtypes, settings or modes is planned for itself before it runs. Nothing runs in another way than planned:
 what cannot be captured, or cannot be kept within the budget, is an error.
@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.forward_overrides import Override, add_override
+from lightning_amp.quantities import parse_bytes
 from lightning_amp.techniques.chunk.after_blocks_in_chunks import AfterBlocksInChunks
 from lightning_amp.techniques.chunk.in_chunks import InChunks
 from lightning_amp.techniques.chunk.module_chunks import CHUNKS, ModuleChunks
+from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.specs import ChunkBlock
-from lightning_amp.costs.device_rates import Rates
-from lightning_amp.quantities import parse_bytes
 
 M = TypeVar("M", bound=nn.Module)
 

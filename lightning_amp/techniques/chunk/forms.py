@@ -18,11 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lightning_amp.graph.peak import BlockBytes, block_bytes
-from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks, rung
-from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
-from lightning_amp.techniques.chunk.regions.region import ChunkPlan
 from lightning_amp.costs.chain import (
     CHUNKED,
     KEPT,
@@ -32,8 +27,13 @@ from lightning_amp.costs.chain import (
     ChunkForm,
     Moment,
 )
-from lightning_amp.techniques.recompute.choose import Choice, choose, leanest
 from lightning_amp.costs.group_reasons import group_reasons
+from lightning_amp.graph.peak import BlockBytes, block_bytes
+from lightning_amp.graph.table import Table
+from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks, rung
+from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
+from lightning_amp.techniques.chunk.regions.region import ChunkPlan
+from lightning_amp.techniques.recompute.choose import Choice, choose, leanest
 
 LEVELS = 5
 """Budgets that a block is planned for."""

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from lightning_amp._torch import unseen
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.errors import InstallError, ModelError, PlanError
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Capture, capture
 from lightning_amp.graph.guards import signature, state_of
+from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.by_blocks import plan_blocks
 from lightning_amp.techniques.chunk.module_chunks import Planned, no_part_of_the_step, plain
 from lightning_amp.techniques.chunk.planned import plan_graph
-from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget
-from lightning_amp.costs.device_rates import Rates
-from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.rates_of import rates_of
 
 MANY = 8
 """Blocks of several parts above which a module is planned block by block where that keeps it within the budget: blocks
@@ -31,8 +31,8 @@ class InChunks:
     """Called as `forward(module, *args, **kwargs)`; a copy has the plans of what it is a copy of, a pickle none.
 
     Attributes:
-        known: Plans by budget and signature; `install` lets all blocks of a model have the same.
-        fqn: Name of the block, for messages; `install` sets it.
+        known: Plans by budget and signature.
+        fqn: Name of the block, for messages.
         train: As given.
 
     Args:
@@ -49,6 +49,10 @@ class InChunks:
         self._budget_bytes, self.train, self._policy, self._rates = budget_bytes, train, policy, rates
         self.known: dict[Any, Planned] = {}
         self.fqn = ""
+
+    def installed_at(self, fqn: str, plans: dict[Any, Planned]) -> None:
+        """Note the block's name, and share the plans of the model's other blocks."""
+        self.fqn, self.known = fqn, plans
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the module returns; a call of a new signature is planned first, and checked when it has values.

@@ -14,7 +14,6 @@ from lightning_amp.techniques.chunk.check import Checked
 from lightning_amp.techniques.chunk.lower import Lowered, lower, table_of
 from lightning_amp.techniques.chunk.module_chunks import ModuleChunks, Planned
 from lightning_amp.techniques.chunk.nested import lower_nested, outermost
-from lightning_amp.techniques.chunk.two_steps import in_two_steps
 from lightning_amp.techniques.chunk.regions.choose_chunks import (
     CPU_SECONDS,
     CostModel,
@@ -24,6 +23,7 @@ from lightning_amp.techniques.chunk.regions.choose_chunks import (
 )
 from lightning_amp.techniques.chunk.regions.chunk_bytes import result_bytes
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan, Region
+from lightning_amp.techniques.chunk.two_steps import in_two_steps
 
 
 def plan_graph(

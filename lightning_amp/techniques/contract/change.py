@@ -20,7 +20,8 @@ class Change:
         sharded: Parameters that the new modules hold a shard of, in place of the whole.
         forwards: What modules that stay run instead of their class's `forward`, by their name as in `swaps`; called as
             `forward(module, *args, **kwargs)`. One with a `position` runs around what others compute
-            (footprint/forward_overrides.py). It can be copied with the module, and pickled.
+            (footprint/forward_overrides.py). One with a method `installed_at(fqn, plans)` is given the block's name and
+            a dictionary that all blocks of the model share. It can be copied with the module, and pickled.
         methods: What the rule's module runs instead of other methods of its class, by their name; called as
             `method(module, *args, **kwargs)`.
     """

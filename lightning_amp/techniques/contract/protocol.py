@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_amp.techniques.contract.stand_in import named_parts
 from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor
+from lightning_amp.techniques.contract.stand_in import named_parts
 
 
 class DecomposedDecoder(Protocol):

@@ -49,6 +49,11 @@ REACHED, SPARSE = 1, 2
 """What a rank says of a parameter; the largest word of all ranks counts."""
 
 
+def gradient_sizes(module: nn.Module) -> tuple[int, ...]:
+    """Bytes of every gradient of a module; parameters without a dimension are left out."""
+    return tuple(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad and p.dim())
+
+
 class GradientSync:
     """Knows which gradients have changed since the last reduction, and reduces those.
 

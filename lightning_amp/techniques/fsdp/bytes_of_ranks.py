@@ -33,15 +33,16 @@ from math import prod
 
 from lightning_amp.footprint.module_profile import (
     ACTIVATIONS,
+    BACKWARD,
+    FORWARD,
     GRADIENTS,
+    OPTIMISER,
     PARAMETERS,
     STATE,
     TEMPORARIES,
     ModuleProfile,
     Moment,
 )
-
-FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""What fsdp sends in a step, in the place of one average of all gradients, and the ways to split that are worth a look.
+"""What fsdp sends in a step, in the place of one average of all gradients.
 
     among S ranks           of every unit two all-gathers of its parameters, one reduce-scatter of their gradients
     between D / S groups    of every unit one all-reduce of a rank's rows of gradients
@@ -12,12 +12,13 @@ Known limits: transfers do not overlap with computation; what ranks compare befo
 not counted. Legend: D ranks of the data axis, S of them among which parameters are split.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
-from lightning_amp.costs.profiled_step import Seen
-from lightning_amp.techniques.specs import FullyShard
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.link_seconds import collective_seconds
+from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.techniques.fsdp.bytes_of_ranks import Unit
+from lightning_amp.techniques.fsdp.spec import FullyShard
 
 MESSAGES = 3
 """Of a unit among the ranks that it is split over."""
@@ -30,34 +31,23 @@ PASSES = 2
 one core."""
 
 
-def fsdp_seconds(seen: Seen, spec: FullyShard, ranks: int) -> float:
+def fsdp_seconds(step: ProfiledStep, units: Sequence[Unit], spec: FullyShard, ranks: int) -> float:
     """Seconds of a step beyond those of one that averages gradients over D ranks; never below 0."""
-    shard, links = spec.shard_ranks or ranks, seen.rates.links
-    whole = sum(unit.whole_bytes() for unit in seen.units)
-    handling = 0.0 if seen.rates.launches or shard == 1 else HANDLING_S
+    shard, links = spec.shard_ranks or ranks, step.rates.links
+    whole = sum(unit.whole_bytes() for unit in units)
+    handling = 0.0 if step.rates.launches or shard == 1 else HANDLING_S
     sent = -collective_seconds("all_reduce", whole, ranks, links)
-    for own in filter(None, (unit.whole_bytes() for unit in seen.units)):
+    for own in filter(None, (unit.whole_bytes() for unit in units)):
         sent += 2 * collective_seconds("all_gather", own / shard, shard, links)
         sent += collective_seconds("reduce_scatter", own, shard, links)
         sent += collective_seconds("all_reduce", own / shard, ranks // shard, links, inner=shard)
         sent += MESSAGES * handling
-    return max(0.0, sent) + (_host_seconds(seen, whole, shard) if spec.offload else 0.0)
+    return max(0.0, sent) + (_host_seconds(step, whole, shard) if spec.offload else 0.0)
 
 
-def ways_to_split(seen: Seen, ranks: int) -> Iterator[FullyShard]:
-    """How fsdp may split over D ranks: as was asked; else over all, or within a node where there are several."""
-    if seen.fsdp is not None:
-        yield seen.fsdp
-        return
-    yield FullyShard()
-    node = seen.rates.links.ranks_per_node
-    if 1 < node < ranks and ranks % node == 0:
-        yield FullyShard(shard_ranks=node)
-
-
-def _host_seconds(seen: Seen, whole: int, shard: int) -> float:
+def _host_seconds(step: ProfiledStep, whole: int, shard: int) -> float:
     """On a CPU rows pass no link, and the optimiser works where it would anyway."""
-    if not seen.rates.launches:
+    if not step.rates.launches:
         return 0.0
-    moved, updated = 3 * whole / shard, PASSES * seen.held_bytes / shard
-    return moved / seen.rates.host_bandwidth + updated / CPU_CORE.memory_bytes
+    moved, updated = 3 * whole / shard, PASSES * step.held_bytes / shard
+    return moved / step.rates.host_bandwidth + updated / CPU_CORE.memory_bytes

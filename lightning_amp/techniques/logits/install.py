@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_amp._torch import tree_map
 from lightning_amp.dist._torch import functorch_utils
+from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.logits.pending import PutOff, values
 from lightning_amp.techniques.put_methods import method_of, refuse_unseen
 
@@ -21,6 +22,11 @@ def chunk_logits(module: nn.Module) -> dict[str, Callable[..., Any]]:
     """
     refuse_unseen("logits", module)
     return {"training_step": in_chunks(method_of(module, "training_step"))}
+
+
+def install(module: nn.Module, spec: object, mesh: object) -> Change:
+    """Replace the training step of a LightningModule."""
+    return Change({}, methods=chunk_logits(module))
 
 
 def in_chunks(step: Callable[..., Any]) -> Callable[..., Any]:

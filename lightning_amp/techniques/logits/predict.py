@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 
-from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, Seen, Target
-from lightning_amp.planning.plan.plan import Rule
+from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.logits.row import ChunkLogits
+from lightning_amp.techniques.logits.spec import ChunkLogits
 
 RULE = Rule(fqn="", spec=ChunkLogits(), strategy="logits", why="counted")
 WORTH = 0.02
 """Of the peak: what is less is not worth the seconds."""
 
 
-def add(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
+def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Cross-entropy runs in chunks of rows, and the product with a linear layer's weight once more in the backward
     pass.
     """
@@ -31,7 +31,7 @@ def add(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
         )
     more = max(step.chain.seconds - seen.chain.seconds, LEAST_SECONDS)
     why = f"logits are never whole, which keeps {format_bytes(saved)} less and takes {format_seconds(more)} more"
-    target = Target(strategy="logits", fqn="", spec=ChunkLogits(), why=why, saves_bytes=saved)
+    target = Rule(strategy="logits", fqn="", spec=ChunkLogits(), why=why, saves_bytes=saved)
     return replace(
         draft,
         peak_bytes=max(draft.peak_bytes - saved, seen.held_bytes),

@@ -1,16 +1,16 @@
-"""Define the row of `logits` in the table of strategies, and the spec of its rule in a plan."""
+"""Define the row of logits in the table of techniques."""
 
-from dataclasses import dataclass
-from typing import Any
+from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
+from lightning_amp.techniques.logits.predict import add
+from lightning_amp.techniques.logits.spec import ChunkLogits
+from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkLogits:
-    """Cross-entropy of a linear layer's outputs runs in chunks of rows, in the forward and in the backward pass."""
-
-
-ROW: dict[str, Any] = {
-    "title": "cross-entropy in chunks",
-    "shrinks": "logits of a training step, and their gradients, to those of a few rows",
-    "specs": (ChunkLogits,),
-}
+ROW = Technique(
+    title="cross-entropy in chunks",
+    shrinks="logits of a training step, and their gradients, to those of a few rows",
+    specs=(ChunkLogits,),
+    installers={ChunkLogits: Installer("lightning_amp.techniques.logits.install:install")},
+    prediction=Prediction(
+        add=add, kinds=(ACTIVATIONS, TEMPORARIES), limit="the peak is elsewhere", turn=1, slow=True
+    ),
+)

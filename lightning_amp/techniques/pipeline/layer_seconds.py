@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from lightning_amp.costs.link_seconds import Links, collective_seconds
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.techniques.pipeline.schedule.micro_batches import LayerTimes
 from lightning_amp.techniques.pipeline.schedule.timeline import StageTimes
-from lightning_amp.costs.link_seconds import Links, collective_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,6 +1,6 @@
 """When a rank of a pipeline has computed what in one step: begin and end of every pass, without what it waited.
 
-A pass begins when its input is there and ends before its result is sent, as in techniques/pipeline/schedule/timeline.py.
+A pass begins when its input is there and ends before its result is sent, as in schedule/timeline.py.
 
 Known limits: times are those of the machine's clock, so that ranks on several machines are shown as far apart as their
 clocks are; a device that works on after it was asked to (CUDA) would be seen too early.

@@ -26,15 +26,18 @@ from typing import Any
 
 import numpy as np
 
+from lightning_amp.costs.profiled_step import LEAST_SECONDS, ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.chain.passes import Passes
-from lightning_amp.costs.profiled_step import LEAST_SECONDS, Seen, StageChunks, Target
-from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peak
-from lightning_amp.techniques.specs import ChunkBlock, RecomputeBlock
-from lightning_amp.techniques.pipeline.layer_seconds import segment_seconds
 from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.pipeline.layer_seconds import segment_seconds
+from lightning_amp.techniques.pipeline.options import StageChunks
+from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peak
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
 
 
-def repeatable(seen: Seen, passes: Passes, patterns: Collection[str] = ("*",)) -> tuple[int, ...]:
+def repeatable(seen: ProfiledStep, passes: Passes, patterns: Collection[str] = ("*",)) -> tuple[int, ...]:
     """Those blocks that one of some patterns names and that can be computed a second time, by their place."""
     again = set(seen.chain.names)
     return tuple(
@@ -241,11 +244,11 @@ def _seconds_of(passes: Passes, runs: Sequence[tuple[int, int]]) -> float:
     return float(sum((forward + backward)[start:end].sum() for start, end in runs))
 
 
-def targets_again(part: Passes, blocks: Sequence[int]) -> tuple[Target, ...]:
+def targets_again(part: Passes, blocks: Sequence[int]) -> tuple[Rule, ...]:
     """What a plan's rules will be."""
     of_all = f"{len(blocks)} of {len(part.names)} blocks are computed again"
     return tuple(
-        Target(
+        Rule(
             strategy="recompute",
             fqn=part.names[i],
             spec=RecomputeBlock(),
@@ -257,14 +260,14 @@ def targets_again(part: Passes, blocks: Sequence[int]) -> tuple[Target, ...]:
     )
 
 
-def targets_in_chunks(run: InChunks, again: Collection[int]) -> tuple[Target, ...]:
+def targets_in_chunks(run: InChunks, again: Collection[int]) -> tuple[Rule, ...]:
     """The same of blocks in chunks, of which some are computed again besides."""
     plain, part, chunks = run.plain, run.part, run.chunks
     more = sum(segment_seconds(part)) - sum(segment_seconds(plain))
     places = {name: i for i, name in enumerate(part.names) if name in chunks}
     of_all = f"{len(places)} of {len(part.names)} blocks run in chunks"
     return tuple(
-        Target(
+        Rule(
             strategy="chunk",
             fqn=name,
             spec=chunks[name],

@@ -24,9 +24,23 @@ from functools import partial
 from itertools import pairwise
 from math import inf
 
+from lightning_amp.costs.link_seconds import collective_seconds
+from lightning_amp.costs.ordered_partition import speeds_of_model
+from lightning_amp.costs.profiled_step import Draft, ProfiledStep
+from lightning_amp.costs.rule import Rule
+from lightning_amp.costs.stage import Stage
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
-from lightning_amp.costs.profiled_step import Asked, Draft, Seen, Target
+from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, times_of
+from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
+from lightning_amp.techniques.pipeline.schedule.blocks_of_stages import filled, layer_bytes
+from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
+from lightning_amp.techniques.pipeline.schedule.micro_batches import Devices, fastest_of
+from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule
+from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, held_bytes, rank_peaks
+from lightning_amp.techniques.pipeline.schedule.timeline import timeline
+from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.pipeline.stage_forms import (
     InChunks,
     Levels,
@@ -37,18 +51,6 @@ from lightning_amp.techniques.pipeline.stage_forms import (
     targets_again,
     targets_in_chunks,
 )
-from lightning_amp.techniques.pipeline.schedule.blocks_of_stages import filled, layer_bytes
-from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
-from lightning_amp.techniques.pipeline.schedule.micro_batches import Devices, fastest_of
-from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule
-from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, held_bytes, rank_peaks
-from lightning_amp.techniques.pipeline.schedule.timeline import timeline
-from lightning_amp.techniques.specs import PipelineStages
-from lightning_amp.costs.stage import Stage
-from lightning_amp.planning.time.fill_settings import speeds_of_model
-from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, times_of
-from lightning_amp.costs.link_seconds import collective_seconds
-from lightning_amp.quantities import format_bytes, format_seconds
 
 SAFE = "gpipe"
 """What a policy takes: the loss may be any function of the batch. Others refuse a step whose loss is no mean."""
@@ -62,7 +64,7 @@ CAPS = 12
 class _Shape:
     """What is decided before a cut."""
 
-    seen: Seen
+    seen: ProfiledStep
     whole: Passes
     ranks: int
     data: int
@@ -104,7 +106,9 @@ class _Shape:
         )
 
 
-def best_pipeline(seen: Seen, *, ranks: int, budget: int | None, asked: Asked) -> Draft | str:
+def best_pipeline(
+    seen: ProfiledStep, *, ranks: int, budget: int | None, asked: PipelineOptions
+) -> Draft | str:
     """The fastest pipeline that fits, over all lengths of the model axis that divide the ranks, or why there is none.
 
     Args:
@@ -128,13 +132,14 @@ def best_pipeline(seen: Seen, *, ranks: int, budget: int | None, asked: Asked) -
     return _best(made, budget)
 
 
-def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Asked) -> Draft | str:
+def staged(
+    seen: ProfiledStep, model: int, *, data: int, budget: int | None, asked: PipelineOptions
+) -> Draft | str:
     """The step over so many stages, or why it cannot be."""
-    if seen.passes is None:
-        return seen.no_stages
-    whole = seen.passes(None)
-    if isinstance(whole, str):
-        return whole
+    known = stages_of(seen)
+    whole = known.whole()
+    if isinstance(whole, str) or known.passes is None:
+        return str(whole)
     name = asked.schedule or SAFE
     speeds = speeds_of_model(asked.speeds, model)
     first = _Shape(
@@ -162,7 +167,7 @@ def staged(seen: Seen, model: int, *, data: int, budget: int | None, asked: Aske
     # the smallest first: other lengths lie on the line between it and the whole
     shapes.reverse()
     for shape in shapes:
-        part = seen.passes(-(-whole.rows // shape.micro_batches))
+        part = known.passes(-(-whole.rows // shape.micro_batches))
         if isinstance(part, str):
             return part
         if asked.again and not repeatable(seen, part, asked.again):
@@ -192,7 +197,8 @@ def _fastest(shape: _Shape, rows: int) -> dict[int, float]:
     Returns:
         The fastest first; empty where the times are not known.
     """
-    whole, counted = shape.whole, shape.seen.passes(rows) if shape.seen.passes else ""
+    passes = stages_of(shape.seen).passes
+    whole, counted = shape.whole, passes(rows) if passes else ""
     if isinstance(counted, str) or counted.rows == whole.rows or shape.each > 1:
         # stages that take turns on a rank have another time than Eq. 8
         return {}
@@ -217,23 +223,23 @@ def _best(made: Sequence[Draft], budget: int | None) -> Draft:
     return min(made, key=lambda one: (one.peak_bytes, one.pace))
 
 
-def _run(seen: Seen, part: Passes, asked: Asked) -> InChunks | str:
+def _run(seen: ProfiledStep, part: Passes, asked: PipelineOptions) -> InChunks | str:
     """A micro-batch with what is to run in chunks whatever fits, or why that cannot be."""
     if not (asked.chunks or asked.all_chunks):
         return InChunks(plain=part, part=part, chunks={})
-    if seen.stage_chunks is None:
+    in_chunks, chunks = stages_of(seen).chunks, asked.chunks
+    if in_chunks is None:
         return "its blocks were not looked at for chunks"
-    chunks = asked.chunks
     if not chunks:
-        levels = Levels(seen.stage_chunks, part)
+        levels = Levels(in_chunks, part)
         if levels.reason:
             return levels.reason
         chunks = levels.every
-    found = seen.stage_chunks.passes(part.rows, chunks)
+    found = in_chunks.passes(part.rows, chunks)
     return found if isinstance(found, str) else InChunks(plain=part, part=found, chunks=chunks)
 
 
-def _drafts(shape: _Shape, run: InChunks, asked: Asked) -> Iterator[Draft]:
+def _drafts(shape: _Shape, run: InChunks, asked: PipelineOptions) -> Iterator[Draft]:
     """With the blocks that are to be computed again; left open, with none, and with as few as are needed to fit."""
     again = repeatable(shape.seen, run.part, ("*",) if asked.again is None else asked.again)
     if asked.again is not None:
@@ -248,9 +254,9 @@ def _drafts(shape: _Shape, run: InChunks, asked: Asked) -> Iterator[Draft]:
             yield _draft(shape, run, ends=ends, again=blocks)
 
 
-def _drafts_in_chunks(shape: _Shape, part: Passes, asked: Asked) -> Iterator[Draft]:
+def _drafts_in_chunks(shape: _Shape, part: Passes, asked: PipelineOptions) -> Iterator[Draft]:
     """With as many blocks in chunks as are needed to fit, and as few computed again as that leaves."""
-    chunks, again = shape.seen.stage_chunks, repeatable(shape.seen, part, asked.again or ("*",))
+    chunks, again = stages_of(shape.seen).chunks, repeatable(shape.seen, part, asked.again or ("*",))
     again = () if asked.again == () else again
     if chunks is None or shape.budget is None:
         return
@@ -266,7 +272,7 @@ def _drafts_in_chunks(shape: _Shape, part: Passes, asked: Asked) -> Iterator[Dra
             yield _draft(shape, run, ends=ends, again=blocks)
 
 
-def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: Asked) -> list[tuple[int, ...]]:
+def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: PipelineOptions) -> list[tuple[int, ...]]:
     """Those that were asked for; else the fastest as it is, and the fastest that fits in its form of least bytes."""
     if asked.ends is not None:
         return [asked.ends]
@@ -321,7 +327,7 @@ def _draft(
     )
 
 
-def _target(shape: _Shape, ends: tuple[int, ...], stages: Sequence[Stage]) -> Target:
+def _target(shape: _Shape, ends: tuple[int, ...], stages: Sequence[Stage]) -> Rule:
     spec = PipelineStages(
         ends=",".join(map(str, ends)),
         schedule=shape.schedule,
@@ -341,7 +347,7 @@ def _target(shape: _Shape, ends: tuple[int, ...], stages: Sequence[Stage]) -> Ta
         why += f"; of 1 to {shape.whole.rows} micro-batches {fastest} are the fastest ({other})"
     saved = max(0, shape.seen.profile.peak_bytes - peak)
     fqn = shape.whole.names[0].rpartition(".")[0]
-    return Target(strategy="pipeline", fqn=fqn, spec=spec, why=why, saves_bytes=saved)
+    return Rule(strategy="pipeline", fqn=fqn, spec=spec, why=why, saves_bytes=saved)
 
 
 def _after(shape: _Shape, pipeline: Pipeline) -> float:

@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
-from lightning_amp.techniques.ranks import collectives
 from lightning_amp.shapes import LogWeights, PerAnchor, PerCell
+from lightning_amp.techniques.ranks import collectives
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import LogWeights, PerCell, Scalar
 from lightning_amp.techniques.checks.same_function import mismatch
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.anchor_shards import AnchorShards, take_anchors
 from lightning_amp.techniques.ranks.channel_shards import Channels, take_channels
-from lightning_amp.shapes import LogWeights, PerCell, Scalar
 
 
 class SharedRegion(nn.Module):

@@ -26,7 +26,7 @@ from lightning_amp.footprint.first_pass import FirstPass, Place, digests, same_d
 from lightning_amp.footprint.forward_overrides import Position
 from lightning_amp.techniques.autograd.received import Received
 from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.specs import RecomputeBlock
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
 
 
 def recompute_block(module: nn.Module, spec: RecomputeBlock, mesh: object) -> Change:
@@ -46,7 +46,7 @@ class RecomputedForward:
     """What runs a block's forward twice; made by `recompute_block`.
 
     Attributes:
-        fqn: Name of the block, for messages; `install` sets it.
+        fqn: Name of the block, for messages.
         changing: Buffers that the block changes, by its mode.
         compared: Whether a second pass has been compared with its first.
     """
@@ -55,6 +55,10 @@ class RecomputedForward:
     fqn: str = ""
     changing: dict[Any, frozenset[Place]] = field(default_factory=dict)
     compared: bool = False
+
+    def installed_at(self, fqn: str, plans: object) -> None:
+        """Note the block's name."""
+        self.fqn = fqn
 
     def __call__(self, forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What `forward` returns of the block.

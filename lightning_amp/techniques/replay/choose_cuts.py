@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_amp.techniques.replay.row import AT_ONCE, KEPT, ONE_BY_ONE
+from lightning_amp.techniques.replay.spec import AT_ONCE, KEPT, ONE_BY_ONE
 
 PARTS = 256
 """Of a bound, in which bytes held are counted."""

@@ -10,8 +10,9 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_amp._torch import AnyBatchNorm
+from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.put_methods import method_of, refuse_unseen
-from lightning_amp.techniques.replay.row import ReplayOperators
+from lightning_amp.techniques.replay.spec import ReplayOperators
 from lightning_amp.techniques.replay.tape import Tape
 
 
@@ -23,6 +24,11 @@ def replay_operators(module: nn.Module, spec: ReplayOperators) -> dict[str, Call
     """
     refuse_unseen("replay", module)
     return {"training_step": replayed(method_of(module, "training_step"), spec)}
+
+
+def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:
+    """Replace the training step of a LightningModule."""
+    return Change({}, methods=replay_operators(module, spec))
 
 
 @contextmanager

@@ -2,27 +2,26 @@
 
 from dataclasses import replace
 
-from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, Seen, Target
-from lightning_amp.planning.plan.plan import Rule
+from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.replay.row import ReplayOperators, written
+from lightning_amp.techniques.replay.choose_cuts import Replays
+from lightning_amp.techniques.replay.spec import ReplayOperators, written
 
 TOGETHER = ("logits",)
 RECORDED = 3e-5
 """Seconds that it takes to record an operator, of one core of a server's processor."""
 
 
-def add(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
+def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Stretches of the step are computed again in the backward pass, whatever code they are."""
     others = [name for name in draft.strategies if name not in TOGETHER]
     if others:
         return f"it is not supported together with {' and '.join(others)}"
-    if seen.replays is None:
+    look = seen.facts.get("replay")
+    if look is None:
         return "the operators of the step were not looked at"
-    before = tuple(
-        Rule(fqn=one.fqn, spec=one.spec, strategy=one.strategy, why=one.why) for one in draft.targets
-    )
-    replays = seen.replays(before)
+    replays: Replays = look(draft.targets)
     stretches = replays.stretches
     if isinstance(stretches, str):
         return stretches
@@ -41,5 +40,5 @@ def add(seen: Seen, draft: Draft, budget: int | None) -> Draft | str:
         draft,
         peak_bytes=max(draft.peak_bytes - saved, seen.held_bytes),
         seconds=draft.seconds + seconds,
-        targets=(*draft.targets, Target(strategy="replay", fqn="", spec=spec, why=why, saves_bytes=saved)),
+        targets=(*draft.targets, Rule(strategy="replay", fqn="", spec=spec, why=why, saves_bytes=saved)),
     )

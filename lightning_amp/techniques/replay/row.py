@@ -1,39 +1,21 @@
-"""Define the row of `replay` in the table of strategies, and the spec of its rule in a plan."""
+"""Define the row of replay in the table of techniques."""
 
-from dataclasses import dataclass
-from typing import Any
+from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
+from lightning_amp.techniques.replay.predict import add
+from lightning_amp.techniques.replay.spec import ReplayOperators
+from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
-KEPT, AT_ONCE, ONE_BY_ONE = 0, 1, 2
-"""Kinds of stretches: as it is, replayed as a whole, or anew for each tensor that the backward pass asks for."""
-MARKS = {KEPT: "-", AT_ONCE: "", ONE_BY_ONE: "+"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayOperators:
-    """Stretches of the training step keep what they read, and their operators run again in the backward pass.
-
-    Attributes:
-        ends: Where stretches end, as places among the operators of the forward pass: "120,180-,300+". One with "-" is
-            kept as it is; so is what comes after the last. One with "+" runs again for each of its tensors.
-    """
-
-    ends: str
-
-    @property
-    def segments(self) -> list[tuple[int, int]]:
-        """The places, and the kind of the stretch before."""
-        kinds = {mark: kind for kind, mark in MARKS.items()}
-        ends = [(end.rstrip("-+"), end) for end in self.ends.split(",") if end]
-        return [(int(place), kinds[end.removeprefix(place)]) for place, end in ends]
-
-
-def written(segments: list[tuple[int, int]]) -> str:
-    """Segments as a plan has them."""
-    return ",".join(f"{end}{MARKS[kind]}" for end, kind in segments)
-
-
-ROW: dict[str, Any] = {
-    "title": "replay of operators",
-    "shrinks": "what autograd keeps of any code to what stretches of it read",
-    "specs": (ReplayOperators,),
-}
+ROW = Technique(
+    title="replay of operators",
+    shrinks="what autograd keeps of any code to what stretches of it read",
+    specs=(ReplayOperators,),
+    installers={ReplayOperators: Installer("lightning_amp.techniques.replay.install:install")},
+    look="lightning_amp.techniques.replay.look_at_step:look",
+    prediction=Prediction(
+        add=add,
+        kinds=(ACTIVATIONS, TEMPORARIES),
+        limit="one operator needs as much by itself, or the peak is in the optimiser's step",
+        turn=4,
+        slow=True,
+    ),
+)

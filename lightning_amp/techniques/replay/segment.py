@@ -18,7 +18,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.footprint.first_pass import digests, same_digests
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.techniques.replay.operators import copied, drawing, is_plain
-from lightning_amp.techniques.replay.row import AT_ONCE, ONE_BY_ONE
+from lightning_amp.techniques.replay.spec import AT_ONCE, ONE_BY_ONE
 
 CHANGED = (
     "a tensor was changed in place after the forward pass had saved it for the backward pass: without replay the step"

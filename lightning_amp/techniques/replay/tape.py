@@ -41,7 +41,6 @@ from lightning_amp.techniques.replay.operators import (
     is_plain,
     version_of,
 )
-from lightning_amp.techniques.replay.row import KEPT, ONE_BY_ONE
 from lightning_amp.techniques.replay.segment import (
     CHANGED,
     Handle,
@@ -53,6 +52,7 @@ from lightning_amp.techniques.replay.segment import (
     Slot,
     mapped,
 )
+from lightning_amp.techniques.replay.spec import KEPT, ONE_BY_ONE
 
 SMALL = 64
 """How many times smaller than the largest result of its operator a small one is."""

@@ -1,10 +1,11 @@
-"""The row of `sequence` in the table of strategies, and the spec that its rule has in a plan."""
+"""The row of `sequence` in the table of techniques, and the spec that its rule has in a plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_amp.errors import PlanError
+from lightning_amp.techniques.technique import Technique
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,18 +72,18 @@ def _is_dims(dims: Any) -> bool:
     return isinstance(dims, list | tuple) and 1 <= len(dims) <= 2 and all(isinstance(d, int) for d in dims)
 
 
-ROW: dict[str, Any] = {
-    "title": "sequence parallel",
-    "shrinks": "samples to a rank's part of each",
-    "specs": (SequenceParallel,),
-    "targets": lambda shape: [("", SequenceParallel(dims=""))],
-    "model_axis": True,
-    "steps": "lightning_amp.techniques.sequence.install",
-    "together": ("S1", "recompute", "fsdp"),
-    "apart": {
+ROW = Technique(
+    title="sequence parallel",
+    shrinks="samples to a rank's part of each",
+    specs=(SequenceParallel,),
+    targets=lambda shape: [("", SequenceParallel(dims=""))],
+    model_axis=True,
+    steps="lightning_amp.techniques.sequence.install",
+    together=("S1", "recompute", "fsdp"),
+    apart={
         "tensor3d": "z of a grid splits samples: leave 'sequence' out, and give strategies='tensor3d' with"
         " sequence_dim, such as {'ids': 1, 'labels': 1}",
     },
-    "asked": asked,
-    "without_step": "Name the dims, as in AMPStrategy(sequence_dim={'ids': 1})",
-}
+    options=asked,
+    without_step="Name the dims, as in AMPStrategy(sequence_dim={'ids': 1})",
+)

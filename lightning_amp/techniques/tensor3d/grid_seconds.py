@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from lightning_amp.footprint.module_profile import HELD, ModuleProfile
 from lightning_amp.costs.link_seconds import Kind, Links, collective_seconds
+from lightning_amp.footprint.module_profile import HELD, ModuleProfile
 
 ORDER = ("x", "y", "z", "data")
 """Axes of a grid, the innermost first."""

@@ -1,4 +1,4 @@
-"""The row of `tensor3d` in the table of strategies, and the spec that its rule has in a plan."""
+"""The row of `tensor3d` in the table of techniques, and the spec that its rule has in a plan."""
 
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -7,6 +7,7 @@ from typing import Any
 from lightning_amp.errors import PlanError
 from lightning_amp.quantities import parse_bytes
 from lightning_amp.techniques.sequence import row as sequence_row
+from lightning_amp.techniques.technique import Technique
 
 OVERLAP = "all_reduce,reduce_scatter,all_gather"
 """Collectives that may be under way while a rank computes."""
@@ -84,16 +85,16 @@ def cache_bytes(text: str | int) -> int:
     return 0 if str(text).strip().upper() in ("0", "0B") else parse_bytes(text)
 
 
-ROW: dict[str, Any] = {
-    "title": "3D tensor parallel",
-    "shrinks": "parameters, gradients, optimiser state and features to those of a rank",
-    "specs": (TensorParallel3D,),
-    "targets": lambda shape: [("", TensorParallel3D())],
-    "model_axis": True,
-    "data_axis": True,
-    "steps": "lightning_amp.techniques.tensor3d.install",
-    "together": ("S1", "recompute"),
-    "apart": {
+ROW = Technique(
+    title="3D tensor parallel",
+    shrinks="parameters, gradients, optimiser state and features to those of a rank",
+    specs=(TensorParallel3D,),
+    targets=lambda shape: [("", TensorParallel3D())],
+    model_axis=True,
+    data_axis=True,
+    steps="lightning_amp.techniques.tensor3d.install",
+    together=("S1", "recompute"),
+    apart={
         "fsdp": "z of a grid shards parameters, gradients and optimiser state; give tensor_grid=(1, 1, z) for it alone",
         "pipeline": "a stage has whole blocks, and every rank of a grid has a part of each block; a larger tensor_grid"
         " makes a rank hold less",
@@ -103,6 +104,6 @@ ROW: dict[str, Any] = {
         "replay": "it runs operators on whole tensors again, and a rank of a grid has parts; recompute runs blocks"
         " again",
     },
-    "asked": asked,
-    "without_step": "Give a grid (tensor_grid=), or a plan of a fit (plan=)",
-}
+    options=asked,
+    without_step="Give a grid (tensor_grid=), or a plan of a fit (plan=)",
+)

@@ -13,22 +13,24 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import DataError, PlanError
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.installing.describe_module import describe
 from lightning_amp.lightning.first_look import step_of_module
 from lightning_amp.lightning.first_look.example_batch import example_batch
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.refusals import announce
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.modules.plan_module import diagnose_module, plan_module, told_apart
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.techniques.specs import ChunkBlock, RecomputeBlock
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report
-from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
 from tests.lightning.strategy.any_module_cases import Small
 
 
@@ -62,7 +64,7 @@ STRATEGY_OF: dict[type, str] = {RecomputeBlock: "recompute", ChunkBlock: "chunk"
 @pytest.mark.parametrize("sparse", [False, True])
 def test_what_a_technique_refuses_is_said(sparse: bool) -> None:
     step = StepOfModule(Normalised(sparse=sparse), lambda: torch.arange(4), around=Around())
-    found = diagnose_module(step.seen(CPU_CORE), ranks=2)
+    found = diagnose_module(step.profiled(CPU_CORE), ranks=2)
     assert "pipeline" not in found.helps
     assert "statistics of a batch (BatchNorm)" in found.does_not_help["pipeline"]
     assert ("fsdp" in found.helps) is not sparse
@@ -156,7 +158,7 @@ REFUSED: dict[tuple[type[Blocks], str], str] = {
 def planned(kind: type[Blocks], strategies: str, memory: str | None = None) -> Plan:
     module = kind()
     step = StepOfModule(module, lambda: torch.randn(64, 40), around=Around())
-    seen = step.seen(CPU_CORE)
+    seen = step.profiled(CPU_CORE)
     shape = replace(describe(module, batch_size=64), profiled=True)
     asked, named = told_apart(f"S1,{strategies}", policy="auto")
     request = {"devices": 2, "strategies": asked, "device_memory": memory, "shape": shape, "rates": CPU_CORE}
@@ -201,7 +203,7 @@ def test_collated_graphs_have_no_micro_batches_and_are_planned(reads_values: boo
         "y": torch.randn(3),
     }
     step = StepOfModule(Graphs(reads_values=reads_values), lambda: batch, around=Around())
-    found = diagnose_module(step.seen(CPU_CORE), ranks=2)
+    found = diagnose_module(step.profiled(CPU_CORE), ranks=2)
     assert "tensors have [2, 3, 9] rows" in found.does_not_help["pipeline"]
 
 
@@ -215,7 +217,7 @@ def test_a_micro_batch_that_fails_is_a_pipeline_that_cannot_be() -> None:
             return self.net(x)[others].square().mean()
 
     batch = torch.cat([torch.randn(8, 40), torch.arange(8.0).flip(0)[:, None]], 1)
-    found = StepOfModule(Pointing(), lambda: batch, around=Around()).seen(CPU_CORE)
+    found = StepOfModule(Pointing(), lambda: batch, around=Around()).profiled(CPU_CORE)
     assert "cannot be counted" in diagnose_module(found, ranks=2, budget=1).does_not_help["pipeline"]
 
 

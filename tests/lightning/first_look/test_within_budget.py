@@ -14,7 +14,7 @@ from lightning_amp.lightning.first_look.outside_decoder import keeping_blocks
 from lightning_amp.lightning.strategy import plan_run
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import RecomputeBlock
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
 from tests.any_module import Meter
 from tests.lightning.strategy.any_module_cases import trainer_of
 from tests.parallel.blocks.test_beside_decoder import CASE, DECODER, ENCODERS, Run, beside

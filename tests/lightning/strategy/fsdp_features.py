@@ -15,13 +15,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_amp.installing.describe_module import describe
 from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import FullyShard
 from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.techniques.fsdp.spec import FullyShard
 from tests.lightning.strategy.fsdp_cases import QUIET, Found
 from tests.lightning.strategy.strategy_cases import AGAINST_UNION, EVEN, Batch, Case, Regression, RunningRanks
 

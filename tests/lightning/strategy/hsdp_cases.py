@@ -14,15 +14,15 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.techniques.contract.sharded_parameter import local
-from lightning_amp.techniques.fsdp.units import units_of
-from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
 from lightning_amp.planning.plan.sharding import sharding_of
-from lightning_amp.techniques.specs import FullyShard
-from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.techniques.contract.sharded_parameter import local
+from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
+from lightning_amp.techniques.fsdp.spec import FullyShard
+from lightning_amp.techniques.fsdp.units import units_of
 from tests.lightning.strategy import fsdp_cases
 from tests.lightning.strategy.fsdp_features import (
     Blocks,

@@ -16,9 +16,9 @@ from lightning_amp.errors import PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import ChunkBlock
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.chunk.spec import ChunkBlock
 from tests.any_module import Meter, load
 from tests.lightning.strategy.any_module_cases import fitted, of_example, same, trainer_of
 from tests.parallel.chunk.small_blocks import Attention

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
-from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.installing.describe_module import describe
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.techniques.specs import RowParallelLinear
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
+from lightning_amp.techniques.hic.features.row import RowParallelLinear
 from tests.lightning.strategy.model_axis_cases import ALL, CASE, N_FEATURES, batches, trainer_of
 from tests.parallel.sharded_cases import Case, decoder
 from tests.ranks import run_ranks

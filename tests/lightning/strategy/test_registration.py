@@ -22,16 +22,16 @@ from torch import nn
 from lightning_amp.diagnosis import diagnose as signals
 from lightning_amp.diagnosis.diagnose import HEAVY_DECOMPOSITION, diagnose, register_signal
 from lightning_amp.errors import InstallError, PlanError
-from lightning_amp.models.cell_encoder import Encoder
-from lightning_amp.techniques.contract.change import Change
 from lightning_amp.installing.install import install
+from lightning_amp.models.cell_encoder import Encoder
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.register_technique import register_technique
-from lightning_amp.techniques.table import STRATEGIES, parse_strategies
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.profiling.profile import Profile
+from lightning_amp.techniques.contract.change import Change
+from lightning_amp.techniques.register_technique import register_technique
+from lightning_amp.techniques.table import STRATEGIES, parse_strategies
 from tests.paths import EXAMPLES
 from tests.planning.profiles import hic, profile, rna
 

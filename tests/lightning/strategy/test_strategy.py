@@ -18,14 +18,15 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy import plan_run as planner
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.techniques.data.batch_norm import is_shared
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.techniques.specs import BalanceCells, DataParallel, ShareBatchStatistics
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.data.batch_norm import is_shared
+from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
 from tests.lightning.strategy.strategy_cases import (
     AGAINST_DDP,
     AGAINST_UNION,

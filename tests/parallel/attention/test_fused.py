@@ -20,12 +20,12 @@ from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
-from lightning_amp.techniques.hic.attention import banded_softmax, rotary
-from lightning_amp.techniques.hic.attention.fused import FusedAttention, fuse_attention, fused_rows
-from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
 from lightning_amp.techniques.contract.protocol import BucketedAttention, ShardableAttention
 from lightning_amp.techniques.device_settings import settings_of
+from lightning_amp.techniques.hic.attention import banded_softmax, rotary
 from lightning_amp.techniques.hic.attention.bucket_runs import RunSizes
+from lightning_amp.techniques.hic.attention.fused import FusedAttention, fuse_attention, fused_rows
+from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
 
 DIM, WINDOW = 8, 5
 DOUBLE = 8

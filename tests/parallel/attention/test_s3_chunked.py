@@ -12,8 +12,8 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
-from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedAttention, chunk_attention
 from lightning_amp.techniques.contract.protocol import BucketedAttention, find_decoders, is_decomposed
+from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedAttention, chunk_attention
 
 DOUBLE = 8
 

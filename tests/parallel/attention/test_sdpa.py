@@ -17,13 +17,13 @@ from benchmarks.kernels.count_operators import OperatorCounter
 from lightning_amp._torch import attend_on_cuda, attend_on_cuda_back
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.models.decoders.local_attention import LocalAttention
-from lightning_amp.techniques.hic.attention import sdpa
-from lightning_amp.techniques.hic.attention.fused import FusedAttention, fuse_attention, fused_rows
-from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.installing.install import install
+from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.simulation.byte_meter import StepMeter
+from lightning_amp.techniques.device_settings import settings_of
+from lightning_amp.techniques.hic.attention import sdpa
+from lightning_amp.techniques.hic.attention.fused import FusedAttention, fuse_attention, fused_rows
 from tests.parallel.attention.test_fused import (
     DIM,
     WINDOW,

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError, PlanError
-from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.installing.install import install
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.techniques.specs import ChunkBlock, RecomputeBlock, StrataParallel
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.hic.strata.rows import StrataParallel
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
 from lightning_amp.techniques.table import in_order
 from tests.any_module import Meter
 from tests.lightning.strategy.any_module_cases import trainer_of

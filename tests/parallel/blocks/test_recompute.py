@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError
-from lightning_amp.installing.install import Installed, install_rules
-from lightning_amp.planning.plan.plan import Rule
-from lightning_amp.techniques.specs import RecomputeBlock
+from lightning_amp.installing.install import install_rules
+from lightning_amp.installing.installed import Installed
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
 from tests.parallel.blocks import nasty
 
 Loss = Callable[[nn.Module, Tensor], Tensor]

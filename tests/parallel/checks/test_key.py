@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import InstallError
+from lightning_amp.installing.install import install
+from lightning_amp.installing.supported import _needed
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
 from lightning_amp.techniques.checks import cached_check
 from lightning_amp.techniques.checks import key as key_check
-from lightning_amp.installing.install import install
-from lightning_amp.techniques.hic.nodes.decoder import share_anchors
 from lightning_amp.techniques.hic.hidden.decoder import share_hidden
-from lightning_amp.installing.supported import _needed
-from lightning_amp.techniques.specs import DomainParallel, HiddenParallel
+from lightning_amp.techniques.hic.hidden.row import HiddenParallel
+from lightning_amp.techniques.hic.nodes.decoder import share_anchors
+from lightning_amp.techniques.hic.nodes.row import DomainParallel
 from tests.parallel.sharded_cases import Case, Model, make_plan, model_mesh
 
 Keys = tuple[Tensor, Tensor]

@@ -3,12 +3,12 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_amp.installing.describe_module import describe
 from lightning_amp.models.decoders.full_attention import FullAttention
 from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.techniques.checks.reach import reach_of
 from lightning_amp.techniques.hic.attention.fused import FusedAttention
 from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
-from lightning_amp.techniques.checks.reach import reach_of
-from lightning_amp.installing.describe_module import describe
 from tests.parallel.sharded_cases import Case, Model
 
 

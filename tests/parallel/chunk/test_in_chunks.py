@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError, ModelError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures
+from lightning_amp.installing.install import install_rules
 from lightning_amp.techniques.chunk.chunk_module import chunk_block
 from lightning_amp.techniques.chunk.in_chunks import InChunks
 from lightning_amp.techniques.chunk.planned import lower_within
-from lightning_amp.installing.install import install_rules
-from lightning_amp.planning.plan.plan import Rule
-from lightning_amp.techniques.specs import ChunkBlock
+from lightning_amp.techniques.chunk.spec import ChunkBlock
 from tests.any_module import make
 from tests.graph.calls import calls_of, forward_of
 from tests.graph.same_outcome import difference

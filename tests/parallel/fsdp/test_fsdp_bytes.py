@@ -16,13 +16,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_amp.costs.profiled_step import HELD
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.techniques.fsdp.units import units_of
 from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
-from lightning_amp.costs.profiled_step import HELD
+from lightning_amp.techniques.fsdp.units import units_of
 from tests.any_module import Meter, make
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.parallel.chunk.small_blocks import Attention

@@ -16,21 +16,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.dist import ring_attention as ring
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.installing.install import change_of, install
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
 from lightning_amp.models.decoders.stratum import AllFeatures
-from lightning_amp.installing.install import change_of, install
+from lightning_amp.simulation.models_without_values import decoder_subject
+from lightning_amp.simulation.simulate import simulate_plan
+from lightning_amp.techniques.hic.features.row import FeatureParallel
 from lightning_amp.techniques.hic.nodes import halo_exchange as halo
 from lightning_amp.techniques.hic.nodes.decoder import AnchorFeatures, share_anchors
 from lightning_amp.techniques.hic.nodes.halo_attention import HaloAttention
+from lightning_amp.techniques.hic.nodes.row import DomainParallel
+from lightning_amp.techniques.hic.strata.rows import StrataParallel
 from lightning_amp.techniques.ranks.anchor_shards import AnchorShards, shard_anchors
-from lightning_amp.costs.model_shape import DecoderShape
-from lightning_amp.techniques.specs import DomainParallel, FeatureParallel, StrataParallel
-from lightning_amp.simulation.models_without_values import decoder_subject
-from lightning_amp.simulation.simulate import simulate_plan
 from tests.parallel.sharded_cases import (
     Case,
     Model,

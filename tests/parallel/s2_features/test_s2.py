@@ -15,11 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.installing.install import change_of, install
 from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
 from lightning_amp.models.decoders.stratum import AllFeatures
-from lightning_amp.installing.install import change_of, install
 from lightning_amp.techniques.hic.features.decoder import ShardedFeatures, log_softmax, share_features
-from lightning_amp.techniques.specs import FeatureParallel
+from lightning_amp.techniques.hic.features.row import FeatureParallel
 from tests.parallel.sharded_cases import (
     Case,
     Model,

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrizations
 
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError
-from lightning_amp.installing.install import Installed, change_of, install
+from lightning_amp.installing.install import change_of, install
+from lightning_amp.installing.installed import Installed
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.hic.features.row import RowParallelLinear
 from lightning_amp.techniques.hic.features.wide_linear import share_rows
-from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.techniques.specs import RowParallelLinear
 from tests.parallel.s2_features.test_s2 import fake_mesh
 from tests.parallel.sharded_cases import differences, make_plan, model_mesh
 from tests.ranks import CountCollectives, run_ranks

@@ -13,15 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.stratified import Decode
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.techniques.contract.protocol import BucketedAttention, ScattersFeatures, ShardableAttention
-from lightning_amp.installing.install import install
-from lightning_amp.techniques.ranks.channel_shards import shard_channels
+from lightning_amp.techniques.hic.attention.rows import ChunkedAttention
 from lightning_amp.techniques.hic.hidden.decoder import HiddenDecode
 from lightning_amp.techniques.hic.hidden.layer_norm import ShardedLayerNorm
+from lightning_amp.techniques.hic.hidden.row import HiddenParallel
 from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirstDecode
-from lightning_amp.techniques.specs import ChunkedAttention, HiddenParallel
+from lightning_amp.techniques.ranks.channel_shards import shard_channels
 from tests.parallel.sharded_cases import (
     Case,
     Model,

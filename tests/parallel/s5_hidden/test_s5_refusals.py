@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import InstallError
+from lightning_amp.installing.install import change_of, install
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import Decode
-from lightning_amp.installing.install import change_of, install
-from lightning_amp.techniques.specs import HiddenParallel
+from lightning_amp.techniques.hic.hidden.row import HiddenParallel
 from tests.parallel.sharded_cases import Case, Model, make_plan, model_mesh
 
 

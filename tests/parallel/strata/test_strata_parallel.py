@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 
+from lightning_amp.costs.model_shape import reference_shape
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.installing.install import install
 from lightning_amp.planning.plan.axes import MeshShape
-from lightning_amp.costs.model_shape import reference_shape
-from lightning_amp.techniques.specs import StrataParallel
 from lightning_amp.planning.policies.build_rules import with_speeds
 from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.techniques.hic.strata.rows import StrataParallel
 from tests.parallel.sharded_cases import (
     Case,
     Model,

@@ -7,6 +7,7 @@ from itertools import islice
 
 import pytest
 
+from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.candidates import Candidate
@@ -16,7 +17,6 @@ from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.line import Line
 from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
 from lightning_amp.techniques.chunk.regions.region import Region, pieces, problem
-from lightning_amp.costs.device_rates import CPU_CORE
 from tests.each import each
 from tests.planning.chunks.tables import Rows, random_table
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget, choose_chunks
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.paper_cost import paper_cost
 from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
 from lightning_amp.techniques.chunk.regions.region import Region
-from lightning_amp.costs.device_rates import CPU_CORE
 from tests.planning.chunks.tables import Rows
 
 RATES = replace(CPU_CORE, matmul_flops=1.0, memory_bytes=1.0, overhead_seconds=1000.0)

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS, ModuleProfile, Moment, TensorBytes
-from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, Unit, fsdp_peak_bytes
 from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
-from lightning_amp.costs.model_shape import DecoderShape, ModelShape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import FullyShard
 from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, Unit, fsdp_peak_bytes
+from lightning_amp.techniques.fsdp.spec import FullyShard
 
 SHAPE = ModelShape(
     decoder=None, batch_size=4, parameter_bytes=1000, base_activation_bytes=0, blocks=("net.0", "net.2")

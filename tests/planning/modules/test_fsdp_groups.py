@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
+from lightning_amp.costs.device_rates import CPU_CORE, rates_for
+from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.candidates import draft
+from lightning_amp.planning.modules.plan_module import plan_again, plan_module
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.sharding import ON_HOST, sharding_of, with_sharding
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, Unit, fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.seconds import (
     HANDLING_S,
@@ -19,12 +24,7 @@ from lightning_amp.techniques.fsdp.seconds import (
     fsdp_seconds,
     ways_to_split,
 )
-from lightning_amp.planning.modules.plan_module import plan_again, plan_module
-from lightning_amp.costs.profiled_step import Draft, Seen
-from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.sharding import ON_HOST, sharding_of, with_sharding
-from lightning_amp.techniques.specs import FullyShard
-from lightning_amp.costs.device_rates import CPU_CORE, rates_for
+from lightning_amp.techniques.fsdp.spec import FullyShard
 from tests.planning.modules.test_fsdp_bytes import moment, profile, unit
 from tests.planning.modules.test_plan_of_a_module import NAMES, base, chain, profiled, seen
 
@@ -32,7 +32,7 @@ GIB = 2**30
 A100 = rates_for("A100").on_nodes_of(8)
 
 
-def heavy(fsdp: FullyShard | None = None, rates: Any = A100, *, seconds: float = 0.01) -> Seen:
+def heavy(fsdp: FullyShard | None = None, rates: Any = A100, *, seconds: float = 0.01) -> ProfiledStep:
     """A step that holds 4 GiB, of which 1 GiB are parameters, and computes little."""
     shape = ParameterShape(name="weight", shape=(GIB // len(NAMES),), item_bytes=1)
     units = (*(Unit(fqn=fqn, parameters=(shape,)) for fqn in NAMES), Unit(fqn="", parameters=()))
@@ -40,7 +40,7 @@ def heavy(fsdp: FullyShard | None = None, rates: Any = A100, *, seconds: float =
     return replace(step, units=units, rates=rates, fsdp=fsdp)
 
 
-def made(step: Seen, ranks: int, budget: int | None) -> Draft:
+def made(step: ProfiledStep, ranks: int, budget: int | None) -> Draft:
     found = draft(step, ("fsdp",), ranks=ranks, budget=budget)
     assert isinstance(found, Draft)
     return found

@@ -8,27 +8,29 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_amp.planning.modules.techniques import TECHNIQUES
 
+from lightning_amp.costs.chain import RECOMPUTED, BlockCost, Chain, Moment
+from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.profiled_step import WEIGHT_BYTES, Draft, ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError, ModelError, PlanError
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleBytes, ModuleProfile, TensorBytes
 from lightning_amp.footprint.module_profile import Moment as Stretch
 from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory
 from lightning_amp.planning.modules import candidates
 from lightning_amp.planning.modules.candidates import compare
-from lightning_amp.costs.chain import RECOMPUTED, BlockCost, Chain, Moment
-from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, Unit
 from lightning_amp.planning.modules.leanest import fewest_ranks
 from lightning_amp.planning.modules.plan_module import diagnose_module, plan_again, plan_module, told_apart
 from lightning_amp.planning.modules.questions import largest_batch
-from lightning_amp.costs.profiled_step import WEIGHT_BYTES, Draft, Seen, Target
-from lightning_amp.planning.modules.techniques import TECHNIQUES
 from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import ChunkBlock, RecomputeBlock
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
-from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, Unit
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
 
 BLOCKS, SAVED = 4, 1000
 NAMES = tuple(f"blocks.{k}" for k in range(BLOCKS))
@@ -89,10 +91,12 @@ def profiled(*, held: int = 100, saved: int = BLOCKS * SAVED + 100, **more: Any)
     return ModuleProfile(**{**values, **more})  # type: ignore[arg-type]
 
 
-def seen(profile: ModuleProfile | None = None, blocks: Chain | None = None, weights: int = 25) -> Seen:
+def seen(
+    profile: ModuleProfile | None = None, blocks: Chain | None = None, weights: int = 25
+) -> ProfiledStep:
     shape = ParameterShape(name="weight", shape=(weights // BLOCKS,), item_bytes=1)
     profile = profile or profiled()
-    return Seen(
+    return ProfiledStep(
         profile=profile,
         chain=blocks or chain(rest=profile.peak_bytes - BLOCKS * SAVED),
         units=(*(Unit(fqn=fqn, parameters=(shape,)) for fqn in NAMES), Unit(fqn="", parameters=())),
@@ -184,10 +188,10 @@ def test_a_choice_is_counted_and_made_leaner_where_it_does_not_fit() -> None:
 def test_a_prediction_that_was_too_low_rules_out_no_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are predicted to fit and to be fast, and are counted far above the budget."""
 
-    def chunked(step: Seen, draft: Draft, budget: int | None) -> Draft | str:
+    def chunked(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         if draft.targets:
             return "it is alone"
-        target = Target(strategy="chunk", fqn="blocks.0", spec=ChunkBlock(budget_bytes=9), why="")
+        target = Rule(strategy="chunk", fqn="blocks.0", spec=ChunkBlock(budget_bytes=9), why="")
         return replace(draft, peak_bytes=3300, seconds=draft.seconds, targets=(target,))
 
     def count(rules: Any) -> ModuleProfile:
@@ -262,9 +266,9 @@ def test_refusals_are_no_tries(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ModelError("the step fails") from InstallError("blocks.1 changes a buffer")
         return profiled(saved=100)
 
-    def chunked(step: Seen, draft: Draft, budget: int | None) -> Draft:
+    def chunked(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft:
         spec = ChunkBlock(budget_bytes=9)
-        targets = (*draft.targets, Target(strategy="chunk", fqn="blocks.0", spec=spec, why=""))
+        targets = (*draft.targets, Rule(strategy="chunk", fqn="blocks.0", spec=spec, why=""))
         return replace(draft, peak_bytes=draft.peak_bytes // 2, seconds=draft.seconds / 2, targets=targets)
 
     monkeypatch.setitem(TECHNIQUES, "chunk", replace(TECHNIQUES["chunk"], add=chunked))

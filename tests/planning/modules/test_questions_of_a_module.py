@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.planning.modules.leanest import fewest_ranks, leanest, missing, over_data, over_stages
 from lightning_amp.planning.modules.questions import answers
-from lightning_amp.costs.profiled_step import Seen
 from tests.planning.modules.test_plan_of_a_module import profiled, seen
 from tests.planning.modules.test_stages import ROWS, passes, step
 
@@ -12,7 +12,7 @@ HELD = 40_000
 """Of the whole module: more than a device has, and it cannot be gathered in parts."""
 
 
-def at(rows: int) -> Seen:
+def at(rows: int) -> ProfiledStep:
     """The step of a batch of some length, whose parameters no technique of a data axis splits."""
     plain = replace(seen(profiled(held=HELD, batch_size=rows)), units=())
     return replace(plain, passes=lambda part: passes(part or rows))
@@ -59,7 +59,7 @@ def test_the_answers_name_a_pipeline_where_nothing_else_fits() -> None:
 
 
 def test_a_batch_for_each_rank_is_more_than_a_larger_one_for_both() -> None:
-    def grown(rows: int) -> Seen:
+    def grown(rows: int) -> ProfiledStep:
         plain = replace(seen(profiled(saved=6000 + 1000 * rows, batch_size=rows)), units=())
         return replace(plain, passes=lambda part: passes(part or rows, saved=1000))
 

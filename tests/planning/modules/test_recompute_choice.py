@@ -9,7 +9,6 @@ from itertools import combinations, product
 
 import pytest
 
-from lightning_amp.errors import PlanError
 from lightning_amp.costs.chain import (
     CHUNKED,
     KEPT,
@@ -21,6 +20,7 @@ from lightning_amp.costs.chain import (
     extra_seconds,
     peak_bytes,
 )
+from lightning_amp.errors import PlanError
 from lightning_amp.techniques.recompute.choose import CLOSE, choose, leanest
 from tests.each import each
 

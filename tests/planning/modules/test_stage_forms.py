@@ -10,16 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_amp.costs.profiled_step import Draft, ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
-from lightning_amp.costs.profiled_step import Asked, Draft, Seen, StageChunks
-from lightning_amp.techniques.pipeline.stage_forms import Levels, computed_again, fewest_again, fewest_chunks
-from lightning_amp.techniques.pipeline.stages import staged
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.pipeline.options import PipelineOptions, StageChunks
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peaks, stage_bytes
-from lightning_amp.planning.plan.plan import Plan, Rule
-from lightning_amp.techniques.specs import ChunkBlock, PipelineStages
+from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.stage_forms import Levels, computed_again, fewest_again, fewest_chunks
+from lightning_amp.techniques.pipeline.stages import staged
 from tests.planning.modules.test_plan_of_a_module import base
 from tests.planning.modules.test_stages import ROWS, SAVED, SENT, WEIGHT, made, passes, spec_of, step
 
@@ -27,7 +30,7 @@ LEVELS = {20: 4.0, 50: 1.0, 70: 0.5}
 """Bytes for every sample that a block in chunks is given, and keeps, and the seconds that it takes more."""
 WHOLE = [0, 5]
 """Blocks of which no part takes less in chunks."""
-FOUR = Asked(micro_batches=4, schedule="1f1b")
+FOUR = PipelineOptions(micro_batches=4, schedule="1f1b")
 REPEATABLE = [f"blocks.{i}" for i in range(4)]
 """Of the six blocks; the chain of the step knows nothing of the others."""
 
@@ -137,8 +140,8 @@ def test_plans_have_what_was_asked_for_or_what_fits() -> None:
 
 def test_auto_recomputes_in_stages_where_nothing_else_fits() -> None:
     heavy = step(held=200_000)
-    free = made(staged(heavy, 2, data=1, budget=None, asked=Asked(again=())))
-    least = made(staged(heavy, 2, data=1, budget=1, asked=Asked(again=("*",))))
+    free = made(staged(heavy, 2, data=1, budget=None, asked=PipelineOptions(again=())))
+    least = made(staged(heavy, 2, data=1, budget=1, asked=PipelineOptions(again=("*",))))
     found = plan_module(base((free.peak_bytes + least.peak_bytes) // 2, devices=2), heavy)
     assert found.strategies == ("S1", "recompute", "pipeline")
     assert found.fits
@@ -169,7 +172,7 @@ def in_chunks(rows: int, chunks: Mapping[str, ChunkBlock]) -> Passes:
     return replace(plain, n_bytes=n_bytes, seconds=seconds)
 
 
-def chunkable(**options: Any) -> Seen:
+def chunkable(**options: Any) -> ProfiledStep:
     forms: Any = Forms
     return replace(step(**options), stage_chunks=StageChunks(forms=forms, passes=in_chunks))
 
@@ -240,9 +243,9 @@ def test_chunks_are_taken_in_stages_where_nothing_else_fits() -> None:
     every = made(staged(seen, 2, data=1, budget=None, asked=replace(FOUR, again=(), all_chunks=True)))
     assert chunks_of(every) == {f"blocks.{i}": 2 * 50 for i in (1, 2, 3, 4)}
     # other numbers of micro-batches are left out where these cannot be in chunks
-    free = made(staged(seen, 2, data=1, budget=None, asked=Asked(again=(), all_chunks=True)))
+    free = made(staged(seen, 2, data=1, budget=None, asked=PipelineOptions(again=(), all_chunks=True)))
     assert spec_of(free).micro_batches == 4
-    single = Asked(again=(), all_chunks=True, micro_batches=8)
+    single = PipelineOptions(again=(), all_chunks=True, micro_batches=8)
     assert staged(seen, 2, data=1, budget=None, asked=single) == "it has one sample"
 
 
@@ -287,7 +290,7 @@ def test_a_plan_that_names_chunks_beside_stages_counts_them() -> None:
 
 def test_auto_takes_chunks_in_stages_where_nothing_else_fits() -> None:
     heavy = chunkable(held=200_000)
-    least = made(staged(heavy, 2, data=1, budget=1, asked=Asked(again=("*",), chunks={})))
+    least = made(staged(heavy, 2, data=1, budget=1, asked=PipelineOptions(again=("*",), chunks={})))
     found = plan_module(base(least.peak_bytes - 1, devices=2), heavy)
     assert found.fits
     assert "chunk" in found.strategies

@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from lightning_amp import cut_pipeline
+from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Parameter, Passes
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
-from lightning_amp.costs.profiled_step import Asked, Draft, Seen
-from lightning_amp.techniques.pipeline.stages import staged
-from lightning_amp.techniques.pipeline.schedule.schedules import schedule
-from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peaks
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.specs import PipelineStages
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.planning.reports.stages_report import timeline_of
+from lightning_amp.techniques.pipeline.options import PipelineOptions
+from lightning_amp.techniques.pipeline.schedule.schedules import schedule
+from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peaks
+from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.stages import staged
 from tests.planning.modules.test_plan_of_a_module import base, profiled, seen
 
 ROWS, SAVED, SENT, WEIGHT = 8, 100, 8, 10
@@ -78,7 +79,7 @@ def passes(
     )
 
 
-def step(held: int = 100, **options: object) -> Seen:
+def step(held: int = 100, **options: object) -> ProfiledStep:
     made = seen(profiled(held=held))
     return replace(made, passes=lambda rows: passes(rows or ROWS, **options))  # type: ignore[arg-type]
 
@@ -100,7 +101,7 @@ def test_the_number_of_micro_batches_is_the_fastest_of_all(fixed: float) -> None
     there = replace(step(), passes=of)
 
     def seconds(count: int | None) -> tuple[float, int]:
-        found = made(staged(there, 2, data=1, budget=None, asked=Asked(micro_batches=count)))
+        found = made(staged(there, 2, data=1, budget=None, asked=PipelineOptions(micro_batches=count)))
         return found.seconds, found.targets[0].spec.micro_batches  # type: ignore[union-attr]
 
     every = {count: seconds(count)[0] for count in range(1, rows + 1)}
@@ -117,7 +118,9 @@ def spec_of(draft: Draft) -> PipelineStages:
 
 def test_the_cut_is_that_of_least_slowest_stages() -> None:
     seconds = (1.0, 1.0, 1.0, 1.0, 5.0, 1.0)
-    found = made(staged(step(seconds=seconds), 3, data=1, budget=None, asked=Asked(micro_batches=4)))
+    found = made(
+        staged(step(seconds=seconds), 3, data=1, budget=None, asked=PipelineOptions(micro_batches=4))
+    )
     ends = tuple(map(int, spec_of(found).ends.split(",")))
     assert ends == (4, 5, 6)
     assert cut_pipeline(seconds, [2 * s for s in seconds], 3).ends == ends
@@ -133,14 +136,14 @@ def test_the_cut_is_that_of_least_slowest_stages() -> None:
 def test_less_memory_asks_for_another_cut_and_more_micro_batches() -> None:
     # the first block is slow, so that the fastest cut leaves all others to the second rank
     options = {"seconds": (5.0, 1.0, 1.0, 1.0, 1.0, 1.0)}
-    free = made(staged(step(**options), 2, data=1, budget=None, asked=Asked(micro_batches=2)))
+    free = made(staged(step(**options), 2, data=1, budget=None, asked=PipelineOptions(micro_batches=2)))
     assert spec_of(free).ends == "1,6"
-    kept = Asked(micro_batches=2, again=())
+    kept = PipelineOptions(micro_batches=2, again=())
     tight = made(staged(step(**options), 2, data=1, budget=free.peak_bytes - 1, asked=kept))
     assert tight.peak_bytes < free.peak_bytes
     assert tight.seconds > free.seconds
     assert int(spec_of(tight).ends.partition(",")[0]) > 1
-    chosen = made(staged(step(**options), 2, data=1, budget=None, asked=Asked()))
+    chosen = made(staged(step(**options), 2, data=1, budget=None, asked=PipelineOptions()))
     assert spec_of(chosen).micro_batches == 8
     assert chosen.seconds < free.seconds
 
@@ -182,13 +185,13 @@ def test_states_of_random_numbers_are_counted(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_cannot_be_stages_says_why() -> None:
-    asked = Asked(micro_batches=2)
+    asked = PipelineOptions(micro_batches=2)
     assert "6 blocks for 8 stages" in str(staged(step(), 8, data=1, budget=None, asked=asked))
     refused = replace(step(), passes=lambda rows: "block 'a' reads 'b'")
     assert staged(refused, 2, data=1, budget=None, asked=asked) == "block 'a' reads 'b'"
     none = replace(step(), passes=None, no_stages="it has hooks")
     assert staged(none, 2, data=1, budget=None, asked=asked) == "it has hooks"
-    odd = Asked(micro_batches=7, schedule="interleaved")
+    odd = PipelineOptions(micro_batches=7, schedule="interleaved")
     assert "rounds" in str(staged(step(), 3, data=1, budget=None, asked=odd))
 
 
@@ -203,7 +206,7 @@ def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
     assert found.stages == ()
     assert found.diagnosis is not None
     assert "pipeline" in found.diagnosis.helps
-    asked = plan_module(base(10_000, devices=2), step(), asked=Asked(model=2))
+    asked = plan_module(base(10_000, devices=2), step(), asked=PipelineOptions(model=2))
     assert asked.diagnosis is not None
     assert "pipeline" in asked.diagnosis.helps
     heavy = step(held=200_000, weight=WEIGHT)
@@ -244,19 +247,19 @@ def test_stages_are_not_looked_for_where_the_step_fits() -> None:
 
 
 def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:
-    found = plan_module(base(10_000, devices=4), step(), asked=Asked(model=2))
+    found = plan_module(base(10_000, devices=4), step(), asked=PipelineOptions(model=2))
     assert (found.mesh.data, found.mesh.model) == (2, 2)
     assert found.rules[0].why == "2 ranks on the data axis"
     with pytest.raises(PlanError, match="requires a pipeline .* which is not possible: it has hooks"):
         plan_module(
             base(None, devices=2),
             replace(step(), passes=None, no_stages="it has hooks"),
-            asked=Asked(model=2),
+            asked=PipelineOptions(model=2),
         )
 
 
 def test_a_plan_that_was_given_keeps_its_cut_and_is_predicted_anew() -> None:
-    given = plan_module(base(10_000, devices=2), step(), asked=Asked(model=2, micro_batches=4))
+    given = plan_module(base(10_000, devices=2), step(), asked=PipelineOptions(model=2, micro_batches=4))
     again = plan_again(replace(given, stages=()), step(saved=2 * SAVED))
     assert again.rules == given.rules
     assert [stage.end for stage in again.stages] == [stage.end for stage in given.stages]
@@ -264,7 +267,7 @@ def test_a_plan_that_was_given_keeps_its_cut_and_is_predicted_anew() -> None:
 
 
 def test_the_report_has_the_stages_in_80_columns() -> None:
-    found = plan_module(base(10_000, devices=2), step(), asked=Asked(model=2, micro_batches=4))
+    found = plan_module(base(10_000, devices=2), step(), asked=PipelineOptions(model=2, micro_batches=4))
     text = plan_report(found)
     assert max(map(len, text.splitlines())) <= 80
     assert "4 micro-batches by gpipe" in text
@@ -275,7 +278,7 @@ def test_the_report_has_the_stages_in_80_columns() -> None:
 
 def test_slow_ranks_have_fewer_blocks() -> None:
     def cut(*speeds: float, schedule: str = "1f1b") -> Draft:
-        asked = Asked(micro_batches=4, schedule=schedule, speeds=speeds, again=())
+        asked = PipelineOptions(micro_batches=4, schedule=schedule, speeds=speeds, again=())
         return made(staged(step(), 2, data=max(1, len(speeds) // 2), budget=None, asked=asked))
 
     assert spec_of(cut()).ends == spec_of(cut(1.0, 1.0)).ends == "3,6"

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
+from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import PlanError, ShardError
 from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.table import in_order
-from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.techniques.sequence.row import SequenceParallel
+from lightning_amp.techniques.table import in_order
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
@@ -260,7 +260,7 @@ def test_a_rank_holds_its_part_of_what_one_device_holds() -> None:
     for ranks in (1, 4, 16):
         steps = DrySteps("sequence", SequenceParallel(dims="batch:2"), ranks) if ranks > 1 else None
         step = StepOfModule(Picture(), lambda: batch, around=BY_ITSELF, steps=steps)
-        timeline = step.seen(CPU_CORE).profile.timeline
+        timeline = step.profiled(CPU_CORE).profile.timeline
         found[ranks] = max(moment.by_kind["activations"] for moment in timeline) - batch.nbytes
     assert found[4] * 4 < 1.15 * found[1]
     # of four rows a rank has two more from its neighbours

@@ -17,13 +17,14 @@ from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
 from lightning_amp.cli.main import main
+from lightning_amp.costs.device_rates import Rates, rates_for
+from lightning_amp.costs.link_seconds import Links
+from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.lightning.first_look.dry_steps import DrySteps
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.costs.profiled_step import Seen
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.costs.device_rates import Rates, rates_for
 from lightning_amp.techniques.tensor3d.grid_seconds import (
     DryRun,
     Message,
@@ -33,7 +34,6 @@ from lightning_amp.techniques.tensor3d.grid_seconds import (
     ranked,
     sent_seconds,
 )
-from lightning_amp.costs.link_seconds import Links
 from lightning_amp.techniques.tensor3d.layouts import with_axes_exchanged
 from tests.cli.test_plan_configuration import FILE, IGNORED
 from tests.lightning.strategy.strategy_cases import RunningRanks
@@ -64,12 +64,12 @@ def seen_on(
     ranks: int = 8,
     rates: Rates = CPU,
     budget: int | None = None,
-) -> tuple[Any, Seen]:
+) -> tuple[Any, ProfiledStep]:
     options = SimpleNamespace(tensor_grid=grid)
     steps = DrySteps.asked(("S1", "tensor3d"), options, 1, run_ranks=ranks, budget=budget)
     assert steps is not None
     step = StepOfModule(module, lambda: batch, around=Around(), steps=steps)
-    return steps, step.seen(rates)
+    return steps, step.profiled(rates)
 
 
 def test_the_cheaper_deal_of_roles_is_taken() -> None:

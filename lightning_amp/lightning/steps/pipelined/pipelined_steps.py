@@ -49,7 +49,7 @@ from lightning_amp.techniques.pipeline.draws import draws_stay
 from lightning_amp.techniques.pipeline.pass_times import PassTimes
 from lightning_amp.techniques.pipeline.run_stages import Ran, Rest, Stages, Work, loss_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule
-from lightning_amp.techniques.specs import PipelineStages
+from lightning_amp.techniques.pipeline.spec import PipelineStages
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from math import floor, log
 
+from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.candidates import Candidate, Candidates, Cost
@@ -19,7 +20,6 @@ from lightning_amp.techniques.chunk.regions.line import Label, Line
 from lightning_amp.techniques.chunk.regions.paper_cost import paper_cost
 from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan
-from lightning_amp.costs.device_rates import CPU_CORE, Rates
 
 POLICIES = ("auto", "paper")
 STEPS = 4

@@ -13,10 +13,10 @@ reach the rate.
 
 from collections.abc import Sequence
 
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions.chunk_bytes import result_bytes
 from lightning_amp.techniques.chunk.regions.region import Region, pieces
-from lightning_amp.costs.device_rates import Rates
 
 
 class Seconds:

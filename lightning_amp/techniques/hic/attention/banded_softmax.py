@@ -11,7 +11,7 @@ gathered: the keys of a run of buckets are one view in which buckets overlap. Gr
 the keys' of a run in three products, one for each of the buckets that a bucket meets: in one product no two buckets
 meet the same keys.
 
-Which buckets are a run: techniques/hic/attention/bucket_runs.py. In a run of several, keys outside the sequence are zeros that
+Which buckets are a run: bucket_runs.py. In a run of several, keys outside the sequence are zeros that
 are masked, and rows that fill the last bucket are zeros like any others. In a run of one bucket only the keys that
 exist are computed; the rows that fill the last bucket are one more column in the softmax, with the score log(number of
 them) and no value.
@@ -46,11 +46,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_amp.techniques.hic.attention.bucket_work import BucketWork, of_keys, part_of
-from lightning_amp.techniques.hic.attention.precision import computed_in, met_in
 from lightning_amp.techniques.autograd.precomputed_gradients import wants_gradients
 from lightning_amp.techniques.device_settings import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, RunSizes, run_sizes
+from lightning_amp.techniques.hic.attention.bucket_work import BucketWork, of_keys, part_of
+from lightning_amp.techniques.hic.attention.precision import computed_in, met_in
 
 
 def banded_softmax(

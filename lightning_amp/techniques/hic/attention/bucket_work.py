@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_amp._torch import past_threshold, softmax_backward
-from lightning_amp.techniques.hic.attention.precision import computed_in
-from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
 from lightning_amp.techniques.device_settings import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, Run
+from lightning_amp.techniques.hic.attention.precision import computed_in
+from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
 
 SELF_SCORE = -5e4
 LEAST_NORM = 1e-12

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.errors import InstallError
-from lightning_amp.techniques.contract.protocol import BucketedAttention
 from lightning_amp.shapes import PerAnchor
+from lightning_amp.techniques.contract.protocol import BucketedAttention
 
 
 def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False) -> nn.Module:

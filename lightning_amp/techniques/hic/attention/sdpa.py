@@ -58,9 +58,9 @@ from lightning_amp._torch import (
 )
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.hic.attention.bucket_work import LEAST_NORM
+from lightning_amp.techniques.hic.attention.kernel_calls import Call, Calls
 from lightning_amp.techniques.hic.attention.precision import computed_in, met_in
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
-from lightning_amp.techniques.hic.attention.kernel_calls import Call, Calls
 
 OWN = -1e30
 """Added to the score of a row with itself: no weight, and no infinity that a difference would make no number of."""

@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor, PerCell
 from lightning_amp.techniques.checks.same_function import mismatch
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import (
@@ -41,11 +42,10 @@ from lightning_amp.techniques.contract.protocol import (
     ScattersFeatures,
     has_methods,
 )
+from lightning_amp.techniques.hic.features.row import FeatureParallel
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.even_runs import own_run, run_length
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
-from lightning_amp.techniques.specs import FeatureParallel
-from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor, PerCell
 
 
 def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:

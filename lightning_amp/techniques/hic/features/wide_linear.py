@@ -30,9 +30,9 @@ from lightning_amp.errors import InstallError
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.hooks import hooks_of, hooks_within
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
+from lightning_amp.techniques.hic.features.row import RowParallelLinear
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.even_runs import Runs, join_runs, own_run
-from lightning_amp.techniques.specs import RowParallelLinear
 
 
 def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> Change:

@@ -45,16 +45,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.shapes import Counts, FeatureAnchor, OwnCounts
 from lightning_amp.techniques.checks.decode import decode_problem
 from lightning_amp.techniques.checks.same_function import shown
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder
+from lightning_amp.techniques.hic.hidden.key import refusal, share_key
+from lightning_amp.techniques.hic.hidden.row import HiddenParallel
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.channel_shards import Channels, shard_channels
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
-from lightning_amp.techniques.hic.hidden.key import refusal, share_key
-from lightning_amp.techniques.specs import HiddenParallel
-from lightning_amp.shapes import Counts, FeatureAnchor, OwnCounts
 
 
 class HiddenDecode(nn.Module):

@@ -21,10 +21,10 @@ from lightning_amp.techniques.contract.protocol import (
     BucketedAttention,
     ShardableAttention,
 )
-from lightning_amp.techniques.ranks import collectives
-from lightning_amp.techniques.ranks.channel_shards import Channels, gather_channels
 from lightning_amp.techniques.hic.hidden.layer_norm import ShardedLayerNorm
 from lightning_amp.techniques.hic.hidden.linear_and_conv import ShardedConv1d, ShardedLinear
+from lightning_amp.techniques.ranks import collectives
+from lightning_amp.techniques.ranks.channel_shards import Channels, gather_channels
 
 CHANNELWISE = (nn.Identity, nn.LeakyReLU, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU)
 """Layers without parameters that work on single numbers."""

@@ -35,10 +35,10 @@ from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.hooks import hooks_of, hooks_within
 from lightning_amp.techniques.contract.protocol import VertexEncoder, is_vertex_encoder
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
+from lightning_amp.techniques.hic.nodes.row import VertexParallel
 from lightning_amp.techniques.hic.nodes.sharded_vertices import OwnRows, ReplicatedRows, SharedVertices
 from lightning_amp.techniques.hic.nodes.vertex_shards import VertexShards, own_edges, shard_vertices
 from lightning_amp.techniques.ranks.anchor_shards import shard_anchors
-from lightning_amp.techniques.specs import VertexParallel
 
 
 def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -> Change:

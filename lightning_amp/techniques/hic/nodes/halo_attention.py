@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_amp.shapes import PerAnchor
 from lightning_amp.techniques.contract.protocol import BucketedAttention
 from lightning_amp.techniques.hic.nodes import halo_exchange
 from lightning_amp.techniques.ranks.anchor_shards import AnchorShards
-from lightning_amp.shapes import PerAnchor
 
 State = tuple[Tensor, ...]
 

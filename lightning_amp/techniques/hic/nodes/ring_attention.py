@@ -14,9 +14,9 @@ from torch import nn
 from lightning_amp.dist.ring_attention import ring_attention
 from lightning_amp.dist.sharded_tensor import computed_in
 from lightning_amp.dist.splits import axis_of
+from lightning_amp.shapes import PerAnchor
 from lightning_amp.techniques.hic.attention.sizes import check_rows
 from lightning_amp.techniques.ranks.anchor_shards import AnchorShards
-from lightning_amp.shapes import PerAnchor
 
 
 class RingAttention(nn.Module):

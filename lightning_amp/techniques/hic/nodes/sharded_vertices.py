@@ -23,10 +23,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import functional_collectives as functional
+from lightning_amp.shapes import PerVertex, Scalar
 from lightning_amp.techniques.contract.protocol import Messages
 from lightning_amp.techniques.hic.nodes.vertex_shards import OwnEdges, VertexShards
 from lightning_amp.techniques.ranks import collectives
-from lightning_amp.shapes import PerVertex, Scalar
 
 
 class SharedVertices(nn.Module):

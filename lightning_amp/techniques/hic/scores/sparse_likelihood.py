@@ -47,12 +47,12 @@ from torch import Tensor, nn
 from lightning_amp._torch import negate_each, softplus_backward, times_each, values_are_checked
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
 from lightning_amp.techniques.autograd.precomputed_gradients import wants_gradients
 from lightning_amp.techniques.checks.cached_check import found_out
 from lightning_amp.techniques.checks.likelihood import likelihood_problem, likelihood_settings
 from lightning_amp.techniques.device_settings import launches_operators, numbers_at_a_time
 from lightning_amp.techniques.hic.scores.nonzero_counts import Entries, entries
-from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
 
 CACHED, LAUNCHED = 2**16, 2**23
 """Numbers of a tensor in a chunk: few enough for a CPU's cache, and enough to keep an accelerator busy."""

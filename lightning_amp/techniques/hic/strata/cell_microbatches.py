@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import has_no_values, multiplies_in_tf32
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import PerAnchor, PerCell, Scalar
 from lightning_amp.techniques.autograd.precomputed_gradients import (
     Gradients,
     add,
@@ -35,7 +36,6 @@ from lightning_amp.techniques.autograd.precomputed_gradients import (
     with_gradients,
 )
 from lightning_amp.techniques.checks.same_function import mismatch
-from lightning_amp.shapes import PerAnchor, PerCell, Scalar
 
 PER_CELL = ("library", "log_weight")
 """What may need a gradient beside u, of all that has a row for every cell."""

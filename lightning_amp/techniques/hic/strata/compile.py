@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import compile_settings, has_no_values
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import Scalar
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder
 from lightning_amp.techniques.hic.strata.recompute import RecomputedStrata
+from lightning_amp.techniques.hic.strata.rows import CompileStrata
 from lightning_amp.techniques.hic.strata.stream import StreamedStrata
-from lightning_amp.techniques.specs import CompileStrata
-from lightning_amp.shapes import Scalar
 
 MODES = ("default", "reduce-overhead")
 GRAPHS = 8

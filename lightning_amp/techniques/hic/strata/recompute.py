@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import Scalar
 from lightning_amp.techniques.autograd.functional_call import call_with, places
 from lightning_amp.techniques.checks.strata_loop import walk_of
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder
 from lightning_amp.techniques.contract.strata_loop import LoopTechnique
-from lightning_amp.techniques.specs import RecomputeStrata
-from lightning_amp.shapes import Scalar
+from lightning_amp.techniques.hic.strata.rows import RecomputeStrata
 
 
 def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: object) -> Change:

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import Scalar
 from lightning_amp.techniques.checks.strata_loop import walk_of
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder
 from lightning_amp.techniques.contract.strata_loop import LoopTechnique
+from lightning_amp.techniques.hic.strata.rows import StrataParallel
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
-from lightning_amp.techniques.specs import StrataParallel
-from lightning_amp.shapes import Scalar
 
 
 def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceMesh) -> Change:

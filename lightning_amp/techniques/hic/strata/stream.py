@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import Scalar
 from lightning_amp.techniques.autograd.functional_call import call_with, places
 from lightning_amp.techniques.autograd.precomputed_gradients import (
     Gradients,
@@ -54,10 +55,9 @@ from lightning_amp.techniques.contract.protocol import DecomposedDecoder
 from lightning_amp.techniques.contract.strata_loop import LoopTechnique, StratumInputs
 from lightning_amp.techniques.device_settings import launches_operators
 from lightning_amp.techniques.hic.strata.cell_microbatches import in_microbatches
+from lightning_amp.techniques.hic.strata.rows import StreamStrata
 from lightning_amp.techniques.hic.strata.streamed_key import streamed_key
 from lightning_amp.techniques.hic.strata.thread_pool import run_in_order, workers_for
-from lightning_amp.techniques.specs import StreamStrata
-from lightning_amp.shapes import Scalar
 
 
 def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) -> Change:

@@ -24,10 +24,10 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
+from lightning_amp.costs.ordered_runs import Device, OrderedRuns, paces, whole
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.pipeline.schedule.least_sum import least_sum
 from lightning_amp.techniques.pipeline.schedule.numbers import Numbers, check_count, numbers_of
-from lightning_amp.costs.ordered_runs import Device, OrderedRuns, paces, whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

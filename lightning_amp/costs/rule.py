@@ -1,0 +1,29 @@
+"""Define `Rule`: which modules a plan changes, with which spec, and why."""
+
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Protocol
+
+
+class Spec(Protocol):
+    """Options of a technique at one place: a frozen dataclass of numbers, texts, booleans and None, kept as JSON."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """One transformation: which modules, what, and why.
+
+    Attributes:
+        fqn: Name of the module, or a pattern in the sense of fnmatch; "" is the whole LightningModule.
+        spec: What to install there.
+        strategy: The technique of the table that the rule belongs to, such as "S3".
+        why: The finding that the rule follows from.
+        saves_bytes: Predicted bytes per rank that it saves, 0 when it saves time or exactness.
+    """
+
+    fqn: str
+    spec: Spec
+    strategy: str
+    why: str
+    saves_bytes: int = 0

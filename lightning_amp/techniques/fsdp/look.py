@@ -1,0 +1,35 @@
+"""Read from a module which parameters fsdp can gather together, and whether the module refuses it."""
+
+from lightning.pytorch import LightningModule
+
+from lightning_amp.errors import InstallError
+from lightning_amp.footprint.chain.chain_of import CountedStep
+from lightning_amp.techniques.contract.step_to_plan import StepToPlan
+from lightning_amp.techniques.fsdp.predict import NAME, FsdpFacts
+from lightning_amp.techniques.fsdp.refusals import SWAPPED, refuse
+from lightning_amp.techniques.fsdp.units import find_units, units_of
+
+
+def look(step: StepToPlan) -> FsdpFacts:
+    """Units, and the requested way to split."""
+    return FsdpFacts(units=units_of(step.module), spec=step.options.get(NAME))
+
+
+def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
+    """Why fsdp cannot train this module; "" where it can."""
+    units = find_units(module)
+    try:
+        refuse(module, units, values=values)
+    except InstallError as error:
+        return str(error)
+    for unit in units:
+        if unit in step.swapped:
+            return SWAPPED.format(unit)
+    for unit in units:
+        if any(f"{fqn}.".startswith(f"{unit}.") for fqn in step.went_back):
+            return (
+                "the step takes gradients while it runs (torch.autograd.grad, as for a gradient penalty, or"
+                f" torch.func), for which the parameters of {unit!r} would have to be gathered once more: train with"
+                " strategies='S1', or, where it is loss.backward(), call self.manual_backward(loss)"
+            )
+    return ""

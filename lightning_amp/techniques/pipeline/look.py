@@ -1,0 +1,71 @@
+"""Count the blocks of a training step as stages of a pipeline, for micro-batches of several lengths."""
+
+from collections.abc import Mapping
+
+from lightning_amp.costs.rule import Rule
+from lightning_amp.errors import AmpError
+from lightning_amp.footprint.chain.passes import Passes
+from lightning_amp.techniques.chunk.forms import ChunkForms
+from lightning_amp.techniques.chunk.look import look as look_for_chunks
+from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.contract.step_to_plan import StepToPlan
+from lightning_amp.techniques.pipeline.options import StageChunks, StageFacts
+
+
+def look(step: StepToPlan) -> StageFacts:
+    """The passes of the step, and its blocks in chunks."""
+    counts = _Counts(step)
+    return StageFacts(
+        passes=None if step.no_stages else counts.passes,
+        reason=step.no_stages,
+        chunks=StageChunks(forms=counts.forms, passes=counts.passes_in_chunks),
+    )
+
+
+class _Counts:
+    """Steps of micro-batches that were counted."""
+
+    def __init__(self, step: StepToPlan) -> None:
+        self._step = step
+        self._passes: dict[int, Passes | str] = {}
+        self._forms: dict[int, ChunkForms] = {}
+        self._chunked: dict[tuple[int, frozenset[tuple[str, ChunkBlock]]], Passes | str] = {}
+
+    def passes(self, rows: int | None) -> Passes | str:
+        """Counted for two lengths of the batch, and for others on the line through these."""
+        whole = self._step.step().passes
+        if rows is None or isinstance(whole, str) or rows == whole.rows:
+            return whole
+        counted = next(iter(self._passes.values()), None)
+        between = whole.at(counted, rows) if isinstance(counted, Passes) else None
+        if between is not None:
+            return between
+        if rows not in self._passes:
+            try:
+                self._passes[rows] = self._step.step(rows).passes
+            except AmpError as error:
+                # rows of a graph, or of sequences end to end, are no batch by themselves
+                self._passes[rows] = (
+                    f"a micro-batch of {rows} of the batch's {whole.rows} rows cannot be counted: {error}"
+                )
+        return self._passes[rows]
+
+    def forms(self, rows: int) -> ChunkForms:
+        """The forms in chunks of the blocks of a micro-batch."""
+        if rows not in self._forms:
+            self._forms[rows] = look_for_chunks(self._step, rows)
+            self._passes.setdefault(rows, self._step.step(rows).passes)
+        return self._forms[rows]
+
+    def passes_in_chunks(self, rows: int, chunks: Mapping[str, ChunkBlock]) -> Passes | str:
+        """The passes of a micro-batch of which some blocks run in chunks, or why one of them cannot."""
+        key = rows, frozenset(chunks.items())
+        if key not in self._chunked:
+            rules = [
+                Rule(fqn=fqn, spec=spec, strategy="chunk", why="counted") for fqn, spec in chunks.items()
+            ]
+            try:
+                self._chunked[key] = self._step.step_with(rules, rows).passes
+            except AmpError as error:
+                self._chunked[key] = str(error)
+        return self._chunked[key]
