@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from lightning_amp.profiling.profile import Profile as Profile
     from lightning_amp.public import plan as plan
     from lightning_amp.public import profile as profile
-    from lightning_amp.techniques.chunk.chunk_module import chunk as chunk
-    from lightning_amp.techniques.chunk.module_chunks import ModuleChunks as ModuleChunks
+    from lightning_amp.techniques.chunk.run.chunk_module import chunk as chunk
+    from lightning_amp.techniques.chunk.run.module_chunks import ModuleChunks as ModuleChunks
     from lightning_amp.techniques.contract.change import Change as Change
     from lightning_amp.techniques.pipeline.schedule.cut import PipelineCut as PipelineCut
     from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline as cut_pipeline
@@ -61,7 +61,7 @@ _HOME = {
     "collect_predictions": "lightning.callbacks.collect_predictions",
     "AMPStrategy": "lightning.strategy.strategy",
     "GLUE": "models.glue",
-    "Change": "parallel.contract.change",
+    "Change": "techniques.contract.change",
     "ShardedTensor": "dist.ops",
     "OwnBins": "data.loading.own_columns",
     "OwnColumns": "data.loading.own_columns",
@@ -69,15 +69,15 @@ _HOME = {
     "as_sharded": "dist.own_parts",
     "check_shard": "dist.register_shard",
     "register_shard": "dist.register_shard",
-    "chunk": "parallel.chunk.chunk_module",
-    "ModuleChunks": "parallel.chunk.module_chunks",
-    "PipelineCut": "planning.pipeline.cut",
-    "cut_pipeline": "planning.pipeline.cut",
+    "chunk": "techniques.chunk.run.chunk_module",
+    "ModuleChunks": "techniques.chunk.run.module_chunks",
+    "PipelineCut": "techniques.pipeline.schedule.cut",
+    "cut_pipeline": "techniques.pipeline.schedule.cut",
     # with the report that it prints as, as the profiles below
     "Plan": "planning.reports.plan_report",
     "plan": "public",
     "register_flow": "graph.build_table",
-    "register_technique": "planning.plan.register_technique",
+    "register_technique": "techniques.register_technique",
     "Profile": "planning.reports.plan_report",
     "ModuleProfile": "planning.reports.module_report",
     "ModulePlan": "lightning.first_look.plan_of_module",

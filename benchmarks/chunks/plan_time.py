@@ -14,8 +14,8 @@ from benchmarks.chunks.models import GPT, Layer
 from benchmarks.page import table
 from lightning_amp.errors import PlanError
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.chunk.in_chunks import InChunks
-from lightning_amp.techniques.chunk.planned import Planned
+from lightning_amp.techniques.chunk.run.in_chunks import InChunks
+from lightning_amp.techniques.chunk.run.planned import Planned
 
 
 class Different(nn.Module):

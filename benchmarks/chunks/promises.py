@@ -15,10 +15,10 @@ from lightning_amp.errors import PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures
 from lightning_amp.progress import track
-from lightning_amp.techniques.chunk.lower import table_of
-from lightning_amp.techniques.chunk.planned import lower_within
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
+from lightning_amp.techniques.chunk.run.lower import table_of
+from lightning_amp.techniques.chunk.run.planned import lower_within
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "attention and feed-forward": (lambda: Layer(32, 4, causal=False), lambda: torch.randn(2, 48, 32)),

@@ -17,7 +17,7 @@ from lightning_amp.errors import AmpError
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.chunk.in_chunks import InChunks
+from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 
 SHARES = (0.5, 0.25)
 COMPILED = (0.5, 0.1)

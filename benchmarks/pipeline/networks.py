@@ -34,6 +34,7 @@ from lightning_amp.footprint.inner_run import Around
 from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.progress import track
 from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, times_of
+from lightning_amp.techniques.pipeline.options import stages_of
 from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     Devices,
     LayerTimes,
@@ -159,8 +160,9 @@ def times(module: Any, batch: Tensor, *, stages: int, of: Rates) -> LayerTimes:
     """Of every layer, for every number of micro-batches up to the batch."""
     rows = len(batch)
     seen = StepOfModule(module, lambda: batch, around=Around()).profiled(of)
-    assert seen.passes is not None, seen.no_stages
-    whole, least = seen.passes(None), seen.passes(COUNTED)
+    stages = stages_of(seen)
+    assert stages.passes is not None, stages.reason
+    whole, least = stages.passes(None), stages.passes(COUNTED)
     if isinstance(whole, str) or isinstance(least, str):
         raise SystemExit(f"{type(module).__name__} has no stages: {whole}, {least}")
     layers = dict[int, LayerSeconds]()

@@ -10,7 +10,7 @@ from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_d
 from lightning_amp.techniques.contract.stand_in import in_place_of
 from lightning_amp.techniques.data.batch_norm import has_batch_norms
 from lightning_amp.techniques.fsdp.units import find_units
-from lightning_amp.techniques.pipeline.blocks import longest_list
+from lightning_amp.techniques.pipeline.run.blocks import longest_list
 
 PARTS = ("key", "feature_anchor", "scale", "decode")
 

@@ -23,7 +23,7 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.chunk.in_chunks import InChunks
+from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.fsdp.spec import FullyShard

@@ -1,7 +1,7 @@
 """A recorded step, cut at the blocks of one list: what every run of them needs as a stage of a pipeline follows.
 
 A step of K blocks has K + 1 segments. Segment i < K ends with block i, so that what lies between two blocks belongs to
-the later one, as a stage runs it (techniques/pipeline/block_walk.py); the last segment is what follows all blocks. Its
+the later one, as a stage runs it (block_walk.py); the last segment is what follows all blocks. Its
 backward operators belong to a segment by autograd's numbers; those that add to parameters, to that of the one before.
 
     of blocks    what a block makes, and what depends on that; a rank has what its own segments make

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.stages_report import schedule_title, timeline_of
-from lightning_amp.techniques.pipeline.pass_times import PassTimes
+from lightning_amp.techniques.pipeline.run.pass_times import PassTimes
 from lightning_amp.techniques.pipeline.schedule.schedules import Pass
 from lightning_amp.techniques.pipeline.schedule.timeline import Timeline
 

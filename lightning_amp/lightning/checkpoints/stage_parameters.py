@@ -32,7 +32,7 @@ from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.read_directory import fill
 from lightning_amp.lightning.checkpoints.shards import Shards
-from lightning_amp.techniques.pipeline.absent import AbsentParameter, absent_parameter
+from lightning_amp.techniques.pipeline.run.absent import AbsentParameter, absent_parameter
 
 
 @dataclass(eq=False)

@@ -36,8 +36,8 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.data.batch_norm import statistics_bytes
 from lightning_amp.techniques.data.gradient_sync import gradient_sizes
-from lightning_amp.techniques.pipeline.blocks import blocks_for_stages
 from lightning_amp.techniques.pipeline.options import StageFacts
+from lightning_amp.techniques.pipeline.run.blocks import blocks_for_stages
 from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, not_together
 from lightning_amp.techniques.technique import function_at
 

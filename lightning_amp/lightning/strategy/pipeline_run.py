@@ -12,16 +12,16 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.installing.installed import Installed
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
-from lightning_amp.lightning.steps.pipelined.pipelined_steps import PipelinedSteps, refuse_hooks
 from lightning_amp.lightning.strategy.refusals import AVERAGED, KEEPS_LAYERS, is_named
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
-from lightning_amp.techniques.pipeline.block_walk import BlockCall, spans
-from lightning_amp.techniques.pipeline.blocks import refuse_batch_statistics
 from lightning_amp.techniques.pipeline.options import no_pipeline
-from lightning_amp.techniques.pipeline.run_stages import Stages
+from lightning_amp.techniques.pipeline.run.block_walk import BlockCall, spans
+from lightning_amp.techniques.pipeline.run.blocks import refuse_batch_statistics
+from lightning_amp.techniques.pipeline.run.run_stages import Stages
 from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.steps.pipelined_steps import PipelinedSteps, refuse_hooks
 from lightning_amp.techniques.recompute.spec import RecomputeBlock
 
 TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics, PipelineStages, RecomputeBlock, ChunkBlock)

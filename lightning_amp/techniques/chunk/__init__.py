@@ -1,1 +1,1 @@
-"""Regions of a captured block run chunk by chunk, forward and backward, as a plan of techniques/chunk/regions asks."""
+"""Run parts of any module in chunks under a byte budget (AutoChunk): prediction, regions, generated code."""

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from lightning_amp.costs.rule import Rule
-from lightning_amp.techniques.chunk.block_tables import block_code, block_tables
 from lightning_amp.techniques.chunk.forms import ChunkForms
+from lightning_amp.techniques.chunk.run.block_tables import block_code, block_tables
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.step_to_plan import StepToPlan
 

@@ -11,7 +11,7 @@ ROW = Technique(
     specs=(ChunkBlock,),
     installers={
         ChunkBlock: Installer(
-            "lightning_amp.techniques.chunk.chunk_module:chunk_block", on_blocks=True, last=True
+            "lightning_amp.techniques.chunk.run.chunk_module:chunk_block", on_blocks=True, last=True
         )
     },
     look="lightning_amp.techniques.chunk.look:look",

@@ -33,7 +33,7 @@ from lightning_amp.footprint.forward_overrides import (
     remove_override,
 )
 from lightning_amp.techniques.autograd.received import once
-from lightning_amp.techniques.chunk.in_chunks import InChunks
+from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from lightning_amp.techniques.contract.batch_norms import normalises_by_batch
 
 SHARE = "share_batch_statistics"

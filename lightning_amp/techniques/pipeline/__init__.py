@@ -1,1 +1,1 @@
-"""Stages of a pipeline: which blocks a rank runs of an unedited step, and the micro-batches through them."""
+"""Run the blocks of a module as stages of a pipeline: prediction, schedules, stages, training steps."""

@@ -15,7 +15,7 @@ ROW = Technique(
     shrinks="K blocks to those of a rank",
     specs=(PipelineStages,),
     installers={
-        PipelineStages: Installer("lightning_amp.techniques.pipeline.blocks:pipeline_stages", last=True)
+        PipelineStages: Installer("lightning_amp.techniques.pipeline.run.blocks:pipeline_stages", last=True)
     },
     targets=_targets,
     model_axis=True,

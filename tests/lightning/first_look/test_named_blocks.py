@@ -16,7 +16,7 @@ from lightning_amp import AMPStrategy
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.find_blocks import find_blocks, named_blocks
 from lightning_amp.techniques.fsdp.units import find_units
-from lightning_amp.techniques.pipeline.blocks import blocks_for_stages
+from lightning_amp.techniques.pipeline.run.blocks import blocks_for_stages
 from tests.any_module import Meter
 
 WIDTH, ROWS = 16, 512

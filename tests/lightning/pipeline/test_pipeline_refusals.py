@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, DataError, PlanError
-from lightning_amp.lightning.steps.pipelined.micro_batches import cut
 from lightning_amp.lightning.strategy.pipeline_run import without_stages
 from lightning_amp.lightning.strategy.request import Request
+from lightning_amp.techniques.pipeline.options import stages_of
+from lightning_amp.techniques.pipeline.steps.micro_batches import cut
 from tests.lightning.pipeline.pipeline_cases import CNN, GPT, Batch, fit, tokens, trainer_of
 from tests.lightning.pipeline.test_pipeline import close
 from tests.planning.modules.test_stages import step
@@ -235,4 +236,6 @@ def test_stages_for_a_step_by_hand_are_chosen_by_a_person() -> None:
     assert without_stages(seen, torch.device("cpu"), by_policy, trainer) is seen
     module.automatic_optimization = False
     assert without_stages(seen, torch.device("cpu"), by_name, trainer) is seen
-    assert "optimises by hand" in without_stages(seen, torch.device("cpu"), by_policy, trainer).no_stages
+    assert (
+        "optimises by hand" in stages_of(without_stages(seen, torch.device("cpu"), by_policy, trainer)).reason
+    )

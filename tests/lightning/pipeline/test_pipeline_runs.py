@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch import LightningModule, seed_everything
 from torch.utils.data import DataLoader
 
-from lightning_amp.lightning.steps.pipelined.micro_batches import cut
-from lightning_amp.lightning.steps.pipelined.pipelined_steps import seed_of
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.steps.micro_batches import cut
+from lightning_amp.techniques.pipeline.steps.pipelined_steps import seed_of
 from tests.lightning.pipeline.pipeline_cases import CNN, GPT, LAYERS, STEPS, fit, tokens, trainer_of
 from tests.lightning.pipeline.test_pipeline import close
 from tests.ranks import run_ranks

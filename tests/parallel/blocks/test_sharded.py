@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_amp.techniques.chunk.chunk_module import chunk
+from lightning_amp.techniques.chunk.run.chunk_module import chunk
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from tests.parallel.blocks import nasty
 from tests.parallel.blocks.test_recompute import Net, mean, recompute, train

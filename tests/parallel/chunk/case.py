@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.lower import lower, table_of
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.region import Region
+from lightning_amp.techniques.chunk.run.lower import lower, table_of
 from tests.graph.same_outcome import difference
 from tests.parallel.chunk.small_blocks import BLOCKS
 

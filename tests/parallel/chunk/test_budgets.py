@@ -10,8 +10,8 @@ import lightning_amp
 from benchmarks.chunks.models import GPT, Fused, Language
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.capture import Captures
-from lightning_amp.techniques.chunk.lower import table_of
 from lightning_amp.techniques.chunk.regions.choose_chunks import choose_chunks
+from lightning_amp.techniques.chunk.run.lower import table_of
 from tests.any_module import make
 from tests.graph.calls import calls_of
 from tests.parallel.chunk.small_blocks import Attention, FeedForward

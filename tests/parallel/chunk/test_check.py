@@ -20,8 +20,8 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.flow import RULES
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.chunk import check, function
-from lightning_amp.techniques.chunk.function import ChunkedRegion
-from lightning_amp.techniques.chunk.in_chunks import InChunks
+from lightning_amp.techniques.chunk.run.function import ChunkedRegion
+from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from tests.lightning.strategy.any_module_cases import trainer_of
 from tests.parallel.chunk.small_blocks import Attention, x_of
 from tests.parallel.chunk.test_in_chunks import step_bytes

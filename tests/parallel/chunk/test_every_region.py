@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_amp.graph.guards import signature
-from lightning_amp.techniques.chunk.module_chunks import plain
+from lightning_amp.techniques.chunk.run.module_chunks import plain
 from tests.graph.calls import calls_of
 from tests.parallel.chunk.case import Case, case, numbers, which
 from tests.parallel.chunk.small_blocks import BLOCKS

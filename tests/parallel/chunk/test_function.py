@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures
-from lightning_amp.techniques.chunk.function import ChunkedRegion, Output
-from lightning_amp.techniques.chunk.lower import lower, table_of
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.region import Region
+from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
+from lightning_amp.techniques.chunk.run.lower import lower, table_of
 from tests.parallel.chunk.case import Case, case
 from tests.parallel.chunk.small_blocks import BLOCKS, Attention, FeedForward, NoBias, x_of
 

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 import lightning_amp
 from lightning_amp.graph.capture import Captures
-from lightning_amp.techniques.chunk.lower import lower, table_of
-from lightning_amp.techniques.chunk.planned import forward_bytes
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.over import written_over
+from lightning_amp.techniques.chunk.run.lower import lower, table_of
+from lightning_amp.techniques.chunk.run.planned import forward_bytes
 from tests.parallel.chunk.case import which
 from tests.parallel.chunk.small_blocks import BLOCKS
 from tests.parallel.chunk.test_chunk_module import bytes_of, close, net

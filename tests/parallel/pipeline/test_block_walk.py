@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.forward_overrides import Override, add_override
-from lightning_amp.techniques.pipeline.block_walk import BlockCall, BlockWalk, Span, spans
-from lightning_amp.techniques.pipeline.placeholders import Placeholders
-from lightning_amp.techniques.pipeline.run_stages import joined
+from lightning_amp.techniques.pipeline.run.block_walk import BlockCall, BlockWalk, Span, spans
+from lightning_amp.techniques.pipeline.run.placeholders import Placeholders
+from lightning_amp.techniques.pipeline.run.run_stages import joined
 
 CPU = torch.device("cpu")
 X = torch.arange(6.0).view(3, 2)

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_amp.techniques.pipeline.draws import draws_stay, go_on_with, packed_draws, seed_draws
+from lightning_amp.techniques.pipeline.run.draws import draws_stay, go_on_with, packed_draws, seed_draws
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import DRAWS
 
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.forward_overrides import Override, add_override
-from lightning_amp.techniques.pipeline.block_walk import BlockCall, BlockWalk, spans
-from lightning_amp.techniques.pipeline.run_stages import Rest, Stages, Work
+from lightning_amp.techniques.pipeline.run.block_walk import BlockCall, BlockWalk, spans
+from lightning_amp.techniques.pipeline.run.run_stages import Rest, Stages, Work
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 
 X, P = torch.arange(12.0).view(6, 2) / 9, 3

@@ -12,9 +12,9 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
-from lightning_amp.techniques.chunk.block_tables import block_code, block_tables
 from lightning_amp.techniques.chunk.forms import ChunkForms
 from lightning_amp.techniques.chunk.regions.choose_chunks import RATIO, rung
+from lightning_amp.techniques.chunk.run.block_tables import block_code, block_tables
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.recompute.spec import RecomputeBlock
 from tests.graph.test_capture import Custom

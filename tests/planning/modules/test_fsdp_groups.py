@@ -17,14 +17,15 @@ from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.sharding import ON_HOST, sharding_of, with_sharding
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, Unit, fsdp_peak_bytes
+from lightning_amp.techniques.fsdp.predict import facts_of, variants
 from lightning_amp.techniques.fsdp.seconds import (
     HANDLING_S,
     MESSAGES,
     PASSES,
     fsdp_seconds,
-    ways_to_split,
 )
 from lightning_amp.techniques.fsdp.spec import FullyShard
+from tests.planning.modules.facts import with_units
 from tests.planning.modules.test_fsdp_bytes import moment, profile, unit
 from tests.planning.modules.test_plan_of_a_module import NAMES, base, chain, profiled, seen
 
@@ -37,7 +38,15 @@ def heavy(fsdp: FullyShard | None = None, rates: Any = A100, *, seconds: float =
     shape = ParameterShape(name="weight", shape=(GIB // len(NAMES),), item_bytes=1)
     units = (*(Unit(fqn=fqn, parameters=(shape,)) for fqn in NAMES), Unit(fqn="", parameters=()))
     step = seen(profiled(held=4 * GIB), replace(chain(rest=4 * GIB), seconds=seconds))
-    return replace(step, units=units, rates=rates, fsdp=fsdp)
+    return replace(with_units(step, units, fsdp), rates=rates)
+
+
+def seconds_of(step: ProfiledStep, spec: FullyShard, ranks: int) -> float:
+    return fsdp_seconds(step, facts_of(step).units, spec, ranks)
+
+
+def ways_to_split(step: ProfiledStep, ranks: int) -> list[FullyShard | None]:
+    return [facts_of(one).spec for one in variants(step, ranks)]
 
 
 def made(step: ProfiledStep, ranks: int, budget: int | None) -> Draft:
@@ -60,26 +69,26 @@ def test_groups_send_rows_between_nodes_and_the_rest_within_one() -> None:
     expected -= 30 * (GIB / 16 / between + 1e-5)
     # of nodes whose one adapter has all of the bandwidth
     step = heavy(rates=replace(A100, links=replace(A100.links, adapters=1)))
-    assert fsdp_seconds(step, FullyShard(shard_ranks=8), 16) == pytest.approx(expected)
-    over_all = fsdp_seconds(step, FullyShard(), 16)
+    assert seconds_of(step, FullyShard(shard_ranks=8), 16) == pytest.approx(expected)
+    over_all = seconds_of(step, FullyShard(), 16)
     assert over_all == pytest.approx(45 * (GIB / 16 / between + latency) - 30 * (GIB / 16 / between + 1e-5))
     assert expected < over_all, "links inside of a node are faster"
-    assert fsdp_seconds(step, FullyShard(shard_ranks=16), 16) == over_all
+    assert seconds_of(step, FullyShard(shard_ranks=16), 16) == over_all
     # of eight adapters a ring of all ranks has one, and the eight rings of the groups have them all
-    assert fsdp_seconds(heavy(), FullyShard(shard_ranks=8), 16) == 0.0
+    assert seconds_of(heavy(), FullyShard(shard_ranks=8), 16) == 0.0
 
 
 def test_on_a_cpu_every_message_is_handled_by_the_core_that_computes() -> None:
     free = replace(CPU_CORE, launches=True)
-    here, away = (fsdp_seconds(heavy(rates=rates), FullyShard(), 2) for rates in (CPU_CORE, free))
+    here, away = (seconds_of(heavy(rates=rates), FullyShard(), 2) for rates in (CPU_CORE, free))
     assert here - away == pytest.approx(len(NAMES) * MESSAGES * HANDLING_S)
 
 
 def test_on_several_nodes_the_policy_splits_within_one_where_that_fits() -> None:
-    assert list(ways_to_split(heavy(), 16)) == [FullyShard(), FullyShard(shard_ranks=8)]
+    assert ways_to_split(heavy(), 16) == [FullyShard(), FullyShard(shard_ranks=8)]
     for ranks in (8, 12):
-        assert list(ways_to_split(heavy(), ranks)) == [FullyShard()], "one node, or no whole number of them"
-    assert list(ways_to_split(heavy(FullyShard(offload=True)), 16)) == [FullyShard(offload=True)]
+        assert ways_to_split(heavy(), ranks) == [FullyShard()], "one node, or no whole number of them"
+    assert ways_to_split(heavy(FullyShard(offload=True)), 16) == [FullyShard(offload=True)]
     group, over_all = made(heavy(), 16, 3 * GIB), made(heavy(), 16, None)
     assert split_of(group) == FullyShard(shard_ranks=8)
     assert split_of(over_all) == FullyShard(), "where nothing is asked for, all that can be had"
@@ -124,7 +133,7 @@ def test_rows_in_the_hosts_memory_are_not_on_the_device() -> None:
 
 def test_rows_in_the_hosts_memory_take_its_link_and_its_processor() -> None:
     asked = FullyShard(offload=True)
-    more = fsdp_seconds(heavy(), asked, 4) - fsdp_seconds(heavy(), FullyShard(), 4)
+    more = seconds_of(heavy(), asked, 4) - seconds_of(heavy(), FullyShard(), 4)
     assert more == pytest.approx(
         3 * GIB / 4 / A100.host_bandwidth + PASSES * 4 * GIB / 4 / CPU_CORE.memory_bytes
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_amp.planning.modules.techniques import TECHNIQUES
 
 from lightning_amp.costs.chain import RECOMPUTED, BlockCost, Chain, Moment
 from lightning_amp.costs.device_rates import CPU_CORE
@@ -31,6 +30,8 @@ from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, Unit
 from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.table import PREDICTIONS
+from tests.planning.modules.facts import with_units
 
 BLOCKS, SAVED = 4, 1000
 NAMES = tuple(f"blocks.{k}" for k in range(BLOCKS))
@@ -96,12 +97,11 @@ def seen(
 ) -> ProfiledStep:
     shape = ParameterShape(name="weight", shape=(weights // BLOCKS,), item_bytes=1)
     profile = profile or profiled()
-    return ProfiledStep(
-        profile=profile,
-        chain=blocks or chain(rest=profile.peak_bytes - BLOCKS * SAVED),
-        units=(*(Unit(fqn=fqn, parameters=(shape,)) for fqn in NAMES), Unit(fqn="", parameters=())),
-        rates=CPU_CORE,
+    step = ProfiledStep(
+        profile=profile, chain=blocks or chain(rest=profile.peak_bytes - BLOCKS * SAVED), rates=CPU_CORE
     )
+    units = (*(Unit(fqn=fqn, parameters=(shape,)) for fqn in NAMES), Unit(fqn="", parameters=()))
+    return with_units(step, units)
 
 
 def base(budget: int | None, *, devices: int = 1, **options: Any) -> Plan:
@@ -198,7 +198,7 @@ def test_a_prediction_that_was_too_low_rules_out_no_other_plan(monkeypatch: pyte
         again = [rule for rule in rules if rule.strategy == "recompute"]
         return profiled(saved=BLOCKS * SAVED + 100 - len(again) * SAVED)
 
-    monkeypatch.setitem(TECHNIQUES, "chunk", replace(TECHNIQUES["chunk"], add=chunked))
+    monkeypatch.setitem(PREDICTIONS, "chunk", replace(PREDICTIONS["chunk"], add=chunked))
     found = plan_module(base(3300), seen(), count=count)
     assert (found.strategies, len(found.rules), found.predicted_peak_bytes) == (("recompute",), 1, 3200)
     by_name = {row.strategies: row for row in found.candidates}
@@ -271,7 +271,7 @@ def test_refusals_are_no_tries(monkeypatch: pytest.MonkeyPatch) -> None:
         targets = (*draft.targets, Rule(strategy="chunk", fqn="blocks.0", spec=spec, why=""))
         return replace(draft, peak_bytes=draft.peak_bytes // 2, seconds=draft.seconds / 2, targets=targets)
 
-    monkeypatch.setitem(TECHNIQUES, "chunk", replace(TECHNIQUES["chunk"], add=chunked))
+    monkeypatch.setitem(PREDICTIONS, "chunk", replace(PREDICTIONS["chunk"], add=chunked))
     found = plan_module(base(1500), seen(), count=count)
     assert counted[0] == ["chunk", "recompute"]
     assert counted[-1] == ["recompute"]
@@ -341,7 +341,7 @@ def test_beside_split_parameters_as_few_blocks_run_again_as_must() -> None:
 
 def test_no_technique_for_blocks_makes_less_of_what_averaging_takes() -> None:
     small = ParameterShape(name="bias", shape=(9000,), item_bytes=1)
-    step = replace(seen(profiled(held=8000)), units=(Unit(fqn="", parameters=(small,)),))
+    step = with_units(seen(profiled(held=8000)), (Unit(fqn="", parameters=(small,)),))
     averaged = 8000 + 100 + 9000 + 1 + WEIGHT_BYTES
     assert step.peak_bytes(2) == averaged > step.peak_bytes(1) + WEIGHT_BYTES
     peaks = {row.strategies: row.peak_bytes for row in compare(step, ranks=2, budget=None).candidates}
@@ -359,7 +359,7 @@ def test_small_gradients_are_copied_on_several_ranks() -> None:
     # at the peak, of which the tensors are known, there are no gradients yet
     kinds = {**profile.by_kind, "activations": profile.by_kind["activations"] + profile.by_kind["gradients"]}
     early = replace(profile, by_kind={**kinds, "gradients": 0}, first_bytes=2**22 + 101, left_bytes=20)
-    step = replace(seen(early), units=(Unit(fqn="", parameters=own),))
+    step = with_units(seen(early), (Unit(fqn="", parameters=own),))
     assert step.peak_bytes(1) == 2**22 + 101
     # beside what is held and the batch: what the first step logs, which parameters were reached, and the copies
     assert step.peak_bytes(2) == 2**22 + 100 + 20 + 2 + 300 + WEIGHT_BYTES

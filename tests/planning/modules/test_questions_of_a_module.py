@@ -5,6 +5,7 @@ from dataclasses import replace
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.planning.modules.leanest import fewest_ranks, leanest, missing, over_data, over_stages
 from lightning_amp.planning.modules.questions import answers
+from tests.planning.modules.facts import with_stages, with_units
 from tests.planning.modules.test_plan_of_a_module import profiled, seen
 from tests.planning.modules.test_stages import ROWS, passes, step
 
@@ -14,8 +15,8 @@ HELD = 40_000
 
 def at(rows: int) -> ProfiledStep:
     """The step of a batch of some length, whose parameters no technique of a data axis splits."""
-    plain = replace(seen(profiled(held=HELD, batch_size=rows)), units=())
-    return replace(plain, passes=lambda part: passes(part or rows))
+    plain = with_units(seen(profiled(held=HELD, batch_size=rows)), ())
+    return with_stages(plain, passes=lambda part: passes(part or rows))
 
 
 def test_a_pipeline_may_be_the_leanest() -> None:
@@ -26,7 +27,7 @@ def test_a_pipeline_may_be_the_leanest() -> None:
     assert found.peak_bytes == over_stages(heavy, 2)[0].peak_bytes < over_data(heavy, 2).peak_bytes
     # there are six blocks, of which as many stages are made as divide the ranks
     assert [(one.ranks, one.model) for one in (leanest(heavy, 8), leanest(heavy, 7))] == [(2, 4), (7, 1)]
-    assert leanest(replace(heavy, passes=None), 2).model == 1
+    assert leanest(with_stages(heavy, passes=None), 2).model == 1
     # blocks that cannot be computed again are stages all the same
     kept = replace(heavy, chain=replace(heavy.chain, blocks=()))
     assert over_stages(kept, 2)[0].strategies == ("pipeline",)
@@ -40,7 +41,7 @@ def test_the_fewest_ranks_may_be_stages() -> None:
     assert (found.ranks, found.model) == (1, 3)
     assert found.peak_bytes <= budget < leanest(heavy, 2).peak_bytes
     assert "3 ranks with pipeline and recompute would fit" in missing(heavy, leanest(heavy, 2), budget=budget)
-    assert fewest_ranks(replace(heavy, passes=None), budget) is None
+    assert fewest_ranks(with_stages(heavy, passes=None), budget) is None
     assert fewest_ranks(step(), 10**6) == over_data(step(), 1)
 
 
@@ -60,8 +61,8 @@ def test_the_answers_name_a_pipeline_where_nothing_else_fits() -> None:
 
 def test_a_batch_for_each_rank_is_more_than_a_larger_one_for_both() -> None:
     def grown(rows: int) -> ProfiledStep:
-        plain = replace(seen(profiled(saved=6000 + 1000 * rows, batch_size=rows)), units=())
-        return replace(plain, passes=lambda part: passes(part or rows, saved=1000))
+        plain = with_units(seen(profiled(saved=6000 + 1000 * rows, batch_size=rows)), ())
+        return with_stages(plain, passes=lambda part: passes(part or rows, saved=1000))
 
     assert over_stages(grown(10), 2)[0].peak_bytes < 11_000 < over_data(grown(8), 2).peak_bytes
     assert answers(grown, grown(ROWS), ranks=2, budget=11_000)[1].endswith(" 7 with recompute")

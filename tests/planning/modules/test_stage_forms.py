@@ -17,12 +17,13 @@ from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.chunk.spec import ChunkBlock
-from lightning_amp.techniques.pipeline.options import PipelineOptions, StageChunks
+from lightning_amp.techniques.pipeline.options import PipelineOptions, StageChunks, stages_of
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peaks, stage_bytes
 from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.pipeline.stage_forms import Levels, computed_again, fewest_again, fewest_chunks
 from lightning_amp.techniques.pipeline.stages import staged
+from tests.planning.modules.facts import with_stages
 from tests.planning.modules.test_plan_of_a_module import base
 from tests.planning.modules.test_stages import ROWS, SAVED, SENT, WEIGHT, made, passes, spec_of, step
 
@@ -174,7 +175,7 @@ def in_chunks(rows: int, chunks: Mapping[str, ChunkBlock]) -> Passes:
 
 def chunkable(**options: Any) -> ProfiledStep:
     forms: Any = Forms
-    return replace(step(**options), stage_chunks=StageChunks(forms=forms, passes=in_chunks))
+    return with_stages(step(**options), chunks=StageChunks(forms=forms, passes=in_chunks))
 
 
 def chunks_of(found: Draft | Plan) -> dict[str, int]:
@@ -186,7 +187,7 @@ def test_every_rank_takes_the_fastest_chunks_with_which_it_fits() -> None:
     rows, orders = ROWS // 4, schedule("1f1b", 2, 4)
     part = passes(rows)
     pipeline = Pipeline(part=part, whole=passes(), ends=(3, 6), orders=orders, at_once=False)
-    levels = Levels(chunkable().stage_chunks, part)  # type: ignore[arg-type]
+    levels = Levels(stages_of(chunkable()).chunks, part)  # type: ignore[arg-type]
     peaks = rank_peaks(pipeline)
     assert fewest_chunks(pipeline, levels, (), max(peaks)) == ({}, ())
 
@@ -220,7 +221,7 @@ def test_chunks_are_taken_in_stages_where_nothing_else_fits() -> None:
     least = made(staged(seen, 2, data=1, budget=1, asked=replace(FOUR, chunks={})))
     # nor looked for, which takes seconds
     none: Any = None
-    unseen = replace(seen, stage_chunks=StageChunks(forms=none, passes=none))
+    unseen = with_stages(seen, chunks=StageChunks(forms=none, passes=none))
     enough = made(staged(unseen, 2, data=1, budget=least.peak_bytes, asked=FOUR))
     assert chunks_of(free) == chunks_of(least) == chunks_of(enough) == {}
     without = replace(FOUR, chunks={})

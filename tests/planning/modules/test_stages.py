@@ -21,6 +21,7 @@ from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peaks
 from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.pipeline.stages import staged
+from tests.planning.modules.facts import with_stages
 from tests.planning.modules.test_plan_of_a_module import base, profiled, seen
 
 ROWS, SAVED, SENT, WEIGHT = 8, 100, 8, 10
@@ -81,7 +82,7 @@ def passes(
 
 def step(held: int = 100, **options: object) -> ProfiledStep:
     made = seen(profiled(held=held))
-    return replace(made, passes=lambda rows: passes(rows or ROWS, **options))  # type: ignore[arg-type]
+    return with_stages(made, passes=lambda rows: passes(rows or ROWS, **options))  # type: ignore[arg-type]
 
 
 def made(found: Draft | str) -> Draft:
@@ -98,7 +99,7 @@ def test_the_number_of_micro_batches_is_the_fastest_of_all(fixed: float) -> None
         found = passes(length or rows, seconds=(1.0, 2.0, 1.0, 1.0, 2.0, 1.0))
         return replace(found, seconds=np.where(found.seconds > 0, found.seconds + fixed, 0.0))
 
-    there = replace(step(), passes=of)
+    there = with_stages(step(), passes=of)
 
     def seconds(count: int | None) -> tuple[float, int]:
         found = made(staged(there, 2, data=1, budget=None, asked=PipelineOptions(micro_batches=count)))
@@ -187,9 +188,9 @@ def test_states_of_random_numbers_are_counted(monkeypatch: pytest.MonkeyPatch) -
 def test_what_cannot_be_stages_says_why() -> None:
     asked = PipelineOptions(micro_batches=2)
     assert "6 blocks for 8 stages" in str(staged(step(), 8, data=1, budget=None, asked=asked))
-    refused = replace(step(), passes=lambda rows: "block 'a' reads 'b'")
+    refused = with_stages(step(), passes=lambda rows: "block 'a' reads 'b'")
     assert staged(refused, 2, data=1, budget=None, asked=asked) == "block 'a' reads 'b'"
-    none = replace(step(), passes=None, no_stages="it has hooks")
+    none = with_stages(step(), passes=None, reason="it has hooks")
     assert staged(none, 2, data=1, budget=None, asked=asked) == "it has hooks"
     odd = PipelineOptions(micro_batches=7, schedule="interleaved")
     assert "rounds" in str(staged(step(), 3, data=1, budget=None, asked=odd))
@@ -231,7 +232,7 @@ def test_stages_are_not_looked_for_where_the_step_fits() -> None:
         assert whole.passes is not None
         return whole.passes(rows)
 
-    found = plan_module(base(10_000, devices=2), replace(whole, passes=passes))
+    found = plan_module(base(10_000, devices=2), with_stages(whole, passes=passes))
     assert not any("pipeline" in row.strategies for row in found.candidates)
     assert found.diagnosis is not None
     assert found.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for")
@@ -239,7 +240,9 @@ def test_stages_are_not_looked_for_where_the_step_fits() -> None:
     narrow_links = plan_module(base(10_000, devices=2), replace(whole, rates=narrow))
     compared = [row.strategies for row in narrow_links.candidates]
     assert ("S1", "pipeline") in compared, "stages have no gradients to average, and may be faster"
-    named = plan_module(base(10_000, devices=2), replace(whole, rates=narrow, passes=passes), named=())
+    named = plan_module(
+        base(10_000, devices=2), with_stages(replace(whole, rates=narrow), passes=passes), named=()
+    )
     assert named.diagnosis is not None
     assert named.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for"), (
         "nothing is compared"
@@ -253,7 +256,7 @@ def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:
     with pytest.raises(PlanError, match="requires a pipeline .* which is not possible: it has hooks"):
         plan_module(
             base(None, devices=2),
-            replace(step(), passes=None, no_stages="it has hooks"),
+            with_stages(step(), passes=None, reason="it has hooks"),
             asked=PipelineOptions(model=2),
         )
 

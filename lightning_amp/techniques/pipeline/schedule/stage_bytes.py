@@ -15,7 +15,7 @@
     draws           states of random numbers: of the run and of the last micro-batch's begin (and end, on the last
                     stage), and one that is sent with every result
 
-These are the tensors of techniques/pipeline/ and lightning/steps/pipelined/pipelined_steps.py.
+These are the tensors of techniques/pipeline/ and techniques/pipeline/steps/pipelined_steps.py.
 
 Known limits: metrics are left out; micro-batches count as the largest of them;
 a step that draws random numbers after the blocks runs these several times, one after the other.

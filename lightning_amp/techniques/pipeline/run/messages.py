@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.errors import InstallError
-from lightning_amp.techniques.pipeline.draws import go_on_with, packed_draws
+from lightning_amp.techniques.pipeline.run.draws import go_on_with, packed_draws
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """What a block may return beside tensors."""

@@ -10,10 +10,6 @@ from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.check import Checked
-from lightning_amp.techniques.chunk.lower import Lowered, lower, table_of
-from lightning_amp.techniques.chunk.module_chunks import ModuleChunks, Planned
-from lightning_amp.techniques.chunk.nested import lower_nested, outermost
 from lightning_amp.techniques.chunk.regions.choose_chunks import (
     CPU_SECONDS,
     CostModel,
@@ -23,7 +19,11 @@ from lightning_amp.techniques.chunk.regions.choose_chunks import (
 )
 from lightning_amp.techniques.chunk.regions.chunk_bytes import result_bytes
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan, Region
-from lightning_amp.techniques.chunk.two_steps import in_two_steps
+from lightning_amp.techniques.chunk.run.check import Checked
+from lightning_amp.techniques.chunk.run.lower import Lowered, lower, table_of
+from lightning_amp.techniques.chunk.run.module_chunks import ModuleChunks, Planned
+from lightning_amp.techniques.chunk.run.nested import lower_nested, outermost
+from lightning_amp.techniques.chunk.run.two_steps import in_two_steps
 
 
 def plan_graph(

@@ -11,7 +11,7 @@ from lightning_amp.footprint.find_blocks import MARK, find_blocks
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.hooks import hooks_within
 from lightning_amp.techniques.data.batch_norm import has_batch_norms
-from lightning_amp.techniques.pipeline.block_walk import BlockCall, BlockWalk
+from lightning_amp.techniques.pipeline.run.block_walk import BlockCall, BlockWalk
 from lightning_amp.techniques.pipeline.spec import PipelineStages
 
 

@@ -29,7 +29,7 @@ from lightning_amp._torch import (
     tree_unflatten,
 )
 from lightning_amp.errors import InstallError
-from lightning_amp.techniques.pipeline.absent import placeholders_are_made
+from lightning_amp.techniques.pipeline.run.absent import placeholders_are_made
 
 
 def without_values(values: Any) -> Iterator[Tensor]:

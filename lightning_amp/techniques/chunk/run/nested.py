@@ -15,10 +15,10 @@ from lightning_amp._torch import make_fx
 from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.table import OPERATOR, PARAMETER, Table
-from lightning_amp.techniques.chunk.function import ChunkedRegion, Put
-from lightning_amp.techniques.chunk.lower import Lowered, lower
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.region import Region
+from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Put
+from lightning_amp.techniques.chunk.run.lower import Lowered, lower
 
 Found = TypeVar("Found")
 Plan = Callable[[Capture], tuple[Lowered, Found]]

@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_amp._torch import has_no_values, tree_map
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.lightning.steps.pipelined.step_attributes import Attributes, Change, apply
+from lightning_amp.techniques.pipeline.steps.step_attributes import Attributes, Change, apply
 
 MUTED = ("update", "forward", "compute")
 

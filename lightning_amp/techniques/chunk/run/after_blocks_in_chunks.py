@@ -17,7 +17,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.footprint.chain.block_call import autocast_now, likeness
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.after_blocks import AfterBlocks
-from lightning_amp.techniques.chunk.in_chunks import InChunks
+from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 
 
 class _Reached(BaseException):

@@ -18,10 +18,10 @@ from lightning_amp.errors import PlanError
 from lightning_amp.graph.capture import Capture, capture
 from lightning_amp.graph.guards import state_of
 from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.lower import Lowered, dense_strides, lower, table_of
-from lightning_amp.techniques.chunk.nested import lower_nested
 from lightning_amp.techniques.chunk.regions.region import Region, reach_of
-from lightning_amp.techniques.chunk.two_steps import in_two_steps
+from lightning_amp.techniques.chunk.run.lower import Lowered, dense_strides, lower, table_of
+from lightning_amp.techniques.chunk.run.nested import lower_nested
+from lightning_amp.techniques.chunk.run.two_steps import in_two_steps
 
 POSITIONS = (4, 16)
 """Least positions of a dim that is cut; the second is for blocks that halve an image, or look at windows of it."""

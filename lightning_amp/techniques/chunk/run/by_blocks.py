@@ -31,11 +31,11 @@ from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.guards import signature
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.chunk.check import Checked
-from lightning_amp.techniques.chunk.module_chunks import CHUNKS, ModuleChunks, Planned, plain
-from lightning_amp.techniques.chunk.planned import lower_within
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget
 from lightning_amp.techniques.chunk.regions.region import Region
+from lightning_amp.techniques.chunk.run.check import Checked
+from lightning_amp.techniques.chunk.run.module_chunks import CHUNKS, ModuleChunks, Planned, plain
+from lightning_amp.techniques.chunk.run.planned import lower_within
 
 Choose = Callable[[str, nn.Module, Any, Any], Checked | None]
 """What a call of a block (name, block, args, kwargs) runs; None for its own forward."""

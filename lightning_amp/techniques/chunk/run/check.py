@@ -27,9 +27,9 @@ from lightning_amp.errors import InstallError
 from lightning_amp.graph.guards import state_of
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.checks.in_float64 import InFloat64, widened
-from lightning_amp.techniques.chunk.lower import Lowered
-from lightning_amp.techniques.chunk.module_chunks import no_part_of_the_step, plain
-from lightning_amp.techniques.chunk.smaller_call import Call, smaller_calls
+from lightning_amp.techniques.chunk.run.lower import Lowered
+from lightning_amp.techniques.chunk.run.module_chunks import no_part_of_the_step, plain
+from lightning_amp.techniques.chunk.run.smaller_call import Call, smaller_calls
 
 RTOL = 1e-10
 """Largest difference, as a share of the largest value of all results, or of all gradients: one that is zero but for

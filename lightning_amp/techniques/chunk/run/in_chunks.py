@@ -16,10 +16,10 @@ from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Capture, capture
 from lightning_amp.graph.guards import signature, state_of
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.chunk.by_blocks import plan_blocks
-from lightning_amp.techniques.chunk.module_chunks import Planned, no_part_of_the_step, plain
-from lightning_amp.techniques.chunk.planned import plan_graph
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget
+from lightning_amp.techniques.chunk.run.by_blocks import plan_blocks
+from lightning_amp.techniques.chunk.run.module_chunks import Planned, no_part_of_the_step, plain
+from lightning_amp.techniques.chunk.run.planned import plan_graph
 from lightning_amp.techniques.rates_of import rates_of
 
 MANY = 8

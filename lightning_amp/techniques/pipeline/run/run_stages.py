@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_amp.errors import ModelError
-from lightning_amp.techniques.pipeline.block_walk import BlockWalk, Leave, Span
-from lightning_amp.techniques.pipeline.draws import draws_stay, packed_draws, seed_draws
-from lightning_amp.techniques.pipeline.messages import PLAIN, Messages
-from lightning_amp.techniques.pipeline.pass_times import PassTimes
-from lightning_amp.techniques.pipeline.placeholders import without_values
+from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, Leave, Span
+from lightning_amp.techniques.pipeline.run.draws import draws_stay, packed_draws, seed_draws
+from lightning_amp.techniques.pipeline.run.messages import PLAIN, Messages
+from lightning_amp.techniques.pipeline.run.pass_times import PassTimes
+from lightning_amp.techniques.pipeline.run.placeholders import without_values
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, Pass
 
 Step = Callable[[int], Any]

@@ -29,7 +29,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,17 +39,16 @@ from torchmetrics import Metric
 
 from lightning_amp._torch import tree_map
 from lightning_amp.errors import DataError, InstallError, ModelError
-from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
-from lightning_amp.lightning.steps.pipelined.manual_step import ManualStep
-from lightning_amp.lightning.steps.pipelined.micro_batches import cut
-from lightning_amp.lightning.steps.pipelined.sample_check import SampleCheck
-from lightning_amp.lightning.steps.pipelined.step_record import StepRecord, StepRecorder
 from lightning_amp.techniques.autograd.precomputed_gradients import Gradients, with_gradients
-from lightning_amp.techniques.pipeline.draws import draws_stay
-from lightning_amp.techniques.pipeline.pass_times import PassTimes
-from lightning_amp.techniques.pipeline.run_stages import Ran, Rest, Stages, Work, loss_of
+from lightning_amp.techniques.pipeline.run.draws import draws_stay
+from lightning_amp.techniques.pipeline.run.pass_times import PassTimes
+from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, loss_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule
 from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
+from lightning_amp.techniques.pipeline.steps.micro_batches import cut
+from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck
+from lightning_amp.techniques.pipeline.steps.step_record import StepRecord, StepRecorder
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
@@ -57,6 +56,17 @@ HALF = 1e-2
 """Of other types, and under autocast: difference of two losses that counts as rounding, relative to the larger."""
 
 Step = Callable[..., Any]
+
+
+class RankParameters(Protocol):
+    """The parameters of a pipeline, of which each rank holds those of its stages."""
+
+    @property
+    def here(self) -> list[nn.Parameter]:
+        """What this rank holds."""
+
+    def settle(self) -> None:
+        """Agree who holds what was reached for the first time, and sum what several ranks hold; a collective."""
 
 
 class PipelinedSteps:
@@ -79,7 +89,7 @@ class PipelinedSteps:
         module: LightningModule,
         blocks: Mapping[str, nn.Module],
         stages: Stages,
-        parameters: StageParameters,
+        parameters: RankParameters,
         spec: PipelineStages,
         *,
         data_rank: int,

@@ -28,11 +28,11 @@ from lightning_amp.errors import PlanError
 from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Capture, run_as
 from lightning_amp.graph.table import OPERATOR, Table
-from lightning_amp.techniques.chunk.function import ChunkedRegion, Output
-from lightning_amp.techniques.chunk.in_place import with_memory, writing
 from lightning_amp.techniques.chunk.regions.over import within, written_over
 from lightning_amp.techniques.chunk.regions.region import Region, check_region
-from lightning_amp.techniques.chunk.two_steps import neighbours
+from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
+from lightning_amp.techniques.chunk.run.in_place import with_memory, writing
+from lightning_amp.techniques.chunk.run.two_steps import neighbours
 
 SIZES = ("size", "shape", "sizes")
 """Arguments of views that have the size of every dim of the result; of `unflatten` those of the dims made of one."""

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import tree_leaves
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.lightning.steps.pipelined.micro_batches import alike
-from lightning_amp.lightning.steps.pipelined.step_attributes import differing, values_of
-from lightning_amp.techniques.pipeline.run_stages import Stages, Work, dim_of_samples
+from lightning_amp.techniques.pipeline.run.run_stages import Stages, Work, dim_of_samples
+from lightning_amp.techniques.pipeline.steps.micro_batches import alike
+from lightning_amp.techniques.pipeline.steps.step_attributes import differing, values_of
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 HALF = 3e-2

@@ -11,9 +11,9 @@ from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.after_blocks import AfterBlocks
 from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.lower import table_of
-from lightning_amp.techniques.chunk.module_chunks import plain
-from lightning_amp.techniques.chunk.planned import plan_graph
+from lightning_amp.techniques.chunk.run.lower import table_of
+from lightning_amp.techniques.chunk.run.module_chunks import plain
+from lightning_amp.techniques.chunk.run.planned import plan_graph
 from lightning_amp.techniques.contract.batch_norms import normalises_by_batch
 
 

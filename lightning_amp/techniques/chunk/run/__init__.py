@@ -1,0 +1,1 @@
+"""Run regions of a captured block chunk by chunk, forward and backward."""
