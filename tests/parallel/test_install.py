@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from lightning_amp.costs.rule import Rule
-from lightning_amp.errors import InstallError, PlanError
-from lightning_amp.installing import install as installer
+from lightning_amp.errors import InstallError
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install, install_rules
 from lightning_amp.installing.installed import Installed
@@ -22,7 +21,6 @@ from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedAttention
 from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirstDecode
 from lightning_amp.techniques.recompute.spec import RecomputeBlock
-from lightning_amp.techniques.table import STRATEGIES
 from tests.planning.profiles import hic, profile, rna
 
 ANCHORS, STRATA, DIM = 60, 4, 8
@@ -98,20 +96,6 @@ def test_two_rules_on_one_module_are_refused() -> None:
     made = planned("S1,S4")
     with pytest.raises(InstallError, match="'decoders.hic.strata.0.decode' is claimed by two rules"):
         install(model, replace(made, rules=(*made.rules, made.rules[-1])))
-
-
-@pytest.mark.parametrize("strategies", ["S1,S2", "S1,S3,S5"])
-def test_strategies_without_an_installer_are_named_before_anything_changes(strategies, monkeypatch) -> None:
-    for spec in STRATEGIES[strategies[-2:]].specs:
-        monkeypatch.delitem(installer.TECHNIQUES, spec)
-    model = Model()
-    before = dict(model.named_modules())
-    missing = strategies[-2:]
-    with pytest.raises(
-        PlanError, match=rf"{missing} \(.* parallel\) is prescribed .* has no installer for it"
-    ):
-        install(model, planned(strategies, devices=2))
-    assert unchanged(model, before)
 
 
 def test_a_parameter_of_which_ranks_have_parts_is_listed_once() -> None:

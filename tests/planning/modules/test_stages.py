@@ -16,7 +16,7 @@ from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.planning.reports.stages_report import timeline_of
-from lightning_amp.techniques.pipeline.options import PipelineOptions
+from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peaks
 from lightning_amp.techniques.pipeline.spec import PipelineStages
@@ -229,8 +229,9 @@ def test_stages_are_not_looked_for_where_the_step_fits() -> None:
 
     def passes(rows: int | None) -> Passes | str:
         assert rows is None, "a step would be counted, which takes seconds"
-        assert whole.passes is not None
-        return whole.passes(rows)
+        counted = stages_of(whole).passes
+        assert counted is not None
+        return counted(rows)
 
     found = plan_module(base(10_000, devices=2), with_stages(whole, passes=passes))
     assert not any("pipeline" in row.strategies for row in found.candidates)
