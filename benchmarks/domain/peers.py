@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import context_parallel, implicit_replication
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
-from lightning_amp.dist.guards import guarded
+from lightning_amp.dist.dispatch.guards import guarded
 from lightning_amp.dist.ops import ShardedTensor
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.sharded_tensor import redistribute

@@ -13,7 +13,7 @@ import lightning_amp.dist.ops  # noqa: F401  (registers the handlers)
 from lightning_amp._torch import OpOverload
 from lightning_amp.dist._torch import OpOverloadPacket
 from lightning_amp.dist.collectives import reduce_now
-from lightning_amp.dist.guards import guarded
+from lightning_amp.dist.dispatch.guards import guarded
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import AUTOGRAD_FUNCTIONS, FUNCTIONS, OPERATORS, tensors_in
 from lightning_amp.dist.sharded_tensor import part_in, redistribute

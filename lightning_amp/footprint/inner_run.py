@@ -23,10 +23,10 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_amp._torch import FakeTensor, FakeTensorMode
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.bounded_step import BoundedStep
-from lightning_amp.footprint.fake_copy import copied_without_values, make_fake
+from lightning_amp.footprint.copies.fake_copy import copied_without_values, make_fake
+from lightning_amp.footprint.copies.types_of_the_step import types_of_the_step
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.step_recorder import StepRecorder
-from lightning_amp.footprint.types_of_the_step import types_of_the_step
 
 R = TypeVar("R", bound=StepRecorder)
 STEPS = 1000

@@ -16,8 +16,8 @@ import lightning_amp.graph.flow_rules
 import lightning_amp.graph.loss_rules
 import lightning_amp.graph.place_rules  # noqa: F401  (they register rules)
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
+from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.flow import Call, Ref, dims_of, sums_of
 from lightning_amp.graph.flow import register_flow as register_flow  # public: here all of our rules are known

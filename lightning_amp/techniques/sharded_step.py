@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_amp.dist.guards import guarded
+from lightning_amp.dist.dispatch.guards import guarded
 from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.errors import ShardError

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_amp.dist.guards import guarded
+from lightning_amp.dist.dispatch.guards import guarded
 from lightning_amp.dist.ops import ShardedTensor
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.sharded_tensor import redistribute

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_amp import ShardedTensor, ShardError, check_shard, register_shard
-from lightning_amp.dist.guards import guarded
+from lightning_amp.dist.dispatch.guards import guarded
 from lightning_amp.dist.splits import axis_of
 from tests.ranks import run_ranks
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp.dist.guards import guarded
+from lightning_amp.dist.dispatch.guards import guarded
 from lightning_amp.dist.ops import ShardedTensor
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import tensors_in

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_amp.footprint.guest import as_guest
+from lightning_amp.footprint.copies.guest import as_guest
 
 CALLS: dict[str, list[int]] = defaultdict(list)
 N_CALLS = 0

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import FakeTensorMode
-from lightning_amp.footprint import quick_fakes
-from lightning_amp.footprint.quick_fakes import QuickFakes
+from lightning_amp.footprint.copies import quick_fakes
+from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 
 OPERATORS: dict[str, Callable[[Tensor], Any]] = {
     "a list of views": lambda x: x.unbind(0),

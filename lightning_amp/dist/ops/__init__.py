@@ -1,6 +1,6 @@
 """Handlers of operators on sharded tensors, by kind; importing this package registers them."""
 
-from lightning_amp.dist import dispatch  # noqa: F401
+from lightning_amp.dist.dispatch import compute  # noqa: F401
 from lightning_amp.dist.ops import (  # noqa: F401
     attention,
     fourier,

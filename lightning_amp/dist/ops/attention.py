@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_amp.dist.by_rule import by_rule, with_whole
 from lightning_amp.dist.collectives import reduce_now
+from lightning_amp.dist.dispatch.by_rule import by_rule, with_whole
 from lightning_amp.dist.ops.random import kept
 from lightning_amp.dist.redistribute import own_part
 from lightning_amp.dist.registry import operator, shard_error

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp.dist.by_rule import by_rule
+from lightning_amp.dist.dispatch.by_rule import by_rule
 from lightning_amp.dist.registry import BY_RULE, name_of, operator
 from lightning_amp.dist.sharded_tensor import ShardedTensor, dim_of, splits_of, wrap
 

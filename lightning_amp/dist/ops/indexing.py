@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.collectives import exchange, pick
+from lightning_amp.dist.dispatch.plans import TENSOR, Plan, plan_of_call
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
 from lightning_amp.dist.registry import BY_RULE, LOST, function, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
     COMPUTE,

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_amp.dist._torch import is_reached
-from lightning_amp.dist.by_rule import by_rule, rule_plan
 from lightning_amp.dist.collectives import gather, reduce_scatter
+from lightning_amp.dist.dispatch.by_rule import by_rule, rule_plan
+from lightning_amp.dist.dispatch.plans import TENSOR
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.plans import TENSOR
 from lightning_amp.dist.registry import BY_RULE, composed, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import computed_in, local_of, part_in, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import WHOLE, MeshAxis

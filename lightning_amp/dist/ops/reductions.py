@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp.dist.by_rule import with_whole
 from lightning_amp.dist.collectives import reduce_now, stacked
+from lightning_amp.dist.dispatch.by_rule import with_whole
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, composed, name_of, operator
 from lightning_amp.dist.sharded_tensor import dim_of, local_of, redistribute, shape_of, splits_of, wrap

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_amp.dist.by_rule import result_shapes, splits_with_whole, view_of
+from lightning_amp.dist.dispatch.by_rule import result_shapes, splits_with_whole, view_of
+from lightning_amp.dist.dispatch.plans import TENSOR, Plan, plan_of_call
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
 from lightning_amp.dist.registry import name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import dim_of, shape_of, splits_of
 from lightning_amp.dist.splits import WHOLE, Split, Splits

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_amp.dist.by_rule import by_rule, plan_without
 from lightning_amp.dist.collectives import all_reduce, exchange
+from lightning_amp.dist.dispatch.by_rule import by_rule, plan_without
+from lightning_amp.dist.dispatch.plans import TENSOR, Plan, plan_of_call
 from lightning_amp.dist.owners import Owners, Run
-from lightning_amp.dist.plans import TENSOR, Plan, plan_of_call
 from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
     dim_of,

@@ -18,7 +18,7 @@ from lightning_amp.footprint.chain.build_chain import build_chain
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_recorder import ChainRecorder, OperatorRates
 from lightning_amp.footprint.chain.passes import Passes, impossible, passes_of
-from lightning_amp.footprint.fake_copy import length_of
+from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.find_blocks import refuse_uncalled
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around
 from lightning_amp.footprint.module_profile import ModuleProfile

@@ -25,10 +25,10 @@ from torch import nn
 
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, DataError, ModelError
-from lightning_amp.footprint.fake_copy import copied_without_values, copy_of, fake_batch, length_of
-from lightning_amp.footprint.guest import as_guest
+from lightning_amp.footprint.copies.fake_copy import copied_without_values, copy_of, fake_batch, length_of
+from lightning_amp.footprint.copies.guest import as_guest
+from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.installing.install import install_rules
 from lightning_amp.lightning.first_look.cells_per_step import loaders_of
 from lightning_amp.lightning.first_look.example_batch import example_batch

@@ -8,8 +8,8 @@ items have numbers the first batch is made by hand, in this process, with the lo
 
 A loader of another kind may have a method `amp_example_batch`, which gives a batch that nobody misses.
 
-This is done as a guest (footprint/guest.py), and data set, sampler and `collate_fn` are copies in what they remember of
-themselves (footprint/apart.py): a count, or a random generator, does not move on.
+This is done as a guest (guest.py), and data set, sampler and `collate_fn` are copies in what they remember of
+themselves (apart.py): a count, or a random generator, does not move on.
 
 Known limits: what an item does outside of its process is done once more, such as moving the position in an open file;
 a list or dictionary of a data set's that is longer than `apart.LONG` is not a copy; `worker_init_fn` is not called.
@@ -22,8 +22,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_amp.errors import DataError
-from lightning_amp.footprint.apart import apart
-from lightning_amp.footprint.guest import as_guest
+from lightning_amp.footprint.copies.apart import apart
+from lightning_amp.footprint.copies.guest import as_guest
 
 WAY_OUT = "give the loader a method amp_example_batch that returns a batch of the same shapes"
 

@@ -19,7 +19,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_amp._torch import FakeTensor
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.footprint.types_of_the_step import types_of_the_step
+from lightning_amp.footprint.copies.types_of_the_step import types_of_the_step
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.same_on_ranks.same_parameters import refuse_own_statistics

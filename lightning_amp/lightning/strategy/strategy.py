@@ -277,7 +277,7 @@ class AMPStrategy(MeshStrategy):
 
     def _plan_and_install(self, trainer: Trainer, model: nn.Module) -> Callable[..., Callable[[], None]]:
         # late, for it reaches the reference model and every technique, which a Trainer does not need
-        from lightning_amp.lightning.strategy.install_plan import InstalledPlan
+        from lightning_amp.lightning.strategy.plan.install_plan import InstalledPlan
 
         named = ExitStack()
         named.enter_context(named_blocks(model, self.request.blocks))

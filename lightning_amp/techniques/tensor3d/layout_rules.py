@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_amp.dist.by_rule import call_of
+from lightning_amp.dist.dispatch.by_rule import call_of
 from lightning_amp.dist.registry import name_of, tensors_in
 from lightning_amp.graph.flow import dims_of, sums_of
 from lightning_amp.graph.flow_rules import groups

@@ -43,8 +43,8 @@ from lightning_amp.lightning.faults.interrupt import STARTED_BY, InterruptibleLa
 from lightning_amp.lightning.faults.link import LONGEST_HELLO, Link, connect, listen
 from lightning_amp.lightning.same_on_ranks import all_ranks_save as save_guard
 from lightning_amp.lightning.same_on_ranks.all_ranks_save import wait_for_all
+from lightning_amp.lightning.strategy.plan.same_plan import facts_of_plan
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.lightning.strategy.same_plan import facts_of_plan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.faults.fault_cases import Case, run_group
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_amp.lightning.strategy import measured_speeds
+from lightning_amp.lightning.strategy.plan import measured_speeds
 from tests.lightning.pipeline.pipeline_cases import GPT, fit
 from tests.ranks import run_ranks
 

@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 
 from lightning_amp.footprint.chain.block_call import BlockCall
-from lightning_amp.footprint.fake_copy import copy_of
-from lightning_amp.footprint.quick_fakes import QuickFakes
+from lightning_amp.footprint.copies.fake_copy import copy_of
+from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.graph.after_blocks import AfterBlocks
 from lightning_amp.graph.capture import Capture, Captures
 from lightning_amp.graph.table import Table

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lightning_amp._torch import tree_map
 from lightning_amp.costs.group_reasons import group_reasons
 from lightning_amp.errors import AmpError, ModelError
-from lightning_amp.footprint.fake_copy import copy_of, fake_batch
+from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch
+from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.forward_overrides import (
     Override,
@@ -27,7 +28,6 @@ from lightning_amp.footprint.forward_overrides import (
     remove_override,
 )
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.guards import signature
 from lightning_amp.quantities import format_bytes

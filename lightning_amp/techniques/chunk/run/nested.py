@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import make_fx
-from lightning_amp.footprint.quick_fakes import QuickFakes
+from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.table import OPERATOR, PARAMETER, Table
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions

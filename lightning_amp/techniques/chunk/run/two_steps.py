@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Interpreter, Node
 
 from lightning_amp._torch import OpOverload, make_fx
-from lightning_amp.footprint.quick_fakes import QuickFakes
+from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.rewrites import WIDE
 

@@ -32,9 +32,9 @@ from lightning_amp.lightning.steps.rescue import Rescue, largest, rescue_batches
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.out_of_memory import LEANER
-from lightning_amp.lightning.strategy.pipeline_run import check_run, pipelined
-from lightning_amp.lightning.strategy.plan_file import log_folder, log_plan, report_path, write_plan
-from lightning_amp.lightning.strategy.plan_run import Facts, plan_in_force
+from lightning_amp.lightning.strategy.plan.pipeline_run import check_run, pipelined
+from lightning_amp.lightning.strategy.plan.plan_file import log_folder, log_plan, report_path, write_plan
+from lightning_amp.lightning.strategy.plan.plan_run import Facts, plan_in_force
 from lightning_amp.lightning.strategy.refusals import (
     announce,
     check_callbacks,

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.apart import apart
-from lightning_amp.footprint.as_before import is_of_user
+from lightning_amp.footprint.copies.apart import apart
+from lightning_amp.footprint.copies.as_before import is_of_user
 
 M = TypeVar("M", bound=nn.Module)
 DATA = (Dataset, DataLoader, LightningDataModule)

@@ -38,7 +38,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_amp._torch import is_compiled, is_watched, unseen
-from lightning_amp.footprint.as_before import as_before
+from lightning_amp.footprint.copies.as_before import as_before
 from lightning_amp.random_streams import isolated_random_streams
 
 FOLDER_CHANGES = ("mkdir", "rmdir", "remove", "unlink", "rename", "replace", "symlink", "link")

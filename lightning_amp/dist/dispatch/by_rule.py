@@ -16,8 +16,8 @@ import lightning_amp.graph.flow_rules
 import lightning_amp.graph.loss_rules
 import lightning_amp.graph.place_rules  # noqa: F401  (these register rules)
 from lightning_amp.dist._torch import no_modes
+from lightning_amp.dist.dispatch.plans import PLANS, Layout, Plan, keep, key_of, run
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.plans import PLANS, Layout, Plan, keep, key_of, run
 from lightning_amp.dist.registry import mapped, name_of, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import (
     ShardedTensor,

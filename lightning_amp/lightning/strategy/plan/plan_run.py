@@ -24,11 +24,11 @@ from lightning_amp.lightning.first_look.step_of_module import StepOfModule
 from lightning_amp.lightning.first_look.within_budget import step_beside_decoder, within_budget
 from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
 from lightning_amp.lightning.strategy.hardware import ThisRank, budget_in, rates_in
-from lightning_amp.lightning.strategy.measured_speeds import measured_speeds
-from lightning_amp.lightning.strategy.pipeline_run import without_stages
-from lightning_amp.lightning.strategy.read_run import read_run
+from lightning_amp.lightning.strategy.plan.measured_speeds import measured_speeds
+from lightning_amp.lightning.strategy.plan.pipeline_run import without_stages
+from lightning_amp.lightning.strategy.plan.read_run import read_run
+from lightning_amp.lightning.strategy.plan.same_plan import make_sure_of_same_plan
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.lightning.strategy.same_plan import make_sure_of_same_plan
 from lightning_amp.lightning.strategy.stepped import dry_steps, in_parts, is_slow
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import (

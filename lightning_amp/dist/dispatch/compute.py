@@ -10,8 +10,8 @@ from torch import Tensor
 from lightning_amp._torch import in_transform
 from lightning_amp.dist._torch import is_composite
 from lightning_amp.dist.below_autograd import OnItsWay, above_autograd, below_autograd, taken_apart
-from lightning_amp.dist.by_rule import IN_PLACE, layout_of, rule_plan, view_of
-from lightning_amp.dist.plans import PLANS, Plan, keep, key_of, laid_out, run, run_on
+from lightning_amp.dist.dispatch.by_rule import IN_PLACE, layout_of, rule_plan, view_of
+from lightning_amp.dist.dispatch.plans import PLANS, Plan, keep, key_of, laid_out, run, run_on
 from lightning_amp.dist.registry import BY_RULE, LOST, OPERATORS, mapped, name_of, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import (
     COMPUTE,

@@ -1,0 +1,1 @@
+"""Compute one call on sharded tensors: by its handler, by rule, or by the operators it consists of."""
