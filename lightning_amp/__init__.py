@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor as StratumMemoryMonitor
     from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter as PredictionWriter
-    from lightning_amp.lightning.first_look.plan_of_module import ModulePlan as ModulePlan
+    from lightning_amp.lightning.profiling.plan_of_module import ModulePlan as ModulePlan
     from lightning_amp.lightning.strategy.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
     from lightning_amp.planning.plan.plan import Plan as Plan
@@ -80,7 +80,7 @@ _HOME = {
     "register_technique": "techniques.register_technique",
     "Profile": "planning.reports.plan_report",
     "ModuleProfile": "planning.reports.module_report",
-    "ModulePlan": "lightning.first_look.plan_of_module",
+    "ModulePlan": "lightning.profiling.plan_of_module",
     "profile": "public",
     "verify": "verification.verify",
 }

@@ -21,7 +21,7 @@ from lightning_amp.profiling.read_profile import profile as profile_data
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-    from lightning_amp.lightning.first_look.plan_of_module import ModulePlan
+    from lightning_amp.lightning.profiling.plan_of_module import ModulePlan
 
 NOT_LOOKED_FOR = (
     "of a profile alone, chunks and stages are not looked for; lightning_amp.plan(module, batch) does"
@@ -75,7 +75,7 @@ def profile(
     from lightning_amp.data.batch_of_shapes import batch_of_shapes
     from lightning_amp.footprint.chain.chain_of import count_step
     from lightning_amp.installing.describe_module import describe
-    from lightning_amp.lightning.first_look.step_of_module import refused_techniques
+    from lightning_amp.lightning.profiling.step_of_module import refused_techniques
     from lightning_amp.techniques.data.batch_norm import statistics_bytes
     from lightning_amp.techniques.data.gradient_sync import gradient_sizes
     from lightning_amp.techniques.fsdp.predict import FsdpFacts
@@ -207,7 +207,7 @@ def plan(
         )
         from lightning_amp.data.batch_of_shapes import batch_of_shapes
         from lightning_amp.footprint.inner_run import BY_ITSELF, Around
-        from lightning_amp.lightning.first_look.plan_of_module import plan_of_module
+        from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
 
         return plan_of_module(
             what,

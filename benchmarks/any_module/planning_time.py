@@ -20,7 +20,7 @@ from benchmarks.gpu.language_model import LanguageModel
 from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.footprint import inner_run, profile_module
 from lightning_amp.footprint.inner_run import Around
-from lightning_amp.lightning.first_look.plan_of_module import ModulePlan, plan_of_module
+from lightning_amp.lightning.profiling.plan_of_module import ModulePlan, plan_of_module
 
 NAMED = (
     "S1",

@@ -18,8 +18,8 @@ import torch
 from benchmarks.domain.models import ViT
 from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.footprint.inner_run import BY_ITSELF
-from lightning_amp.lightning.first_look.dry_steps import DrySteps
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.candidates import as_it_is
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.sequence.row import SequenceParallel

@@ -23,7 +23,7 @@ OPERATORS = 1000
 
 
 def run(work: Work) -> None:
-    """Facts about the machine, then a row for each rate."""
+    """PlanningContext about the machine, then a row for each rate."""
     device, record = work.device, work.record
     record.fact(
         device=device_name(device),

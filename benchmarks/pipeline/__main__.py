@@ -219,7 +219,7 @@ def seven_rows(model: Any, sizes: dict[str, int]) -> Iterator[list[str]]:
 
     from lightning_amp.costs.device_rates import rates_for
     from lightning_amp.footprint.inner_run import Around
-    from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+    from lightning_amp.lightning.profiling.step_of_module import StepOfModule
     from lightning_amp.planning.modules.candidates import draft
     from lightning_amp.techniques.pipeline.options import PipelineOptions
     from lightning_amp.techniques.pipeline.stages import staged

@@ -31,7 +31,7 @@ from benchmarks.pipeline.models import GPT, VGG, Blocks
 from lightning_amp.costs.device_rates import Rates, rates_for
 from lightning_amp.costs.link_seconds import Links
 from lightning_amp.footprint.inner_run import Around
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.progress import track
 from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, times_of
 from lightning_amp.techniques.pipeline.options import stages_of

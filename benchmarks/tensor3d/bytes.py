@@ -37,8 +37,8 @@ from lightning_amp import AMPStrategy
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.dist.splits import Sent
 from lightning_amp.footprint.inner_run import BY_ITSELF
-from lightning_amp.lightning.first_look.dry_steps import DrySteps
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.techniques.tensor3d import units
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 from tests.any_module import Meter

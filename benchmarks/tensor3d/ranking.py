@@ -36,8 +36,8 @@ from benchmarks.tensor3d.nodes import on_nodes, step_seconds
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.link_seconds import Links
 from lightning_amp.footprint.inner_run import BY_ITSELF
-from lightning_amp.lightning.first_look.dry_steps import DrySteps
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.simulation.calibrate_links import links_of, measured_between

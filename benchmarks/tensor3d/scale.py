@@ -29,8 +29,8 @@ from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.costs.link_seconds import collective_seconds
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import BY_ITSELF
-from lightning_amp.lightning.first_look.dry_steps import _PRICED_AS, DrySteps
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.dry_steps import _PRICED_AS, DrySteps
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 

@@ -46,7 +46,7 @@ def plan_of_configuration(
     """
     # late: torch takes seconds to load
     from lightning_amp.footprint.inner_run import BY_ITSELF
-    from lightning_amp.lightning.first_look.plan_of_module import plan_of_module
+    from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
     from lightning_amp.techniques.contract.protocol import find_decoders
     from lightning_amp.verification.read_configuration import read_step
 

@@ -27,7 +27,7 @@ from lightning_amp.errors import ShardError
 
 Compute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 COMPUTE: dict[str, Compute] = {}
-"""What computes a "function" or an "operator" on parts; dispatch/compute.py puts them here, for it needs this module."""
+"""What computes a "function" or an "operator" on parts; dispatch/ fills this in, for it imports this module."""
 
 
 class ShardedTensor(Tensor):

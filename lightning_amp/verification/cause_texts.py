@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_amp.lightning.same_on_ranks.same_parameters import SHARE_STATISTIC
+from lightning_amp.lightning.consistency.same_parameters import SHARE_STATISTIC
 from lightning_amp.verification.experiments import Findings
 from lightning_amp.verification.result import Culprit
 

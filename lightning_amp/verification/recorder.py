@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_amp.lightning.checkpoints.shards import Shards
-from lightning_amp.lightning.same_on_ranks.same_parameters import common_buffers, differing
+from lightning_amp.lightning.consistency.same_parameters import common_buffers, differing
 from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.keyed_draws import KeyedDraws

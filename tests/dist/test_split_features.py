@@ -16,7 +16,7 @@ from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import tensors_in
 from lightning_amp.dist.sharded_tensor import redistribute
 from lightning_amp.dist.splits import MeshAxis, Sent, Split, Splits
-from lightning_amp.lightning.first_look.dry_steps import DrySteps
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 
 WORDS, ROWS = 64, 12

@@ -15,7 +15,7 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.chain.passes import Passes
-from lightning_amp.footprint.standing_for import standing_for, times_now
+from lightning_amp.footprint.repeated_operators import standing_for, times_now
 from lightning_amp.installing.install import install_rules
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import rest_bytes, stage_bytes

@@ -47,7 +47,7 @@ from lightning_amp.adapters.recognise.small_copy import (
     small_multires,
 )
 from lightning_amp.errors import AmpError, ModelError
-from lightning_amp.footprint.first_pass import DEPTH, mark_of
+from lightning_amp.footprint.recompute_state import DEPTH, mark_of
 from lightning_amp.techniques.checks.likelihood import checking_values
 from lightning_amp.techniques.checks.same_function import failure
 

@@ -43,7 +43,7 @@ from lightning_amp.lightning.checkpoints.read_directory import (
     replaced,
 )
 from lightning_amp.lightning.checkpoints.tensor_parts import Box, Part
-from lightning_amp.lightning.same_on_ranks.replicas import Broadcast, decide_on_rank_zero
+from lightning_amp.lightning.consistency.replicas import Broadcast, decide_on_rank_zero
 from lightning_amp.quantities import format_bytes
 
 

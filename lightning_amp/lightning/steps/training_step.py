@@ -22,7 +22,7 @@ from lightning_amp.errors import DataError, ModelError
 from lightning_amp.footprint.copies.types_of_the_step import types_of_the_step
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.shards import Shards
-from lightning_amp.lightning.same_on_ranks.same_parameters import refuse_own_statistics
+from lightning_amp.lightning.consistency.same_parameters import refuse_own_statistics
 from lightning_amp.lightning.steps.cell_weight import CellWeight
 from lightning_amp.lightning.steps.finite_check import FiniteCheck
 from lightning_amp.techniques.data.gradient_sync import GradientSync

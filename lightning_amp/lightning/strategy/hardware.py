@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning.same_on_ranks.replicas import Broadcast
+from lightning_amp.lightning.consistency.replicas import Broadcast
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.quantities import parse_bytes
 from lightning_amp.techniques.rates_of import rates_of

@@ -18,8 +18,8 @@ from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.same_on_ranks.replicas import seed_workers
-from lightning_amp.lightning.same_on_ranks.same_batch import make_sure_of_same_batch, share_draws
+from lightning_amp.lightning.consistency.replicas import seed_workers
+from lightning_amp.lightning.consistency.same_batch import make_sure_of_same_batch, share_draws
 from lightning_amp.lightning.steps.cell_order import with_same_draws
 from lightning_amp.lightning.steps.count_replicas_once import counted_once, unrounded
 from lightning_amp.lightning.strategy.hardware import ThisRank, make_groups, make_mesh

@@ -16,8 +16,8 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.lightning.first_look.dry_steps import DrySteps, put_steps
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.dry_steps import DrySteps, put_steps
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.hardware import ThisRank, budget_in
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.modules.candidates import TIE

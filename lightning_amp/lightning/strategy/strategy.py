@@ -40,19 +40,19 @@ from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
 from lightning_amp.lightning.checkpoints.read_directory import load_either
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_directory import replacing_directory, write_directory
-from lightning_amp.lightning.faults.failure_watch import FailureWatch
-from lightning_amp.lightning.faults.fault import is_out_of_memory
-from lightning_amp.lightning.faults.interrupt import make_interruptible
-from lightning_amp.lightning.faults.one_message import print_mistakes_once, raise_mistakes
-from lightning_amp.lightning.same_on_ranks.all_ranks_save import wait_for_all
-from lightning_amp.lightning.same_on_ranks.replicas import (
+from lightning_amp.lightning.consistency.all_ranks_save import wait_for_all
+from lightning_amp.lightning.consistency.replicas import (
     check_replicas,
     random_state,
     set_random_state,
     share_random_state,
     take_buffers_of_first,
 )
-from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differences
+from lightning_amp.lightning.consistency.same_parameters import warn_of_differences
+from lightning_amp.lightning.faults.failure_watch import FailureWatch
+from lightning_amp.lightning.faults.fault import is_out_of_memory
+from lightning_amp.lightning.faults.interrupt import make_interruptible
+from lightning_amp.lightning.faults.one_message import print_mistakes_once, raise_mistakes
 from lightning_amp.lightning.steps.cell_order import CellOrder
 from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep

@@ -26,7 +26,7 @@ from lightning_amp.planning.modules.candidates import (
     replaced_peak,
 )
 from lightning_amp.planning.modules.diagnosis import diagnose_module, evidence, signals
-from lightning_amp.planning.modules.leanest import LEAST, missing
+from lightning_amp.planning.modules.min_memory_plan import LEAST, missing
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.plan.sharding import sharding_of
@@ -47,7 +47,7 @@ Count = Callable[[tuple[Rule, ...]], ModuleProfile]
 """Rules -> the step's profile with them installed; raises an AmpError where a technique refuses the module."""
 
 
-def told_apart(
+def split_by_planner(
     asked: str | Sequence[str] | None, *, policy: str
 ) -> tuple[list[str] | None, tuple[str, ...] | None]:
     """Strategies that were asked for: those that a plan without a profile has, and those that `plan_module` adds.
@@ -65,7 +65,7 @@ def told_apart(
     )
 
 
-def told_model_ranks(
+def model_axis_size(
     size: int | str, strategies: str | Sequence[str] | None, shape: ModelShape, seen: ProfiledStep | None
 ) -> tuple[int | str, PipelineOptions]:
     """Ranks of the model axis that were asked for: those of a plan without a profile, and those of a pipeline that

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.modules.plan_module import Count, plan_module, told_apart, told_model_ranks
+from lightning_amp.planning.modules.plan_module import Count, model_axis_size, plan_module, split_by_planner
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.sharding import with_sharding
@@ -57,8 +57,8 @@ def plan_step(
             f"a plan of a module's step was asked for, and {shape.decoder.fqn!r} is a decoder of strata, which is"
             " planned by its data; plan their folder: lightning_amp.plan(lightning_amp.profile(DIR))"
         )
-    asked, named = told_apart(strategies, policy=policy)
-    size, stages = told_model_ranks(model_parallel_size, asked, shape, seen)
+    asked, named = split_by_planner(strategies, policy=policy)
+    size, stages = model_axis_size(model_parallel_size, asked, shape, seen)
     base = make_plan(
         profile_of_module(shape),
         devices=devices,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import AmpError
 from lightning_amp.planning.modules.candidates import as_it_is, on_ranks
-from lightning_amp.planning.modules.leanest import (
+from lightning_amp.planning.modules.min_memory_plan import (
     fewest_ranks,
     over_data,
     over_stages,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from textwrap import wrap
 
 from lightning_amp.costs.rule import Rule, Spec
-from lightning_amp.planning.modules.leanest import LEAST
+from lightning_amp.planning.modules.min_memory_plan import LEAST
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.diagnosis_report import diagnosis_sections, shortened
 from lightning_amp.planning.reports.stages_report import stages_section

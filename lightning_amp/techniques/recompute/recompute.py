@@ -1,7 +1,7 @@
 """recompute: nothing of a block is kept for the backward pass but its inputs, and there its forward runs again.
 
 Exact: the same computation twice (torch.utils.checkpoint, non-reentrant), with the same random numbers, precision and
-mode, and with what the block reads as it was (footprint/first_pass.py). What a forward pass does to buffers, attributes
+mode, and with what the block reads as it was (recompute_state.py). What a forward pass does to buffers, attributes
 and logs happens once, and batch statistics of all ranks are sent once (autograd/received.py). What shrinks: all that
 the block keeps, to its inputs. The price: its forward pass a second time, up to the last tensor that the backward pass
 needs.
@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_amp._torch import tree_unflatten
 from lightning_amp.errors import InstallError
-from lightning_amp.footprint.first_pass import FirstPass, Place, digests, same_digests, unrepeatable
 from lightning_amp.footprint.forward_overrides import Position
+from lightning_amp.footprint.recompute_state import FirstPass, Place, digests, same_digests, unrepeatable
 from lightning_amp.techniques.autograd.received import Received
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.recompute.spec import RecomputeBlock

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import OpOverload
-from lightning_amp.footprint.first_pass import STATISTICS
 from lightning_amp.footprint.live_bytes import has_storage, tensors_of
+from lightning_amp.footprint.recompute_state import STATISTICS
 
 COLLECTIVES = ("c10d", "_c10d_functional")
 

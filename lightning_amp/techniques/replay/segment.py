@@ -15,8 +15,8 @@ from lightning_amp.dist._torch import (
     included_keys,
 )
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.first_pass import digests, same_digests
 from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.footprint.recompute_state import digests, same_digests
 from lightning_amp.techniques.replay.operators import copied, drawing, is_plain
 from lightning_amp.techniques.replay.spec import AT_ONCE, ONE_BY_ONE
 

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import TorchDispatchMode, autograd_node
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.first_pass import digests
 from lightning_amp.footprint.live_bytes import has_storage, tensors_of
+from lightning_amp.footprint.recompute_state import digests
 from lightning_amp.techniques.replay.operators import (
     HOW,
     copied,

@@ -19,12 +19,12 @@ from lightning_amp.errors import DataError, PlanError
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.lightning.first_look import step_of_module
-from lightning_amp.lightning.first_look.example_batch import example_batch
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling import step_of_module
+from lightning_amp.lightning.profiling.example_batch import example_batch
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.refusals import announce
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.planning.modules.plan_module import diagnose_module, plan_module, told_apart
+from lightning_amp.planning.modules.plan_module import diagnose_module, plan_module, split_by_planner
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
@@ -160,7 +160,7 @@ def planned(kind: type[Blocks], strategies: str, memory: str | None = None) -> P
     step = StepOfModule(module, lambda: torch.randn(64, 40), around=Around())
     seen = step.profiled(CPU_CORE)
     shape = replace(describe(module, batch_size=64), profiled=True)
-    asked, named = told_apart(f"S1,{strategies}", policy="auto")
+    asked, named = split_by_planner(f"S1,{strategies}", policy="auto")
     request = {"devices": 2, "strategies": asked, "device_memory": memory, "shape": shape, "rates": CPU_CORE}
     base = plan(profile_of_module(shape), **request)
     return plan_module(base, seen, named=named, budget_named=memory is not None, count=step.count)

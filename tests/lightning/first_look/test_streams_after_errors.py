@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.first_look import cells_per_step
-from lightning_amp.lightning.first_look.example_batch import example_batch
+from lightning_amp.lightning.profiling import cells_per_step
+from lightning_amp.lightning.profiling.example_batch import example_batch
 from lightning_amp.lightning.steps.cell_order import OwnCells
 from tests.lightning.strategy.any_module_cases import same
 

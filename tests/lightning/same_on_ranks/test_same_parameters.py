@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning.same_on_ranks.same_parameters import warn_of_differences
+from lightning_amp.lightning.consistency.same_parameters import warn_of_differences
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from tests.lightning.strategy.model_axis_cases import Batch, Maps, loader_of, trainer_of

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import lightning_amp  # noqa: F401  registers the names
 from lightning_amp.errors import AmpError, InstallError, PlanError
-from lightning_amp.lightning.same_on_ranks.replicas import (
+from lightning_amp.lightning.consistency.replicas import (
     check_replicas,
     decide_on_rank_zero,
     share_random_state,

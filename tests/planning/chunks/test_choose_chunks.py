@@ -14,9 +14,9 @@ from lightning_amp.techniques.chunk.regions.candidates import Candidate
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
-from lightning_amp.techniques.chunk.regions.line import Line
 from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
 from lightning_amp.techniques.chunk.regions.region import Region, pieces, problem
+from lightning_amp.techniques.chunk.regions.region_search import Line
 from tests.each import each
 from tests.planning.chunks.tables import Rows, random_table
 

@@ -20,8 +20,13 @@ from lightning_amp.footprint.module_profile import Moment as Stretch
 from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory
 from lightning_amp.planning.modules import candidates
 from lightning_amp.planning.modules.candidates import compare
-from lightning_amp.planning.modules.leanest import fewest_ranks
-from lightning_amp.planning.modules.plan_module import diagnose_module, plan_again, plan_module, told_apart
+from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
+from lightning_amp.planning.modules.plan_module import (
+    diagnose_module,
+    plan_again,
+    plan_module,
+    split_by_planner,
+)
 from lightning_amp.planning.modules.questions import largest_batch
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
@@ -292,9 +297,9 @@ def test_what_is_asked_for_by_name_is_honoured() -> None:
         plan_module(base(None), seen(), named=("fsdp",))
     with pytest.raises(PlanError, match="recompute is not possible: the step calls no child of a list"):
         plan_module(base(None), seen(blocks=chain(0)), named=("recompute",))
-    assert told_apart("S1,fsdp,recompute", policy="auto") == (["S1"], ("recompute", "fsdp"))
-    assert told_apart(None, policy="auto") == (None, None)
-    assert told_apart(None, policy="paper") == (None, ())
+    assert split_by_planner("S1,fsdp,recompute", policy="auto") == (["S1"], ("recompute", "fsdp"))
+    assert split_by_planner(None, policy="auto") == (None, None)
+    assert split_by_planner(None, policy="paper") == (None, ())
     paper = plan_module(base(3300), seen(), named=())
     assert paper.strategies == ()
     assert paper.diagnosis is not None

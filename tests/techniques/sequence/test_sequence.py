@@ -18,8 +18,8 @@ from lightning_amp import AMPStrategy
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import PlanError, ShardError
 from lightning_amp.footprint.inner_run import BY_ITSELF
-from lightning_amp.lightning.first_look.dry_steps import DrySteps
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.sequence.row import SequenceParallel

@@ -22,8 +22,8 @@ from lightning_amp.costs.link_seconds import Links
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import Around
-from lightning_amp.lightning.first_look.dry_steps import DrySteps
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.tensor3d.grid_seconds import (
     DryRun,

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
-from lightning_amp.lightning.first_look import choose_grid
+from lightning_amp.lightning.profiling import choose_grid
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.tensor3d.grid_seconds import GridCost
 from tests.any_module import Meter

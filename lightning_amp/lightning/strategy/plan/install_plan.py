@@ -24,8 +24,8 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.installing.install import install
 from lightning_amp.installing.installed import Installed
 from lightning_amp.lightning.checkpoints.shards import Shards
-from lightning_amp.lightning.first_look.cells_per_step import UNKNOWN
-from lightning_amp.lightning.first_look.outside_decoder import keeping_blocks
+from lightning_amp.lightning.profiling.cells_per_step import UNKNOWN
+from lightning_amp.lightning.profiling.outside_decoder import keeping_blocks
 from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once
 from lightning_amp.lightning.steps.counted_batches import refuse_beyond
 from lightning_amp.lightning.steps.rescue import Rescue, largest, rescue_batches
@@ -34,7 +34,7 @@ from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.out_of_memory import LEANER
 from lightning_amp.lightning.strategy.plan.pipeline_run import check_run, pipelined
 from lightning_amp.lightning.strategy.plan.plan_file import log_folder, log_plan, report_path, write_plan
-from lightning_amp.lightning.strategy.plan.plan_run import Facts, plan_in_force
+from lightning_amp.lightning.strategy.plan.plan_run import PlanningContext, resolve_plan
 from lightning_amp.lightning.strategy.refusals import (
     announce,
     check_callbacks,
@@ -80,8 +80,8 @@ class InstalledPlan:
     def install(self) -> Shards:
         """Make the plan and carry it out, or raise an AmpError; what was installed by then is there until `undo`."""
         notes, self._folder = self._foreign.notes, log_folder(self._trainer)
-        self._facts = Facts(self._request, self._here, self._trainer, trained=self._trained)
-        plan = plan_in_force(self._facts, notes=notes)
+        self._facts = PlanningContext(self._request, self._here, self._trainer, trained=self._trained)
+        plan = resolve_plan(self._facts, notes=notes)
         self._keep(replace(plan, notes=(*plan.notes, *self._foreign.compare(plan))))
         if not self._request.rescue:
             self._facts.forget_step()
@@ -230,7 +230,7 @@ class InstalledPlan:
         for more in (("recompute",), ("recompute", "chunk")):
             names = [*self._plan.strategies, *more]
             try:
-                plan = plan_in_force(self._facts.within(limit), notes=self._plan.notes, strategies=names)
+                plan = resolve_plan(self._facts.within(limit), notes=self._plan.notes, strategies=names)
             except PlanError:
                 continue
             yield plan
@@ -238,7 +238,7 @@ class InstalledPlan:
                 return
 
     def _plan_of(self, strategies: tuple[str, ...]) -> Plan:
-        plan = plan_in_force(
+        plan = resolve_plan(
             self._facts,
             notes=self._foreign.notes,
             strategies=strategies or ["S1"],
@@ -290,8 +290,8 @@ class InstalledPlan:
         before, notes = self._plan, self._foreign.notes
         unknown = any(note.startswith(UNKNOWN) for note in before.notes)
         cells = (None, UNKNOWN) if unknown else (before.batch_size, "")
-        self._facts = Facts(self._request, self._here, self._trainer, cells=cells)
-        plan_again = partial(plan_in_force, self._facts, notes=notes)
+        self._facts = PlanningContext(self._request, self._here, self._trainer, cells=cells)
+        plan_again = partial(resolve_plan, self._facts, notes=notes)
         wanted = keeping_blocks(plan_again(), before)
         if _split(wanted) == _split(before):
             return wanted

@@ -15,14 +15,14 @@ from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning._compat import rank_zero_info
+from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
 from lightning_amp.lightning.faults.interrupt import ended_by_sigterm
-from lightning_amp.lightning.first_look.cells_per_step import Cells, cells_per_step
-from lightning_amp.lightning.first_look.dry_steps import with_spec
-from lightning_amp.lightning.first_look.evaluation_of_module import EvaluationOfModule
-from lightning_amp.lightning.first_look.outside_decoder import Made, with_blocks_outside
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.lightning.first_look.within_budget import step_beside_decoder, within_budget
-from lightning_amp.lightning.same_on_ranks.replicas import decide_on_rank_zero
+from lightning_amp.lightning.profiling.cells_per_step import Cells, cells_per_step
+from lightning_amp.lightning.profiling.dry_steps import with_spec
+from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
+from lightning_amp.lightning.profiling.outside_decoder import Made, with_blocks_outside
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.within_budget import step_beside_decoder, within_budget
 from lightning_amp.lightning.strategy.hardware import ThisRank, budget_in, rates_in
 from lightning_amp.lightning.strategy.plan.measured_speeds import measured_speeds
 from lightning_amp.lightning.strategy.plan.pipeline_run import without_stages
@@ -32,10 +32,10 @@ from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.stepped import dry_steps, in_parts, is_slow
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import (
+    model_axis_size,
     plan_again,
     plan_module,
-    told_apart,
-    told_model_ranks,
+    split_by_planner,
 )
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.plan.sharding import sharding_of, with_sharding
@@ -64,7 +64,7 @@ from lightning_amp.techniques.table import (
 NO_PROFILE = "the step was not profiled, and its peak is not known"
 
 
-class Facts:
+class PlanningContext:
     """What the plans of one run are made of: read when the first one is made, on rank 0, and kept for the others.
 
     Args:
@@ -150,7 +150,7 @@ class Facts:
             return ()
         return measured_speeds(self.here.device, self.here.n_ranks)
 
-    def within(self, n_bytes: int) -> "Facts":
+    def within(self, n_bytes: int) -> "PlanningContext":
         """The same, with fewer bytes."""
         fewer = copy.copy(self)
         fewer.request = replace(self.request, device_memory=f"{n_bytes}B")
@@ -177,8 +177,8 @@ class Facts:
         self._compared = True
 
 
-def plan_in_force(
-    facts: Facts,
+def resolve_plan(
+    facts: PlanningContext,
     *,
     notes: Sequence[str] = (),
     given: Plan | None = None,
@@ -226,7 +226,9 @@ def plan_in_force(
     return plan if balance == "auto" else with_balance(plan, balance=bool(balance))
 
 
-def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks: int | None = None) -> Plan:
+def plan_run(
+    facts: PlanningContext, strategies: Sequence[str] | None = None, model_ranks: int | None = None
+) -> Plan:
     """Make the plan of one run; without a data directory it is made from the module only, and says so.
 
     Args:
@@ -241,12 +243,12 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     asked: str | list[str] | None = request.strategies if strategies is None else list(strategies)
     named: tuple[str, ...] | None = None
     if shape.decoder is None:
-        asked, named = told_apart(asked, policy=request.policy)
+        asked, named = split_by_planner(asked, policy=request.policy)
         asked = asked if asked is None else [*asked, *_without_profile(named or (), facts)]
     outside = facts.blocks_outside if strategies is None and shape.decoder is not None else ()
     if outside and (facts.outside is not None or facts.in_chunks or "chunk" not in outside):
         asked = [name for name in parse_strategies(request.strategies or ()) if name not in outside]
-    size, stages = told_model_ranks(request.model_parallel_size, asked, shape, facts.seen[0])
+    size, stages = model_axis_size(request.model_parallel_size, asked, shape, facts.seen[0])
     if facts.steps is not None and STRATEGIES[facts.steps.name].data_axis:
         # of its grid, which may have been chosen
         size = facts.steps.ranks
@@ -310,7 +312,7 @@ def plan_run(facts: Facts, strategies: Sequence[str] | None = None, model_ranks:
     return found
 
 
-def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:
+def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
     """Of the techniques that were asked for, those that are planned all the same where there is no profile.
 
     Raises:
@@ -332,7 +334,7 @@ def _without_profile(named: Sequence[str], facts: Facts) -> list[str]:
     return [name for name in named if name not in needing]
 
 
-def _evaluated(made: Plan, facts: Facts, named: Sequence[str] | None) -> Plan:
+def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) -> Plan:
     """The plan of a run that does not train: in chunks by the rules of the fit before it, else by a budget's own.
 
     Raises:
@@ -364,7 +366,7 @@ def _evaluated(made: Plan, facts: Facts, named: Sequence[str] | None) -> Plan:
     return replace(made, strategies=strategies, rules=(*made.rules, *rules))
 
 
-def predict_anew(plan: Plan, facts: Facts) -> Plan:
+def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
     notes = notes + note + _not_counted(plan, shape) + too_few_cells(profile, plan.mesh, shape.batch_size)

@@ -16,10 +16,10 @@ from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.candidates import Candidate, Candidates, Cost
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
-from lightning_amp.techniques.chunk.regions.line import Label, Line
 from lightning_amp.techniques.chunk.regions.paper_cost import paper_cost
 from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan
+from lightning_amp.techniques.chunk.regions.region_search import Label, Line
 
 POLICIES = ("auto", "paper")
 STEPS = 4

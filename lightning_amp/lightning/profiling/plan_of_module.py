@@ -18,10 +18,10 @@ from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import PARAMETERS, ModuleProfile
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.lightning.first_look.dry_steps import DrySteps, with_spec
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
-from lightning_amp.planning.modules.leanest import fewest_ranks
-from lightning_amp.planning.modules.plan_module import told_apart
+from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
+from lightning_amp.planning.modules.plan_module import split_by_planner
 from lightning_amp.planning.modules.plan_step import Counted, plan_step
 from lightning_amp.planning.modules.questions import answers, largest_batches
 from lightning_amp.planning.plan.plan import Plan
@@ -148,7 +148,7 @@ def plan_of_module(
             " what lightning_amp.profile returns without one"
         )
     request = dict(request)
-    _, named = told_apart(request["strategies"], policy=request["policy"])
+    _, named = split_by_planner(request["strategies"], policy=request["policy"])
     size, memory, devices = (request[name] for name in ("model_parallel_size", "device_memory", "devices"))
     given = argparse.Namespace(**{name: value for name, value in options.items() if value is not None})
     given.model_parallel_size = size

@@ -19,7 +19,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.graph.table import Table
 from lightning_amp.installing.install import overlap
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import BY_USER

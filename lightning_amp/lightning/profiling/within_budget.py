@@ -20,9 +20,9 @@ from lightning_amp.costs.chain import extra_seconds, peak_bytes
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.find_blocks import find_blocks
-from lightning_amp.footprint.first_pass import unrepeatable
+from lightning_amp.footprint.recompute_state import unrepeatable
 from lightning_amp.installing.install import overlap
-from lightning_amp.lightning.first_look.outside_decoder import (
+from lightning_amp.lightning.profiling.outside_decoder import (
     Made,
     outside,
     recomputed,
@@ -30,7 +30,7 @@ from lightning_amp.lightning.first_look.outside_decoder import (
     taking,
     with_rules,
 )
-from lightning_amp.lightning.first_look.step_of_module import StepOfModule
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.plan.plan import Candidate, Plan
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders

@@ -23,7 +23,7 @@ from lightning_amp.data.batch_parts import dense_parts, parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.same_on_ranks.replicas import share_random_state
+from lightning_amp.lightning.consistency.replicas import share_random_state
 
 COMPARED = 4096
 """Entries of a tensor, evenly spread."""

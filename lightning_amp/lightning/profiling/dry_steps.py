@@ -15,7 +15,7 @@ from lightning_amp.costs.rule import Spec
 from lightning_amp.dist.splits import MeshAxis, Sent
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.chain.chain_of import CountedStep
-from lightning_amp.lightning.first_look.choose_grid import choose_grid
+from lightning_amp.lightning.profiling.choose_grid import choose_grid
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.put_methods import put_methods

@@ -1,0 +1,1 @@
+"""Check that ranks agree on parameters, buffers, batches and random numbers, or end the run."""

@@ -1,0 +1,1 @@
+"""Profile what a run will read and do, before anything is installed."""

@@ -1,1 +1,0 @@
-"""Ranks agree on options, data, batches and parameters, or the run stops."""
