@@ -64,7 +64,8 @@ class CountedStep:
         chain: Its blocks.
         passes: Its passes through the blocks as stages of a pipeline, or why there are none.
         calls: How each of its blocks was called.
-        refused: Techniques that it has shown to be impossible, and why.
+        no_stages: Why its blocks cannot be stages of a pipeline; "" where they can.
+        no_second_pass: Why no block of it can run a second time; "" where blocks can.
         decides: Whether it draws numbers that may decide which blocks run.
         went_back: Modules that a backward pass has gone through which the step began by itself.
         swapped: Blocks that it called with other parameters than their own.
@@ -74,7 +75,8 @@ class CountedStep:
     chain: Chain
     passes: Passes | str
     calls: tuple[BlockCall, ...]
-    refused: dict[str, str]
+    no_stages: str
+    no_second_pass: str
     decides: bool
     went_back: frozenset[str]
     swapped: frozenset[str]
@@ -120,13 +122,9 @@ def count_step(
         chain=chain,
         passes=passes,
         calls=tuple(call.given for call in step.calls),
-        refused=_refused(step, names),
+        no_stages=impossible(step, names),
+        no_second_pass="" if step.watches_saved else TRANSFORMED,
         decides=step.decides,
         went_back=frozenset(step.went_back),
         swapped=frozenset(step.swapped),
     )
-
-
-def _refused(step: ChainRecorder, names: Sequence[str]) -> dict[str, str]:
-    found = {"pipeline": reason} if (reason := impossible(step, names)) else {}
-    return found if step.watches_saved else {**found, "recompute": TRANSFORMED, "chunk": TRANSFORMED}

@@ -296,7 +296,7 @@ def refused_techniques(module: LightningModule, step: CountedStep, *, values: bo
         for name, row in STRATEGIES.items()
         if row.refusal
     }
-    return {**{name: why for name, why in found.items() if why}, **step.refused}
+    return {name: why for name, why in found.items() if why}
 
 
 def _places(rules: Sequence[Rule]) -> frozenset[tuple[str, str]]:

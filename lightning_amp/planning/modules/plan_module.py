@@ -25,23 +25,26 @@ from lightning_amp.planning.modules.candidates import (
     draft,
     replaced_peak,
 )
-from lightning_amp.planning.modules.diagnosis import diagnose_module, evidence, signals
-from lightning_amp.planning.modules.min_memory_plan import LEAST, missing
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.plan import Explanation, Plan
+from lightning_amp.planning.modules.diagnosis import diagnose_module
+from lightning_amp.planning.modules.finish_plan import (
+    finished,
+    held_bytes,
+    kept_notes,
+    missing_bytes,
+    on_model_axis,
+    rules_of,
+)
+from lightning_amp.planning.modules.plan_stages import (
+    options_of_named,
+    pipeline_of,
+    predicted_again,
+    with_stages,
+)
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.sharding import sharding_of
-from lightning_amp.planning.policies.build_rules import BY_USER
-from lightning_amp.techniques.chunk.predict import forms_of
-from lightning_amp.techniques.chunk.spec import ChunkBlock
-from lightning_amp.techniques.data.row import DataParallel
 from lightning_amp.techniques.fsdp.predict import split_by
 from lightning_amp.techniques.pipeline.options import OPEN, PipelineOptions
-from lightning_amp.techniques.pipeline.spec import PipelineStages
-from lightning_amp.techniques.pipeline.stages import staged
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
-from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order, parse_strategies
-
-INSIDE_STAGES = ("recompute", "chunk")
+from lightning_amp.techniques.table import PREDICTIONS, parse_strategies
 
 Count = Callable[[tuple[Rule, ...]], ModuleProfile]
 """Rules -> the step's profile with them installed; raises an AmpError where a technique refuses the module."""
@@ -98,15 +101,15 @@ def plan_module(
     Raises:
         PlanError: A technique that was named cannot be had.
     """
-    if (spec := _pipeline_of(base, seen)) is not None:
+    if (spec := pipeline_of(base, seen)) is not None:
         asked = replace(asked, model=base.mesh.model, schedule=spec.schedule)
-        made = _with_stages(base, seen, _beside_stages(asked, named or (), budget_named=budget_named))
+        made = with_stages(base, seen, options_of_named(asked, named or (), budget_named=budget_named))
         if not named or {rule.strategy for rule in made.rules} & {*named}:
             return made
         # none is needed, and yet it was asked for
-        return _with_stages(base, seen, _beside_stages(asked, named, budget_named=False))
+        return with_stages(base, seen, options_of_named(asked, named, budget_named=False))
     if asked.model is not None and named is None:
-        return _with_stages(_on_axis(base, asked.model), seen, asked, must=True)
+        return with_stages(on_model_axis(base, asked.model), seen, asked, must=True)
     budget, refused = base.budget_bytes, dict[tuple[str, ...], str]()
     limit = None if named is not None and not budget_named else budget
     beyond = defaultdict[frozenset[str], list[int]](list)
@@ -115,7 +118,7 @@ def plan_module(
             seen, base, named=named, limit=limit, refused=refused, beyond=beyond, asked=asked
         )
         best = compared.best
-        rules = _rules(best, named=named is not None)
+        rules = rules_of(best, named=named is not None)
         if best.stages:
             break
         try:
@@ -138,7 +141,7 @@ def plan_module(
         if not rules or limit is None or peak <= limit or hopeless:
             break
         found.append(max(peak - best.peak_bytes, 1) if best.peak_bytes <= limit else peak - limit)
-    return _made(base, seen, compared, rules)
+    return finished(base, seen, compared, rules)
 
 
 def _without_refused(
@@ -151,7 +154,7 @@ def _without_refused(
         if isinstance(alone, str):
             continue
         try:
-            _drafted(seen, _rules(alone, named=False), ranks=ranks, count=count)
+            _drafted(seen, rules_of(alone, named=False), ranks=ranks, count=count)
         except AmpError as error:
             found[name] = _why(error)
     return replace(seen, refused={**seen.refused, **found})
@@ -164,149 +167,24 @@ def _why(error: AmpError) -> str:
 
 def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None) -> Plan:
     """A plan that was given, with the prediction for this step."""
-    if (spec := _pipeline_of(given, seen)) is not None:
-        return _staged_again(given, seen, spec)
+    if (spec := pipeline_of(given, seen)) is not None:
+        return predicted_again(given, seen, spec)
     rules = tuple(rule for rule in given.rules if rule.strategy in PREDICTIONS)
     ranks = given.gradient_ranks
     made = _drafted(seen, rules, ranks=ranks, count=count)
     return replace(
         given,
-        predicted_base_bytes=_held(seen, made),
+        predicted_base_bytes=held_bytes(seen, made),
         predicted_stratum_bytes=0,
         predicted_peak_bytes=made.peak_bytes,
         diagnosis=diagnose_module(seen, ranks=ranks, budget=given.budget_bytes),
         notes=(
-            *_kept(given, seen),
-            *_missing(seen, replace(as_it_is(seen, ranks), peak_bytes=made.peak_bytes), given.budget_bytes),
+            *kept_notes(given, seen),
+            *missing_bytes(
+                seen, replace(as_it_is(seen, ranks), peak_bytes=made.peak_bytes), given.budget_bytes
+            ),
         ),
     )
-
-
-def _pipeline_of(plan: Plan, seen: ProfiledStep) -> PipelineStages | None:
-    """The stages that were asked for.
-
-    Raises:
-        PlanError: The step has shown that there can be none.
-    """
-    spec = next((rule.spec for rule in plan.rules if isinstance(rule.spec, PipelineStages)), None)
-    if spec is not None and "pipeline" in seen.refused:
-        raise PlanError(f"pipeline cannot run this step: {seen.refused['pipeline']}; or leave 'pipeline' out")
-    return spec
-
-
-def _with_stages(base: Plan, seen: ProfiledStep, asked: PipelineOptions, *, must: bool = False) -> Plan:
-    """The plan of a pipeline that was asked for; where nothing is known of its stages they are cut evenly and its peak
-    is not known, or it must be known and is refused.
-    """
-    assert asked.model is not None, "a pipeline that is asked for has ranks"
-    found = staged(seen, asked.model, data=base.mesh.data, budget=base.budget_bytes, asked=asked)
-    if isinstance(found, str) and must:
-        raise PlanError(
-            f"model_parallel_size={asked.model!r} requires a pipeline for a module without a decoder of strata,"
-            f" which is not possible: {found}; leave model_parallel_size out"
-        )
-    if isinstance(found, str):
-        inside = "chunk" if asked.chunks is None else "recompute" if asked.again != () else ""
-        if inside:
-            raise PlanError(
-                f"pipeline together with {inside} requires that the bytes of the stages are counted, and they were"
-                f" not: {found}; leave {inside!r} out"
-            )
-        ranks = base.mesh.data * base.mesh.model
-        diagnosis = diagnose_module(seen, ranks=ranks, budget=base.budget_bytes)
-        return replace(_uncounted(base, seen, found), diagnosis=diagnosis)
-    kept = tuple(rule for rule in base.rules if not isinstance(rule.spec, PipelineStages))
-    without = replace(base, rules=kept, strategies=in_order({rule.strategy for rule in kept}))
-    compared = Compared(best=found, candidates=(), dropped={})
-    return _made(without, seen, compared, _rules(found, named=base.policy == "strategies"))
-
-
-def _uncounted(plan: Plan, seen: ProfiledStep, why: str) -> Plan:
-    """A pipeline of whose ranks it is known only that the fullest one has its share of what is kept between steps."""
-    least = -(-seen.held_bytes // plan.mesh.model)
-    return replace(
-        plan,
-        predicted_base_bytes=least,
-        predicted_peak_bytes=least,
-        uncounted=f"what the stages hold was not counted: {why}",
-    )
-
-
-def _beside_stages(asked: PipelineOptions, named: tuple[str, ...], *, budget_named: bool) -> PipelineOptions:
-    """What techniques that a person has named beside a pipeline ask of it.
-
-    Raises:
-        PlanError: One that was not tried with stages.
-    """
-    others = [name for name in named if name not in INSIDE_STAGES]
-    if others:
-        raise PlanError(f"pipeline together with {', '.join(others)} is not supported: leave one of them out")
-    return replace(
-        asked,
-        # of a budget that was named as few as are needed
-        again=() if "recompute" not in named else None if budget_named else ("*",),
-        chunks=None if "chunk" in named else {},
-        all_chunks="chunk" in named and not budget_named,
-    )
-
-
-def _staged_again(given: Plan, seen: ProfiledStep, spec: PipelineStages) -> Plan:
-    ends = tuple(int(end) for end in spec.ends.split(","))
-    asked = PipelineOptions(
-        model=given.mesh.model,
-        micro_batches=spec.micro_batches,
-        schedule=spec.schedule,
-        ends=ends,
-        again=tuple(rule.fqn for rule in given.rules if isinstance(rule.spec, RecomputeBlock)),
-        chunks={rule.fqn: rule.spec for rule in given.rules if isinstance(rule.spec, ChunkBlock)},
-    )
-    found = staged(seen, given.mesh.model, data=given.mesh.data, budget=given.budget_bytes, asked=asked)
-    ranks = given.mesh.data * given.mesh.model
-    stages = None if isinstance(found, str) else found
-    diagnosis = diagnose_module(seen, ranks=ranks, budget=given.budget_bytes, stages=stages)
-    given = replace(given, diagnosis=diagnosis, stages=())
-    if isinstance(found, str):
-        return _uncounted(given, seen, found)
-    return replace(
-        given,
-        uncounted="",
-        predicted_base_bytes=found.held_bytes or 0,
-        predicted_stratum_bytes=0,
-        predicted_peak_bytes=found.peak_bytes,
-        predicted_step_seconds=found.seconds,
-        rates_device=seen.rates.device,
-        stages=found.stages,
-        notes=(
-            *_kept(given, seen),
-            *_missing(seen, found, given.budget_bytes),
-        ),
-    )
-
-
-def _on_axis(base: Plan, model: int) -> Plan:
-    """The plan of all ranks on the data axis with so many on the model axis."""
-    data = base.mesh.data // model
-    noun = "rank" if data == 1 else "ranks"
-    rules = tuple(
-        replace(rule, why=f"{data} {noun} on the data axis") if isinstance(rule.spec, DataParallel) else rule
-        for rule in base.rules
-    )
-    return replace(base, mesh=MeshShape(data=data, model=model), rules=rules)
-
-
-def _shared(ranks: int, model: int) -> str:
-    """What becomes of the samples of a step when ranks of the data axis become stages."""
-    data = ranks // model
-    return (
-        f"{model} stages share a batch, so a step takes {data} batch{'es' * (data > 1)} of the loader, where {ranks}"
-        f" ranks of a data axis take {ranks}; a batch {model} times as large keeps the samples of a step"
-    )
-
-
-def _missing(seen: ProfiledStep, best: Draft, budget: int | None) -> list[str]:
-    fits = budget is None or best.peak_bytes <= budget
-    # the refusal or the warning of a plan that does not fit has it too
-    return [] if fits else [Explanation(missing(seen, best, budget=budget or 0))]
 
 
 def _compared(
@@ -335,16 +213,6 @@ def _compared(
     )
 
 
-def _kept(given: Plan, seen: ProfiledStep) -> list[str]:
-    """What was said of a plan that was given, with what is to be said of this step."""
-    before = [note for note in given.notes if not note.startswith(LEAST)]
-    return [*before, *(note for note in seen.notes if note not in before)]
-
-
-def _held(seen: ProfiledStep, made: Draft) -> int:
-    return seen.held_bytes if made.held_bytes is None else made.held_bytes
-
-
 def _drafted(seen: ProfiledStep, rules: tuple[Rule, ...], *, ranks: int, count: Count | None) -> Draft:
     """The step with rules: counted with those installed that change modules, the others added to that."""
     strategies = tuple(dict.fromkeys(rule.strategy for rule in rules))
@@ -361,55 +229,3 @@ def _drafted(seen: ProfiledStep, rules: tuple[Rule, ...], *, ranks: int, count: 
                 raise PlanError(f"the given plan has {name}, which is not possible for this module: {more}")
             made = more
     return made
-
-
-def _rules(best: Draft, *, named: bool) -> tuple[Rule, ...]:
-    return tuple(
-        Rule(
-            fqn=target.fqn,
-            spec=target.spec,
-            strategy=target.strategy,
-            why=f"{BY_USER} ({target.why})" if named else target.why,
-            saves_bytes=target.saves_bytes,
-        )
-        for target in best.targets
-    )
-
-
-def _made(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Rule, ...]) -> Plan:
-    best, order = compared.best, list(STRATEGIES)
-    notes = [*seen.notes]
-    if best.model not in (1, base.mesh.model):
-        notes.append(_shared(base.mesh.data, best.model))
-        base = _on_axis(base, best.model)
-    strategies = in_order({*base.strategies, *best.strategies})
-    whole = tuple(sorted((*base.rules, *rules), key=lambda rule: order.index(rule.strategy)))
-    forms = forms_of(seen)
-    if "chunk" in best.strategies and forms is not None and forms.known and forms.thinned:
-        thinned = forms.thinned[0]
-        notes.append(Explanation(f"{thinned!r} has more regions that could run in chunks than are compared"))
-    notes += _missing(seen, best, base.budget_bytes)
-    notes += [] if compared.candidates else list(compared.dropped.values())
-    return replace(
-        base,
-        strategies=strategies,
-        axes=Axes.of(strategies, (rule.spec for rule in whole)),
-        rules=whole,
-        signals=(*base.signals, *signals(seen.profile)),
-        evidence=(*base.evidence, *evidence(seen.profile)),
-        predicted_base_bytes=_held(seen, best),
-        predicted_stratum_bytes=0,
-        predicted_peak_bytes=best.peak_bytes,
-        predicted_step_seconds=best.seconds,
-        rates_device=seen.rates.device,
-        candidates=compared.candidates,
-        diagnosis=diagnose_module(
-            seen,
-            ranks=best.ranks * best.model,
-            budget=base.budget_bytes,
-            stages=best if best.stages else None,
-            compared=bool(compared.candidates),
-        ),
-        stages=best.stages,
-        notes=(*base.notes, *notes),
-    )

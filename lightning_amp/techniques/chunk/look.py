@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from functools import partial
 
+from lightning.pytorch import LightningModule
+
 from lightning_amp.costs.rule import Rule
+from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.techniques.chunk.forms import ChunkForms
 from lightning_amp.techniques.chunk.run.block_tables import block_code, block_tables
 from lightning_amp.techniques.chunk.spec import ChunkBlock
@@ -17,6 +20,11 @@ def look(step: StepToPlan, rows: int | None = None) -> ChunkForms:
         block_tables, step.module, step.calls(rows), shared=step.shared_statistics and rows is None
     )
     return ChunkForms(chain, tables)
+
+
+def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
+    """Why no block of the step can run in chunks; "" where blocks can."""
+    return step.no_second_pass
 
 
 def code(step: StepToPlan, rules: Sequence[Rule]) -> str:

@@ -15,6 +15,7 @@ ROW = Technique(
         )
     },
     look="lightning_amp.techniques.chunk.look:look",
+    refusal="lightning_amp.techniques.chunk.look:refusal",
     prediction=Prediction(
         add=add,
         kinds=(ACTIVATIONS, TEMPORARIES),

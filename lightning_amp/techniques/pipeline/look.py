@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping
 
+from lightning.pytorch import LightningModule
+
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
+from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.techniques.chunk.forms import ChunkForms
 from lightning_amp.techniques.chunk.look import look as look_for_chunks
@@ -20,6 +23,11 @@ def look(step: StepToPlan) -> StageFacts:
         reason=step.no_stages,
         chunks=StageChunks(forms=counts.forms, passes=counts.passes_in_chunks),
     )
+
+
+def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
+    """Why the blocks of the step cannot be stages; "" where they can."""
+    return step.no_stages
 
 
 class _Counts:

@@ -20,4 +20,5 @@ ROW = Technique(
     targets=_targets,
     model_axis=True,
     look="lightning_amp.techniques.pipeline.look:look",
+    refusal="lightning_amp.techniques.pipeline.look:refusal",
 )

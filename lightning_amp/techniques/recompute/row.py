@@ -23,6 +23,7 @@ ROW = Technique(
     conflicts={
         "stream": "both say what is kept of a stratum; stream keeps as little and computes it once",
     },
+    refusal="lightning_amp.techniques.recompute.look:refusal",
     prediction=Prediction(
         add=add,
         kinds=(ACTIVATIONS, TEMPORARIES),

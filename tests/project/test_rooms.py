@@ -1,0 +1,36 @@
+"""A technique lies in one folder: the files elsewhere that name it are few, and may only become fewer."""
+
+import re
+from pathlib import Path
+
+import lightning_amp
+from lightning_amp.techniques.table import STRATEGIES
+
+LIBRARY = Path(lightning_amp.__file__).parent
+NAMED = {
+    "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 16),
+    "chunk": (r"techniques\.chunk|[\"']chunk[\"']", 20),
+    "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 20),
+    "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 20),
+    "logits": (r"techniques\.logits|[\"']logits[\"']", 6),
+    "replay": (r"techniques\.replay|[\"']replay[\"']", 6),
+    "sequence": (r"techniques\.sequence|[\"']sequence[\"']", 6),
+    "tensor3d": (r"techniques\.tensor3d|[\"']tensor3d[\"']", 8),
+}
+"""How code names a technique, and the files outside its folder that do; docs and comments are not counted."""
+
+
+def test_few_files_outside_its_folder_name_a_technique() -> None:
+    for name, (pattern, most) in NAMED.items():
+        files = [
+            str(path.relative_to(LIBRARY))
+            for path in LIBRARY.rglob("*.py")
+            if f"techniques/{name}/" not in path.as_posix() and re.search(pattern, path.read_text())
+        ]
+        assert len(files) <= most, (name, files)
+
+
+def test_every_row_lies_in_a_folder_of_techniques() -> None:
+    for row in STRATEGIES.values():
+        for spec in row.specs:
+            assert spec.__module__.startswith("lightning_amp.techniques."), spec
