@@ -14,8 +14,8 @@ from benchmarks.side_by_side.cases import Case, Size
 from benchmarks.side_by_side.plans import plan_of
 from benchmarks.side_by_side.subject import subject_of
 from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
 from lightning_amp.quantities import format_bytes
-from lightning_amp.simulation.byte_meter import ACTIVATIONS, TEMPORARIES
 from lightning_amp.simulation.measured_step import RankResult
 from lightning_amp.simulation.models_without_values import DecoderAlone
 from lightning_amp.simulation.simulate import simulate

@@ -14,20 +14,16 @@ Exact up to the limits of LiveBytes, with which tests compare it on real tensors
 tensor on the CPU keeps its values, so that code may look at indices; where it meets meta tensors it is one of them.
 """
 
-import weakref
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import TorchDispatchMode
-from lightning_amp.footprint.live_bytes import tensors_of
+from lightning_amp.footprint.live_bytes import LiveBytes, storages_of, tensors_of
+from lightning_amp.footprint.module_profile import ACTIVATIONS, KINDS, TEMPORARIES
 
-PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimiser state"
-ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
-KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES)
 MADE_OUTSIDE = ("lift_fresh",)
 """Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
 RESIZING = ("resize_", "resize_as_", "set_")
@@ -48,15 +44,13 @@ class _Alive(NamedTuple):
     n_bytes: int
     birth: int
     made_in: int
-    ref: Any
 
 
-class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepMeter(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts live bytes by kind, and the bytes given to collectives.
 
     Attributes:
         phase: What is running now, in words.
-        peak: Most bytes alive at once so far.
         sent: Bytes given to collectives so far, by kind of collective.
         answers: Shapes that operators have given for shapes.
 
@@ -66,44 +60,36 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, *, budget_bytes: int | None = None, answers: dict[Any, Any] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.phase = ""
-        self.peak = 0
         self.sent: Counter[str] = Counter()
-        self._current = 0
+        self.answers: dict[Any, Any] = {} if answers is None else answers
         self._budget = budget_bytes
         self._making = TEMPORARIES
         self._pass = self._pass_at_peak = 0
         self._births = self._births_at_peak = 0
         self._living: dict[int, _Alive] = {}
+        # a storage can die in the middle of any statement, so what it was waits in line
         self._dead: deque[_Alive] = deque()
         self._by_kind = dict.fromkeys(KINDS, 0)
         self._at_peak = dict(self._by_kind)
         self._dropped = 0
         self._aliasing: dict[Any, bool] = {}
-        self.answers: dict[Any, Any] = {} if answers is None else answers
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Asked by torch; a guard around every operator would take longer than what it guards."""
-        return False
-
-    @property
-    def current(self) -> int:
-        """Bytes alive now."""
+    def _settle(self) -> int:
+        """Bytes alive now, those of each kind brought up to date."""
         while self._dead:
             gone = self._dead.popleft()
-            self._current -= gone.n_bytes
             self._by_kind[gone.kind] -= gone.n_bytes
             in_its_pass = gone.made_in == self._pass == self._pass_at_peak
             if gone.kind == ACTIVATIONS and in_its_pass and gone.birth <= self._births_at_peak:
                 self._dropped += gone.n_bytes
-        return self._current
+        return self.current
 
     @property
     def breakdown(self) -> dict[str, int]:
         """The peak by kind."""
-        settled = self.current
+        settled = self._settle()
         assert settled <= self.peak, "the peak is the most that was alive"
         found = dict(self._at_peak)
         # what the pass that had the peak has dropped by itself was no activation
@@ -113,30 +99,28 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def enter(self, phase: str, *, making: str) -> None:
         """Begin a phase, in words as in "out of memory at ..."; `making` is the kind of what is made from now on."""
-        settled = self.current
-        assert settled >= 0, "no more bytes die than were alive"
+        self._settle()
         self._pass += making != self._making
         self.phase, self._making = phase, making
 
     def hold(self, values: Any, kind: str) -> None:
         """Count tensors that exist already, or count them as another kind from now on."""
-        before = self.current
-        for storage in {id(s): s for s in map(_storage, tensors_of(values))}.values():
-            known = self._living.get(id(storage))
-            if known is None:
-                self._add(storage, kind)
-            else:
-                self._by_kind[known.kind] -= known.n_bytes
-                self._by_kind[kind] += known.n_bytes
-                self._living[id(storage)] = known._replace(kind=kind)
-        self._look(before)
+        self._settle()
+        for key in {id(storage) for _, storage in storages_of(tensors_of(values))} & self._living.keys():
+            known = self._living[key]
+            self._by_kind[known.kind] -= known.n_bytes
+            self._by_kind[kind] += known.n_bytes
+            self._living[key] = known._replace(kind=kind)
+        making, self._making = self._making, kind
+        self._count(tensors_of(values))
+        self._making = making
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on meta tensors, or make its results as they were made before, and count them."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented
+            return super().dispatched(func, types, args, kwargs)
         if func._opname in WRAPPING:
             return args[0]
-        kwargs = kwargs or {}
         aliasing = self._aliasing.get(func)
         if aliasing is None:
             aliasing = self._aliasing[func] = _only_aliases(func)
@@ -145,71 +129,42 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = _key(func, args, kwargs)
         if key in self.answers:
             result = _make(self.answers[key])
-            before = self.current
-            for tensor in tensors_of(result):
-                self._add(_storage(tensor), self._making)
-            self._look(before)
+            self._count(tensors_of(result))
             return result
-        return self._ask(func, args, kwargs, key)
-
-    def _ask(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
-        sent = sent_bytes(func, args)
-        if sent is not None:
+        if (sent := sent_bytes(func, args)) is not None:
             self.sent[sent[0]] += sent[1]
-        outside = func._opname in MADE_OUTSIDE
-        given = {} if outside else {id(s): s for s in map(_storage, tensors_of((args, kwargs)))}
-        result = func(*_on_one_device(args), **kwargs)
-        self._count(tensors_of(result), given)
-        if key is not None and not outside:
+        given = {id(storage) for _, storage in storages_of(tensors_of((args, kwargs)))}
+        result = super().dispatched(func, types, _on_one_device(args), kwargs)
+        if key is not None and func._opname not in MADE_OUTSIDE:
             answer = _answer(result, given)
             if answer is not None:
                 self.answers[key] = answer
         return result
 
-    def _count(self, tensors: Iterable[Tensor], given: dict[int, Any]) -> None:
-        before = self.current
-        for storage in map(_storage, tensors):
-            known = self._living.get(id(storage))
-            if known is not None:
-                grown = storage.nbytes() - known.n_bytes
-                self._current += grown
-                self._by_kind[known.kind] += grown
-                self._living[id(storage)] = known._replace(n_bytes=storage.nbytes())
-            elif id(storage) not in given:
-                self._add(storage, self._making)
-        self._look(before)
-
-    def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
-        key, n_bytes = id(storage), storage.nbytes()
-        self._births += 1
-        ref = weakref.ref(storage, self._forget(key))
-        self._living[key] = _Alive(kind, n_bytes, self._births, self._pass, ref)
-        self._by_kind[kind] += n_bytes
-        self._current += n_bytes
-
-    def _forget(self, key: int) -> Any:
-        living, dead = self._living, self._dead
-
-        def forget(_: object) -> None:
-            dead.append(living.pop(key))
-
-        return forget
-
-    def _look(self, before: int) -> None:
-        """See whether the bytes alive are the most so far, and within the budget."""
-        if self._current > self.peak:
-            self.peak = self._current
+    def _count(self, tensors: Iterable[Tensor], given: Collection[int] = ()) -> None:
+        """Count, and see whether the bytes alive are the most so far, and within the budget."""
+        before, peak = self._settle(), self.peak
+        super()._count(tensors, given)
+        if self.peak > peak:
             self._at_peak = dict(self._by_kind)
             self._births_at_peak, self._pass_at_peak, self._dropped = self._births, self._pass, 0
-        if self._budget is not None and self._current > self._budget:
+        if self._budget is not None and self.current > self._budget:
             # what is dropped from here on, is dropped because of the failure
             self._pass_at_peak = -1
-            raise OutOfBudget(self._current - before)
+            raise OutOfBudget(self.current - before)
 
+    def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
+        self._births += 1
+        self._living[key] = _Alive(self._making, n_bytes, self._births, self._pass)
+        self._by_kind[self._making] += n_bytes
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    assert tensor.layout is torch.strided, "the reference model has dense tensors only"
-    return tensor.untyped_storage()
+    def _resized(self, key: int, n_bytes: int) -> None:
+        known = self._living[key]
+        self._by_kind[known.kind] += n_bytes - known.n_bytes
+        self._living[key] = known._replace(n_bytes=n_bytes)
+
+    def _died(self, key: int) -> None:
+        self._dead.append(self._living.pop(key))
 
 
 def _only_aliases(func: Any) -> bool:
@@ -222,6 +177,12 @@ def _only_aliases(func: Any) -> bool:
     ):
         return False
     return all(r.alias_info is not None for r in schema.returns)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """The storage of a dense tensor."""
+    assert tensor.layout is torch.strided, "the reference model has dense tensors only"
+    return tensor.untyped_storage()
 
 
 def _on_one_device(args: Any) -> Any:
@@ -266,7 +227,7 @@ def _signature(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def _answer(result: Any, given: dict[int, Any]) -> Any:
+def _answer(result: Any, given: Collection[int]) -> Any:
     """How to make an operator's results again, None where that is not known."""
     if isinstance(result, Tensor):
         storage = _storage(result)

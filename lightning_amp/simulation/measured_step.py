@@ -13,15 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.simulation.byte_meter import (
-    ACTIVATIONS,
-    GRADIENTS,
-    PARAMETERS,
-    STATE,
-    TEMPORARIES,
-    OutOfBudget,
-    StepMeter,
-)
+from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE, TEMPORARIES
+from lightning_amp.simulation.byte_meter import OutOfBudget, SimulatedMeter
 from lightning_amp.simulation.planned_rank import PlannedRank
 
 
@@ -71,7 +64,7 @@ class _Step:
     ) -> None:
         self.planned = planned
         self.strata_bytes: dict[int, int] = {}
-        self.meter = StepMeter()
+        self.meter = SimulatedMeter()
         self._budget_bytes, self._on_stratum = budget_bytes, on_stratum
 
     def run(self) -> int | None:
@@ -93,7 +86,7 @@ class _Step:
 
     def _measure(self) -> int | None:
         # what operators answer to which shapes stays the same
-        self.meter = StepMeter(budget_bytes=self._budget_bytes, answers=self.meter.answers)
+        self.meter = SimulatedMeter(budget_bytes=self._budget_bytes, answers=self.meter.answers)
         self.strata_bytes.clear()
         self._place = "the encoders and the graph"
         try:

@@ -8,12 +8,12 @@ from textwrap import wrap
 
 from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER
 from lightning_amp.figures import simulated_memory
+from lightning_amp.footprint.module_profile import KINDS
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.auto import NEEDS_ATTENTION
 from lightning_amp.planning.reports.plan_report import batch_text, sample_word
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
-from lightning_amp.simulation.byte_meter import KINDS
 from lightning_amp.simulation.simulate import Simulation
 from lightning_amp.techniques.table import STRATEGIES, conflicts, label
 

@@ -18,6 +18,7 @@ from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, TEMPORARIES
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
 from lightning_amp.planning.plan.axes import MeshShape
@@ -25,14 +26,7 @@ from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read_profile import profile
-from lightning_amp.simulation.byte_meter import (
-    ACTIVATIONS,
-    GRADIENTS,
-    PARAMETERS,
-    TEMPORARIES,
-    OutOfBudget,
-    StepMeter,
-)
+from lightning_amp.simulation.byte_meter import OutOfBudget, SimulatedMeter
 from lightning_amp.simulation.models_without_values import DecoderAlone, Subject, decoder_subject
 from lightning_amp.simulation.request import request_reference
 from lightning_amp.simulation.simulate import Simulation, fake_world, simulate, simulate_plan
@@ -202,13 +196,13 @@ def test_phases_of_a_step_of_the_reference_model(tmp_path, monkeypatch) -> None:
     synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
     asked = request_reference(profile(tmp_path / "data"), batch_size=4, latent_dim=8, window=8)
     entered: list[str] = []
-    enter = StepMeter.enter
+    enter = SimulatedMeter.enter
 
-    def note(self: StepMeter, phase: str, *, making: str) -> None:
+    def note(self: SimulatedMeter, phase: str, *, making: str) -> None:
         entered.append(phase)
         enter(self, phase, making=making)
 
-    monkeypatch.setattr(StepMeter, "enter", note)
+    monkeypatch.setattr(SimulatedMeter, "enter", note)
     simulate(asked.make, asked.plan, rank=0)
     phases = [phase for phase, before in zip(entered, ["", *entered], strict=False) if phase != before]
     update = ["the reduction of gradients", "{}", "the optimiser step", "{}"]
@@ -337,7 +331,7 @@ def test_the_step_before_leaves_the_gradients_that_this_one_does() -> None:
 def test_kinds_by_hand() -> None:
     weight = nn.Parameter(torch.empty(10, 10, device="meta"))
     x = torch.empty(20, 10, device="meta")
-    meter = StepMeter()
+    meter = SimulatedMeter()
     meter.hold([weight], PARAMETERS)
     meter.hold([x, x.view(10, 20)], ACTIVATIONS)
     weight.register_post_accumulate_grad_hook(lambda p: meter.hold(p.grad, GRADIENTS))
@@ -383,12 +377,12 @@ def test_remembered_answers_are_the_real_ones(again) -> None:
                 del cube, product
         return live.current, live.peak
 
-    assert steps("meta", StepMeter()) == steps("cpu", LiveBytes())
+    assert steps("meta", SimulatedMeter()) == steps("cpu", LiveBytes())
 
 
 def test_indices_keep_their_values_and_go_with_tensors_that_have_none() -> None:
     index = torch.tensor([2, 0])
-    with StepMeter():
+    with SimulatedMeter():
         table = torch.empty(3, 4, device="meta")
         assert table[index].shape == (2, 4)
         assert table.index_add_(0, index, torch.empty(2, 4, device="meta")).is_meta
@@ -396,7 +390,7 @@ def test_indices_keep_their_values_and_go_with_tensors_that_have_none() -> None:
 
 
 def test_the_request_that_is_too_much() -> None:
-    with StepMeter(budget_bytes=100) as meter:
+    with SimulatedMeter(budget_bytes=100) as meter:
         first = torch.empty(20, device="meta")
         meter.enter("the second", making=ACTIVATIONS)
         with pytest.raises(OutOfBudget) as failure:

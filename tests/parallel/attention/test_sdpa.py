@@ -20,7 +20,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.simulation.byte_meter import StepMeter
+from lightning_amp.simulation.byte_meter import SimulatedMeter
 from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.attention import sdpa
 from lightning_amp.techniques.hic.attention.fused import FusedAttention, fuse_attention, fused_rows
@@ -221,7 +221,7 @@ def test_memory_is_as_documented() -> None:
 @pytest.mark.parametrize(("n", "window"), [(230, 24), (24, 24), (40, 24)])
 def test_a_simulation_sees_what_is_held(n: int, window: int) -> None:
     found = []
-    for live, device in ((LiveBytes(), "cpu"), (StepMeter(), "meta")):
+    for live, device in ((LiveBytes(), "cpu"), (SimulatedMeter(), "meta")):
         leaves = [x.detach().to(device).requires_grad_() for x in draw(n, dtype=torch.float32)]
         with live:
             out = fused(DIM, window)(*leaves)
