@@ -8,8 +8,8 @@ from lightning_amp.footprint.chain.chain import KEPT as KEPT
 from lightning_amp.footprint.chain.chain import RECOMPUTED as RECOMPUTED
 from lightning_amp.footprint.chain.chain import BlockCost as BlockCost
 from lightning_amp.footprint.chain.chain import Chain as Chain
+from lightning_amp.footprint.chain.chain import ChainMoment as ChainMoment
 from lightning_amp.footprint.chain.chain import ChunkForm as ChunkForm
-from lightning_amp.footprint.chain.chain import Moment as Moment
 
 Forms = Collection[str] | Mapping[str, int]
 """Names of blocks with their forms; names alone are of blocks that are recomputed. All others are as they are."""
@@ -25,7 +25,7 @@ def peak_bytes(chain: Chain, forms: Forms) -> int:
     return 0 if moment is None else bytes_at(chain, moment, forms)
 
 
-def peak_moment(chain: Chain, forms: Forms) -> Moment | None:
+def peak_moment(chain: Chain, forms: Forms) -> ChainMoment | None:
     """When memory is at its peak; None for a chain without moments."""
     found = _by_name(chain, forms)
     of_block = [found.get(block.fqn, KEPT) for block in chain.blocks]
@@ -33,7 +33,7 @@ def peak_moment(chain: Chain, forms: Forms) -> Moment | None:
     return max(exist, key=lambda m: bytes_at(chain, m, found), default=None)
 
 
-def bytes_at(chain: Chain, moment: Moment, forms: Forms) -> int:
+def bytes_at(chain: Chain, moment: ChainMoment, forms: Forms) -> int:
     """Bytes alive at a moment."""
     found, held, saved = _by_name(chain, forms), set(moment.alive), 0
     for block in chain.blocks[moment.first : moment.after]:

@@ -38,7 +38,7 @@ class OnItsWay:
     tensors: list[Any] = field(default_factory=list)
 
 
-class _State(threading.local):
+class _AutogradState(threading.local):
     """The calls of one thread, innermost last, and whether operators may arrive at `__torch_dispatch__`."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _State(threading.local):
         self.open = False
 
 
-STATE = _State()
+STATE = _AutogradState()
 
 
 def below_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, OnItsWay]:

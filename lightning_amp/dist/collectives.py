@@ -27,7 +27,7 @@ from torch.autograd import Function
 
 from lightning_amp._torch import FakeTensor
 from lightning_amp._torch import functional_collectives as functional
-from lightning_amp.dist.owners import Owners, Run, joined
+from lightning_amp.dist.owners import OwnerRun, Owners, joined
 from lightning_amp.dist.splits import MeshAxis, record
 
 # torch 2.13 has a new name, and warns of the old one
@@ -315,7 +315,7 @@ def positions(ranges: Sequence[range], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])
 
 
-def _in_order(runs: Iterable[Run], place: list[int]) -> list[range]:
+def _in_order(runs: Iterable[OwnerRun], place: list[int]) -> list[range]:
     """Where the runs of a dim lie if the indices of rank r lie from `place[r]` on."""
     found = list[range]()
     for length, rank in runs:

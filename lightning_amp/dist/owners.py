@@ -18,7 +18,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 
-class Run(NamedTuple):
+class OwnerRun(NamedTuple):
     """Consecutive indices of one rank."""
 
     length: int
@@ -35,17 +35,17 @@ class Owners:
         size: Ranks of the mesh axis; some may own nothing.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[OwnerRun, ...]
     repeat: int
     size: int
 
     @staticmethod
-    def of(runs: Iterable[Run], size: int, repeat: int = 1) -> "Owners":
+    def of(runs: Iterable[OwnerRun], size: int, repeat: int = 1) -> "Owners":
         """The owners of `repeat` times some runs."""
         period = _merged(runs)
         if len(period) <= 1:
             # one owner of all, or nothing to own
-            period, repeat = tuple(Run(length * repeat, rank) for length, rank in period), 1
+            period, repeat = tuple(OwnerRun(length * repeat, rank) for length, rank in period), 1
         # a canonical form: the shortest period, whatever way the vector was put together
         times = _times_repeated(period)
         key = (_merged(_cut(period, 0, _length(period) // times)), repeat * times, size)
@@ -54,7 +54,7 @@ class Owners:
     @staticmethod
     def contiguous(sizes: Sequence[int]) -> "Owners":
         """Rank r owns the r-th range, of sizes[r] indices."""
-        return Owners.of((Run(n, rank) for rank, n in enumerate(sizes)), len(sizes))
+        return Owners.of((OwnerRun(n, rank) for rank, n in enumerate(sizes)), len(sizes))
 
     @staticmethod
     def even(n: int, size: int) -> "Owners":
@@ -64,7 +64,7 @@ class Owners:
     @staticmethod
     def from_vector(ranks: Iterable[int], size: int) -> "Owners":
         """The owners given one rank per index."""
-        return Owners.of((Run(sum(1 for _ in same), rank) for rank, same in groupby(ranks)), size)
+        return Owners.of((OwnerRun(sum(1 for _ in same), rank) for rank, same in groupby(ranks)), size)
 
     # --- what is where ---
 
@@ -112,7 +112,7 @@ class Owners:
             start += length
         return tuple(map(tuple, found))
 
-    def expanded(self) -> Iterator[Run]:
+    def expanded(self) -> Iterator[OwnerRun]:
         """The runs of all periods."""
         for _ in range(self.repeat):
             yield from self.runs
@@ -125,12 +125,12 @@ class Owners:
 
     def widened(self, width: int) -> "Owners":
         """Of `[n, width]` merged into one dim."""
-        return Owners.of((Run(n * width, rank) for n, rank in self.runs), self.size, self.repeat)
+        return Owners.of((OwnerRun(n * width, rank) for n, rank in self.runs), self.size, self.repeat)
 
     def inner(self, times: int) -> "Owners | None":
         """Of the second dim of `[times, n / times]`; None where owners depend on the first dim too."""
         if len(self.runs) == 1:
-            return Owners.of([Run(self.n // times, self.runs[0].rank)], self.size)
+            return Owners.of([OwnerRun(self.n // times, self.runs[0].rank)], self.size)
         return Owners.of(self.runs, self.size, self.repeat // times) if self.repeat % times == 0 else None
 
     def outer(self, width: int) -> "Owners | None":
@@ -141,7 +141,7 @@ class Owners:
             runs, repeat = _merged(self.expanded()), 1
         if any(n % width for n, _ in runs):
             return None
-        return Owners.of((Run(n // width, rank) for n, rank in runs), self.size, repeat)
+        return Owners.of((OwnerRun(n // width, rank) for n, rank in runs), self.size, repeat)
 
     def take(self, indices: range) -> "Owners":
         """Of the indices of a range, whose step may be negative."""
@@ -150,9 +150,9 @@ class Owners:
             return Owners.of(forwards.runs[::-1], self.size, forwards.repeat)
         if indices == range(self.n):
             return self
-        found, start = list[Run](), 0
+        found, start = list[OwnerRun](), 0
         for length, rank in self.expanded():
-            found.append(Run(len(_inside(indices, start, start + length)), rank))
+            found.append(OwnerRun(len(_inside(indices, start, start + length)), rank))
             start += length
         return Owners.of(found, self.size)
 
@@ -174,42 +174,42 @@ class Owners:
 
     def proportional(self, n: int) -> "Owners":
         """Of n positions in place of these: each goes to the rank that owns the corresponding index here."""
-        ends, at, found, done = self.n, 0, list[Run](), 0
+        ends, at, found, done = self.n, 0, list[OwnerRun](), 0
         for length, rank in self.expanded():
             at += length
             end = (at * n + ends // 2) // max(ends, 1)
-            found.append(Run(end - done, rank))
+            found.append(OwnerRun(end - done, rank))
             done = end
         return Owners.of(found, self.size)
 
 
 # weak: shapes that vary from step to step would fill it without end
-_INTERNED = WeakValueDictionary[tuple[tuple[Run, ...], int, int], Owners]()
+_INTERNED = WeakValueDictionary[tuple[tuple[OwnerRun, ...], int, int], Owners]()
 
 
-def _length(runs: Iterable[Run]) -> int:
+def _length(runs: Iterable[OwnerRun]) -> int:
     return sum(length for length, _ in runs)
 
 
-def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
-    found: list[Run] = []
+def _merged(runs: Iterable[OwnerRun]) -> tuple[OwnerRun, ...]:
+    found: list[OwnerRun] = []
     for length, rank in runs:
         if not length:
             continue
         if found and found[-1].rank == rank:
             length += found.pop().length
-        found.append(Run(length, rank))
+        found.append(OwnerRun(length, rank))
     return tuple(found)
 
 
-def _cut(runs: Iterable[Run], start: int, stop: int) -> Iterator[Run]:
+def _cut(runs: Iterable[OwnerRun], start: int, stop: int) -> Iterator[OwnerRun]:
     at = 0
     for length, rank in runs:
-        yield Run(max(0, min(at + length, stop) - max(at, start)), rank)
+        yield OwnerRun(max(0, min(at + length, stop) - max(at, start)), rank)
         at += length
 
 
-def _times_repeated(runs: tuple[Run, ...]) -> int:
+def _times_repeated(runs: tuple[OwnerRun, ...]) -> int:
     """How often the shortest period of merged runs is repeated."""
     n, per_rank = _length(runs), dict[int, int]()
     for length, rank in runs:

@@ -16,7 +16,7 @@ PATIENCE = 50
 """Milliseconds in which another thread lets go of a tensor that it is done with."""
 
 
-class OverBudget(MemoryError):
+class StepOverBudget(MemoryError):
     """A step needs more bytes than it may."""
 
 
@@ -28,7 +28,7 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
         budget_bytes: The most that may be alive: parameters, gradients, optimiser state, batch and what is made.
 
     Raises:
-        OverBudget: By the operator whose result is too much; names it, its module, and what is held by kind.
+        StepOverBudget: By the operator whose result is too much; names it, its module, and what is held by kind.
     """
 
     def __init__(self, module: nn.Module, budget_bytes: int) -> None:
@@ -55,7 +55,7 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
         if self._bounded and self._exceeds(n_bytes):
             # one refusal: what follows it is the caller's
             self.unbound()
-            raise OverBudget(
+            raise StepOverBudget(
                 f"{life.name} in {life.fqn or 'the module itself'} made a tensor {list(life.shape)} {life.dtype} of"
                 f" {format_bytes(n_bytes)} beside {self._held(key)}; allowed are {format_bytes(self._budget)}"
             )

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import ModelError, PlanError
-from lightning_amp.footprint.bounded_step import OverBudget
+from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake_batch, length_of, resize
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
@@ -122,7 +122,7 @@ def counted_step(
             if len(makers) == 1 or not of_transform(failed):
                 break
             makers.pop(0)
-        if with_values and isinstance(failed, OverBudget):
+        if with_values and isinstance(failed, StepOverBudget):
             raise PlanError(
                 f"the step of {name!r} cannot be counted without values: {reason}. It was run with values on a copy of"
                 f" the module, and the memory it may take has no room for it beside the module itself: {failed}"

@@ -19,9 +19,9 @@ from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Capture
-from lightning_amp.graph.flow import Call, Ref, dims_of, sums_of
+from lightning_amp.graph.flow import OperatorCall, Ref, dims_of, sums_of
 from lightning_amp.graph.flow import register_flow as register_flow  # public: here all of our rules are known
-from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, Row, Table
+from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, OperatorRow, Table
 
 
 def build_table(capture: Capture) -> Table:
@@ -70,7 +70,7 @@ class _Builder:
                 last[k] = max(last[k], i)
         for k in self._outputs:
             last[k] = len(self._rows)
-        rows = tuple(Row(last_use=last[i], **row) for i, row in enumerate(self._rows))
+        rows = tuple(OperatorRow(last_use=last[i], **row) for i, row in enumerate(self._rows))
         return Table(block=self._capture.kind.__name__, rows=rows, outputs=self._outputs)
 
     def _put(self, node: Node, value: Any, **row: Any) -> None:
@@ -261,7 +261,7 @@ def _writable(values: Any) -> Any:
     return tree_unflatten([alias(v) if own else v for v, own in zip(flat, needed, strict=True)], spec)
 
 
-def _updated(call: Call) -> tuple[int, ...]:
+def _updated(call: OperatorCall) -> tuple[int, ...]:
     """Arguments that are running statistics which a call updates; on fake tensors no version tells."""
     if not (call.arguments.get("training") or call.arguments.get("use_input_stats")):
         return ()
@@ -269,7 +269,7 @@ def _updated(call: Call) -> tuple[int, ...]:
     return tuple(k for k in places if k is not None)
 
 
-def _draws(node: Node, call: Call) -> bool:
+def _draws(node: Node, call: OperatorCall) -> bool:
     """Whether a call draws random numbers: its operator may, and no argument says that it does not."""
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if not tagged and "dropout_p" not in call.arguments:
@@ -278,7 +278,7 @@ def _draws(node: Node, call: Call) -> bool:
     return bool(rate != 0 and call.arguments.get("train", True))
 
 
-def _call(node: Node, args: Any, kwargs: Any, leaves: list[Tensor], result: tuple[int, ...]) -> Call:
+def _call(node: Node, args: Any, kwargs: Any, leaves: list[Tensor], result: tuple[int, ...]) -> OperatorCall:
     """The call as flow rules see it."""
     places = {id(leaf): Ref(k) for k, leaf in enumerate(leaves)}
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
@@ -289,15 +289,15 @@ def _call(node: Node, args: Any, kwargs: Any, leaves: list[Tensor], result: tupl
         return [plain(part) for part in value] if isinstance(value, list | tuple) else value
 
     if node.target is getitem:
-        return Call(op="getitem", shapes=(result,), result=result)
+        return OperatorCall(op="getitem", shapes=(result,), result=result)
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return Call(op=str(node.target), shapes=shapes, result=result)
+        return OperatorCall(op=str(node.target), shapes=shapes, result=result)
     arguments = {}
     for i, argument in enumerate(schema.arguments):
         given = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
         arguments[argument.name] = plain(given)
     space, _, name = schema.name.partition("::")
-    return Call(
+    return OperatorCall(
         op=name if space == "aten" else schema.name, shapes=shapes, result=result, arguments=arguments
     )

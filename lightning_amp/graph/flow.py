@@ -26,7 +26,7 @@ class Ref(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class OperatorCall:
     """One call of an operator.
 
     Attributes:
@@ -47,7 +47,7 @@ class Call:
         return found.k if isinstance(found, Ref) else None
 
 
-Rule = Callable[[Call], Follows]
+Rule = Callable[[OperatorCall], Follows]
 """Also of a sum: then every list is one group of (tensor argument, dim) that are summed over together."""
 RULES: dict[str, Rule] = {}
 SUM_RULES: dict[str, Rule] = {}
@@ -56,7 +56,8 @@ SUM_RULES: dict[str, Rule] = {}
 def register_flow(*ops: str) -> Callable[[Rule], Rule]:
     """Add the rule of operators, named as in `torch.ops.aten` or "namespace::name" of another library.
 
-    The rule gets a Call, and returns for every dim of the result the pairs (tensor argument, dim) that it follows. It
+    The rule gets an OperatorCall, and returns for every dim of the result the pairs (tensor argument, dim) that it
+    follows. It
     is believed by plans: a piece of the result has to be what the operator makes of the same pieces of these arguments.
     Where it is not, the block is refused with an InstallError before it computes anything in chunks.
 
@@ -82,7 +83,7 @@ def register_flow(*ops: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def dims_of(call: Call) -> Dims | None:
+def dims_of(call: OperatorCall) -> Dims | None:
     """What the dims of a result follow; None where the operator has no rule.
 
     Raises:
@@ -111,13 +112,13 @@ def sums_over(*ops: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def sums_of(call: Call) -> Sums:
+def sums_of(call: OperatorCall) -> Sums:
     """Groups of dims that a call sums over; none where its operator has no such rule."""
     rule = SUM_RULES.get(call.op)
     return tuple(tuple(group) for group in rule(call)) if rule else ()
 
 
-def nothing(call: Call) -> Follows:
+def nothing(call: OperatorCall) -> Follows:
     """No dim follows any."""
     return [[] for _ in call.result]
 
@@ -136,7 +137,7 @@ def collect(result: Shape, pairs: Iterable[tuple[int, tuple[int, int]]]) -> Foll
     return found
 
 
-def same_but(call: Call, without: Sequence[int]) -> Follows:
+def same_but(call: OperatorCall, without: Sequence[int]) -> Follows:
     """Every dim follows that of the first argument, but some."""
     ends = {d % len(call.result) for d in without} if call.result else set()
     return [[] if d in ends else [(0, d)] for d in range(len(call.result))]

@@ -3,8 +3,8 @@
 from math import prod
 
 from lightning_amp.graph.flow import (
-    Call,
     Follows,
+    OperatorCall,
     Shape,
     broadcast,
     collect,
@@ -75,20 +75,20 @@ from lightning_amp.graph.flow import (
     ),
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "type_as", "float"),
 )
-def pointwise(call: Call) -> Follows:
+def pointwise(call: OperatorCall) -> Follows:
     """Also where the arguments are broadcast: what has one value for all is needed whole."""
     pairs = [pair for k, shape in enumerate(call.shapes) for pair in broadcast(shape, k, call.result)]
     return collect(call.result, pairs)
 
 
 @register_flow("arange", "zeros", "ones", "full", "empty", "scalar_tensor")
-def _made(call: Call) -> Follows:
+def _made(call: OperatorCall) -> Follows:
     """Nothing goes in."""
     return nothing(call)
 
 
 @register_flow("linear")
-def _linear(call: Call) -> Follows:
+def _linear(call: OperatorCall) -> Follows:
     """Rows follow the input, columns the weight's rows and the bias."""
     last = len(call.result) - 1
     pairs = [(d, (0, d)) for d in range(last)] + [(last, (1, 0))]
@@ -96,7 +96,7 @@ def _linear(call: Call) -> Follows:
 
 
 @register_flow("matmul", "mm", "bmm", "addmm", "baddbmm")
-def _product(call: Call) -> Follows:
+def _product(call: OperatorCall) -> Follows:
     """[..., row, k] times [..., k, column]; what is added is broadcast."""
     first = 1 if call.op in ("addmm", "baddbmm") else 0
     a, b = call.shapes[first], call.shapes[first + 1]
@@ -111,14 +111,14 @@ def _product(call: Call) -> Follows:
     return collect(call.result, pairs)
 
 
-def _product_of_vector(call: Call, a: Shape, b: Shape) -> Follows:
+def _product_of_vector(call: OperatorCall, a: Shape, b: Shape) -> Follows:
     if len(b) == 1:
         return [[(0, d)] for d in range(len(a) - 1)]
     return [[(1, d)] for d in range(len(b) - 2)] + [[(1, len(b) - 1)]]
 
 
 @register_flow("einsum")
-def _einsum(call: Call) -> Follows:
+def _einsum(call: OperatorCall) -> Follows:
     """A letter of the result follows that letter of every argument; a dim of size 1 may be broadcast."""
     left, arrow, right = str(call.arguments["equation"]).replace(" ", "").partition("->")
     if not arrow or "." in left:
@@ -131,7 +131,7 @@ def _einsum(call: Call) -> Follows:
 
 
 @register_flow("scaled_dot_product_attention")
-def _attention(call: Call) -> Follows:
+def _attention(call: OperatorCall) -> Follows:
     """Queries [..., row, e], keys [..., column, e], values [..., column, column of the result]; a mask is broadcast."""
     last = len(call.result) - 1
     pairs = [(last - 1, (0, last - 1)), (last, (2, last))]
@@ -149,25 +149,25 @@ def _attention(call: Call) -> Follows:
 
 
 @register_flow("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum")
-def _along_one(call: Call) -> Follows:
+def _along_one(call: OperatorCall) -> Follows:
     """All dims but the one that is normalised or summed along."""
     return same_but(call, [call.arguments["dim"]])
 
 
 @register_flow("layer_norm", "rms_norm")
-def _layer_norm(call: Call) -> Follows:
+def _layer_norm(call: OperatorCall) -> Follows:
     """The last dims are normalised."""
     return same_but(call, range(len(call.result) - len(call.arguments["normalized_shape"]), len(call.result)))
 
 
 @register_flow("group_norm", "instance_norm")
-def _group_norm(call: Call) -> Follows:
+def _group_norm(call: OperatorCall) -> Follows:
     """Each sample by itself."""
     return same_but(call, range(1, len(call.result)))
 
 
 @register_flow("batch_norm")
-def _batch_norm(call: Call) -> Follows:
+def _batch_norm(call: OperatorCall) -> Follows:
     """Each channel by itself, with its weight, bias and running statistics; in evaluation each value."""
     found = same_but(call, [] if not call.arguments["training"] else [0, *range(2, len(call.result))])
     found[1] += [(k, 0) for k in range(1, len(call.shapes))]
@@ -177,7 +177,7 @@ def _batch_norm(call: Call) -> Follows:
 @register_flow(
     *("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 )
-def _convolution(call: Call) -> Follows:
+def _convolution(call: OperatorCall) -> Follows:
     """Samples follow the input, channels the weight's and the bias; positions look at their neighbours."""
     found = nothing(call)
     if len(call.shapes[0]) != len(call.shapes[1]):  # one sample, without a dim of samples
@@ -192,7 +192,7 @@ def _convolution(call: Call) -> Follows:
     return found
 
 
-def _transposed(call: Call) -> bool:
+def _transposed(call: OperatorCall) -> bool:
     return "transpose" in call.op or bool(call.arguments.get("transposed", False))
 
 
@@ -208,7 +208,7 @@ def _transposed(call: Call) -> bool:
     *("upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d"),
     *("_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
-def _of_positions(call: Call) -> Follows:
+def _of_positions(call: OperatorCall) -> Follows:
     """Samples and channels stay apart; so do positions of which a whole number becomes one, or which become several."""
     rank = len(call.result)
     found = same_but(call, range(rank - int(call.op.removesuffix("_aa")[-2]), rank))
@@ -230,7 +230,7 @@ def _of_positions(call: Call) -> Follows:
 
 
 @register_flow("sum", "nansum", "mean", "amax", "amin", "logsumexp", "var")
-def reduction(call: Call) -> Follows:
+def reduction(call: OperatorCall) -> Follows:
     """All dims but those that are reduced."""
     asked = call.arguments.get("dim")
     rank = len(call.shapes[0])
@@ -241,7 +241,7 @@ def reduction(call: Call) -> Follows:
 
 
 @register_flow("transpose", "t", "permute")
-def _reorder(call: Call) -> Follows:
+def _reorder(call: OperatorCall) -> Follows:
     """Dims change places."""
     rank = len(call.result)
     order = list(range(rank))
@@ -254,7 +254,7 @@ def _reorder(call: Call) -> Follows:
 
 
 @register_flow("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as")
-def _reshape(call: Call) -> Follows:
+def _reshape(call: OperatorCall) -> Follows:
     """Dims that are merged or split follow by their outermost factor; dims of size 1 follow none."""
     found = nothing(call)
     for before, after in groups(call.shapes[0], call.result):
@@ -282,7 +282,7 @@ def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
 @register_flow(
     "slice", "narrow", "split", "split_with_sizes", "chunk", "cat", "unbind", "select", "stack", "getitem"
 )
-def _parts(call: Call) -> Follows:
+def _parts(call: OperatorCall) -> Follows:
     """All dims but the one that is cut or put together; the results of several are alike."""
     if call.op == "getitem":
         return same_but(call, [])
@@ -299,13 +299,13 @@ def _parts(call: Call) -> Follows:
 
 
 @register_flow("embedding")
-def _embedding(call: Call) -> Follows:
+def _embedding(call: OperatorCall) -> Follows:
     """Rows follow the indices, columns the table's."""
     return [*([(1, d)] for d in range(len(call.result) - 1)), [(0, 1)]]
 
 
 @sums_over("sum", "nansum")
-def _sum(call: Call) -> Follows:
+def _sum(call: OperatorCall) -> Follows:
     """Each dim that is gone."""
     asked = call.arguments.get("dim")
     rank = len(call.shapes[0])
@@ -313,14 +313,14 @@ def _sum(call: Call) -> Follows:
 
 
 @sums_over("matmul", "mm", "bmm")
-def _sum_of_products(call: Call) -> Follows:
+def _sum_of_products(call: OperatorCall) -> Follows:
     """Columns of the first with rows of the second; what addmm adds would be added with every piece."""
     a, b = call.shapes[:2]
     return [[(0, len(a) - 1), (1, max(len(b) - 2, 0))]]
 
 
 @sums_over("linear")
-def _sum_of_features(call: Call) -> Follows:
+def _sum_of_features(call: OperatorCall) -> Follows:
     """Features of the input with the weight's columns; a bias would be added with every piece."""
     return [] if len(call.shapes) > 2 else [[(0, len(call.shapes[0]) - 1), (1, 1)]]
 
@@ -328,7 +328,7 @@ def _sum_of_features(call: Call) -> Follows:
 @sums_over(
     *("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 )
-def _sum_of_channels(call: Call) -> Follows:
+def _sum_of_channels(call: OperatorCall) -> Follows:
     """Channels of the input with those of the weight, without a bias."""
     alone = len(call.shapes) == 2 and len(call.shapes[0]) == len(call.shapes[1])
     alone = alone and call.arguments.get("groups", 1) == 1
@@ -336,7 +336,7 @@ def _sum_of_channels(call: Call) -> Follows:
 
 
 @sums_over("einsum")
-def _sum_of_letters(call: Call) -> Follows:
+def _sum_of_letters(call: OperatorCall) -> Follows:
     """A letter that the result lacks, in all arguments; a dim of size 1 is broadcast."""
     left, arrow, right = str(call.arguments["equation"]).replace(" ", "").partition("->")
     if not arrow or "." in left:

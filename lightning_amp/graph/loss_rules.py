@@ -3,7 +3,15 @@
 A mean is none of these: a capture writes it down as a sum that is divided once (`rewrites.py`).
 """
 
-from lightning_amp.graph.flow import Call, Follows, broadcast, collect, nothing, register_flow, sums_over
+from lightning_amp.graph.flow import (
+    Follows,
+    OperatorCall,
+    broadcast,
+    collect,
+    nothing,
+    register_flow,
+    sums_over,
+)
 
 BY_VALUE = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"),
@@ -19,7 +27,7 @@ NONE, SUM = 0, 2
 
 
 @register_flow(*BY_VALUE, *BY_CLASS, *BY_ROW)
-def _loss(call: Call) -> Follows:
+def _loss(call: OperatorCall) -> Follows:
     """Without reduction every dim of the result is one that would be summed over."""
     if call.arguments["reduction"] != NONE:
         return nothing(call)
@@ -28,12 +36,12 @@ def _loss(call: Call) -> Follows:
 
 
 @sums_over(*BY_VALUE, *BY_CLASS, *BY_ROW)
-def _sum_of_losses(call: Call) -> Follows:
+def _sum_of_losses(call: OperatorCall) -> Follows:
     """With reduction="sum"."""
     return _groups(call) if call.arguments["reduction"] == SUM else []
 
 
-def _groups(call: Call) -> Follows:
+def _groups(call: OperatorCall) -> Follows:
     """By dim of the losses without reduction: where they lie in the arguments."""
     if call.op in BY_VALUE:
         rank = max(map(len, call.shapes))

@@ -17,7 +17,7 @@ none; gradients that two readers hand to one row are added when the second one c
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_amp.graph.table import OPERATOR, Row, Table
+from lightning_amp.graph.table import OPERATOR, OperatorRow, Table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ class PieceTable:
     outputs: tuple[int, ...]
 
 
-Rows = Sequence[Row | PieceRow]
+Rows = Sequence[OperatorRow | PieceRow]
 
 
 def block_bytes(

@@ -3,7 +3,15 @@
 `embedding_bag` has none: which rows are in one bag is told by values.
 """
 
-from lightning_amp.graph.flow import Call, Follows, broadcast, collect, nothing, register_flow, same_but
+from lightning_amp.graph.flow import (
+    Follows,
+    OperatorCall,
+    broadcast,
+    collect,
+    nothing,
+    register_flow,
+    same_but,
+)
 from lightning_amp.graph.flow_rules import pointwise, reduction
 
 register_flow(
@@ -41,20 +49,20 @@ register_flow(
 
 
 @register_flow("glu", "topk", "sort", "argsort", "cumprod", "logcumsumexp", "cummax", "cummin")
-def _along_one(call: Call) -> Follows:
+def _along_one(call: OperatorCall) -> Follows:
     """All dims but the one that they go along, the last if none is named; the results of several are alike."""
     return same_but(call, [call.arguments.get("dim", -1)])
 
 
 @register_flow("renorm")
-def _renorm(call: Call) -> Follows:
+def _renorm(call: OperatorCall) -> Follows:
     """The dim whose indices are normalised, each over all other dims."""
     dim = call.arguments["dim"] % len(call.result)
     return [[(0, d)] if d == dim else [] for d in range(len(call.result))]
 
 
 @register_flow("cross", "linalg_cross")
-def _cross(call: Call) -> Follows:
+def _cross(call: OperatorCall) -> Follows:
     """All dims of both but that of the three components: the first of size 3 if none is named."""
     dim = call.arguments["dim"]
     dim = call.result.index(3) if dim is None else dim % len(call.result)
@@ -62,19 +70,19 @@ def _cross(call: Call) -> Follows:
 
 
 @register_flow("roll")
-def _roll(call: Call) -> Follows:
+def _roll(call: OperatorCall) -> Follows:
     """All dims but those that are turned; without any the values are turned as one row."""
     return same_but(call, call.arguments["dims"]) if call.arguments["dims"] else nothing(call)
 
 
 @register_flow("tril", "triu")
-def _triangle(call: Call) -> Follows:
+def _triangle(call: OperatorCall) -> Follows:
     """Rows and columns are told by their numbers."""
     return same_but(call, [-2, -1])
 
 
 @register_flow("pad", "constant_pad_nd")
-def _pad(call: Call) -> Follows:
+def _pad(call: OperatorCall) -> Follows:
     """All dims but those that are padded, which are named from the last one backwards."""
     widths = call.arguments["pad"]
     return same_but(call, [-1 - i // 2 for i, n in enumerate(widths) if n])
@@ -84,13 +92,13 @@ def _pad(call: Call) -> Follows:
     *("max", "min", "argmax", "argmin", "median", "prod", "all", "any", "std", "count_nonzero"),
     *("linalg_vector_norm", "norm", "kthvalue", "mode", "nanmedian"),
 )
-def _reduction(call: Call) -> Follows:
+def _reduction(call: OperatorCall) -> Follows:
     """All dims but those that are reduced; of two tensors value by value."""
     return pointwise(call) if len(call.shapes) > 1 else reduction(call)
 
 
 @register_flow("gather")
-def _gather(call: Call) -> Follows:
+def _gather(call: OperatorCall) -> Follows:
     """All dims but the one that is looked up along, where the index has as many there as the tensor."""
     dim = call.arguments["dim"] % max(len(call.result), 1)
     same = [a == b for a, b in zip(*call.shapes, strict=True)]
@@ -98,20 +106,20 @@ def _gather(call: Call) -> Follows:
 
 
 @register_flow("index_select")
-def _index_select(call: Call) -> Follows:
+def _index_select(call: OperatorCall) -> Follows:
     """The dim that is looked up along follows the index."""
     dim = call.arguments["dim"] % max(len(call.result), 1)
     return [[(1, 0)] if d == dim and call.shapes[1] else [(0, d)] for d in range(len(call.result))]
 
 
 @register_flow("_fft_c2c", "_fft_r2c", "_fft_c2r")
-def _fourier(call: Call) -> Follows:
+def _fourier(call: OperatorCall) -> Follows:
     """All dims but those that are transformed."""
     return same_but(call, call.arguments["dim"])
 
 
 @register_flow("cdist")
-def _distances(call: Call) -> Follows:
+def _distances(call: OperatorCall) -> Follows:
     """[..., row, e] against [..., column, e]."""
     last = len(call.result) - 1
     pairs = [pair for k in (0, 1) for pair in broadcast(call.shapes[k][:-2], k, call.result[:-2])]
@@ -121,13 +129,13 @@ def _distances(call: Call) -> Follows:
 
 
 @register_flow("grid_sampler")
-def _sampled(call: Call) -> Follows:
+def _sampled(call: OperatorCall) -> Follows:
     """Samples and channels of the image; positions follow the grid."""
     return [[(0, 0), (1, 0)], [(0, 1)], *([(1, d)] for d in range(1, len(call.result) - 1))]
 
 
 @register_flow("bucketize", "searchsorted")
-def _looked_up(call: Call) -> Follows:
+def _looked_up(call: OperatorCall) -> Follows:
     """Values follow the tensor that is compared with the borders, rows of borders and of their order too."""
     k = call.ref("self")
     found = [[(k, d)] for d in range(len(call.result))] if k is not None else nothing(call)
@@ -137,14 +145,14 @@ def _looked_up(call: Call) -> Follows:
 
 
 @register_flow("prelu")
-def _channels(call: Call) -> Follows:
+def _channels(call: OperatorCall) -> Follows:
     """The weight is that of channels, or one for all."""
     channels = [(1, 0)] if call.shapes[1:] and call.shapes[1] not in ((), (1,)) else []
     return [[(0, d), *(channels if d == 1 else [])] for d in range(len(call.result))]
 
 
 @register_flow("diagonal", "diagonal_copy", "diag_embed", "view_as_real", "view_as_complex")
-def _of_last(call: Call) -> Follows:
+def _of_last(call: OperatorCall) -> Follows:
     """All dims but two that become one, or the last, which becomes two."""
     rank = len(call.shapes[0])
     gone = (
@@ -172,7 +180,7 @@ def _of_last(call: Call) -> Follows:
     ),
     *("linalg_cholesky_ex", "_linalg_solve_ex", "linalg_solve_triangular", "_linalg_slogdet", "linalg_pinv"),
 )
-def _matrices(call: Call) -> Follows:
+def _matrices(call: OperatorCall) -> Follows:
     """Each matrix by itself, where all arguments have the same dims before: some results are those of one argument."""
     batches = {shape[:-2] for shape in call.shapes}
     batch = len(batches.pop()) if len(batches) == 1 else 0
@@ -182,7 +190,7 @@ def _matrices(call: Call) -> Follows:
 @register_flow(
     *(f"max_{kind}{n}d{more}" for kind, more in (("pool", "_with_indices"), ("unpool", "")) for n in (2, 3))
 )
-def _of_places(call: Call) -> Follows:
+def _of_places(call: OperatorCall) -> Follows:
     """Samples and channels; places of largest values are numbers in the whole of their channel."""
     n = int(call.op.removesuffix("_with_indices")[-2])
     return [
@@ -192,7 +200,7 @@ def _of_places(call: Call) -> Follows:
 
 
 @register_flow("im2col", "col2im")
-def _of_samples(call: Call) -> Follows:
+def _of_samples(call: OperatorCall) -> Follows:
     """Samples stay apart, where there is a dim of samples."""
     samples = len(call.result) == (3 if call.op == "im2col" else 4)
     return [[(0, 0)] if samples and d == 0 else [] for d in range(len(call.result))]

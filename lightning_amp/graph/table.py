@@ -14,7 +14,7 @@ Sums = tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class OperatorRow:
     """One operator, or one argument of the block.
 
     Attributes:
@@ -25,7 +25,7 @@ class Row:
         shape: Of its result; of several results, the first.
         dtype: Of its result.
         n_bytes: New memory of its results.
-        storage: Row whose memory the result lies in: itself, or what it is a view of.
+        storage: OperatorRow whose memory the result lies in: itself, or what it is a view of.
         flops: Of the forward pass.
         last_use: Last row that reads it or a view of it; the table's length for a result of the block.
         saved: Rows whose memory it keeps for the backward pass.
@@ -40,7 +40,7 @@ class Row:
         writes: Rows whose memory it changes in place, running statistics included.
         random: Whether it draws random numbers.
         near: (dim of its result, entries) of dims that follow only with so many entries on either side of a piece.
-        over: Row in whose memory the result is written, because nothing reads that later; -1 for new memory.
+        over: OperatorRow in whose memory the result is written, because nothing reads that later; -1 for new memory.
         memory: In inference, rows in whose memory the result may lie however its arguments are laid out: itself, and of
             a possible view also those of its arguments.
         free: In inference, the last row that may read its memory; the table's length where that is never written over.
@@ -83,7 +83,7 @@ class Table:
     """
 
     block: str
-    rows: tuple[Row, ...]
+    rows: tuple[OperatorRow, ...]
     outputs: tuple[int, ...]
 
     @property

@@ -46,7 +46,7 @@ class _Alive(NamedTuple):
     made_in: int
 
 
-class StepMeter(LiveBytes):  # type: ignore[no-untyped-call]
+class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts live bytes by kind, and the bytes given to collectives.
 
     Attributes:

@@ -17,14 +17,14 @@ from lightning_amp.simulation.parse_shape import ShapeRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class SimulationRequest:
     """A subject and its plan."""
 
     make: Callable[[], Subject]
     plan: Plan
 
 
-def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> Request:
+def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> SimulationRequest:
     """A decoder by itself, and its plan; `batch_size` counts where the sizes do not say the cells.
 
     Args:
@@ -42,15 +42,15 @@ def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> 
         base_activation_bytes=sum(t.nbytes for t in tensors_in(subject.batch)),
     )
     made = plan(profile_of_module(shape), batch_size=batch_size, shape=shape, **request)
-    return Request(make=make, plan=made)
+    return SimulationRequest(make=make, plan=made)
 
 
 def request_reference(
     profile: Profile, *, batch_size: int, latent_dim: int | None, window: int | None, **request: Any
-) -> Request:
+) -> SimulationRequest:
     """The reference model for some data, and its plan; arguments and errors as for `make_plan.plan`."""
     dim = LATENT_DIM if latent_dim is None else latent_dim
     shape = reference_shape(profile, batch_size=batch_size, latent_dim=dim, window=window)
     made = plan(profile, batch_size=batch_size, shape=shape, **request)
     make = partial(reference_subject, profile, batch_size=batch_size, latent_dim=dim, window=window)
-    return Request(make=make, plan=made)
+    return SimulationRequest(make=make, plan=made)

@@ -15,7 +15,7 @@ import lightning_amp
 from lightning_amp.errors import ModelError
 from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Captures
-from lightning_amp.graph.flow import RULES, Call, dims_of, register_flow
+from lightning_amp.graph.flow import RULES, OperatorCall, dims_of, register_flow
 from lightning_amp.graph.table import OPERATOR, Table
 from tests.any_module import NAMES
 from tests.graph.calls import calls_of
@@ -230,7 +230,7 @@ def test_rules_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(RULES, "flip", raising=False)
 
     @register_flow("flip")
-    def _flip(call: Call) -> Any:
+    def _flip(call: OperatorCall) -> Any:
         return [[] if d in call.arguments["dims"] else [(0, d)] for d in range(len(call.result))]
 
     table, _ = check(Op(lambda x: torch.flip(x, [0]) * 2), (X,))
@@ -241,5 +241,5 @@ def test_rules_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     del RULES["flip"]
     register_flow("flip")(lambda call: [[(0, 7)]])
     with pytest.raises(ModelError, match="the flow rule of 'flip' says"):
-        dims_of(Call(op="flip", shapes=((2,),), result=(2,)))
+        dims_of(OperatorCall(op="flip", shapes=((2,),), result=(2,)))
     del RULES["flip"]

@@ -6,7 +6,7 @@ from local_attention import LocalAttention as PackageAttention
 
 from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.local_attention import LocalAttention
-from lightning_amp.techniques.hic.attention.fused import FusedAttention
+from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
 
 SHAPES = [(20, 5, 8), (37, 5, 6), (3, 5, 6), (41, 20, 16)]
 IDS = ["whole buckets", "filled last bucket", "one bucket", "two and a bit"]
@@ -82,7 +82,7 @@ def test_low_precision_keeps_its_dtype():
     assert LocalAttention(4, 5)(q, k, values).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", [LocalAttention, FusedAttention])
+@pytest.mark.parametrize("kind", [LocalAttention, FusedLocalAttention])
 def test_refusals(kind: type) -> None:
     for dim in (3, 0, -2, "4", 4.0, True, None):
         with pytest.raises(ModelError, match=rf"{kind.__name__}\(dim={dim!r}\): rotary needs an even dim"):

@@ -18,8 +18,8 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedAttention
-from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirstDecode
+from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedLocalAttention
+from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirst
 from lightning_amp.techniques.recompute.spec import RecomputeBlock
 from tests.planning.profiles import hic, profile, rna
 
@@ -59,8 +59,8 @@ def test_installed_modules_compute_the_same_with_the_same_parameters() -> None:
     parameters = dict(model.named_parameters())
     installed = install(model, planned())
     strata = model.decoders["hic"].strata
-    assert isinstance(strata[1].key.attention, ChunkedAttention)
-    assert all(isinstance(stratum.decode, KeyFirstDecode) for stratum in strata)
+    assert isinstance(strata[1].key.attention, ChunkedLocalAttention)
+    assert all(isinstance(stratum.decode, KeyFirst) for stratum in strata)
     now = dict(model.named_parameters())
     assert list(now) == list(parameters)
     assert all(now[name] is parameter for name, parameter in parameters.items())

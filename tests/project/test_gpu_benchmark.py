@@ -26,8 +26,8 @@ from benchmarks.gpu.report import shown, table
 from benchmarks.side_by_side.fresh_process import ROOT
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.data.batch_parts import tensors_in
-from lightning_amp.techniques.hic.attention.fused import FusedAttention
-from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedAttention
+from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
+from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedLocalAttention
 from lightning_amp.techniques.table import STRATEGIES
 
 NINE_MINUTES = 540
@@ -180,7 +180,7 @@ def test_a_gradient_off_by_more_than_rounding_is_wrong(tmp_path, precision, off,
 
 
 def test_a_technique_that_is_wrong_or_fails_is_told_beside_the_others(tmp_path, monkeypatch):
-    forward = FusedAttention.forward
+    forward = FusedLocalAttention.forward
 
     def scaled(self, *rows):
         # small examples, by which attention is recognised, are right
@@ -189,8 +189,8 @@ def test_a_technique_that_is_wrong_or_fails_is_told_beside_the_others(tmp_path, 
     def fails(self, *rows):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(FusedAttention, "forward", scaled)
-    monkeypatch.setattr(ChunkedAttention, "forward", fails)
+    monkeypatch.setattr(FusedLocalAttention, "forward", scaled)
+    monkeypatch.setattr(ChunkedLocalAttention, "forward", fails)
     monkeypatch.setattr(exactness, "PRECISIONS", (FLOAT64,))
     monkeypatch.setattr(exactness, "decoders", lambda tiny: list(decoders(tiny=tiny))[:1])
     record = Record(tmp_path / "checks.json", "exactness")

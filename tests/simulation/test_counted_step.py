@@ -26,7 +26,7 @@ from lightning_amp.simulation.planned_rank import PlannedRank
 from lightning_amp.simulation.simulate import fake_world, simulate
 from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, run_sizes
-from lightning_amp.techniques.hic.attention.fused import FusedAttention, fuse_attention
+from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention, fuse_attention
 from lightning_amp.techniques.hic.attention.kernel_calls import calls_of
 from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
 from lightning_amp.techniques.hic.block_sizes import chunk_buckets
@@ -160,7 +160,7 @@ def test_operators_of_fused_attention(size: tuple[int, int], form: tuple[str, bo
     (anchors, window), (device, keep) = size, form
     qk, values, grad = torch.randn(3, anchors, 8).unbind()
     qk.requires_grad_(), values.requires_grad_()
-    attention = FusedAttention(8, window, keep=keep)
+    attention = FusedLocalAttention(8, window, keep=keep)
     sizes = run_sizes(window, launched=device == "cuda")
     found = []
     with settings_of(device):
@@ -183,7 +183,7 @@ def test_operators_of_attention_in_kernels(size: tuple[int, int], device: str, a
     anchors, window = size
     q, k, values, grad = torch.randn(4, anchors, 8).unbind()
     leaves = [x.requires_grad_() for x in ((q, values) if alike else (q, k, values))]
-    attention, found = FusedAttention(8, window, kernel="sdpa"), []
+    attention, found = FusedLocalAttention(8, window, kernel="sdpa"), []
     with settings_of(device):
         for _ in range(2):  # tables and masks are made once
             with OperatorCounter() as forward:

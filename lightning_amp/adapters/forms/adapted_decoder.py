@@ -15,7 +15,7 @@ from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum
 from lightning_amp.adapters.forms.column_layout import Layout
 from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.strata_loop import EveryStratum
-from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
+from lightning_amp.models.decoders.stratified import StrataRegion, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion
 
@@ -59,7 +59,7 @@ class AdaptedDecoder(StratifiedDecoder):
         self.variant = variant
         self.window = window
         self.strata = nn.ModuleList(strata)
-        self.region = Region()
+        self.region = StrataRegion()
         self.walk = EveryStratum()
         self.register_parameter("strata_weights", strata_weights)
         self.head = head

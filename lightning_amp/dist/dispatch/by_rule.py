@@ -16,7 +16,7 @@ import lightning_amp.graph.flow_rules
 import lightning_amp.graph.loss_rules
 import lightning_amp.graph.place_rules  # noqa: F401  (these register rules)
 from lightning_amp.dist._torch import no_modes
-from lightning_amp.dist.dispatch.plans import PLANS, Layout, Plan, keep, key_of, run
+from lightning_amp.dist.dispatch.plans import PLANS, CallPlan, PartLayout, keep, key_of, run
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import mapped, name_of, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import (
@@ -30,7 +30,7 @@ from lightning_amp.dist.sharded_tensor import (
     splits_of,
 )
 from lightning_amp.dist.splits import MeshAxis, Split, Splits
-from lightning_amp.graph.flow import RULES, Call, Ref, dims_of, sums_of
+from lightning_amp.graph.flow import RULES, OperatorCall, Ref, dims_of, sums_of
 
 Place = tuple[int, int]
 """A dim of a tensor argument: number of the tensor, dim."""
@@ -51,7 +51,7 @@ def by_rule(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def rule_plan(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], but: Sequence[int] = ()
-) -> Plan | None:
+) -> CallPlan | None:
     """The plan of an operator; None where no rule says what it does.
 
     The caller, not the plan, splits the dims `but` of the first tensor. `tensors` are those among the arguments.
@@ -72,7 +72,7 @@ def rule_plan(
 
 def call_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
-) -> tuple[Call | None, list[tuple[int, ...]]]:
+) -> tuple[OperatorCall | None, list[tuple[int, ...]]]:
     """An operator's call as rules see it, and the shapes of its results; None where no rule says what it does."""
     name, mutable = name_of(func), func._schema.is_mutable
     op = name.removesuffix("_") if mutable and name.removesuffix("_") in RULES else name
@@ -87,7 +87,7 @@ def call_of(
     arguments = {a.name: a.default_value for a in schema}
     arguments |= dict(zip([a.name for a in schema], mapped(args, lambda _: next(numbers)), strict=False))
     arguments |= mapped(kwargs, lambda _: next(numbers))
-    return Call(op=op, shapes=shapes, result=results[0], arguments=arguments), results
+    return OperatorCall(op=op, shapes=shapes, result=results[0], arguments=arguments), results
 
 
 def view_of(func: Any) -> bool:
@@ -104,10 +104,10 @@ def result_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
         raise shard_error(func, args, "the shape of its result depends on values") from None
 
 
-_LAYOUTS: dict[Any, Layout | None] = {}
+_LAYOUTS: dict[Any, PartLayout | None] = {}
 
 
-def layout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | None:
+def layout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartLayout | None:
     """What an operator returns on whole tensors; None where torch cannot say so: a new contiguous tensor."""
     try:
         key = key_of(func, args, kwargs, [])
@@ -119,7 +119,7 @@ def layout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layou
         results, given = _without_values(func, args, kwargs)
         # some return their tensor as it is, and do not say so in their schema, such as type_as
         view = bool(results and given) and is_view(results[0], given[0])
-        found = Layout(tuple(t.stride() for t in results), view)
+        found = PartLayout(tuple(t.stride() for t in results), view)
     except (NotImplementedError, RuntimeError):
         assert not view_of(func), f"{func} returns a view"
         found = None
@@ -150,7 +150,7 @@ def _without_values(
 
 def plan_of(
     func: Any, tensors: Sequence[Tensor], labels: dict[Place, int], shapes: Sequence[tuple[int, ...]]
-) -> Plan:
+) -> CallPlan:
     """Choose for every axis what is split over it.
 
     Args:
@@ -176,7 +176,7 @@ def plan_of(
         else:
             sums.append(axis)
     splits = Splits.of(result)
-    return Plan(
+    return CallPlan(
         name=name_of(func),
         arguments=tuple(map(Splits.of, targets)),
         result=splits,
@@ -266,7 +266,7 @@ def splits_with_whole(
     return splits
 
 
-def plan_without(func: Any, x: Tensor, dims: Sequence[int], *args: Any) -> Plan:
+def plan_without(func: Any, x: Tensor, dims: Sequence[int], *args: Any) -> CallPlan:
     """The plan of an operator on a tensor as if some of its dims, which the caller splits, were whole."""
     rest = splits_of(x).without(*dims)
     with no_modes():

@@ -11,7 +11,7 @@ from lightning_amp._torch import in_transform
 from lightning_amp.dist._torch import is_composite
 from lightning_amp.dist.below_autograd import OnItsWay, above_autograd, below_autograd, taken_apart
 from lightning_amp.dist.dispatch.by_rule import IN_PLACE, layout_of, rule_plan, view_of
-from lightning_amp.dist.dispatch.plans import PLANS, Plan, keep, key_of, laid_out, run, run_on
+from lightning_amp.dist.dispatch.plans import PLANS, CallPlan, keep, key_of, laid_out, run, run_on
 from lightning_amp.dist.registry import BY_RULE, LOST, OPERATORS, mapped, name_of, shard_error, tensors_in
 from lightning_amp.dist.sharded_tensor import (
     COMPUTE,
@@ -93,7 +93,7 @@ def _on_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: On
             by_name = {a.name: kwargs.get(a.name, a.default_value) for a in rest if a.kwarg_only}
             found = handler(func, *args, *by_place, **by_name)
         plan = rule_plan(func, args, kwargs, tensors) if found is BY_RULE else found
-        if type(plan) is Plan:
+        if type(plan) is CallPlan:
             if not plan.mutable:
                 plan = replace(plan, layout=layout_of(func, args, kwargs))
             call.plan = plan

@@ -17,7 +17,7 @@ TENSOR = object()
 """Stands for the next of the tensors in the arguments of a plan."""
 
 
-class Layout(NamedTuple):
+class PartLayout(NamedTuple):
     """What torch would return on whole tensors.
 
     Attributes:
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class CallPlan:
     """How one call is computed on parts.
 
     Attributes:
@@ -55,13 +55,13 @@ class Plan:
     args: tuple[Any, ...] = ()
     settled: Splits | None = None
     view: bool = False
-    layout: "Layout | None" = None
+    layout: "PartLayout | None" = None
     mutable: bool = False
 
 
 def plan_of_call(
     func: Any, given: Sequence[Splits], splits: Splits, shape: Sequence[int], *call: Any, view: bool = False
-) -> Plan:
+) -> CallPlan:
     """The plan that calls a function in place of an operator.
 
     Args:
@@ -71,7 +71,7 @@ def plan_of_call(
         call: The function and its arguments, in which TENSOR stands for the next tensor.
         view: Whether torch's schema says that it returns a view of the first tensor.
     """
-    return Plan(
+    return CallPlan(
         name=name_of(func),
         arguments=tuple(given),
         result=splits,
@@ -83,7 +83,7 @@ def plan_of_call(
     )
 
 
-PLANS: dict[Any, tuple[Plan, bool]] = {}
+PLANS: dict[Any, tuple[CallPlan, bool]] = {}
 """By call: its plan, and whether nothing is sent."""
 
 
@@ -117,7 +117,7 @@ def _frozen(value: Any, tensors: list[Tensor]) -> Any:
     return (kind, value) if kind is bool else value
 
 
-def keep(key: Any, plan: Plan, tensors: Sequence[Tensor]) -> None:
+def keep(key: Any, plan: CallPlan, tensors: Sequence[Tensor]) -> None:
     """Keep a plan for the next call on tensors that are split as these are."""
     if len(PLANS) > 10_000:
         # shapes that vary from step to step would fill it without end
@@ -126,7 +126,9 @@ def keep(key: Any, plan: Plan, tensors: Sequence[Tensor]) -> None:
     PLANS[key] = plan, stays and not plan.sums and plan.settled is None
 
 
-def run(plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+def run(
+    plan: CallPlan, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]
+) -> Any:
     """Compute a call by its plan."""
     with because(plan.name):
         parts = [part_in(t, splits) for t, splits in zip(tensors, plan.arguments, strict=True)]
@@ -135,7 +137,7 @@ def run(plan: Plan, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tens
 
 def run_on(
     parts: list[Tensor],
-    plan: Plan,
+    plan: CallPlan,
     func: Any,
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -168,7 +170,7 @@ def _filled(values: Iterable[Any], parts: Iterator[Tensor]) -> list[Any]:
     ]
 
 
-def _finished(part: Tensor, plan: Plan, i: int, parts: list[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+def _finished(part: Tensor, plan: CallPlan, i: int, parts: list[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     # a rule that is wrong must not train
     assert part.shape == plan.shapes[i], f"a part of shape {tuple(part.shape)} for {plan.shapes[i]}"
     strides, view = (None, plan.view) if plan.layout is None else (plan.layout.strides[i], plan.layout.view)

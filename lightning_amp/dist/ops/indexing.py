@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.collectives import exchange, pick
-from lightning_amp.dist.dispatch.plans import TENSOR, Plan, plan_of_call
+from lightning_amp.dist.dispatch.plans import TENSOR, CallPlan, plan_of_call
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, LOST, function, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
@@ -27,7 +27,7 @@ from lightning_amp.dist.splits import Split, Splits
 from lightning_amp.graph.flow import RULES
 
 
-def take(func: Any, x: Tensor, dim: int, ranges: Sequence[range], view: bool = False) -> Plan:
+def take(func: Any, x: Tensor, dim: int, ranges: Sequence[range], view: bool = False) -> CallPlan:
     """The indices in some ranges of a dim, one range after the other, on the ranks that own them."""
     shape = list(shape_of(x))
     shape[dim] = sum(map(len, ranges))
@@ -47,13 +47,13 @@ def taken(splits: Splits, dim: int, ranges: Sequence[range]) -> tuple[Splits, li
 
 
 @operator("slice")
-def _slice(func: Any, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Plan:
+def _slice(func: Any, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> CallPlan:
     dim = dim_of(x, dim)
     return take(func, x, dim, [range(shape_of(x)[dim])[slice(start, end, step)]], True)
 
 
 @operator("narrow")
-def _narrow(func: Any, x: Tensor, dim: int, start: Any, length: int) -> Plan:
+def _narrow(func: Any, x: Tensor, dim: int, start: Any, length: int) -> CallPlan:
     dim = dim_of(x, dim)
     indices = range(shape_of(x)[dim])[int(start) :][:length]
     if len(indices) < length:

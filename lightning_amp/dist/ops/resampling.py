@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_amp.dist.ops.windows import Rows, in_parts, with_rows
+from lightning_amp.dist.ops.windows import WindowRows, in_parts, with_rows
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, name_of, operator
 from lightning_amp.dist.sharded_tensor import local_of, shape_of, splits_of, wrap
@@ -69,7 +69,7 @@ def resampled(part: Tensor, split: Split, outputs: Owners, found: Taps) -> Tenso
     """A part with a split dim resampled, in own outputs."""
     spans, rank = [own for (own,) in outputs.spans], split.axis.rank
     places = [found.places[own.start : own.stop] for own in spans]
-    rows = [Rows(range(min(map(min, own)), max(map(max, own)) + 1)) for own in places]
+    rows = [WindowRows(range(min(map(min, own)), max(map(max, own)) + 1)) for own in places]
     part = with_rows(part, split, rows)
     index = torch.tensor(places[rank], device=part.device) - rows[rank].inside.start
     shares = torch.tensor(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_amp.dist.dispatch.by_rule import result_shapes, splits_with_whole, view_of
-from lightning_amp.dist.dispatch.plans import TENSOR, Plan, plan_of_call
+from lightning_amp.dist.dispatch.plans import TENSOR, CallPlan, plan_of_call
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import dim_of, shape_of, splits_of
@@ -30,7 +30,7 @@ Groups = list[tuple[list[int], list[int]]]
         "unsqueeze",
     ]
 )
-def _view(func: Any, x: Tensor, *args: Any) -> Plan:
+def _view(func: Any, x: Tensor, *args: Any) -> CallPlan:
     """A view in another shape, with the owners of the merged and split dims."""
     (new,), old = result_shapes(func, (x, *args), {}), shape_of(x)
     if func._overloadname == "dtype":
@@ -92,7 +92,7 @@ def _other_borders(split: Split, old: Sequence[int], new: Sequence[int], pairs: 
 
 
 @operator("expand", "broadcast_to", "expand_as")
-def _expand(func: Any, x: Tensor, size: Any, *, implicit: bool = False) -> Plan | Tensor:
+def _expand(func: Any, x: Tensor, size: Any, *, implicit: bool = False) -> CallPlan | Tensor:
     """Dims of size 1 repeated without memory."""
     if isinstance(size, Tensor):
         return x.expand(shape_of(size))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_amp.dist.collectives import all_reduce, exchange
 from lightning_amp.dist.dispatch.by_rule import by_rule, plan_without
-from lightning_amp.dist.dispatch.plans import TENSOR, Plan, plan_of_call
-from lightning_amp.dist.owners import Owners, Run
+from lightning_amp.dist.dispatch.plans import TENSOR, CallPlan, plan_of_call
+from lightning_amp.dist.owners import OwnerRun, Owners
 from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
     dim_of,
@@ -27,7 +27,7 @@ from lightning_amp.dist.splits import MeshAxis, Split, Splits
 aten = torch.ops.aten
 
 
-class Rows(NamedTuple):
+class WindowRows(NamedTuple):
     """Rows that a rank's outputs read: those of the input, and how many lie before its first and after its last."""
 
     inside: range
@@ -70,7 +70,7 @@ def in_parts(
     return x, found
 
 
-def with_rows(part: Tensor, split: Split, rows: Sequence[Rows], fill: float = 0.0) -> Tensor:
+def with_rows(part: Tensor, split: Split, rows: Sequence[WindowRows], fill: float = 0.0) -> Tensor:
     """The part with, along a dim, the rows that this rank reads."""
     part = exchange(part, split.axis, split.dim, split.owners, tuple((r.inside,) for r in rows))
     _, before, after = rows[split.axis.rank]
@@ -86,15 +86,15 @@ def padded(part: Tensor, dim: int, before: int, after: int, fill: float | None =
     return part if len(found) == 1 else torch.cat(found, dim)
 
 
-def _read(outputs: Owners, window: Window, n: int) -> list[Rows]:
+def _read(outputs: Owners, window: Window, n: int) -> list[WindowRows]:
     """The rows, of n, that windows read at each rank's outputs."""
-    found = list[Rows]()
+    found = list[WindowRows]()
     for (out,) in outputs.spans:
         low = out.start * window.stride - window.padding
         high = (out.stop - 1) * window.stride - window.padding + window.span
         inside = range(min(max(low, 0), n), max(min(high, n), 0))
         inside = inside or range(inside.start, inside.start)
-        found.append(Rows(inside, max(0, min(-low, high - low)), max(0, high - max(n, low))))
+        found.append(WindowRows(inside, max(0, min(-low, high - low)), max(0, high - max(n, low))))
     return found
 
 
@@ -197,7 +197,7 @@ def _with(split: Split, x: Tensor) -> Tensor:
     return wrap(local_of(x), splits_of(x).replaced(split.axis, split))
 
 
-def _computed(plan: Plan, call: Any, *parameters: Tensor | None) -> Tensor:
+def _computed(plan: CallPlan, call: Any, *parameters: Tensor | None) -> Tensor:
     """The part of a result by a plan, given parameters in its splits."""
     splits = iter(plan.arguments[1:])
     part = call(*[None if p is None else part_in(p, next(splits)) for p in parameters])
@@ -231,12 +231,14 @@ def _transposed(
         x = redistribute(x, Splits.of([*plan.arguments[0], *[split for split, _ in parts]]))
         part, keep = local_of(x), list[tuple[int, int, int]]()
         for split, outputs in parts:
-            i, rows = split.dim - first, list[Rows]()
+            i, rows = split.dim - first, list[WindowRows]()
             s, p = stride[i], padding[i]
             for (out,) in outputs.spans:
                 # an output between the reach of two inputs is zero; the one before keeps the count
                 start = min(max(0, (out.start + p - spans[i] + 1) // s), size[i] - 1)
-                rows.append(Rows(range(start, max(start + 1, min(size[i], (out.stop - 1 + p) // s + 1)))))
+                rows.append(
+                    WindowRows(range(start, max(start + 1, min(size[i], (out.stop - 1 + p) // s + 1))))
+                )
             part = with_rows(part, split, rows)
             ((own,), start) = outputs.spans[split.axis.rank], rows[split.axis.rank].inside.start
             keep.append((split.dim, own.start + p - start * s, len(own)))
@@ -338,5 +340,5 @@ def _padded(
         wanted[first] = [*sources[mode][0], *wanted[first]]
         wanted[last] = [*wanted[last], *sources[mode][1]]
         part = exchange(local_of(x), axis, dim, owners, tuple(map(tuple, wanted)))
-    wider = Owners.of([Run(before, first), *runs, Run(after, last)], axis.size)
+    wider = Owners.of([OwnerRun(before, first), *runs, OwnerRun(after, last)], axis.size)
     return wrap(part, splits_of(x).replaced(axis, split._replace(owners=wider)))

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lightning_amp.footprint.chain.chain import KEPT, RECOMPUTED, BlockCost, Chain, Moment
+from lightning_amp.footprint.chain.chain import KEPT, RECOMPUTED, BlockCost, Chain, ChainMoment
 
 
 class Step(Protocol):
@@ -81,10 +81,10 @@ def build_chain(step: Step, *, values: bool, backward: str = "backward") -> Chai
         values: Whether autograd kept what it saved, because the step had values.
         backward: What `work` calls the backward pass.
     """
-    return _Builder(step, values, backward).chain()
+    return _ChainBuilder(step, values, backward).chain()
 
 
-class _Builder:
+class _ChainBuilder:
     """One step."""
 
     def __init__(self, step: Step, values: bool, backward: str) -> None:
@@ -259,7 +259,7 @@ class _Builder:
     def _work(span: _Span) -> int:
         return int(span.again[: max(span.last_kept - span.start + 1, 1)].max())
 
-    def _moments(self) -> list[Moment]:
+    def _moments(self) -> list[ChainMoment]:
         """All moments that no other one is always above."""
         found: dict[Any, dict[frozenset[int], tuple[int, int]]] = defaultdict(dict)
         alive, (after, first) = self._alive(), self._places()
@@ -273,7 +273,7 @@ class _Builder:
             hull = int(after[t])
             _raise(found[first[hull - 1] if hull else 0, hull, None, False], alive[t], t, self._plain[t])
         return [
-            Moment(
+            ChainMoment(
                 n_bytes=n_bytes,
                 first=place[0],
                 after=place[1],

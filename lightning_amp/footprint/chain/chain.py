@@ -85,7 +85,7 @@ class BlockCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
+class ChainMoment:
     """A moment of the step at which memory may be at its peak.
 
     Attributes:
@@ -122,7 +122,7 @@ class Chain:
 
     blocks: tuple[BlockCost, ...]
     tensors: tuple[int, ...] = ()
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[ChainMoment, ...] = ()
     seconds: float = 0.0
     measured: str = "fake tensors"
     reason: str = ""

@@ -78,7 +78,7 @@ class Use:
 
     Attributes:
         life: The storage.
-        call: Call of a block in whose forward pass it is kept, None outside of blocks.
+        call: RecordedCall of a block in whose forward pass it is kept, None outside of blocks.
         start: Operator after which it is kept.
         read: Operator before which a backward pass asks for it first; None where none does.
         end: Operator after which it is let go of; None at the end of the step.
@@ -94,7 +94,7 @@ class Use:
 
 
 @dataclass(slots=True)
-class Call:
+class RecordedCall:
     """A forward pass of a block: operators [start, end], and places [first_order, last_order) of autograd.
 
     What a module computes after its last block is a call too, of the module's name, after so many calls of blocks.
@@ -118,7 +118,7 @@ class Call:
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class _Kept:
+class _KeptTensor:
     """What autograd gets in place of a tensor that it saves."""
 
     use: Use | None
@@ -162,7 +162,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         watches_saved: bool = True,
     ) -> None:
         super().__init__(module)
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.uses: list[Use] = []
         self.orders: list[int] = [-1]
         self.took: list[float] = [0.0]
@@ -237,7 +237,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         if again or not self.watches_saved or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given = BlockCall.of(fqn, args, kwargs)
-        call = Call(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
+        call = RecordedCall(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         call.inputs, call.input_bytes = self._lives_of(tensors), _bytes_of(tensors)
@@ -272,7 +272,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return result
         last = self.calls[-1]
         before = tuple((call.fqn.removeprefix(f"{fqn}."), call.result) for call in self.calls[first:-1])
-        call = Call(
+        call = RecordedCall(
             fqn,
             last.end + 1,
             replace(given, args=(given.args, given.kwargs, _apart(last.result)), kwargs={}, before=before),
@@ -348,7 +348,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         if draws or any(id(life) in self.drawn for life in given):
             self.drawn |= results
 
-    def _keep(self, tensor: Tensor) -> _Kept:
+    def _keep(self, tensor: Tensor) -> _KeptTensor:
         """Autograd saves a tensor."""
         life, now = self._life_of(tensor), len(self.work) - 1
         use = None
@@ -359,9 +359,9 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self._aside = True
             alias = tensor.detach()
             self._aside = False
-            kept = _Kept(use, lambda: alias)
+            kept = _KeptTensor(use, lambda: alias)
         else:
-            kept = _Kept(
+            kept = _KeptTensor(
                 use, partial(_empty, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
             )
         if use is not None:
@@ -371,7 +371,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def _let_go(self, use: Use) -> None:
         use.end = len(self.work) - 1
 
-    def _give(self, kept: _Kept) -> Tensor:
+    def _give(self, kept: _KeptTensor) -> Tensor:
         """A backward pass asks for it, and may hold what it gets for longer than the graph: as a gradient."""
         self._aside = True
         try:

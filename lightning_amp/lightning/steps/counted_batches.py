@@ -18,7 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_amp.data.batch_parts import tensors_in
-from lightning_amp.footprint.bounded_step import BoundedStep, OverBudget
+from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
 
 
 def first_batches(added_up: int) -> int:
@@ -48,7 +48,7 @@ class CountedBatches:
         """Count what is made of a batch, if it may be more than was made of those before.
 
         Raises:
-            OverBudget: By the operator whose result is too much.
+            StepOverBudget: By the operator whose result is too much.
         """
         trained, n_bytes = self._trained_now(), sum(tensor.nbytes for tensor in tensors_in(batch))
         if self._known and trained not in self._known:
@@ -66,7 +66,7 @@ class CountedBatches:
         self._step.start(batch, self._module.trainer.optimizers)
         try:
             yield
-        except OverBudget as error:
+        except StepOverBudget as error:
             if self._why:
                 error.args = (f"{error}; {self._why}",)
             raise

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_amp.footprint.bounded_step import OverBudget
+from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.footprint.failed_step import users_line
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
@@ -45,7 +45,7 @@ def tell_where(
     if getattr(error, TOLD, False):
         return
     said = [str(error), _place(error, module)]
-    if not isinstance(error, OverBudget):
+    if not isinstance(error, StepOverBudget):
         said.append(f"Held were {_held(module, optimizers, device)}")
     error.args = (". ".join(text.rstrip(".") for text in said if text),)
     setattr(error, TOLD, True)

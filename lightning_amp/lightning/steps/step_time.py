@@ -49,7 +49,7 @@ def put_first(trainer: pl.Trainer, callback: pl.Callback) -> Callable[[], None]:
     return end
 
 
-class Moment:
+class TimedMoment:
     """When a device has done what it was given until now; to make one waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class Moment:
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
 
-    def seconds_since(self, earlier: "Moment") -> float:
+    def seconds_since(self, earlier: "TimedMoment") -> float:
         """Seconds from an earlier moment of the same device, which is waited for until it has come to this one."""
         if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
@@ -72,8 +72,8 @@ class StepTimer(pl.Callback):
 
     def __init__(self, plan: Plan | None) -> None:
         self._plan = plan
-        self._steps: list[tuple[Moment, Moment]] = []
-        self._begin: Moment | None = None
+        self._steps: list[tuple[TimedMoment, TimedMoment]] = []
+        self._begin: TimedMoment | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, as `deepcopy(trainer)` makes: moments of a device stay the original's."""
@@ -89,7 +89,7 @@ class StepTimer(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin."""
-        self._begin = Moment(pl_module.device) if len(self._steps) < WARM_UP + MOST else None
+        self._begin = TimedMoment(pl_module.device) if len(self._steps) < WARM_UP + MOST else None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -101,7 +101,7 @@ class StepTimer(pl.Callback):
         if plan is not self._plan:
             # steps under another plan are not what this one predicts
             self._plan, self._steps = plan, []
-        self._steps.append((self._begin, Moment(pl_module.device)))
+        self._steps.append((self._begin, TimedMoment(pl_module.device)))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the measured beside the predicted time; the plan may have been made anew."""

@@ -26,7 +26,7 @@ from lightning_amp.lightning.strategy.hardware import ThisRank, make_groups, mak
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.hic.scores.dense_entries import find_entries
-from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseLikelihood
+from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB
 
 
 class MeshStrategy(DDPStrategy):
@@ -140,7 +140,7 @@ class MeshStrategy(DDPStrategy):
         elif differs is not None:
             raise differs
         if self.lightning_module is not None:
-            find_entries(batch, moved, SparseLikelihood, self.lightning_module)
+            find_entries(batch, moved, SparseZINB, self.lightning_module)
         return moved
 
     def reduce(

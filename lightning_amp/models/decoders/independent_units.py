@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.strata_loop import EveryStratum
-from lightning_amp.models.decoders.stratified import Region
+from lightning_amp.models.decoders.stratified import StrataRegion
 from lightning_amp.models.decoders.stratum import AllCells
 from lightning_amp.shapes import PerAnchor, PerCell, Scalar
 
@@ -91,7 +91,7 @@ class UnitDecoder(nn.Module):
         self.strata = nn.ModuleList(strata)
         self.n_anchors = n_anchors
         self.dim = dim
-        self.region = Region()
+        self.region = StrataRegion()
         self.walk = EveryStratum()
 
     def forward(self, u: PerCell, v: PerAnchor, **cells: Tensor) -> Scalar:

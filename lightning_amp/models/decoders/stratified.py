@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 KeyKind = Literal["attention", "full_attention", "convolution"]
 
 
-class Region(nn.Module):
+class StrataRegion(nn.Module):
     """What enters and leaves the strata; on one device as it is, and a technique can replace it."""
 
     def enter(
@@ -110,7 +110,7 @@ class StratifiedDecoder(nn.Module):
             )
             for i in range(self.n_strata)
         )
-        self.region = Region()
+        self.region = StrataRegion()
         self.walk = EveryStratum()
         # contacts fall off about as one over the distance
         self.strata_weights = nn.Parameter(

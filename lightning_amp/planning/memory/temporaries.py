@@ -22,7 +22,7 @@ from lightning_amp.planning.memory.kept_tensors import (
 )
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Term
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, Run
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun
 from lightning_amp.techniques.hic.attention.kernel_calls import Calls
 
 
@@ -273,7 +273,7 @@ def _kernel_work_back(s: RankSizes, run: Calls) -> int:
     return s.decoder.window * s.attended * (grad + 2 * run.rows + 2 * run.keys + slots)
 
 
-def _copied(band: Band, run: Run, *, back: bool) -> int:
+def _copied(band: Band, run: BucketRun, *, back: bool) -> int:
     """Rows of a run that are copied for zeros to be among them: values, and backward the gradient of the output."""
     rows, keys = band.copies(run)
     n_keys = (run.n_buckets - 1) * band.window + run.near[1]

@@ -17,7 +17,7 @@ from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, candidate
 from lightning_amp.planning.policies.balance_cells import decide_balance, too_few_cells
 from lightning_amp.planning.policies.build_rules import build_rules
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
-from lightning_amp.planning.policies.request import Request, check_request
+from lightning_amp.planning.policies.request import PlanRequest, check_request
 from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, parse_bytes
@@ -69,7 +69,7 @@ def plan(
         model_parallel_size=model_parallel_size,
     )
     budget = None if device_memory is None else parse_bytes(device_memory)
-    request = Request(
+    request = PlanRequest(
         diagnosis=diagnose(profile),
         shape=on_device(shape or reference_shape(profile, batch_size=batch_size), rates),
         devices=devices,
@@ -84,7 +84,7 @@ def plan(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class StrategyChoice:
     """What was decided: `compared` is empty unless the policy compares plans, else the chosen one comes first."""
 
     strategies: tuple[str, ...]
@@ -93,24 +93,26 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-def _choose(request: Request, asked: str, strategies: str | list[str] | tuple[str, ...] | None) -> Choice:
+def _choose(
+    request: PlanRequest, asked: str, strategies: str | list[str] | tuple[str, ...] | None
+) -> StrategyChoice:
     size = request.model_parallel_size
     if strategies is not None:
-        return Choice(strategies=parse_strategies(strategies), model_parallel_size=size)
+        return StrategyChoice(strategies=parse_strategies(strategies), model_parallel_size=size)
     if asked == "paper" or request.shape.decoder is None:
         chosen, notes = mapped(request)
-        return Choice(strategies=chosen, model_parallel_size=size, notes=tuple(notes))
+        return StrategyChoice(strategies=chosen, model_parallel_size=size, notes=tuple(notes))
     own, notes = registered(request.diagnosis, request.shape, devices=request.devices)
     compared = _compare(request, own=frozenset(own | ({"S1"} if request.devices > 1 else set())))
     best = compared[0]
     if size == "auto":
         notes = notes + _of_paper(best, request)
-    return Choice(
+    return StrategyChoice(
         strategies=best.strategies, model_parallel_size=best.model, compared=compared, notes=tuple(notes)
     )
 
 
-def _carried_out(request: Request, choice: Choice, profile: Profile, *, asked: str) -> Plan:
+def _carried_out(request: PlanRequest, choice: StrategyChoice, profile: Profile, *, asked: str) -> Plan:
     shape, chosen = request.shape, choice.strategies
     mesh = _mesh(chosen, replace(request, model_parallel_size=choice.model_parallel_size))
     _check_decoder(chosen, shape)
@@ -146,7 +148,7 @@ def _carried_out(request: Request, choice: Choice, profile: Profile, *, asked: s
     )
 
 
-def _compare(request: Request, *, own: frozenset[str]) -> tuple[Candidate, ...]:
+def _compare(request: PlanRequest, *, own: frozenset[str]) -> tuple[Candidate, ...]:
     asked = request.model_parallel_size
     _check_divides(asked, request.devices)
     found = candidates(
@@ -166,7 +168,7 @@ def _compare(request: Request, *, own: frozenset[str]) -> tuple[Candidate, ...]:
     return found
 
 
-def _of_paper(best: Candidate, request: Request) -> list[str]:
+def _of_paper(best: Candidate, request: PlanRequest) -> list[str]:
     """What AMP's mapping would need instead, where that is not the same."""
     shape = request.shape
     chosen, _ = mapped(request)
@@ -194,7 +196,7 @@ def _check_divides(model_parallel_size: int | str, devices: int) -> None:
         )
 
 
-def _mesh(chosen: tuple[str, ...], request: Request) -> MeshShape:
+def _mesh(chosen: tuple[str, ...], request: PlanRequest) -> MeshShape:
     """All ranks of a node on the model axis where a strategy needs it, else on data."""
     devices, node_devices = request.devices, request.node_devices
     sharding = [s for s in chosen if STRATEGIES[s].model_axis]
@@ -233,7 +235,7 @@ def _mesh(chosen: tuple[str, ...], request: Request) -> MeshShape:
     return mesh
 
 
-def _one_model_rank(sharding: list[str], request: Request) -> tuple[str, str]:
+def _one_model_rank(sharding: list[str], request: PlanRequest) -> tuple[str, str]:
     """Why the model axis has one rank only, and what gives it more."""
     decoder, node = request.shape.decoder, request.node_devices or request.devices
     if request.devices == 1 or request.model_parallel_size != "auto" or decoder is None:

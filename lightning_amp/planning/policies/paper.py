@@ -20,12 +20,12 @@ from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.plan import Explanation
-from lightning_amp.planning.policies.request import Request
+from lightning_amp.planning.policies.request import PlanRequest
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import STRATEGIES, in_order, targets_of
 
 
-def mapped(request: Request) -> tuple[tuple[str, ...], list[str]]:
+def mapped(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
     """The mapping's strategies, with a sentence that says which row of it applied."""
     shape, budget = request.shape, request.budget
 
@@ -78,7 +78,7 @@ def registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tupl
     return own, notes
 
 
-def model_ranks_of(chosen: Collection[str], request: Request) -> int:
+def model_ranks_of(chosen: Collection[str], request: PlanRequest) -> int:
     """Ranks of the model axis, unless the user says how many: all of a node (the paper's same-batch execution), or as
     many as there are channels, buckets of anchors, or strata for.
     """

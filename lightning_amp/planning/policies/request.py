@@ -13,7 +13,7 @@ POLICIES = ("auto", "paper")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class PlanRequest:
     """What is to be decided on, as in `plan`; the budget in bytes, and the rates with the links between nodes."""
 
     diagnosis: Diagnosis

@@ -30,7 +30,7 @@ from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of
-from lightning_amp.planning.policies.request import Request
+from lightning_amp.planning.policies.request import PlanRequest
 from lightning_amp.planning.questions.parse_questions import Questions
 from lightning_amp.planning.time.model_seconds import on_device
 from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
@@ -150,7 +150,7 @@ def _paper(case: Source, shape: ModelShape, budget: int) -> tuple[int | None, tu
     """Devices, strategies and peak of policy "paper"; on most devices where it fits on none."""
     diagnosis, devices = diagnose(case.profile), 1
     while True:
-        request = Request(diagnosis=diagnosis, shape=shape, devices=devices, budget=budget)
+        request = PlanRequest(diagnosis=diagnosis, shape=shape, devices=devices, budget=budget)
         chosen, _ = mapped(request)
         peak = predict(shape, chosen, model_ranks=model_ranks_of(chosen, request)).peak_bytes
         if peak <= budget:

@@ -29,7 +29,7 @@ from lightning_amp.techniques.hic.attention.bucket_runs import Band, turned_at_o
 from lightning_amp.techniques.hic.attention.kernel_calls import Calls
 
 
-class Pass(NamedTuple):
+class PassCosts(NamedTuple):
     """One direction of one part."""
 
     flops: float = 0.0
@@ -37,8 +37,8 @@ class Pass(NamedTuple):
     kernels: float = 0.0
 
 
-Part = tuple[Pass, Pass]
-NOTHING: Part = (Pass(), Pass())
+Part = tuple[PassCosts, PassCosts]
+NOTHING: Part = (PassCosts(), PassCosts())
 
 
 def parts(s: RankSizes) -> dict[str, Part]:
@@ -47,9 +47,9 @@ def parts(s: RankSizes) -> dict[str, Part]:
     return {name: part for name, part in found.items() if part is not NOTHING}
 
 
-def there_and_back(part: Part, *, forwards: int = 1) -> Pass:
+def there_and_back(part: Part, *, forwards: int = 1) -> PassCosts:
     """So many forward passes and one backward pass of a part; under recompute the forward passes are two."""
-    return Pass(*(forwards * there + back for there, back in zip(*part, strict=True)))
+    return PassCosts(*(forwards * there + back for there, back in zip(*part, strict=True)))
 
 
 def spine(s: RankSizes) -> Part:
@@ -58,7 +58,7 @@ def spine(s: RankSizes) -> Part:
         return NOTHING
     rows, square = s.latents, s.decoder.dim * s.width
     flops = 2.0 * s.anchors * square
-    return Pass(flops, 4 * rows + square, 2), Pass(2 * flops, 7 * rows + 2 * square, 3)
+    return PassCosts(flops, 4 * rows + square, 2), PassCosts(2 * flops, 7 * rows + 2 * square, 3)
 
 
 def _spine_again(s: RankSizes) -> Part:
@@ -66,7 +66,7 @@ def _spine_again(s: RankSizes) -> Part:
     if not s.streamed:
         return NOTHING
     forward, _ = spine(s)
-    return Pass(*(2 * n for n in forward)), Pass()
+    return PassCosts(*(2 * n for n in forward)), PassCosts()
 
 
 def _linear(s: RankSizes) -> Part:
@@ -76,8 +76,8 @@ def _linear(s: RankSizes) -> Part:
     flops = 8.0 * s.anchors * square
     forward, backward = (17, 36) if s.paper else (22, 42)
     return (
-        Pass(flops, forward * rows + 4 * square, 7 if s.paper else 9),
-        Pass(2 * flops, backward * rows + 8 * square, 13 if s.paper else 15),
+        PassCosts(flops, forward * rows + 4 * square, 7 if s.paper else 9),
+        PassCosts(2 * flops, backward * rows + 8 * square, 13 if s.paper else 15),
     )
 
 
@@ -89,8 +89,8 @@ def _attention(s: RankSizes) -> Part:
         # a kernel reads three tensors and writes one; a block of the ring merges what it has with that of before
         rows, blocks, merged = s.latents, s.ranks if s.by_nodes else 1, s.by_nodes
         return (
-            Pass(2 * unit, (4 + 8 * merged) * rows * blocks, 1 + 12 * merged * blocks),
-            Pass(5 * unit, (8 + 9 * merged) * rows * blocks, 1 + 6 * merged * blocks),
+            PassCosts(2 * unit, (4 + 8 * merged) * rows * blocks, 1 + 12 * merged * blocks),
+            PassCosts(5 * unit, (8 + 9 * merged) * rows * blocks, 1 + 6 * merged * blocks),
         )
     if s.axes.attention == "fused":
         return _fused(s, unit)
@@ -100,17 +100,17 @@ def _attention(s: RankSizes) -> Part:
     chunks, window, near = s.chunks, s.decoder.window, s.decoder.window * s.attended
     if s.axes.attention == "eager":
         return (
-            Pass(2 * unit, 8 * rows + 51 * bucketed + 25.5 * near + 8 * s.pairs + 3 * window**2, 49),
-            Pass(4 * unit, 30 * rows + 78 * bucketed + 16 * near + 11 * s.pairs + window**2, 49),
+            PassCosts(2 * unit, 8 * rows + 51 * bucketed + 25.5 * near + 8 * s.pairs + 3 * window**2, 49),
+            PassCosts(4 * unit, 30 * rows + 78 * bucketed + 16 * near + 11 * s.pairs + window**2, 49),
         )
     masked = 16 * near + 3 * window**2
     forward = 8 * rows + 53 * bucketed + 9.5 * near + 8 * s.pairs + chunks * masked
     backward = 30 * rows + 78 * bucketed + 11 * s.pairs + chunks * (12 * (bucketed + near) + window**2)
-    kept = Pass(4 * unit, backward, 16 + 33 * chunks)
+    kept = PassCosts(4 * unit, backward, 16 + 33 * chunks)
     if s.axes.attention == "chunked":
         again = 44 * bucketed + 7 * s.pairs + chunks * masked
-        kept = Pass(5 * unit, backward + again, 16 + 63 * chunks)
-    return Pass(2 * unit, forward, 19 + 31 * chunks), kept
+        kept = PassCosts(5 * unit, backward + again, 16 + 63 * chunks)
+    return PassCosts(2 * unit, forward, 19 + 31 * chunks), kept
 
 
 def _fused(s: RankSizes, unit: float) -> Part:
@@ -120,8 +120,8 @@ def _fused(s: RankSizes, unit: float) -> Part:
     # scores of a whole run do not stay in a cache
     passed = s.launched * s.pairs
     return (
-        Pass(2 * unit, 21 * rows + 4 * passed, there),
-        Pass((4 + again) * unit, 54 * rows + (7 + 3 * again) * passed, back),
+        PassCosts(2 * unit, 21 * rows + 4 * passed, there),
+        PassCosts((4 + again) * unit, 54 * rows + (7 + 3 * again) * passed, back),
     )
 
 
@@ -159,8 +159,8 @@ def _in_kernels(s: RankSizes, unit: float) -> Part:
     turns = _turns(s.decoder.window, s.attended, s.launched, run.rows + run.keys)
     there, back = _kernel_calls(run, ragged=s.ragged, alike=not s.by_nodes, turns=turns)
     return (
-        Pass(2 * unit, 10 * rows + 8 * keys, there),
-        Pass(5 * unit, 11 * rows + 17 * keys + 8 * slots, back),
+        PassCosts(2 * unit, 10 * rows + 8 * keys, there),
+        PassCosts(5 * unit, 11 * rows + 17 * keys + 8 * slots, back),
     )
 
 
@@ -182,7 +182,7 @@ def _convolution(s: RankSizes) -> Part:
     if s.attends or not s.keyed:
         return NOTHING
     rows = s.latents
-    return Pass(4 * rows, 6 * rows, 3), Pass(8 * rows, 13 * rows, 5)
+    return PassCosts(4 * rows, 6 * rows, 3), PassCosts(8 * rows, 13 * rows, 5)
 
 
 def _decode(s: RankSizes) -> Part:
@@ -197,7 +197,7 @@ def _decode(s: RankSizes) -> Part:
         every = s.cells * s.anchors
         flops = 2.0 * every * s.width
         forward, backward = scores + 2 * every + blocks * rows, 2 * scores + 5 * every + 2 * blocks * rows
-    return Pass(flops, forward, 3 * blocks), Pass(2 * flops, backward + adding, 4 * blocks)
+    return PassCosts(flops, forward, 3 * blocks), PassCosts(2 * flops, backward + adding, 4 * blocks)
 
 
 def _likelihood(s: RankSizes) -> Part:
@@ -207,21 +207,21 @@ def _likelihood(s: RankSizes) -> Part:
         forward, backward = (43, 13) if single else (76, 27)
         chunks = -(-s.mean_features // s.sparse_columns)
         return (
-            Pass(
+            PassCosts(
                 0,
                 forward * s.batch_scores,
                 ((24 if single else 28) + (22 + (chunks > 1) * 2) * chunks) * blocks,
             ),
-            Pass(0, backward * s.batch_scores, (8 if single else 14) * blocks),
+            PassCosts(0, backward * s.batch_scores, (8 if single else 14) * blocks),
         )
     if single:
         return (
-            Pass(0, 55.5 * s.batch_scores + 21 * blocks * table, 33 * blocks),
-            Pass(0, 75.5 * s.batch_scores + 43 * blocks * table, 51 * blocks),
+            PassCosts(0, 55.5 * s.batch_scores + 21 * blocks * table, 33 * blocks),
+            PassCosts(0, 75.5 * s.batch_scores + 43 * blocks * table, 51 * blocks),
         )
     return (
-        Pass(0, 80.5 * s.batch_scores + 4 * blocks * table, 37 * blocks),
-        Pass(0, 110.5 * s.batch_scores + 12 * blocks * table, 51 * blocks),
+        PassCosts(0, 80.5 * s.batch_scores + 4 * blocks * table, 37 * blocks),
+        PassCosts(0, 110.5 * s.batch_scores + 12 * blocks * table, 51 * blocks),
     )
 
 
@@ -232,8 +232,8 @@ def _channels(s: RankSizes) -> Part:
     rows, whole, square = s.latents, s.anchors * s.decoder.dim, s.decoder.dim * s.width
     scores = 0 if s.gathered else 4 * s.pairs
     return (
-        Pass(0, 24 * rows + 8 * whole + 100 * s.anchors + 32 * square + scores, 71 + 4 * s.ranks),
-        Pass(0, 30 * rows + 28 * whole + 160 * s.anchors + 104 * square + scores, 71 + 14 * s.ranks),
+        PassCosts(0, 24 * rows + 8 * whole + 100 * s.anchors + 32 * square + scores, 71 + 4 * s.ranks),
+        PassCosts(0, 30 * rows + 28 * whole + 160 * s.anchors + 104 * square + scores, 71 + 14 * s.ranks),
     )
 
 
@@ -244,14 +244,14 @@ def _halo(s: RankSizes) -> Part:
     rows, near = s.anchors * s.decoder.dim, s.neighbours * s.decoder.window * s.decoder.dim
     back = (4 + 15 * s.neighbours) * rows
     return (
-        Pass(0, 3 * rows + 109 * near, 12 + 52 * s.neighbours),
-        Pass(0, back + 195 * near, 20 + 64 * s.neighbours),
+        PassCosts(0, 3 * rows + 109 * near, 12 + 52 * s.neighbours),
+        PassCosts(0, back + 195 * near, 20 + 64 * s.neighbours),
     )
 
 
 def _sums(s: RankSizes) -> Part:
     """The stratum's gradients of u, v and its weight, added up; streamed, its own are kept."""
-    return Pass(), Pass(0, 3 * (s.anchors + s.cells) * s.width, 4 + s.streamed)
+    return PassCosts(), PassCosts(0, 3 * (s.anchors + s.cells) * s.width, 4 + s.streamed)
 
 
 PARTS: dict[str, Term[RankSizes, Part]] = {

@@ -31,10 +31,10 @@ def call_with(tensors: Mapping[str, Tensor], module: nn.Module, call: Callable[[
         call: Calls the module, or methods of it.
     """
     named = {f"module.{name}": tensor for name, tensor in tensors.items()}
-    return cast(Result, functional_call(_Call(module, call), named, tie_weights=False))
+    return cast(Result, functional_call(_FunctionalCall(module, call), named, tie_weights=False))
 
 
-class _Call(nn.Module):
+class _FunctionalCall(nn.Module):
     """A call of a module, as a module that is called."""
 
     def __init__(self, module: nn.Module, call: Callable[[], Any]) -> None:

@@ -24,8 +24,8 @@ from lightning_amp.costs.chain import (
     RECOMPUTED,
     BlockCost,
     Chain,
+    ChainMoment,
     ChunkForm,
-    Moment,
 )
 from lightning_amp.costs.group_reasons import group_reasons
 from lightning_amp.graph.peak import BlockBytes, block_bytes
@@ -33,7 +33,7 @@ from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks, rung
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan
-from lightning_amp.techniques.recompute.choose import Choice, choose, leanest
+from lightning_amp.techniques.recompute.choose import FormChoice, choose, leanest
 
 LEVELS = 5
 """Budgets that a block is planned for."""
@@ -73,7 +73,7 @@ class ChunkForms:
 
     def __init__(self, chain: Chain, tables: Tables) -> None:
         self._plain, self.tables = chain, tables
-        self._leanest: dict[tuple[bool, bool], Choice] = {}
+        self._leanest: dict[tuple[bool, bool], FormChoice] = {}
 
     @property
     def known(self) -> bool:
@@ -124,7 +124,7 @@ class ChunkForms:
         found = zip(self._plain.blocks, self._found[0], strict=True)
         return group_reasons((block.fqn, _in_the_way(table)) for block, table in found)
 
-    def choose(self, budget_bytes: int | None, *, recompute: bool) -> Choice:
+    def choose(self, budget_bytes: int | None, *, recompute: bool) -> FormChoice:
         """The fastest choice within a budget, that of the least bytes where there is none.
 
         Where nothing has to be chosen, that of the least bytes without forms that are far slower than the block.
@@ -209,7 +209,7 @@ def _again(block: BlockCost, form: ChunkForm) -> ChunkForm:
 
 def _moments(
     chain: Chain, i: int, levels: Sequence[_Level], plain: BlockBytes, *, of: int, first: int
-) -> Iterator[Moment]:
+) -> Iterator[ChainMoment]:
     """A block at work in each of its forms: its fullest moment in the form `of`, less what its chunks take less."""
     own = [moment for moment in chain.moments if moment.block == i and moment.form == of]
     if not own:

@@ -73,7 +73,7 @@ class ParameterShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unit:
+class ParameterUnit:
     """Parameters that are gathered together: of the block `fqn`, or with "" of all that is in no block."""
 
     fqn: str
@@ -89,7 +89,7 @@ class Unit:
 
 
 def fsdp_peak_bytes(
-    profile: ModuleProfile, units: Sequence[Unit], ranks: int, *, offload: bool = False
+    profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool = False
 ) -> int:
     """Most bytes that a rank's device has at once in a training step, the second one.
 
@@ -100,24 +100,26 @@ def fsdp_peak_bytes(
         offload: Whether a rank's rows lie in a memory that is not the device's.
     """
     assert ranks >= 2, f"parameters are split over 2 ranks or more, got {ranks!r}"
-    walk = _Walk(profile, units, ranks, offload=offload)
+    walk = _FsdpWalk(profile, units, ranks, offload=offload)
     return max(*walk.forward(), *walk.backward(), *walk.optimiser(), 0) + profile.left_bytes
 
 
 def fsdp_held_bytes(
-    profile: ModuleProfile, units: Sequence[Unit], ranks: int, *, offload: bool = False
+    profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool = False
 ) -> int:
     """What a rank's device keeps for the next step: its rows of parameters, gradients and optimiser state, and buffers.
 
     Arguments as of `fsdp_peak_bytes`.
     """
-    return _Walk(profile, units, ranks, offload=offload).held()
+    return _FsdpWalk(profile, units, ranks, offload=offload).held()
 
 
-class _Walk:
+class _FsdpWalk:
     """One walk through a step: bytes alive at its moments, and between them where FSDP itself has more."""
 
-    def __init__(self, profile: ModuleProfile, units: Sequence[Unit], ranks: int, *, offload: bool) -> None:
+    def __init__(
+        self, profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool
+    ) -> None:
         self._timeline, self._ranks, self._offload = profile.timeline, ranks, offload
         self._units = {unit.fqn: unit for unit in units}
         self._whole = {fqn: unit.whole_bytes(trained=True) for fqn, unit in self._units.items()}

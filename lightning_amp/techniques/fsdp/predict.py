@@ -7,7 +7,7 @@ from lightning_amp.costs.chain import peak_bytes
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.fsdp.bytes_of_ranks import Unit, fsdp_held_bytes, fsdp_peak_bytes
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterUnit, fsdp_held_bytes, fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.seconds import fsdp_seconds
 from lightning_amp.techniques.fsdp.spec import FullyShard
 
@@ -23,7 +23,7 @@ class FsdpFacts:
         spec: How they are to be split; None leaves it to the policy.
     """
 
-    units: tuple[Unit, ...] = ()
+    units: tuple[ParameterUnit, ...] = ()
     spec: FullyShard | None = None
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.link_seconds import collective_seconds
 from lightning_amp.costs.profiled_step import ProfiledStep
-from lightning_amp.techniques.fsdp.bytes_of_ranks import Unit
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterUnit
 from lightning_amp.techniques.fsdp.spec import FullyShard
 
 MESSAGES = 3
@@ -31,7 +31,7 @@ PASSES = 2
 one core."""
 
 
-def fsdp_seconds(step: ProfiledStep, units: Sequence[Unit], spec: FullyShard, ranks: int) -> float:
+def fsdp_seconds(step: ProfiledStep, units: Sequence[ParameterUnit], spec: FullyShard, ranks: int) -> float:
     """Seconds of a step beyond those of one that averages gradients over D ranks; never below 0."""
     shard, links = spec.shard_ranks or ranks, step.rates.links
     whole = sum(unit.whole_bytes() for unit in units)

@@ -10,7 +10,7 @@ from collections import Counter
 from torch import Tensor, nn
 
 from lightning_amp.footprint.find_blocks import find_blocks
-from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, Unit
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit
 
 
 def find_units(module: nn.Module) -> dict[str, nn.Module]:
@@ -19,7 +19,7 @@ def find_units(module: nn.Module) -> dict[str, nn.Module]:
     return {fqn: block for fqn, block in find_blocks(module).items() if fqn and _is_unit(block, owners)}
 
 
-def units_of(module: nn.Module) -> tuple[Unit, ...]:
+def units_of(module: nn.Module) -> tuple[ParameterUnit, ...]:
     """The units of a module with the sizes of their parameters, the root last; the module is whole."""
     taken: set[int] = set()
     found = []
@@ -27,7 +27,7 @@ def units_of(module: nn.Module) -> tuple[Unit, ...]:
         prefix = f"{fqn}." if fqn else ""
         own = [(f"{prefix}{name}", p) for name, p in block.named_parameters() if id(p) not in taken]
         taken |= {id(p) for _, p in own}
-        found.append(Unit(fqn=fqn, parameters=tuple(_shape(name, p) for name, p in own if p.dim())))
+        found.append(ParameterUnit(fqn=fqn, parameters=tuple(_shape(name, p) for name, p in own if p.dim())))
     return tuple(found)
 
 

@@ -118,7 +118,7 @@ def _fewest_of(pipeline: Pipeline, rank: int, blocks: Sequence[int], budget: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class InChunks:
+class StagesInChunks:
     """A micro-batch as it is, with some blocks in chunks, and which ones these are, by name or pattern."""
 
     plain: Passes
@@ -260,7 +260,7 @@ def targets_again(part: Passes, blocks: Sequence[int]) -> tuple[Rule, ...]:
     )
 
 
-def targets_in_chunks(run: InChunks, again: Collection[int]) -> tuple[Rule, ...]:
+def targets_in_chunks(run: StagesInChunks, again: Collection[int]) -> tuple[Rule, ...]:
     """The same of blocks in chunks, of which some are computed again besides."""
     plain, part, chunks = run.plain, run.part, run.chunks
     more = sum(segment_seconds(part)) - sum(segment_seconds(plain))

@@ -42,8 +42,8 @@ from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, hel
 from lightning_amp.techniques.pipeline.schedule.timeline import timeline
 from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.pipeline.stage_forms import (
-    InChunks,
     Levels,
+    StagesInChunks,
     computed_again,
     fewest_again,
     fewest_chunks,
@@ -223,10 +223,10 @@ def _best(made: Sequence[Draft], budget: int | None) -> Draft:
     return min(made, key=lambda one: (one.peak_bytes, one.pace))
 
 
-def _run(seen: ProfiledStep, part: Passes, asked: PipelineOptions) -> InChunks | str:
+def _run(seen: ProfiledStep, part: Passes, asked: PipelineOptions) -> StagesInChunks | str:
     """A micro-batch with what is to run in chunks whatever fits, or why that cannot be."""
     if not (asked.chunks or asked.all_chunks):
-        return InChunks(plain=part, part=part, chunks={})
+        return StagesInChunks(plain=part, part=part, chunks={})
     in_chunks, chunks = stages_of(seen).chunks, asked.chunks
     if in_chunks is None:
         return "its blocks were not looked at for chunks"
@@ -236,10 +236,10 @@ def _run(seen: ProfiledStep, part: Passes, asked: PipelineOptions) -> InChunks |
             return levels.reason
         chunks = levels.every
     found = in_chunks.passes(part.rows, chunks)
-    return found if isinstance(found, str) else InChunks(plain=part, part=found, chunks=chunks)
+    return found if isinstance(found, str) else StagesInChunks(plain=part, part=found, chunks=chunks)
 
 
-def _drafts(shape: _Shape, run: InChunks, asked: PipelineOptions) -> Iterator[Draft]:
+def _drafts(shape: _Shape, run: StagesInChunks, asked: PipelineOptions) -> Iterator[Draft]:
     """With the blocks that are to be computed again; left open, with none, and with as few as are needed to fit."""
     again = repeatable(shape.seen, run.part, ("*",) if asked.again is None else asked.again)
     if asked.again is not None:
@@ -268,7 +268,7 @@ def _drafts_in_chunks(shape: _Shape, part: Passes, asked: PipelineOptions) -> It
         rules, blocks = fewest_chunks(_pipeline(shape, part, ends), levels, again, shape.budget)
         found = chunks.passes(part.rows, rules) if rules else ""
         if not isinstance(found, str):
-            run = InChunks(plain=part, part=found, chunks=rules)
+            run = StagesInChunks(plain=part, part=found, chunks=rules)
             yield _draft(shape, run, ends=ends, again=blocks)
 
 
@@ -285,7 +285,7 @@ def _pipeline(shape: _Shape, part: Passes, ends: tuple[int, ...]) -> Pipeline:
 
 
 def _draft(
-    shape: _Shape, run: InChunks, *, ends: tuple[int, ...] | None, again: tuple[int, ...] = ()
+    shape: _Shape, run: StagesInChunks, *, ends: tuple[int, ...] | None, again: tuple[int, ...] = ()
 ) -> Draft:
     """Cut, and predict."""
     part = computed_again(run.part, again)

@@ -100,10 +100,10 @@ def take_anchors(
     rows: AnchorShards, u: PerCell, v: PerAnchor, log_weights: LogWeights
 ) -> tuple[PerCell, Float[Tensor, "own_anchor dim"], LogWeights]:
     """What the strata of this rank read, of values that every rank holds whole."""
-    return cast(tuple[Tensor, Tensor, Tensor], _Take.apply(rows, u, v, log_weights))  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor, Tensor], _TakeAnchors.apply(rows, u, v, log_weights))  # type: ignore[no-untyped-call]
 
 
-class _Take(torch.autograd.Function):
+class _TakeAnchors(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: AnchorShards, u: Tensor, v: Tensor, log_weights: Tensor

@@ -117,7 +117,7 @@ def shard_channels(dim: int, mesh: DeviceMesh) -> Channels:
 
 def take_channels(channels: Channels, *values: Float[Tensor, "row dim"]) -> tuple[Tensor, ...]:
     """The own channels of values that every rank holds whole; one all-gather of all their gradients backward."""
-    return cast(tuple[Tensor, ...], _Take.apply(channels, *values))  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, ...], _TakeChannels.apply(channels, *values))  # type: ignore[no-untyped-call]
 
 
 def gather_channels(channels: Channels, part: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row dim"]:
@@ -125,7 +125,7 @@ def gather_channels(channels: Channels, part: Float[Tensor, "row own_dim"]) -> F
     return channels.join(collectives.gather(channels.mesh, channels.pad(part)))
 
 
-class _Take(torch.autograd.Function):
+class _TakeChannels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, channels: Channels, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.channels, ctx.behind = channels, "outside"

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_amp.costs.chain import CHUNKED, KEPT, RECOMPUTED, Chain, Moment, extra_seconds
+from lightning_amp.costs.chain import CHUNKED, KEPT, RECOMPUTED, Chain, ChainMoment, extra_seconds
 from lightning_amp.costs.chain import peak_bytes as peak_bytes
 from lightning_amp.errors import PlanError
 
@@ -32,7 +32,7 @@ Key = frozenset[int | tuple[str, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class FormChoice:
     """Blocks that are not as they are, with their forms, and what follows from it for a step."""
 
     forms: dict[str, int]
@@ -45,7 +45,9 @@ class Choice:
         return tuple(name for name, form in self.forms.items() if form == RECOMPUTED)
 
 
-def choose(chain: Chain, budget_bytes: int, *, recompute: bool = True, chunk: bool = False) -> Choice | None:
+def choose(
+    chain: Chain, budget_bytes: int, *, recompute: bool = True, chunk: bool = False
+) -> FormChoice | None:
     """The forms of blocks with which the step's peak is within the budget, at the least extra time.
 
     Args:
@@ -64,13 +66,15 @@ def choose(chain: Chain, budget_bytes: int, *, recompute: bool = True, chunk: bo
         raise PlanError(
             f"budget_bytes={budget_bytes!r} is not supported; allowed is a whole number of bytes, 0 or more"
         )
-    forms = _Search(chain, budget_bytes, recompute=recompute, chunk=chunk).best()
+    forms = _FormSearch(chain, budget_bytes, recompute=recompute, chunk=chunk).best()
     if forms is None:
         return None
-    return Choice(forms=forms, peak_bytes=peak_bytes(chain, forms), extra_seconds=extra_seconds(chain, forms))
+    return FormChoice(
+        forms=forms, peak_bytes=peak_bytes(chain, forms), extra_seconds=extra_seconds(chain, forms)
+    )
 
 
-def leanest(chain: Chain, *, recompute: bool = True, chunk: bool = False, at_least: int = 0) -> Choice:
+def leanest(chain: Chain, *, recompute: bool = True, chunk: bool = False, at_least: int = 0) -> FormChoice:
     """The choice of the least peak, which no budget below `at_least` has, up to a part CLOSE of it."""
     low, best = at_least, choose(chain, peak_bytes(chain, ()), recompute=recompute, chunk=chunk)
     assert best is not None, "every block as it is takes as much"
@@ -95,14 +99,14 @@ class _Points:
     form: Any
 
 
-class _Search:
+class _FormSearch:
     """One run of the dynamic program."""
 
     def __init__(self, chain: Chain, budget: int, *, recompute: bool, chunk: bool) -> None:
         self._chain, self._budget = chain, budget
-        self._by_form: dict[tuple[int, int], list[Moment]] = defaultdict(list)
-        self._by_place: dict[int, list[Moment]] = defaultdict(list)
-        self._always: list[Moment] = []
+        self._by_form: dict[tuple[int, int], list[ChainMoment]] = defaultdict(list)
+        self._by_place: dict[int, list[ChainMoment]] = defaultdict(list)
+        self._always: list[ChainMoment] = []
         for moment in chain.moments:
             if moment.block is None and moment.after == moment.first:
                 self._always.append(moment)
@@ -176,16 +180,16 @@ class _Search:
                 new_key = key | holds | ({(block.fqn, form)} if form != KEPT else frozenset())
                 yield new_key, self._within(points, self._by_place[i + 1], new_key)
 
-    def _within(self, points: _Points, moments: Sequence[Moment], key: Collection[Any]) -> _Points:
+    def _within(self, points: _Points, moments: Sequence[ChainMoment], key: Collection[Any]) -> _Points:
         fits = self._mask(points.n_bytes, moments, key)
         return _Points(points.n_bytes[fits], points.seconds[fits], points.before[fits], points.form[fits])
 
-    def _mask(self, n_bytes: Any, moments: Sequence[Moment], key: Collection[Any]) -> Any:
+    def _mask(self, n_bytes: Any, moments: Sequence[ChainMoment], key: Collection[Any]) -> Any:
         """Which points fit at all of some moments."""
         most = max((self._beside(moment, key) for moment in moments), default=None)
         return n_bytes >= 0 if most is None else n_bytes + most <= self._budget
 
-    def _beside(self, moment: Moment, key: Collection[Any]) -> int:
+    def _beside(self, moment: ChainMoment, key: Collection[Any]) -> int:
         return moment.n_bytes + sum(self._chain.tensors[k] for k in moment.alive if k not in key)
 
     def _merge(self, found: Iterable[tuple[Key, _Points]], i: int) -> dict[Key, _Points]:

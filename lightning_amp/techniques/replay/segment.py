@@ -39,7 +39,7 @@ Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class StorageRef:
     """A tensor of the segment: the number of its storage, and how it lies in it."""
 
     slot: int
@@ -60,7 +60,7 @@ class Operator:
 
     Attributes:
         at: Its place among all operators of the step.
-        args, kwargs: With a Ref or an Outside in place of every tensor.
+        args, kwargs: With a StorageRef or an Outside in place of every tensor.
         draws: Generators that it draws from, with their states.
         results: The storage of each result that the segment has made, None for others.
         reads, writes, makes: Numbers of storages.
@@ -109,7 +109,7 @@ class Handle:
     """
 
     segment: "Segment"
-    ref: Ref
+    ref: StorageRef
     version: int
     digest: list[tuple[str, float, float]] | None = None
     value: Tensor | None = None
@@ -225,11 +225,11 @@ class Segment:
                     yield one.tensor
 
     def _run(self, operator: Operator, values: dict[tuple[int, torch.dtype], Tensor]) -> None:
-        def tensor(one: Ref | Outside) -> Tensor:
+        def tensor(one: StorageRef | Outside) -> Tensor:
             if type(one) is Outside:
                 # what an operator writes to has to be there for the next replay
                 return copied(one.tensor) if one.copied and self.kind == ONE_BY_ONE else one.tensor
-            return _tensor(cast(Ref, one), values)
+            return _tensor(cast(StorageRef, one), values)
 
         args, kwargs = mapped(operator.args, tensor), mapped(operator.kwargs, tensor)
         with drawing(operator.draws):
@@ -243,7 +243,7 @@ class Segment:
                 values.setdefault((slot, result.dtype), result)
 
 
-def _tensor(ref: Ref, values: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
+def _tensor(ref: StorageRef, values: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
     dtype, shape, strides, offset = ref.geometry
     base = values[ref.slot, dtype]
     if tuple(base.shape) == shape and base.stride() == strides and base.storage_offset() == offset:
@@ -254,7 +254,7 @@ def _tensor(ref: Ref, values: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Arguments of an operator with what stands for tensors changed."""
     kind = type(value)
-    if kind is Ref or kind is Outside or isinstance(value, Tensor):
+    if kind is StorageRef or kind is Outside or isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
         return [mapped(item, change) for item in value]

@@ -47,9 +47,9 @@ from lightning_amp.techniques.replay.segment import (
     Kept,
     Operator,
     Outside,
-    Ref,
     Segment,
     Slot,
+    StorageRef,
     mapped,
 )
 from lightning_amp.techniques.replay.spec import KEPT, ONE_BY_ONE
@@ -141,14 +141,14 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             slot.version = max(slot.version, version_of(tensor))
         self._just_written.clear()
 
-    def _ref(self, x: Tensor) -> Ref | None:
+    def _ref(self, x: Tensor) -> StorageRef | None:
         """A tensor of this segment, None of any other."""
         if not is_plain(x):
             return None
         found = self._known.get(id(x.untyped_storage()))
         if found is None or found[0] is not self.segment or x.dtype not in found[0].slots[found[1]].dtypes:
             return None
-        return Ref(found[1], (x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset())))
+        return StorageRef(found[1], (x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset())))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator of the forward pass, and record it."""
@@ -182,7 +182,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return found
         given, own = {id(t.untyped_storage()) for t in tensors}, set[int]()
 
-        def kept(x: Tensor) -> Ref | Outside:
+        def kept(x: Tensor) -> StorageRef | Outside:
             ref = self._ref(x)
             if ref is None:
                 return self._outside(segment, x, written)

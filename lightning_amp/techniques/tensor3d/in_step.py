@@ -58,7 +58,7 @@ class OnGrid(Protocol):
         """A gradient."""
 
 
-class Collective(NamedTuple):
+class InStepCollective(NamedTuple):
     """One of a parameter, which the order of a step consists of."""
 
     kind: str
@@ -93,9 +93,12 @@ class InStep:
         self._reached: dict[int, nn.Parameter] = {}
         # a step may have several backward passes, each of which ends a part of it
         self._part = "", 0
-        self._orders, self._changes = dict[tuple[str, int], list[Collective]](), Counter[tuple[str, int]]()
-        self._order: list[Collective] | None = None
-        self._done: list[Collective] = []
+        self._orders, self._changes = (
+            dict[tuple[str, int], list[InStepCollective]](),
+            Counter[tuple[str, int]](),
+        )
+        self._order: list[InStepCollective] | None = None
+        self._done: list[InStepCollective] = []
         self._at = self._begun_to = 0
         self._ahead = deque[tuple[OnGrid, Callable[[], Tensor]]]()
         self._kept: dict[OnGrid, Tensor] = {}
@@ -185,7 +188,7 @@ class InStep:
                 return
             self._leave()
         self._agree(f"{kind} {of.name!r} after {len(self._done)} collectives")
-        self._done.append(Collective(kind, of, in_backward()))
+        self._done.append(InStepCollective(kind, of, in_backward()))
 
     def _leave(self) -> None:
         """Take part in the rest of the order, and follow it no more."""
@@ -208,7 +211,7 @@ class InStep:
             self._gather_ahead(self._order)
         return found
 
-    def _gather_ahead(self, order: list[Collective]) -> None:
+    def _gather_ahead(self, order: list[InStepCollective]) -> None:
         """Begin the next gathers, up to a bound. All ranks have to decide alike, so it is not that of the own parts."""
         backward, held = order[self._at - 1].backward, self._bytes(of for of, _ in self._ahead)
         at = max(self._begun_to, self._at)

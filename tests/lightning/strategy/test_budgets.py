@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_amp.errors import PlanError
-from lightning_amp.footprint.bounded_step import OverBudget
+from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.lightning.strategy.plan.install_plan import InstalledPlan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import Meter
@@ -166,7 +166,7 @@ def test_a_stream_is_counted_while_it_runs_and_refused_where_it_is_not(monkeypat
     assert found["plan"].fits is None
     assert "amp_example_batch" in found["plan"].uncounted
     with pytest.raises(
-        OverBudget, match=r"made a tensor .* a stream \('Stream'\).* amp_example_batch"
+        StepOverBudget, match=r"made a tensor .* a stream \('Stream'\).* amp_example_batch"
     ) as error:
         run(Net(), within(int(0.8 * peak)), stream())
     assert "at least was predicted" in str(error.value)
@@ -215,7 +215,9 @@ def test_a_budget_is_held_where_parameters_are_unfrozen_unasked() -> None:
     found, _ = run(Unfreezing(), within(peak), **options)
     assert found["plan"].predicted_peak_bytes < 0.7 * peak
     assert any("of parameters are frozen, and counted so" in note for note in found["plan"].notes)
-    with pytest.raises(OverBudget, match=r"; it trains other parameters than those before.* was predicted"):
+    with pytest.raises(
+        StepOverBudget, match=r"; it trains other parameters than those before.* was predicted"
+    ):
         run(Unfreezing(), within(peak - 1), **options)
 
 
@@ -223,7 +225,7 @@ def test_a_batch_larger_than_those_before_is_counted() -> None:
     data = DataLoader([*batches(4), *batches(1, 2 * ROWS)], batch_size=None)  # type: ignore[arg-type]
     _, peak = run(Net(), data=data, max_steps=5)
     assert run(Net(), within(peak), data, max_steps=5)[0]["steps"] == 5
-    with pytest.raises(OverBudget, match="no batch before it had as many bytes"):
+    with pytest.raises(StepOverBudget, match="no batch before it had as many bytes"):
         run(Net(), within(peak - 1), data, max_steps=5)
 
 

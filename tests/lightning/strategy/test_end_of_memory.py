@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp._torch import autograd_node
-from lightning_amp.footprint.bounded_step import OverBudget
+from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.lightning.steps.counted_batches import CountedBatches
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.any_module_cases import Small, fitted, same
@@ -92,7 +92,7 @@ def test_a_batch_beyond_the_budget_is_refused_on_a_cpu() -> None:
         r"made a tensor \[6000, \d+\] float32 of \d+ KiB beside .* of parameters, .* of gradients, .* of optimiser"
         r" state, .* of activations.*; allowed are 300 KiB\. Memory ended in forward of net\.\d .*smaller batch"
     )
-    with pytest.raises(OverBudget, match=words):
+    with pytest.raises(StepOverBudget, match=words):
         grown(AMPStrategy(device_memory="300KiB"))
     assert grown(AMPStrategy(device_memory="300KiB", unfit="train"))["steps"] == 3
 
@@ -115,5 +115,5 @@ def test_the_first_batches_of_every_plan_are_counted() -> None:
     for rows in (1, 1, 9000):
         batch(rows)
     counted.begin_again()
-    with pytest.raises(OverBudget, match="allowed are 0.98 KiB|allowed are 1000 B"):
+    with pytest.raises(StepOverBudget, match="allowed are 0.98 KiB|allowed are 1000 B"):
         batch(9000)

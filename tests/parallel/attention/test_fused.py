@@ -24,7 +24,7 @@ from lightning_amp.techniques.contract.protocol import BucketedAttention, Sharda
 from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.attention import banded_softmax, rotary
 from lightning_amp.techniques.hic.attention.bucket_runs import RunSizes
-from lightning_amp.techniques.hic.attention.fused import FusedAttention, fuse_attention, fused_rows
+from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention, fuse_attention, fused_rows
 from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
 
 DIM, WINDOW = 8, 5
@@ -97,7 +97,10 @@ def test_keys_that_are_the_queries(
 
 def test_the_comparison_can_fail() -> None:
     leaves = draw(58)
-    fused, expected = results(FusedAttention(DIM, WINDOW), leaves), results(LocalAttention(DIM, 6), leaves)
+    fused, expected = (
+        results(FusedLocalAttention(DIM, WINDOW), leaves),
+        results(LocalAttention(DIM, 6), leaves),
+    )
     for found, other in zip(fused, expected, strict=True):
         assert distance([found], [other]) > 1e-2
 
@@ -107,7 +110,7 @@ def test_the_comparison_can_fail() -> None:
 )
 def test_other_sizes(n: int, dim: int, window: int) -> None:
     leaves = draw(n, dim)
-    found, expected = (results(a(dim, window), leaves) for a in (FusedAttention, LocalAttention))
+    found, expected = (results(a(dim, window), leaves) for a in (FusedLocalAttention, LocalAttention))
     for a, b in zip(found, expected, strict=True):
         assert (a - b).norm() <= 1e-12 * b.norm(), "one anchor alone has no gradient of its score"
 
@@ -121,7 +124,7 @@ def run(attention: BucketedAttention, first: int, last: int, n_rows: int) -> Fun
 @pytest.mark.parametrize("n", [40, 37, 12])
 def test_any_run_of_buckets(n: int, sizes: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     set_sizes(monkeypatch, *sizes[:2], padded=sizes[2])
-    eager, fused = LocalAttention(DIM, WINDOW), FusedAttention(DIM, WINDOW)
+    eager, fused = LocalAttention(DIM, WINDOW), FusedLocalAttention(DIM, WINDOW)
     n_buckets = eager.n_buckets(n)
     assert fused.n_buckets(n) == n_buckets
     for first in range(n_buckets):
@@ -131,7 +134,7 @@ def test_any_run_of_buckets(n: int, sizes: tuple[int, int, bool], monkeypatch: p
             assert distance(found, expected) <= 1e-12
     state = fused.prepare(*draw(n))
     for keep in (False, True):
-        none = FusedAttention(DIM, WINDOW, keep=keep).attend(state, 1, 1)
+        none = FusedLocalAttention(DIM, WINDOW, keep=keep).attend(state, 1, 1)
         assert none.shape == (0, DIM), "a rank may own no bucket"
         none.sum().backward()
     assert len(fused.attend(state, 0, n_buckets)) == n, "rows that fill the last bucket are not computed"
@@ -158,7 +161,7 @@ def test_runs_with_halos_add_up(borders: tuple[int, ...]) -> None:
 
 
 def test_one_tensor_for_all_and_strange_strides() -> None:
-    eager, fused = LocalAttention(DIM, WINDOW), FusedAttention(DIM, WINDOW)
+    eager, fused = LocalAttention(DIM, WINDOW), FusedLocalAttention(DIM, WINDOW)
     one = draw(23)[:1]
     assert distance(results(lambda x: fused(x, x, x), one), results(lambda x: eager(x, x, x), one)) <= 1e-12
     packed = [torch.cat([x.detach() for x in draw(23)], dim=1).T.contiguous().T.requires_grad_()]
@@ -177,12 +180,12 @@ def test_zero_keys_and_large_scores() -> None:
     with torch.no_grad():
         leaves[1][7] = 0
         leaves[1][9] *= 1e-13
-    found, expected = (results(a(DIM, WINDOW), leaves) for a in (FusedAttention, LocalAttention))
+    found, expected = (results(a(DIM, WINDOW), leaves) for a in (FusedLocalAttention, LocalAttention))
     assert distance(found, expected) <= 1e-12
     assert expected[2][7].norm() > 1e8, "the slope of the normalisation at 0 is 1 / 1e-12"
     large = [x.detach() * factor for x, factor in zip(draw(23), (1e4, 1, 1), strict=True)]
     large = [x.requires_grad_() for x in large]
-    found, expected = (results(a(DIM, WINDOW), large) for a in (FusedAttention, LocalAttention))
+    found, expected = (results(a(DIM, WINDOW), large) for a in (FusedLocalAttention, LocalAttention))
     assert distance(found[:1] + found[3:], expected[:1] + expected[3:]) <= 1e-10
 
 
@@ -192,7 +195,7 @@ def test_a_weight_on_oneself_hands_no_gradient_on() -> None:
     leaves = [x.detach() for x in draw(2, 2)]
     leaves[0][0], leaves[1][1] = torch.tensor([far, 0.0]), torch.tensor([1.0, 0.0])
     leaves = [x.requires_grad_() for x in leaves]
-    found, expected = (results(a(2, 2), leaves) for a in (FusedAttention, LocalAttention))
+    found, expected = (results(a(2, 2), leaves) for a in (FusedLocalAttention, LocalAttention))
     assert torch.allclose(expected[0][0], leaves[2].detach().mean(dim=0), rtol=1e-6), "half a weight each"
     assert distance(found, expected) <= 1e-9
 
@@ -201,7 +204,7 @@ def test_float32_at_far_positions() -> None:
     n, dim, window = 6000, 16, 40
     expected = results(LocalAttention(dim, window), draw(n, dim))
     single = draw(n, dim, dtype=torch.float32)
-    found, eager = (results(a(dim, window), single) for a in (FusedAttention, LocalAttention))
+    found, eager = (results(a(dim, window), single) for a in (FusedLocalAttention, LocalAttention))
     assert all(x.dtype == torch.float32 for x in found)
     assert distance(found, expected) <= 1e-6
     assert distance(found, eager) <= 1e-5
@@ -210,15 +213,15 @@ def test_float32_at_far_positions() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(dtype: torch.dtype) -> None:
     low = draw(60, dtype=dtype)
-    found = results(FusedAttention(DIM, WINDOW), low)
+    found = results(FusedLocalAttention(DIM, WINDOW), low)
     assert all(x.dtype == dtype for x in found)
     rounded = [x.detach().double().requires_grad_() for x in low]
     expected = results(LocalAttention(DIM, WINDOW), rounded)
     # what is left is the rounding of the results, half a unit in the last place at most
     assert distance(found, expected) <= torch.finfo(dtype).eps / 3
-    assert distance(results(FusedAttention(DIM, WINDOW, keep=True), low), found) == 0.0
+    assert distance(results(FusedLocalAttention(DIM, WINDOW, keep=True), low), found) == 0.0
     mixed = [low[0], low[1], rounded[2].detach().float().requires_grad_()]
-    found = results(FusedAttention(DIM, WINDOW), mixed)
+    found = results(FusedLocalAttention(DIM, WINDOW), mixed)
     assert [x.dtype for x in found] == [torch.float32, dtype, dtype, torch.float32]
     assert distance(found, expected) <= torch.finfo(dtype).eps / 3
     assert distance(found[:1] + found[3:], expected[:1] + expected[3:]) <= 1e-6, "float32 is not rounded"
@@ -231,7 +234,7 @@ def test_autocast_to_bfloat16_is_no_more_wrong_than_the_reference(
     n: int, window: int, device: str, keep: bool
 ) -> None:
     leaves, single = draw(n, 16), draw(n, 16, dtype=torch.float32)
-    ours, reference = FusedAttention(16, window, keep=keep), LocalAttention(16, window)
+    ours, reference = FusedLocalAttention(16, window, keep=keep), LocalAttention(16, window)
     expected = results(reference, leaves)
     with settings_of(device), torch.autocast("cpu", torch.bfloat16):
         found, eager = (results(a, single) for a in (ours, reference))
@@ -249,7 +252,7 @@ def test_autocast_to_bfloat16_is_no_more_wrong_than_the_reference(
 def test_second_derivative_is_refused() -> None:
     leaves = draw(12)
     (grad,) = torch.autograd.grad(
-        FusedAttention(DIM, WINDOW)(*leaves).square().sum(), leaves[:1], create_graph=True
+        FusedLocalAttention(DIM, WINDOW)(*leaves).square().sum(), leaves[:1], create_graph=True
     )
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
@@ -257,7 +260,7 @@ def test_second_derivative_is_refused() -> None:
 
 def test_changed_inputs_are_noticed() -> None:
     leaves = draw(12)
-    out = FusedAttention(DIM, WINDOW)(*leaves)
+    out = FusedLocalAttention(DIM, WINDOW)(*leaves)
     with torch.no_grad():
         leaves[1].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -265,7 +268,7 @@ def test_changed_inputs_are_noticed() -> None:
 
 
 def test_without_gradients_recomputed_and_inside_another_pass() -> None:
-    fused, leaves = FusedAttention(DIM, WINDOW), draw(38)
+    fused, leaves = FusedLocalAttention(DIM, WINDOW), draw(38)
     expected = results(LocalAttention(DIM, WINDOW), leaves)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -308,8 +311,8 @@ def test_memory_is_as_documented(
     set_sizes(monkeypatch, together, chunk, padded=padded)
     leaves, whole = draw(n, dim), n * dim * DOUBLE
     grad = torch.randn(n, dim, dtype=torch.float64)
-    FusedAttention(dim, w)(*leaves)
-    kept, forward, backward = measure(FusedAttention(dim, w), leaves, grad)
+    FusedLocalAttention(dim, w)(*leaves)
+    kept, forward, backward = measure(FusedLocalAttention(dim, w), leaves, grad)
     assert kept == whole, "the output, and nothing for the backward pass"
     # of the three runs of eight buckets the last has its values, do and q once more
     copied = ((together + 2) * w * dim, (2 * together + 2) * w * dim) if padded else (0, 0)
@@ -328,11 +331,11 @@ def test_memory_is_as_documented(
     if padded:
         weights = 24 * 3 * w * w * DOUBLE
     one_chunk = together * chunk * 3 * w * DOUBLE
-    found = measure(FusedAttention(dim, w, keep=True), leaves, grad)
+    found = measure(FusedLocalAttention(dim, w, keep=True), leaves, grad)
     assert found[0] == whole + weights
     assert found[1:] == (forward + weights - one_chunk, backward + weights - one_chunk)
     with LiveBytes() as live, torch.no_grad():
-        FusedAttention(dim, w, keep=True)(*leaves)
+        FusedLocalAttention(dim, w, keep=True)(*leaves)
     assert live.peak == forward, "without gradients there is nothing to keep"
     eager = measure(LocalAttention(dim, w), leaves, grad)
     assert eager[0] > n * 3 * w * DOUBLE
@@ -347,7 +350,7 @@ def test_without_values_the_same_memory(
     n: int, together: int, chunk: int, keep: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_sizes(monkeypatch, together, chunk, padded=padded)
-    fused, leaves = FusedAttention(8, 100, keep=keep), draw(n, dtype=torch.float32)
+    fused, leaves = FusedLocalAttention(8, 100, keep=keep), draw(n, dtype=torch.float32)
     meta = [x.detach().to("meta").requires_grad_() for x in leaves]
     # the tables of the rotation are there from then on
     fused(*leaves), fused(*meta)
@@ -375,24 +378,28 @@ def operators(attention: Function, leaves: list[Tensor]) -> list[str]:
 def test_an_accelerator_runs_few_operators_on_all_buckets_and_waits_for_none() -> None:
     leaves = draw(5 * WINDOW + 2, dtype=torch.float32)
     with settings_of("cuda"):
-        found = {keep: operators(FusedAttention(DIM, WINDOW, keep=keep), leaves) for keep in (True, False)}
+        found = {
+            keep: operators(FusedLocalAttention(DIM, WINDOW, keep=keep), leaves) for keep in (True, False)
+        }
     # scores, out; gradients of values, weights, keys, queries; scores again
     assert [sum("bmm" in name for name in names) for names in found.values()] == [10, 11]
     assert not {"_local_scalar_dense", "nonzero", "index", "lift_fresh", "arange", "cos"} & set(found[False])
     with settings_of("cpu"):
         # each of six turns is two products with small tables, of which none is a part; a softmax's backward pass is
         # one operator, and not three
-        assert len(operators(FusedAttention(DIM, WINDOW), leaves)) == len(found[False]) + 6 - 2
+        assert len(operators(FusedLocalAttention(DIM, WINDOW), leaves)) == len(found[False]) + 6 - 2
     wide = draw(5 * 150 + 2, dtype=torch.float32)
     with settings_of("cuda"):
-        assert len(operators(FusedAttention(DIM, 150), wide)) == len(found[False]), "whatever the sizes"
-    assert len(operators(FusedAttention(DIM, 150), wide)) > len(found[False]), "a CPU computes the ends apart"
+        assert len(operators(FusedLocalAttention(DIM, 150), wide)) == len(found[False]), "whatever the sizes"
+    assert len(operators(FusedLocalAttention(DIM, 150), wide)) > len(found[False]), (
+        "a CPU computes the ends apart"
+    )
 
 
 def test_backward_takes_the_settings_that_the_forward_pass_took() -> None:
     leaves = draw(5 * 150 + 2)
     with settings_of("cuda"):
-        out = FusedAttention(DIM, 150, keep=True)(*leaves)
+        out = FusedLocalAttention(DIM, 150, keep=True)(*leaves)
     found = [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
     out = LocalAttention(DIM, 150)(*leaves)
     assert distance(found, [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]) <= 1e-12
@@ -401,15 +408,15 @@ def test_backward_takes_the_settings_that_the_forward_pass_took() -> None:
 def test_tables_of_the_rotation_are_made_once() -> None:
     leaves = draw(4 * WINDOW)
     with torch.inference_mode():
-        FusedAttention(DIM, WINDOW)(*leaves)
+        FusedLocalAttention(DIM, WINDOW)(*leaves)
     before = rotary._kept.cache_info()
-    results(FusedAttention(DIM, WINDOW), leaves)
+    results(FusedLocalAttention(DIM, WINDOW), leaves)
     after = rotary._kept.cache_info()
     assert (after.misses, after.hits) == (before.misses, before.hits + 2)
     mode = FakeTensorMode()
     fake = [mode.from_tensor(x.detach()) for x in leaves]
     with mode:
-        assert FusedAttention(DIM, WINDOW)(*fake).shape == (4 * WINDOW, DIM)
+        assert FusedLocalAttention(DIM, WINDOW)(*fake).shape == (4 * WINDOW, DIM)
     assert rotary._kept.cache_info() == after, "a fake tensor's tables would be found by a real one"
 
 

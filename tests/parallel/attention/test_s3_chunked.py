@@ -13,7 +13,7 @@ from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.techniques.contract.protocol import BucketedAttention, find_decoders, is_decomposed
-from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedAttention, chunk_attention
+from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedLocalAttention, chunk_attention
 
 DOUBLE = 8
 
@@ -150,7 +150,10 @@ def test_whole_decoder_in_place() -> None:
     ("attention", "message"),
     [
         (nn.Linear(2, 2), r"S3 was asked for on 'Linear', which lacks \['n_buckets', 'prepare', 'attend'\]"),
-        (ChunkedAttention(nn.Identity(), buckets=1, retain=False), "S3 was asked for on 'ChunkedAttention'"),
+        (
+            ChunkedLocalAttention(nn.Identity(), buckets=1, retain=False),
+            "S3 was asked for on 'ChunkedAttention'",
+        ),
     ],
 )
 def test_refuses_other_modules(attention: nn.Module, message: str) -> None:

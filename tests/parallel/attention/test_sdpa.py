@@ -23,7 +23,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.simulation.byte_meter import SimulatedMeter
 from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.attention import sdpa
-from lightning_amp.techniques.hic.attention.fused import FusedAttention, fuse_attention, fused_rows
+from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention, fuse_attention, fused_rows
 from tests.parallel.attention.test_fused import (
     DIM,
     WINDOW,
@@ -39,8 +39,8 @@ from tests.parallel.sharded_cases import Case, Model, assert_same, make_plan, re
 FLOAT = 4
 
 
-def fused(dim: int = DIM, window: int = WINDOW) -> FusedAttention:
-    return FusedAttention(dim, window, kernel="sdpa")
+def fused(dim: int = DIM, window: int = WINDOW) -> FusedLocalAttention:
+    return FusedLocalAttention(dim, window, kernel="sdpa")
 
 
 @pytest.mark.parametrize("n", [60, 58, 21, 15, 12, 10, 7, 5, 2])
@@ -238,7 +238,7 @@ def test_a_decoder_trains_as_on_one_device(case: Case, strategies: tuple[str, ..
     model = Model(case)
     plan = Plan.from_json(make_plan(strategies, 1).to_json())
     installed = install(model, plan)
-    assert isinstance(model.decoder.strata[1].get_submodule("key.attention"), FusedAttention)
+    assert isinstance(model.decoder.strata[1].get_submodule("key.attention"), FusedLocalAttention)
     assert_same(train(model, 3, installed), reference(case))
 
 

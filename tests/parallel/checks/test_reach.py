@@ -7,7 +7,7 @@ from lightning_amp.installing.describe_module import describe
 from lightning_amp.models.decoders.full_attention import FullAttention
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.techniques.checks.reach import reach_of
-from lightning_amp.techniques.hic.attention.fused import FusedAttention
+from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
 from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
 from tests.parallel.sharded_cases import Case, Model
 
@@ -29,7 +29,7 @@ def test_reach_of_attention() -> None:
         (LocalAttention(4, 3), False, "declared by LocalAttention"),
         (FullAttention(), True, "declared by FullAttention"),
         (chunk_attention(LocalAttention(4, 3), buckets=1), False, "declared by LocalAttention"),
-        (FusedAttention(4, 3), False, "detected: FusedAttention has buckets of anchors"),
+        (FusedLocalAttention(4, 3), False, "detected: FusedLocalAttention has buckets of anchors"),
         (Undeclared(), True, "detected: Undeclared computes softmax(q k^T D^-0.5) values on an example"),
         (
             Causal(),

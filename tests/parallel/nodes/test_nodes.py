@@ -22,7 +22,7 @@ from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import change_of, install
 from lightning_amp.models.decoders.local_attention import LocalAttention
-from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
+from lightning_amp.models.decoders.stratified import StrataRegion, StratifiedDecoder
 from lightning_amp.models.decoders.stratum import AllFeatures
 from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.simulate import simulate_plan
@@ -430,7 +430,7 @@ def small(**changes: Any) -> StratifiedDecoder:
     return StratifiedDecoder(4, [range(9), range(8)], **settings)
 
 
-class Weights(Region):
+class Weights(StrataRegion):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.ones(1))

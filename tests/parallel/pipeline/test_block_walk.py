@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.forward_overrides import Override, add_override
-from lightning_amp.techniques.pipeline.run.block_walk import BlockCall, BlockWalk, Span, spans
+from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, Span, StageBlock, spans
 from lightning_amp.techniques.pipeline.run.placeholders import Placeholders
 from lightning_amp.techniques.pipeline.run.run_stages import joined
 
@@ -46,7 +46,7 @@ def plain(net: Net, x: Tensor) -> Tensor:
 def staged(net: Net) -> BlockWalk:
     walk = BlockWalk("blocks", len(net.blocks))
     for i, block in enumerate(net.blocks):
-        add_override(str(i), block, Override("pipeline", BlockCall(walk, i), BlockCall.position))
+        add_override(str(i), block, Override("pipeline", StageBlock(walk, i), StageBlock.position))
     return walk
 
 

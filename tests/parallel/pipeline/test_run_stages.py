@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.forward_overrides import Override, add_override
-from lightning_amp.techniques.pipeline.run.block_walk import BlockCall, BlockWalk, spans
+from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, StageBlock, spans
 from lightning_amp.techniques.pipeline.run.run_stages import Rest, Stages, Work
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 
@@ -47,7 +47,7 @@ class Hides(nn.Module):
 def run(net: Hides, mesh: DeviceMesh) -> Any:
     walk = BlockWalk("blocks", 2)
     for i, block in enumerate(net.blocks):
-        add_override(str(i), block, Override("pipeline", BlockCall(walk, i), BlockCall.position))
+        add_override(str(i), block, Override("pipeline", StageBlock(walk, i), StageBlock.position))
     stages = Stages(walk, spans([2]), mesh, torch.device("cpu"))
     parts = X.chunk(P)
     rest = Rest(step=lambda: net(X), silently=lambda: net(X), seed=7)

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import change_of, install
-from lightning_amp.models.decoders.stratified import Region, StratifiedDecoder
+from lightning_amp.models.decoders.stratified import StrataRegion, StratifiedDecoder
 from lightning_amp.models.decoders.stratum import AllFeatures
 from lightning_amp.techniques.hic.features.decoder import ShardedFeatures, log_softmax, share_features
 from lightning_amp.techniques.hic.features.row import FeatureParallel
@@ -259,13 +259,13 @@ class Failing(AllFeatures):
         raise ValueError("not here")
 
 
-class Weights(Region):
+class Weights(StrataRegion):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.ones(1))
 
 
-class Scaling(Region):
+class Scaling(StrataRegion):
     def leave(self, total: Tensor) -> Tensor:
         return 2 * total
 

@@ -21,7 +21,7 @@ from lightning_amp.techniques.hic.attention.rows import ChunkedAttention
 from lightning_amp.techniques.hic.hidden.decoder import HiddenDecode
 from lightning_amp.techniques.hic.hidden.layer_norm import ShardedLayerNorm
 from lightning_amp.techniques.hic.hidden.row import HiddenParallel
-from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirstDecode
+from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirst
 from lightning_amp.techniques.ranks.channel_shards import shard_channels
 from tests.parallel.sharded_cases import (
     Case,
@@ -182,7 +182,7 @@ def check_norm_and_scatter(mesh: DeviceMesh) -> None:
         run = -(-len(nodes) // world_size)
         columns = slice(rank * run, (rank + 1) * run)
         upstream = torch.randn(4, len(nodes), dtype=torch.float64, generator=generator)
-        for inner in (Decode(), KeyFirstDecode()):
+        for inner in (Decode(), KeyFirst()):
             parts = [t[:, channels.of(rank)].requires_grad_() for t in (u, key)]
             own = HiddenDecode(inner, mesh).scatter(*parts, nodes, run)
             expected = (u @ key.T)[:, nodes]

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratified import Decode
-from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirstDecode, key_first
+from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirst, key_first
 
 NODES = {
     "all": torch.arange(50),
@@ -80,7 +80,7 @@ def test_nodes_are_read_once_per_tensor_and_again_when_they_change(monkeypatch: 
     equal: Callable[[Tensor, Tensor], bool] = torch.equal
     monkeypatch.setattr(torch, "equal", lambda a, b: reads.append(1) or equal(a, b))
     u, key = inputs()
-    decode, nodes = KeyFirstDecode(), torch.arange(3, 9)
+    decode, nodes = KeyFirst(), torch.arange(3, 9)
     for _ in range(3):
         decode(u, key, nodes)
     assert len(reads) == 1
@@ -117,7 +117,7 @@ def test_nodes_without_values_and_of_inference_mode() -> None:
 
 
 def key_first_shape(nodes: Tensor, *, device: str = "cpu") -> tuple[int, ...]:
-    out: Tensor = KeyFirstDecode()(torch.ones(6, 8, device=device), torch.ones(50, 8, device=device), nodes)
+    out: Tensor = KeyFirst()(torch.ones(6, 8, device=device), torch.ones(50, 8, device=device), nodes)
     return tuple(out.shape)
 
 

@@ -21,7 +21,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.scores import sparse_likelihood as technique
-from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseLikelihood, sparse_likelihood
+from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB, sparse_likelihood
 from tests.parallel.sharded_cases import (
     Case,
     Model,
@@ -92,10 +92,10 @@ def test_equals_the_dense_likelihood(name: str, rows: str) -> None:
     given = arguments(*x.shape, rows=1 if rows == "one row" else len(x))
     expected = forward_backward(ZINB(), x, given)
     for form in (x, SparseCounts.from_dense(x)):
-        found = forward_backward(SparseLikelihood(), form, given)
+        found = forward_backward(SparseZINB(), form, given)
         assert_close(found, expected)
         with torch.no_grad():
-            value = SparseLikelihood()(form, *given)
+            value = SparseZINB()(form, *given)
         assert_close([value], expected[:1])
 
 
@@ -105,7 +105,7 @@ def test_settings_of_an_accelerator_compute_the_same(name: str, rows: int) -> No
     x = X[name]
     given = arguments(*x.shape, rows=rows)
     with settings_of("cuda"), Computed("lgamma", "lgamma_") as computed:
-        found = forward_backward(SparseLikelihood(), SparseCounts.from_dense(x), given)
+        found = forward_backward(SparseZINB(), SparseCounts.from_dense(x), given)
     assert_close(found, forward_backward(ZINB(), x, given))
     # no tables of functions: theta and x + theta of every entry, and x!
     assert computed.n == 3 * int((x != 0).sum())
@@ -114,7 +114,7 @@ def test_settings_of_an_accelerator_compute_the_same(name: str, rows: int) -> No
 def test_a_count_that_is_no_number_is_seen_in_the_loss() -> None:
     x, given = counts(), arguments(CELLS, FEATURES, 1)
     x[2, 3] = torch.nan
-    assert SparseLikelihood()(x, *given).isnan()
+    assert SparseZINB()(x, *given).isnan()
 
 
 def test_columns_of_a_wider_matrix_and_whole_chunks() -> None:
@@ -122,7 +122,7 @@ def test_columns_of_a_wider_matrix_and_whole_chunks() -> None:
     cut = [t[:, 200:2800].requires_grad_() for t in given]
     expected = forward_backward(ZINB(), wide[:, 200:2800], cut)
     for form in (wide, SparseCounts.from_dense(wide)):
-        found = forward_backward(SparseLikelihood(), form[:, 200:2800], cut)
+        found = forward_backward(SparseZINB(), form[:, 200:2800], cut)
         assert_close(found, expected)
 
 
@@ -148,15 +148,15 @@ def test_single_precision_loses_no_more_than_the_reference(name: str, count: flo
         )
 
     truth = run(ZINB(), torch.float64)
-    assert_close([run(SparseLikelihood(), torch.float64)], [truth])
-    lost, reference_lost = ((run(leaf, torch.float32) - truth).abs() for leaf in (SparseLikelihood(), ZINB()))
+    assert_close([run(SparseZINB(), torch.float64)], [truth])
+    lost, reference_lost = ((run(leaf, torch.float32) - truth).abs() for leaf in (SparseZINB(), ZINB()))
     assert (lost <= 3 * reference_lost + 1e-6 * truth.abs() + 1e-20).all(), (lost, reference_lost, truth)
 
 
 def test_gradients_that_nearly_cancel_keep_their_digits() -> None:
     # 1e9 entries of this kind: the gradient of zi_logits is the difference of two numbers next to 1
     given = [torch.full((1, 1), v, requires_grad=True) for v in (-4.0, 1.0, -21.0)]
-    found = forward_backward(SparseLikelihood(), torch.zeros(1, 1), given)[3]
+    found = forward_backward(SparseZINB(), torch.zeros(1, 1), given)[3]
     exact = forward_backward(
         ZINB(), torch.zeros(1, 1).double(), [t.detach().double().requires_grad_() for t in given]
     )
@@ -166,13 +166,13 @@ def test_gradients_that_nearly_cancel_keep_their_digits() -> None:
 def test_halves_are_computed_with_in_single_precision() -> None:
     x, given = counts(), arguments(CELLS, FEATURES, 1, torch.bfloat16)
     expected = forward_backward(ZINB(), x.float(), [t.detach().float().requires_grad_() for t in given])
-    found = forward_backward(SparseLikelihood(), x.bfloat16(), given)
+    found = forward_backward(SparseZINB(), x.bfloat16(), given)
     assert [t.dtype for t in found] == [torch.float32, *[torch.bfloat16] * 3]
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
     assert_close([t.float() for t in found[1:]], expected[1:], rtol=5e-3)
     with torch.autocast("cpu", torch.bfloat16):
         single = forward_backward(
-            SparseLikelihood(), x.float(), [t.detach().float().requires_grad_() for t in given]
+            SparseZINB(), x.float(), [t.detach().float().requires_grad_() for t in given]
         )
     assert_close(single, expected, rtol=1e-4)
 
@@ -180,7 +180,7 @@ def test_halves_are_computed_with_in_single_precision() -> None:
 def test_backward_passes_may_be_many_and_checkpointed_but_not_of_second_order() -> None:
     x, given = counts(), arguments(CELLS, FEATURES, 1)
     expected = forward_backward(ZINB(), x, given)[1:]
-    leaf = SparseLikelihood()
+    leaf = SparseZINB()
     total = leaf(x, *given)
     for _ in range(2):
         found = torch.autograd.grad(3 * total, given, retain_graph=True)
@@ -202,7 +202,7 @@ def test_arguments_without_gradients() -> None:
     x, given = counts(), arguments(CELLS, FEATURES, 1)
     for i in range(3):
         others = [t if j == i else t.detach() for j, t in enumerate(given)]
-        found = torch.autograd.grad(SparseLikelihood()(x, *others), given[i])
+        found = torch.autograd.grad(SparseZINB()(x, *others), given[i])
         expected = torch.autograd.grad(ZINB()(x, *others), given[i])
         assert_close(found, expected)
 
@@ -225,7 +225,7 @@ def test_special_functions_are_taken_of_the_entries_and_the_tables_alone(feature
     x, given = counts(200, features, 0.05), arguments(200, features, 1)
     n_entries = int((x != 0).sum())
     with Computed("lgamma", "lgamma_", "digamma", "digamma_") as computed:
-        forward_backward(SparseLikelihood(), x, given)
+        forward_backward(SparseZINB(), x, given)
     assert computed.n == 3 * n_entries + 2 * min(features, n_entries)
     with Computed("lgamma", "digamma") as dense:
         forward_backward(ZINB(), x, given)
@@ -261,7 +261,7 @@ def test_keeps_the_gradients_and_little_else(rows: int, share: float) -> None:
     # once for a batch, and kept with it
     by_entry.log_factorial(torch.float32)
     for form in (x, by_entry):
-        forward, kept, backward, left = peaks(SparseLikelihood(), form, rows)
+        forward, kept, backward, left = peaks(SparseZINB(), form, rows)
         assert kept == gradients + 4
         assert forward <= gradients + 4 * max(18 * n_entries, 11 * n_entries + chunks) + small
         assert backward <= 2 * gradients + small
@@ -274,7 +274,7 @@ def test_without_values_memory_is_counted_for_one_count_in_20(rows: int) -> None
     n = 64 * 4000 // 20
     x = torch.zeros(64, 4000)
     x.view(-1)[::20] = 1
-    real = peaks(SparseLikelihood(), x, rows)
+    real = peaks(SparseZINB(), x, rows)
     assert int(x.sum()) == n
 
     def meta(*shape: int) -> Tensor:
@@ -283,12 +283,12 @@ def test_without_values_memory_is_counted_for_one_count_in_20(rows: int) -> None
     empty = torch.empty(n, dtype=torch.int64, device="meta")
     entries = SparseCounts(empty, empty, torch.empty(n, device="meta"), x.shape)
     for form in (x.to("meta"), entries):
-        simulated = peaks(SparseLikelihood(), form, rows, meta)
+        simulated = peaks(SparseZINB(), form, rows, meta)
         assert simulated[1:] == real[1:]
         assert simulated[0] == pytest.approx(real[0], rel=0.02)
     with FakeTensorMode():
         fake = torch.empty(64, 4000)
-        assert SparseLikelihood()(fake, fake, fake[:1], fake[:1]).shape == ()
+        assert SparseZINB()(fake, fake, fake[:1], fake[:1]).shape == ()
 
 
 class Scaled(ZINB):
@@ -354,11 +354,11 @@ def test_refuses_other_shapes_and_gradients_of_counts() -> None:
         with pytest.raises(
             ModelError, match=r"counts of the shape \(7, 149\) for means of the shape \(7, 150\)"
         ):
-            SparseLikelihood()(form, *given)
+            SparseZINB()(form, *given)
     with pytest.raises(
         InstallError, match="counts that need a gradient, which it does not compute; detach them"
     ):
-        SparseLikelihood()(x.requires_grad_(), *given)
+        SparseZINB()(x.requires_grad_(), *given)
 
 
 def test_a_binarized_decoder_is_refused_and_left_as_it_was() -> None:
@@ -392,7 +392,7 @@ def test_a_decoder_trains_as_before(subset: tuple[str, ...], n_batches: int, cha
             model.batch["x"] = SparseCounts.from_dense(model.batch["x"])
         found = train(model, 3, install(model, make_plan(subset, 1)))
         assert_same(found, expected)
-    assert isinstance(model.decoder.strata[0].likelihood, SparseLikelihood)
+    assert isinstance(model.decoder.strata[0].likelihood, SparseZINB)
 
 
 def over_ranks(rank: int, world_size: int) -> list[str]:

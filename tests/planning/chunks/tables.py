@@ -5,8 +5,8 @@ from math import prod
 from typing import Any
 
 from lightning_amp.graph import flow_rules
-from lightning_amp.graph.flow import Call, Ref, dims_of, sums_of
-from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, Row, Table
+from lightning_amp.graph.flow import OperatorCall, Ref, dims_of, sums_of
+from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, OperatorRow, Table
 
 assert flow_rules
 
@@ -31,7 +31,7 @@ class Rows:
         shapes = tuple(self.rows[k]["shape"] for k in inputs)
         if op == "getitem":
             shapes = (shape,)
-        call = Call(op=op, shapes=shapes, result=shape, arguments=refs | arguments)
+        call = OperatorCall(op=op, shapes=shapes, result=shape, arguments=refs | arguments)
         n_bytes = 4 * prod(shape)
         view = fields.pop("view", False)
         i, moved = len(self.rows), op in ("add", "t", "getitem", "chunk", "view", "sum")
@@ -71,7 +71,7 @@ class Rows:
                 last[k] = i
         for k in outputs:
             last[k] = len(self.rows)
-        rows = (Row(last_use=end, **row) for row, end in zip(self.rows, last, strict=True))
+        rows = (OperatorRow(last_use=end, **row) for row, end in zip(self.rows, last, strict=True))
         return Table(block="Hand", rows=tuple(rows), outputs=outputs)
 
     def _bytes(self, i: int) -> int:

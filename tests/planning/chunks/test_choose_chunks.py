@@ -10,7 +10,7 @@ import pytest
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.regions.candidates import Candidate
+from lightning_amp.techniques.chunk.regions.candidates import RegionCandidate
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
@@ -109,7 +109,7 @@ def test_the_bytes_of_the_search_are_those_of_chunk_bytes(seed: int) -> None:
     line, seconds = Line(table, train=False), Seconds(table, CPU_CORE, train=False)
     regions = [r for r in find_regions(table) if any(table.rows[i].storage != i for i in r.outputs(table))]
     for region in regions or find_regions(table):
-        candidate = Candidate(table, region, seconds.extra, line.plain, train=False)
+        candidate = RegionCandidate(table, region, seconds.extra, line.plain, train=False)
         # a cost below zero: it is taken wherever it fits
         candidate._cost = lambda _: -1.0
         label = line.search([candidate], 10**9)

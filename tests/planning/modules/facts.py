@@ -5,13 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_amp.costs.profiled_step import ProfiledStep
-from lightning_amp.techniques.fsdp.bytes_of_ranks import Unit
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterUnit
 from lightning_amp.techniques.fsdp.predict import FsdpFacts
 from lightning_amp.techniques.fsdp.spec import FullyShard
 from lightning_amp.techniques.pipeline.options import stages_of
 
 
-def with_units(step: ProfiledStep, units: Sequence[Unit], spec: FullyShard | None = None) -> ProfiledStep:
+def with_units(
+    step: ProfiledStep, units: Sequence[ParameterUnit], spec: FullyShard | None = None
+) -> ProfiledStep:
     """Parameters that fsdp can split, whose gradients ranks average."""
     sizes = tuple(p.whole_bytes for unit in units for p in unit.parameters if p.trained)
     facts = {**step.facts, "fsdp": FsdpFacts(units=tuple(units), spec=spec)}

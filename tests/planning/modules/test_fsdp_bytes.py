@@ -13,7 +13,7 @@ from lightning_amp.footprint.module_profile import KINDS, ModuleProfile, Moment,
 from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, Unit, fsdp_peak_bytes
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.spec import FullyShard
 
 SHAPE = ModelShape(
@@ -77,9 +77,9 @@ def profile(*timeline: Moment) -> ModuleProfile:
     )
 
 
-def unit(fqn: str, rows: int, *, trained: bool = True) -> Unit:
+def unit(fqn: str, rows: int, *, trained: bool = True) -> ParameterUnit:
     name = f"{fqn}.weight" if fqn else "weight"
-    return Unit(
+    return ParameterUnit(
         fqn=fqn, parameters=(ParameterShape(name=name, shape=(rows,), item_bytes=1, trained=trained),)
     )
 

@@ -16,7 +16,7 @@ from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.sharding import ON_HOST, sharding_of, with_sharding
-from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, Unit, fsdp_peak_bytes
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.predict import facts_of, variants
 from lightning_amp.techniques.fsdp.seconds import (
     HANDLING_S,
@@ -36,7 +36,10 @@ A100 = rates_for("A100").on_nodes_of(8)
 def heavy(fsdp: FullyShard | None = None, rates: Any = A100, *, seconds: float = 0.01) -> ProfiledStep:
     """A step that holds 4 GiB, of which 1 GiB are parameters, and computes little."""
     shape = ParameterShape(name="weight", shape=(GIB // len(NAMES),), item_bytes=1)
-    units = (*(Unit(fqn=fqn, parameters=(shape,)) for fqn in NAMES), Unit(fqn="", parameters=()))
+    units = (
+        *(ParameterUnit(fqn=fqn, parameters=(shape,)) for fqn in NAMES),
+        ParameterUnit(fqn="", parameters=()),
+    )
     step = seen(profiled(held=4 * GIB), replace(chain(rest=4 * GIB), seconds=seconds))
     return replace(with_units(step, units, fsdp), rates=rates)
 

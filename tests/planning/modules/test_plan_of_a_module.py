@@ -33,7 +33,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.techniques.chunk.spec import ChunkBlock
-from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, Unit
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit
 from lightning_amp.techniques.recompute.spec import RecomputeBlock
 from lightning_amp.techniques.table import PREDICTIONS
 from tests.planning.modules.facts import with_units
@@ -105,7 +105,10 @@ def seen(
     step = ProfiledStep(
         profile=profile, chain=blocks or chain(rest=profile.peak_bytes - BLOCKS * SAVED), rates=CPU_CORE
     )
-    units = (*(Unit(fqn=fqn, parameters=(shape,)) for fqn in NAMES), Unit(fqn="", parameters=()))
+    units = (
+        *(ParameterUnit(fqn=fqn, parameters=(shape,)) for fqn in NAMES),
+        ParameterUnit(fqn="", parameters=()),
+    )
     return with_units(step, units)
 
 
@@ -346,7 +349,7 @@ def test_beside_split_parameters_as_few_blocks_run_again_as_must() -> None:
 
 def test_no_technique_for_blocks_makes_less_of_what_averaging_takes() -> None:
     small = ParameterShape(name="bias", shape=(9000,), item_bytes=1)
-    step = with_units(seen(profiled(held=8000)), (Unit(fqn="", parameters=(small,)),))
+    step = with_units(seen(profiled(held=8000)), (ParameterUnit(fqn="", parameters=(small,)),))
     averaged = 8000 + 100 + 9000 + 1 + WEIGHT_BYTES
     assert step.peak_bytes(2) == averaged > step.peak_bytes(1) + WEIGHT_BYTES
     peaks = {row.strategies: row.peak_bytes for row in compare(step, ranks=2, budget=None).candidates}
@@ -364,7 +367,7 @@ def test_small_gradients_are_copied_on_several_ranks() -> None:
     # at the peak, of which the tensors are known, there are no gradients yet
     kinds = {**profile.by_kind, "activations": profile.by_kind["activations"] + profile.by_kind["gradients"]}
     early = replace(profile, by_kind={**kinds, "gradients": 0}, first_bytes=2**22 + 101, left_bytes=20)
-    step = with_units(seen(early), (Unit(fqn="", parameters=own),))
+    step = with_units(seen(early), (ParameterUnit(fqn="", parameters=own),))
     assert step.peak_bytes(1) == 2**22 + 101
     # beside what is held and the batch: what the first step logs, which parameters were reached, and the copies
     assert step.peak_bytes(2) == 2**22 + 100 + 20 + 2 + 300 + WEIGHT_BYTES

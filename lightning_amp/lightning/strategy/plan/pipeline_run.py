@@ -17,7 +17,7 @@ from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
 from lightning_amp.techniques.pipeline.options import no_pipeline
-from lightning_amp.techniques.pipeline.run.block_walk import BlockCall, spans
+from lightning_amp.techniques.pipeline.run.block_walk import StageBlock, spans
 from lightning_amp.techniques.pipeline.run.blocks import refuse_batch_statistics
 from lightning_amp.techniques.pipeline.run.run_stages import Stages
 from lightning_amp.techniques.pipeline.spec import PipelineStages
@@ -117,7 +117,7 @@ def pipelined(
 ) -> tuple[StageParameters, PipelinedSteps]:
     """Free what other stages hold, and let the module's steps run as stages until these are undone."""
     overridden = [(one.fqn, one.module, one.override.run) for one in installed.overridden]
-    calls = [(fqn, block, run) for fqn, block, run in overridden if isinstance(run, BlockCall)]
+    calls = [(fqn, block, run) for fqn, block, run in overridden if isinstance(run, StageBlock)]
     blocks = {fqn: block for fqn, block, _ in calls}
     stages = Stages(calls[0][2].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)
     ranks = [n % mesh.size(1) for n, span in enumerate(stages.spans) for _ in range(span.first, span.end)]

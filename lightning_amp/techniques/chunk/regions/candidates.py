@@ -26,7 +26,7 @@ STEP = 1.15
 """Ratio of two lengths of a piece that are worth telling apart."""
 
 
-class Candidate:
+class RegionCandidate:
     """A region, and its bytes and cost in any number of pieces.
 
     Attributes:
@@ -130,11 +130,11 @@ class Candidates:
         self, table: Table, held: Sequence[int], cost: Cost, plain: BlockBytes, *, train: bool
     ) -> None:
         self._table, self._search = table, RegionSearch(table, held=held)
-        self._new = partial(Candidate, table, cost=cost, plain=plain, train=train)
-        self._known: dict[int, Candidate] = {}
-        self._around: dict[frozenset[int], list[Candidate]] = {}
+        self._new = partial(RegionCandidate, table, cost=cost, plain=plain, train=train)
+        self._known: dict[int, RegionCandidate] = {}
+        self._around: dict[frozenset[int], list[RegionCandidate]] = {}
 
-    def around(self, hot: frozenset[int]) -> list[Candidate]:
+    def around(self, hot: frozenset[int]) -> list[RegionCandidate]:
         """Regions that contain one of the rows `hot`, without those that a shorter one makes superfluous."""
         if hot not in self._around:
             self._around[hot] = list(
@@ -147,13 +147,13 @@ class Candidates:
         """Whether some regions were not looked at, for there were too many."""
         return self._search.thinned
 
-    def _of(self, region: Region) -> Candidate:
+    def _of(self, region: Region) -> RegionCandidate:
         # the search keeps its regions, so that no two have one identity
         if id(region) not in self._known:
             self._known[id(region)] = self._new(region)
         return self._known[id(region)]
 
-    def _ends(self, found: Iterable[Candidate], hot: Collection[int]) -> Iterator[Candidate]:
+    def _ends(self, found: Iterable[RegionCandidate], hot: Collection[int]) -> Iterator[RegionCandidate]:
         """Without those that end later than another of the same first row and dim, and are no better."""
         least: dict[tuple[int, int | None], tuple[int, int]] = {}
         for candidate in sorted(found, key=lambda candidate: candidate.region.last):

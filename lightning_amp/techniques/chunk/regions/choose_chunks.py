@@ -14,7 +14,7 @@ from math import floor, log
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.regions.candidates import Candidate, Candidates, Cost
+from lightning_amp.techniques.chunk.regions.candidates import Candidates, Cost, RegionCandidate
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.paper_cost import paper_cost
 from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
@@ -107,7 +107,7 @@ def rung(n_bytes: int) -> int:
     return min(n_bytes, int(RATIO ** floor(log(n_bytes + 1, RATIO)))) if n_bytes > 1 else 1
 
 
-class _Search:
+class _RegionSearch:
     """What is known of a table, for all budgets."""
 
     def __init__(self, table: Table, costs: CostModel, *, train: bool) -> None:
@@ -154,7 +154,7 @@ class _Search:
                 return self._plan(found)
             guess = found.peak_bytes - 1
 
-    def _above(self, budget_bytes: int) -> list[Candidate]:
+    def _above(self, budget_bytes: int) -> list[RegionCandidate]:
         """Regions that lower the bytes of a row above a budget."""
         line = self._line
         above = {i for i, n in enumerate(line.bytes_of_rows()) if n > budget_bytes}
@@ -173,6 +173,6 @@ class _Search:
 
 
 @lru_cache(maxsize=KNOWN)
-def _search(table: Table, costs: CostModel, *, train: bool) -> _Search:
+def _search(table: Table, costs: CostModel, *, train: bool) -> _RegionSearch:
     """Of a table; a block is planned for many budgets, and equal blocks have equal tables."""
-    return _Search(table, costs, train=train)
+    return _RegionSearch(table, costs, train=train)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from lightning_amp.graph.peak import BlockBytes, PieceRow, PieceTable, block_bytes
-from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, Row, Table
+from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, OperatorRow, Table
 from lightning_amp.techniques.chunk.regions.over import within, written_over
 from lightning_amp.techniques.chunk.regions.region import Region, piece_length
 
@@ -44,7 +44,7 @@ def chunk_bytes(table: Table, regions: Sequence[Region], *, train: bool = False)
     return outer.count()
 
 
-def result_bytes(row: Row) -> int:
+def result_bytes(row: OperatorRow) -> int:
     """Of a row's result in memory of its own."""
     return prod(row.shape) * WIDTHS.get(row.dtype, 4)
 
@@ -63,7 +63,7 @@ class _Sizes:
         outlives: Whether something reads its result after the region.
     """
 
-    row: Row
+    row: OperatorRow
     summed: bool
     uncut: int
     copied: tuple[int, ...]
@@ -208,7 +208,7 @@ class _Outer:
 
     def __init__(self, table: Table, *, train: bool) -> None:
         self._table, self._train, self._old = table, train, table.rows
-        self._rows: list[Row] = []
+        self._rows: list[OperatorRow] = []
         self._place: dict[int, int] = {}
         """Of rows of the block, in `_rows`."""
         self._inner: dict[int, tuple[int, int, int]] = {}
@@ -247,7 +247,7 @@ class _Outer:
         for i in rows:
             self._put(i, self._old[i])
 
-    def _put(self, i: int, row: Row) -> None:
+    def _put(self, i: int, row: OperatorRow) -> None:
         """Take over row i of the block."""
         self._place[i] = n = len(self._rows)
         inputs = tuple(self._place[k] for k in row.inputs)
@@ -260,7 +260,7 @@ class _Outer:
             replace(row, inputs=inputs, storage=storage, saved=tuple(sorted(saved)), writes=(), over=over)
         )
 
-    def _homes(self, row: Row, storage: int) -> list[int]:
+    def _homes(self, row: OperatorRow, storage: int) -> list[int]:
         """Where the memory lies that a row shares with some of its arguments."""
         shared = (k for k in row.inputs if self._old[k].storage == storage)
         return [self._rows[self._place[k]].storage for k in shared]
@@ -275,7 +275,7 @@ class _Outer:
             row = self._old[i]
             self._put(
                 i,
-                Row(
+                OperatorRow(
                     name=row.name,
                     kind=OPERATOR,
                     storage=i,
@@ -294,7 +294,7 @@ class _Outer:
         read = (*(self._place[i] for i in inputs), *(self._place[i] for i in outputs))
         n = len(self._rows)
         self._rows.append(
-            Row(
+            OperatorRow(
                 name=f"pieces of {self._old[region.first].name}",
                 kind=OPERATOR,
                 inputs=read,

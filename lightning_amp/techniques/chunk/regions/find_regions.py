@@ -21,7 +21,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from math import gcd, inf
 
-from lightning_amp.graph.table import OPERATOR, Row, Table
+from lightning_amp.graph.table import OPERATOR, OperatorRow, Table
 from lightning_amp.techniques.chunk.regions.region import GETITEM, Region, reach_of, written_from
 
 FEWER = 0.7
@@ -323,7 +323,7 @@ class _Flow:
             self._note(i)
         return self._read(row, asked) and self._readers(i)
 
-    def _read(self, row: Row, asked: dict[int, int]) -> bool:
+    def _read(self, row: OperatorRow, asked: dict[int, int]) -> bool:
         """Ask a row's arguments for what it reads of them."""
         for k, j in enumerate(row.inputs):
             inside = j in self.cut

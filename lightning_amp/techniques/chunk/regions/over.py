@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
 
-from lightning_amp.graph.table import OPERATOR, Row, Table
+from lightning_amp.graph.table import OPERATOR, OperatorRow, Table
 from lightning_amp.techniques.chunk.regions.region import Region
 
 
-def may_write(rows: Sequence[Row], i: int, k: int, read: Collection[int]) -> bool:
+def may_write(rows: Sequence[OperatorRow], i: int, k: int, read: Collection[int]) -> bool:
     """Whether row i may be written into the memory of row k, where all of the rows `read` are read meanwhile."""
     row, old = rows[i], rows[k]
     if not row.free or row.dtype != old.dtype or prod(row.shape) != prod(old.shape):
@@ -26,7 +26,7 @@ def may_write(rows: Sequence[Row], i: int, k: int, read: Collection[int]) -> boo
     return alike and all(rows[m].free <= i for m in old.memory) and others.isdisjoint(old.memory)
 
 
-def within(rows: Sequence[Row], row: Row, inside: Collection[int]) -> bool:
+def within(rows: Sequence[OperatorRow], row: OperatorRow, inside: Collection[int]) -> bool:
     """Whether what a row is written over is made by the rows `inside`: pieces of an input are read by other pieces."""
     return row.over >= 0 and set(rows[row.over].memory) <= set(inside)
 

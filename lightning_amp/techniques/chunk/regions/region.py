@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from math import gcd
 
 from lightning_amp.errors import PlanError
-from lightning_amp.graph.table import OPERATOR, Row, Table
+from lightning_amp.graph.table import OPERATOR, OperatorRow, Table
 
 GETITEM = "getitem"
 
@@ -40,8 +40,8 @@ class Region:
     """A run of rows, and how it is cut.
 
     Attributes:
-        first: Row.
-        last: Row, which belongs to the region.
+        first: OperatorRow.
+        last: OperatorRow, which belongs to the region.
         dims: Of every row of the run that is cut, and of every input that is cut: the dim.
         sums: Rows of the run whose results are added up over the pieces.
         before: Rows of the run that are computed once, whole, before the first piece; in `dims` too where they are cut
@@ -114,7 +114,7 @@ def pieces(units: int, n_chunks: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(length, units - start)) for start in range(0, units, length))
 
 
-def reach_of(rows: Sequence[Row], region: Region) -> int:
+def reach_of(rows: Sequence[OperatorRow], region: Region) -> int:
     """Units beside a piece that a region needs: those of its rows added up along the longest way through it."""
     reach: dict[int, int] = {}
     skipped = {*region.before, *region.sums}
@@ -205,7 +205,11 @@ def _row(table: Table, region: Region, i: int, own: set[int]) -> Iterator[str]:
 
 
 def _matches(
-    row: Row, asked: dict[int, int], pairs: Iterable[tuple[int, int]], dims: Mapping[int, int], own: set[int]
+    row: OperatorRow,
+    asked: dict[int, int],
+    pairs: Iterable[tuple[int, int]],
+    dims: Mapping[int, int],
+    own: set[int],
 ) -> bool:
     """Whether every argument is cut along the dim that is asked of it, and the others are whole inputs."""
     if any(asked[k] != d for k, d in pairs):
@@ -271,5 +275,5 @@ def written_from(table: Table) -> list[frozenset[int]]:
     return found[::-1]
 
 
-def _name(rows: tuple[Row, ...], i: int) -> str:
+def _name(rows: tuple[OperatorRow, ...], i: int) -> str:
     return f"row {i} ({rows[i].name!r}, {rows[i].op or rows[i].kind!r})"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import OPERATOR, Table
-from lightning_amp.techniques.chunk.regions.candidates import Candidate
+from lightning_amp.techniques.chunk.regions.candidates import RegionCandidate
 from lightning_amp.techniques.chunk.regions.chunk_bytes import result_bytes
 from lightning_amp.techniques.chunk.regions.region import Region
 
@@ -43,11 +43,11 @@ class _State:
 
     homes: tuple[tuple[int, int], ...] = ()
     saved: frozenset[int] = frozenset()
-    row: "_Step | None" = None
-    regions: "dict[Candidate, _Step]" = field(default_factory=dict)
+    row: "_SearchStep | None" = None
+    regions: "dict[RegionCandidate, _SearchStep]" = field(default_factory=dict)
 
 
-class _Step(NamedTuple):
+class _SearchStep(NamedTuple):
     """From one state to another; bytes are beside those of the label that are read by no row to come.
 
     Attributes:
@@ -118,9 +118,9 @@ class Line:
         backward = self.plain.backward or self.plain.forward
         return [max(pair) for pair in zip(self.plain.forward, backward, strict=True)]
 
-    def search(self, candidates: Sequence[Candidate], budget: int | None) -> Label | None:
+    def search(self, candidates: Sequence[RegionCandidate], budget: int | None) -> Label | None:
         """The cheapest label at the end within a budget; without one, that of the least peak. None if there is none."""
-        starting: dict[int, list[Candidate]] = {}
+        starting: dict[int, list[RegionCandidate]] = {}
         for candidate in candidates:
             starting.setdefault(candidate.region.first, []).append(candidate)
         # no label goes on that is worse already than what a search with few labels has found
@@ -129,7 +129,7 @@ class Line:
         return found if best is None else best
 
     def _search(
-        self, starting: Mapping[int, Sequence[Candidate]], budget: int | None, beam: int, most: float
+        self, starting: Mapping[int, Sequence[RegionCandidate]], budget: int | None, beam: int, most: float
     ) -> Label | None:
         at: list[list[Label]] = [[] for _ in range(len(self.rows) + 1)]
         at[0] = [Label(state=self.state(0, (), frozenset()))]
@@ -142,7 +142,7 @@ class Line:
         return next(iter(_best(at[-1], budget, beam)), None)
 
     def _steps(
-        self, place: int, label: Label, candidates: Sequence[Candidate], budget: int | None, most: float
+        self, place: int, label: Label, candidates: Sequence[RegionCandidate], budget: int | None, most: float
     ) -> Iterator[tuple[int, Label]]:
         state = label.state
         if state.row is None:
@@ -160,7 +160,7 @@ class Line:
                 yield candidate.region.last + 1, found
 
     @staticmethod
-    def _behind(label: Label, step: _Step) -> Label:
+    def _behind(label: Label, step: _SearchStep) -> Label:
         """The label behind a step."""
         return Label(
             label.cost,
@@ -171,7 +171,9 @@ class Line:
             step.after,
         )
 
-    def _in_pieces(self, candidate: Candidate, label: Label, step: _Step, budget: int | None) -> Label | None:
+    def _in_pieces(
+        self, candidate: RegionCandidate, label: Label, step: _SearchStep, budget: int | None
+    ) -> Label | None:
         """Compute a region in as few pieces as the budget allows; None if it allows none."""
         gone = label.gone_bytes
         if budget is not None and gone + step.peak_bytes > budget:
@@ -188,14 +190,14 @@ class Line:
             regions=(*label.regions, region),
         )
 
-    def _row(self, i: int, state: _State) -> _Step:
+    def _row(self, i: int, state: _State) -> _SearchStep:
         """Compute one row whole."""
         moved = _Moved(self, state)
         if self.rows[i].kind == OPERATOR:
             moved.row(i, over=True)
         return moved.to(i + 1, self._reads[i + 1])
 
-    def _region(self, candidate: Candidate, state: _State) -> _Step:
+    def _region(self, candidate: RegionCandidate, state: _State) -> _SearchStep:
         """Compute a region, of which bytes and cost depend on the number of its pieces."""
         moved = _Moved(self, state)
         for i, needed in candidate.before:
@@ -272,11 +274,11 @@ class _Moved:
         self.saved -= gone
         return kept
 
-    def to(self, place: int, needed: Sequence[int]) -> _Step:
+    def to(self, place: int, needed: Sequence[int]) -> _SearchStep:
         """The step to a place before which these rows are needed."""
         saved_bytes = self.gone + self._line.bytes(self.saved)
         kept = self.forget(needed)
-        return _Step(
+        return _SearchStep(
             self._line.state(place, kept, frozenset(self.saved)), self.peak, 0, 0, self.gone, saved_bytes
         )
 

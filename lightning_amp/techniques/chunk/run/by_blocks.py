@@ -42,7 +42,7 @@ Choose = Callable[[str, nn.Module, Any, Any], Checked | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
+class _BlockCall:
     """One call of a block, and the bytes alive when it began."""
 
     fqn: str
@@ -151,7 +151,7 @@ def _in_chunks(module: nn.Module, choose: Choose) -> Iterator[None]:
 
 def _dry_run(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Choose, reason: str
-) -> tuple[list[_Call], int]:
+) -> tuple[list[_BlockCall], int]:
     """Run a copy on fake tensors: the calls of its blocks, and the most bytes alive."""
     calls: list[tuple[str, Any, int]] = []
     fake, live = QuickFakes(), LiveBytes()
@@ -176,12 +176,12 @@ def _dry_run(
         ) from error
     with fake:
         made = [(fqn, *tree_map(_of_shape, given), n_bytes) for fqn, given, n_bytes in calls]
-    found = [_Call(fqn=fqn, args=args, kwargs=kwargs, outside_bytes=n) for fqn, args, kwargs, n in made]
+    found = [_BlockCall(fqn=fqn, args=args, kwargs=kwargs, outside_bytes=n) for fqn, args, kwargs, n in made]
     return found, live.peak
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _BlockShape:
     """A tensor without memory."""
 
     shape: tuple[int, ...]
@@ -194,17 +194,17 @@ class _Shape:
 def _shape(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return _Shape(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
+    return _BlockShape(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
 
 
 def _of_shape(value: Any) -> Any:
-    if not isinstance(value, _Shape):
+    if not isinstance(value, _BlockShape):
         return value
     made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
     return made.requires_grad_(value.requires_grad)
 
 
-def _too_little(module: nn.Module, budget_bytes: int, call: _Call, least_bytes: int) -> OverBudget:
+def _too_little(module: nn.Module, budget_bytes: int, call: _BlockCall, least_bytes: int) -> OverBudget:
     return OverBudget(
         f"{type(module).__name__!r} requires at least {call.outside_bytes + least_bytes!r} bytes, more than the"
         f" budget of {format_bytes(budget_bytes)}: when its block {call.fqn!r} begins"

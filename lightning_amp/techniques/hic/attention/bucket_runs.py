@@ -51,7 +51,7 @@ class RunSizes(NamedTuple):
     padded: bool
 
 
-class Run(NamedTuple):
+class BucketRun(NamedTuple):
     """Buckets that are computed together.
 
     Attributes:
@@ -106,7 +106,7 @@ class Band(NamedTuple):
         return -(-self.keys // self.window)
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[BucketRun, ...]:
         """Every bucket of rows in exactly one run, in their order."""
         return _runs(self)
 
@@ -115,7 +115,7 @@ class Band(NamedTuple):
         """Whether the keys are those of the rows, and one run has all buckets, which are several."""
         return self.rows == self.keys and len(self.runs) == 1 and self.runs[0].n_buckets > 1
 
-    def copies(self, run: Run) -> tuple[bool, bool]:
+    def copies(self, run: BucketRun) -> tuple[bool, bool]:
         """Whether a run's rows, and the keys they meet, are copied for zeros to be among them."""
         last = run.near[0] + (run.n_buckets - 1) * self.window + run.near[1]
         return run.own[0] + run.n_buckets * run.own[1] > self.rows, run.near[0] < 0 or last > self.keys
@@ -144,7 +144,7 @@ def run_sizes(window: int, *, launched: bool) -> RunSizes:
 
 
 @lru_cache(maxsize=256)
-def _runs(band: Band) -> tuple[Run, ...]:
+def _runs(band: Band) -> tuple[BucketRun, ...]:
     n_buckets, first = -(-band.rows // band.window), 0
     if band.sizes.padded:
         return tuple(_run(band, *span) for span in _spans(0, n_buckets, band.sizes.buckets))
@@ -162,14 +162,14 @@ def _spans(first: int, last: int, most: int) -> list[tuple[int, int]]:
     return [(a, b - a) for a, b in pairwise(bounds)]
 
 
-def _run(band: Band, bucket: int, n_buckets: int) -> Run:
+def _run(band: Band, bucket: int, n_buckets: int) -> BucketRun:
     w, first = band.window, bucket * band.window
     start, whole = band.before + first - w, band.n_key_buckets * w
     if n_buckets > 1:
         outside = start < 0, start + (n_buckets + 2) * w > whole
-        return Run(start // w + 1, n_buckets, (first, w), (start, 3 * w), outside)
+        return BucketRun(start // w + 1, n_buckets, (first, w), (start, 3 * w), outside)
     begin, end = max(start, 0), min(start + 3 * w, whole)
     # keys up to `end` are met; those from `stop` on are the zeros that fill the last bucket, and are only counted
     stop = min(end, band.keys)
     own = first, min(w, band.rows - first)
-    return Run(start // w + 1, 1, own, (begin, stop - begin), missing=end - stop)
+    return BucketRun(start // w + 1, 1, own, (begin, stop - begin), missing=end - stop)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_amp._torch import past_threshold, softmax_backward
 from lightning_amp.techniques.device_settings import launches_operators
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, Run
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun
 from lightning_amp.techniques.hic.attention.precision import computed_in
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
 
@@ -83,35 +83,35 @@ class BucketWork:
         if not self.kept:
             self._memory["weights"] = q.new_empty(scores, dtype=of_scores)
 
-    def dtype_of(self, run: Run) -> torch.dtype:
+    def dtype_of(self, run: BucketRun) -> torch.dtype:
         """The type in which a run's matrices meet."""
         return self._dtype if run.missing else self._met_in
 
-    def chunks(self, run: Run) -> Iterator[slice | None]:
+    def chunks(self, run: BucketRun) -> Iterator[slice | None]:
         """Rows of every bucket of a run that are computed at a time; None for all of them."""
         n_rows, most = run.own[1], self.band.sizes.rows
         if n_rows <= most:
             return iter([None])
         return (slice(first, min(first + most, n_rows)) for first in range(0, n_rows, most))
 
-    def own(self, rows: Tensor, run: Run) -> Tensor:
+    def own(self, rows: Tensor, run: BucketRun) -> Tensor:
         """The rows of a run's buckets, [bucket, row, D], zeros after the last one."""
         first, n_rows = run.own
         part = _rows(rows, first, first + run.n_buckets * n_rows)
         return part.view(run.n_buckets, n_rows, self._dim)
 
-    def near(self, values: Tensor, run: Run) -> Tensor:
+    def near(self, values: Tensor, run: BucketRun) -> Tensor:
         """The values that a run's buckets meet, [bucket, key, D], zeros outside the sequence."""
         w, (first, n_keys) = self.band.window, run.near
         part = _rows(self._met("values", values, run), first, first + (run.n_buckets - 1) * w + n_keys)
         row, channel = part.stride()
         return part.as_strided((run.n_buckets, n_keys, self._dim), (w * row, row, channel))
 
-    def near_keys(self, keys: Tensor, run: Run) -> Tensor:
+    def near_keys(self, keys: Tensor, run: BucketRun) -> Tensor:
         """The turned keys that a run's buckets meet, [bucket, key, D]."""
         return self._near_rows(self._met("keys", keys, run), run)
 
-    def _near_rows(self, keys: Tensor, run: Run) -> Tensor:
+    def _near_rows(self, keys: Tensor, run: BucketRun) -> Tensor:
         w, dim, (first, n_keys) = self.band.window, self._dim, run.near
         return keys.as_strided(
             (run.n_buckets, n_keys, dim), (w * dim, dim, 1), (first + self._before * w) * dim
@@ -137,7 +137,7 @@ class BucketWork:
             else:
                 total.add_(torch.bmm(part, right), alpha=scale)
 
-    def sums(self, grad: Tensor, run: Run) -> tuple[Tensor, ...]:
+    def sums(self, grad: Tensor, run: BucketRun) -> tuple[Tensor, ...]:
         """Where the gradients of a run's keys belong, [bucket, key, D] each: one for every bucket that is met."""
         if run.n_buckets == 1:
             return (self._near_rows(grad, run),)
@@ -149,7 +149,7 @@ class BucketWork:
         """Of whole buckets of keys the rows of the sequence, [M, D]; a view."""
         return _flat(keys, self._before * self.band.window, self.band.keys, self._dim)
 
-    def take_rows(self, run: Run) -> Tensor:
+    def take_rows(self, run: BucketRun) -> Tensor:
         """The memory for a product of a run's weights or their gradients with what they meet, [bucket, row, D]."""
         dtype = self.dtype_of(run)
         if dtype == self._dtype:
@@ -163,14 +163,14 @@ class BucketWork:
         run = self.band.runs[0]
         return q.new_empty((run.n_buckets, run.own[1], self._dim), dtype=dtype)
 
-    def take(self, name: str, run: Run) -> Tensor:
+    def take(self, name: str, run: BucketRun) -> Tensor:
         """The memory `rows` or `queries` of a run."""
         memory, n_rows = self._memory[name], run.own[1]
         if n_rows < self.band.window:
             return self._take(name, run.n_buckets, n_rows, memory.shape[2])
         return memory if run.n_buckets == len(memory) else memory[: run.n_buckets]
 
-    def copy_own(self, own: Tensor, run: Run, rows: Tensor) -> None:
+    def copy_own(self, own: Tensor, run: BucketRun, rows: Tensor) -> None:
         """Write the rows of a run's buckets to where they belong."""
         part = _rows(rows, run.own[0], min(run.own[0] + run.n_buckets * run.own[1], len(rows)))
         part.copy_(_flat(own, 0, len(part), self._dim))
@@ -248,7 +248,7 @@ class BucketWork:
     def _next_places(self) -> tuple[int, int]:
         return self._before + 1, self.band.n_key_buckets
 
-    def turn_queries(self, q: Tensor, run: Run) -> Tensor:
+    def turn_queries(self, q: Tensor, run: BucketRun) -> Tensor:
         """The turned queries of a run, [bucket, row, D]."""
         queries = self.take("queries", run)
         if not self.at_once:
@@ -256,7 +256,7 @@ class BucketWork:
             self._rotary.turn(queries, (run.place + self._before + 1, run.n_buckets))
         return queries.view(self._dtype).to(self.dtype_of(run))
 
-    def turn_queries_back(self, grad: Tensor, run: Run, dq: Tensor) -> None:
+    def turn_queries_back(self, grad: Tensor, run: BucketRun, dq: Tensor) -> None:
         """From the gradient of a run's turned queries, which is changed, to that of the queries."""
         pairs = grad.to(self._dtype).view(*grad.shape[:2], -1, 2)
         place = run.place + self._before + 1, run.n_buckets
@@ -264,7 +264,7 @@ class BucketWork:
         part = _rows(dq, run.own[0], min(run.own[0] + run.n_buckets * run.own[1], len(dq)))
         from_pairs(pairs.as_strided((len(part), *pairs.shape[2:]), pairs.stride()[1:]), part)
 
-    def weights(self, run: Run, rows: slice | None, queries: Tensor, keys: Tensor) -> Tensor:
+    def weights(self, run: BucketRun, rows: slice | None, queries: Tensor, keys: Tensor) -> Tensor:
         """Attention weights [bucket, row, column], kept ones or new."""
         shape = *queries.shape[:2], run.columns
         weights = part_of(self.kept[run], rows) if self.kept else self._take_scores("weights", run, shape)
@@ -281,7 +281,7 @@ class BucketWork:
         return torch.softmax(scores, -1, out=weights)
 
     def score_gradients(
-        self, run: Run, rows: slice | None, weights: Tensor, grad: Tensor, values: Tensor
+        self, run: BucketRun, rows: slice | None, weights: Tensor, grad: Tensor, values: Tensor
     ) -> Tensor:
         """Gradient of the scores, [bucket, row, column]."""
         ds = self._take_scores("scores", run, weights.shape)
@@ -301,14 +301,14 @@ class BucketWork:
         self._with_themselves(ds, run, rows).zero_()
         return ds
 
-    def _shape(self, run: Run, most_rows: int | None = None) -> tuple[int, int, int]:
+    def _shape(self, run: BucketRun, most_rows: int | None = None) -> tuple[int, int, int]:
         n_rows = run.own[1] if most_rows is None else min(run.own[1], most_rows)
         return run.n_buckets, n_rows, run.columns
 
-    def _score_bytes(self, run: Run) -> int:
+    def _score_bytes(self, run: BucketRun) -> int:
         return math.prod(self._shape(run, self.band.sizes.rows)) * self.dtype_of(run).itemsize
 
-    def _met(self, name: str, x: Tensor, run: Run) -> Tensor:
+    def _met(self, name: str, x: Tensor, run: BucketRun) -> Tensor:
         """Rows in the type in which a run's matrices meet; of all rows once, for buckets meet them several times."""
         dtype = self.dtype_of(run)
         if x.dtype == dtype:
@@ -328,18 +328,18 @@ class BucketWork:
         rows = rows[: 2 * most] if rows.is_meta else rows
         return list(zip(range(0, len(rows), most), torch.split(rows, most), strict=True))
 
-    def _with_themselves(self, scores: Tensor, run: Run, rows: slice | None) -> Tensor:
+    def _with_themselves(self, scores: Tensor, run: BucketRun, rows: slice | None) -> Tensor:
         """The scores of rows with themselves, [bucket, row]."""
         first = run.place * self.band.window - run.near[0] + (rows.start if rows else 0)
         return scores.diagonal(first, 1, 2)
 
-    def _outside(self, scores: Tensor, run: Run) -> Tensor:
+    def _outside(self, scores: Tensor, run: BucketRun) -> Tensor:
         """The scores of the first bucket with the keys before the sequence, of the last one with those after it."""
         w = self.band.window
         ends = [0] * run.outside[0] + [scores.stride(0) * (run.n_buckets - 1) + 2 * w] * run.outside[1]
         return scores.as_strided((len(ends), w, w), (ends[-1] - ends[0], 3 * w, 1), ends[0])
 
-    def _take_scores(self, name: str, run: Run, shape: Sequence[int]) -> Tensor:
+    def _take_scores(self, name: str, run: BucketRun, shape: Sequence[int]) -> Tensor:
         return self._take(name, *shape, dtype=self.dtype_of(run))
 
     def _take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -352,7 +352,7 @@ class BucketWork:
         return (memory if memory.numel() == n else memory.view(-1)[:n]).view(shape)
 
 
-def of_keys(scores: Tensor, run: Run) -> Tensor:
+def of_keys(scores: Tensor, run: BucketRun) -> Tensor:
     """The columns of keys, without that of missing rows."""
     return scores[..., : run.near[1]] if run.missing else scores
 

@@ -58,10 +58,12 @@ def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel =
             " what LocalAttention(dim, window) does, of all channels, and has nothing beside its numbers can be"
             f" replaced: move the rest to its parent, or leave {strategy!r} out (S3 takes any bucketed attention)"
         )
-    return FusedAttention(cast(Any, attention).dim, cast(Any, attention).window, keep=keep, kernel=kernel)
+    return FusedLocalAttention(
+        cast(Any, attention).dim, cast(Any, attention).window, keep=keep, kernel=kernel
+    )
 
 
-class FusedAttention(nn.Module):
+class FusedLocalAttention(nn.Module):
     """Local attention computed by hand; made by `fuse_attention`.
 
     Args:
@@ -165,7 +167,7 @@ def _structure_problem(attention: nn.Module) -> str:
 
 def _value_problem(attention: nn.Module) -> str:
     """Where a module computes something else on small examples; "" if nowhere."""
-    ours = FusedAttention(cast(Any, attention).dim, EXAMPLE_WINDOW)
+    ours = FusedLocalAttention(cast(Any, attention).dim, EXAMPLE_WINDOW)
     for n, training in product(EXAMPLE_ROWS, (True, False)):
         # the structure's check has refused state
         problem = mismatch(attention, ours, partial(_results, n=n, training=training), rtol=CLOSE)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from lightning_amp.techniques.hic.attention.bucket_runs import Band
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """Buckets of rows that meet the same number of buckets of keys.
 
     Attributes:
@@ -46,7 +46,7 @@ class Calls(NamedTuple):
         return self.before == 0, self.before + self.rows == self.keys
 
     @property
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[KernelCall, ...]:
         """Every bucket of rows in exactly one of them."""
         return _calls(self)
 
@@ -75,20 +75,22 @@ def calls_of(band: Band) -> Calls:
 
 
 @lru_cache(maxsize=256)
-def _calls(run: Calls) -> tuple[Call, ...]:
+def _calls(run: Calls) -> tuple[KernelCall, ...]:
     if not run.rows:
         return ()
     (first, last), found = run.ends, []
     if first and last:
         step = run.rows - 1
         found.append(
-            Call((0, step, 2), (0, step - 1, 2), 0) if run.rows > 1 else Call((0, 0, 1), (0, 0, 1), 0)
+            KernelCall((0, step, 2), (0, step - 1, 2), 0)
+            if run.rows > 1
+            else KernelCall((0, 0, 1), (0, 0, 1), 0)
         )
     elif first:
-        found.append(Call((0, 0, 1), (0, 0, 2), 0))
+        found.append(KernelCall((0, 0, 1), (0, 0, 2), 0))
     elif last:
-        found.append(Call((run.rows - 1, 0, 1), (run.keys - 2, 0, 2), 1))
+        found.append(KernelCall((run.rows - 1, 0, 1), (run.keys - 2, 0, 2), 1))
     inner = run.rows - first - last
     if inner > 0:
-        found.append(Call((int(first), 1, inner), (run.before + first - 1, 1, 3), 1))
+        found.append(KernelCall((int(first), 1, inner), (run.before + first - 1, 1, 3), 1))
     return tuple(found)

@@ -51,10 +51,10 @@ def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False)
             f"S3 was asked for with buckets={buckets!r}; a chunk has a whole number of buckets, at least 1:"
             " use 1 for the least memory"
         )
-    return ChunkedAttention(attention, buckets=buckets, retain=retain)
+    return ChunkedLocalAttention(attention, buckets=buckets, retain=retain)
 
 
-class ChunkedAttention(nn.Module):
+class ChunkedLocalAttention(nn.Module):
     """Attention chunk by chunk; made by `chunk_attention`."""
 
     stays_eager = True

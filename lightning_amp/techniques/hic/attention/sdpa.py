@@ -58,7 +58,7 @@ from lightning_amp._torch import (
 )
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.hic.attention.bucket_work import LEAST_NORM
-from lightning_amp.techniques.hic.attention.kernel_calls import Call, Calls
+from lightning_amp.techniques.hic.attention.kernel_calls import Calls, KernelCall
 from lightning_amp.techniques.hic.attention.precision import computed_in, met_in
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
 
@@ -242,7 +242,7 @@ def _filled(x: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     return F.pad(x, (0, 0, 0, n - len(x))) if len(x) < n else x.contiguous()
 
 
-def _rows_of(call: Call, run: Calls, x: Tensor) -> Tensor:
+def _rows_of(call: KernelCall, run: Calls, x: Tensor) -> Tensor:
     """The rows of a call's buckets, [bucket, 1, row, D]."""
     (first, step, n), dim = call.rows, x.shape[-1]
     size = run.window * dim
@@ -251,7 +251,7 @@ def _rows_of(call: Call, run: Calls, x: Tensor) -> Tensor:
     )
 
 
-def _views(call: Call, run: Calls, turned: Tensor, values: Tensor, own: Tensor) -> tuple[Tensor, ...]:
+def _views(call: KernelCall, run: Calls, turned: Tensor, values: Tensor, own: Tensor) -> tuple[Tensor, ...]:
     """Rows, keys, values and what is added to the scores: [bucket, 1, row or key, D or key]."""
     (first, step, met), n, w, dim = call.keys, call.rows[2], run.window, turned.shape[-1]
     size = w * dim

@@ -72,7 +72,7 @@ class SharedVertices(nn.Module):
 
     def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
         """Sum over edges of coefficient * x[source] at the own targets."""
-        return cast(Tensor, _Propagate.apply(x, self))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _PropagateShards.apply(x, self))  # type: ignore[no-untyped-call]
 
     def noise(self, like: PerVertex, generator: torch.Generator | None) -> PerVertex:
         """The own rows of what one device would draw."""
@@ -164,7 +164,7 @@ class _Replicated(torch.autograd.Function):
         return out.index_add_(0, place.clamp_min(0), own), None, None
 
 
-class _Propagate(torch.autograd.Function):
+class _PropagateShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, leaf: SharedVertices) -> Tensor:
         ctx.leaf = leaf

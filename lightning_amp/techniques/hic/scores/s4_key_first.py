@@ -33,10 +33,10 @@ def key_first(decode: nn.Module) -> nn.Module:
             " for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor] can be replaced: move the"
             " rest to the stratum, or leave S4 out"
         )
-    return KeyFirstDecode()
+    return KeyFirst()
 
 
-class KeyFirstDecode(nn.Module):
+class KeyFirst(nn.Module):
     """Decode from selected keys; made by `key_first`.
 
     Whether the feature_anchor are a run of anchors is read once per tensor, because reading waits for the device.

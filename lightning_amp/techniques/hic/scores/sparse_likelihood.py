@@ -79,7 +79,7 @@ def sparse_likelihood(leaf: nn.Module) -> nn.Module:
     return _like(leaf)
 
 
-class SparseLikelihood(nn.Module):
+class SparseZINB(nn.Module):
     """Zero-inflated negative binomial of counts that are mostly zero; made by `sparse_likelihood`.
 
     Args:
@@ -141,7 +141,7 @@ class SparseLikelihood(nn.Module):
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor | SparseCounts, form: SparseLikelihood, *arguments: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor | SparseCounts, form: SparseZINB, *arguments: Tensor) -> Tensor:
         dtype = _dtype(arguments)
         gradients = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in arguments]
         total = _sum(x, arguments, form, gradients)
@@ -161,7 +161,7 @@ class _WithGradients(torch.autograd.Function):
 def _sum(
     x: Tensor | SparseCounts,
     arguments: Sequence[Tensor],
-    form: SparseLikelihood,
+    form: SparseZINB,
     gradients: Sequence[Tensor] = (),
 ) -> Tensor:
     """The summed log-probability; fills the gradients if there are any."""
@@ -353,7 +353,7 @@ def _problem(leaf: nn.Module) -> str:
     return likelihood_problem(leaf, ours, whole=ours.whole)
 
 
-def _like(leaf: nn.Module) -> SparseLikelihood:
+def _like(leaf: nn.Module) -> SparseZINB:
     """Ours, with the settings of a likelihood; `_problem` looks whether it is one."""
     least, whole = found_out(leaf, likelihood_settings)
-    return SparseLikelihood(least=least, whole=whole)
+    return SparseZINB(least=least, whole=whole)

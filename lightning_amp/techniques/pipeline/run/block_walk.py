@@ -244,7 +244,7 @@ class BlockWalk:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class BlockCall:
+class StageBlock:
     """What decides whether a block runs."""
 
     position = Position.STAGE

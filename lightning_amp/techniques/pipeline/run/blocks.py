@@ -11,7 +11,7 @@ from lightning_amp.footprint.find_blocks import MARK, find_blocks
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.hooks import hooks_within
 from lightning_amp.techniques.data.batch_norm import has_batch_norms
-from lightning_amp.techniques.pipeline.run.block_walk import BlockCall, BlockWalk
+from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, StageBlock
 from lightning_amp.techniques.pipeline.spec import PipelineStages
 
 
@@ -68,7 +68,7 @@ def pipeline_stages(blocks: nn.Module, spec: PipelineStages, mesh: DeviceMesh) -
             " send each other in both directions at once has not been tried with NCCL: leave 'pipeline' out"
         )
     walk = BlockWalk(name, len(children))
-    return Change({}, forwards={key: BlockCall(walk, i) for i, key in enumerate(children)})
+    return Change({}, forwards={key: StageBlock(walk, i) for i, key in enumerate(children)})
 
 
 def refuse_batch_statistics(module: nn.Module) -> None:

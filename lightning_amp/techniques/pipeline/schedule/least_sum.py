@@ -22,7 +22,7 @@ FIRST_HALVINGS = 12
 
 def least_sum(runs: OrderedRuns) -> list[int] | None:
     """Ends of runs with the least f + b; None where the caps leave no runs."""
-    search = _Search(runs)
+    search = _LeastSum(runs)
     if not search.begin():
         return None
     intervals = deque([(search.least_forward, search.most_forward)])
@@ -39,7 +39,7 @@ def least_sum(runs: OrderedRuns) -> list[int] | None:
     return search.best
 
 
-class _Search:
+class _LeastSum:
     """The best runs so far, and the least times forward and backward that any runs have."""
 
     def __init__(self, runs: OrderedRuns) -> None:

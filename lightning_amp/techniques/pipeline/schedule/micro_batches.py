@@ -72,7 +72,7 @@ class LayerTimes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class PartitionChoice:
     """What was chosen.
 
     Attributes:
@@ -157,7 +157,7 @@ class Devices:
     stage_bytes: Numbers | float | None = None
 
 
-def cross_search(times: LayerTimes, devices: Devices, *, first: int | None = None) -> Choice:
+def cross_search(times: LayerTimes, devices: Devices, *, first: int | None = None) -> PartitionChoice:
     """Cut for a number of micro-batches, choose the best number for the cut, and so on until neither improves.
 
     It can stop short of what `search_all` finds, for it looks along one of the two at a time.
@@ -187,7 +187,7 @@ def cross_search(times: LayerTimes, devices: Devices, *, first: int | None = Non
         best = other
 
 
-def search_all(times: LayerTimes, devices: Devices) -> Choice:
+def search_all(times: LayerTimes, devices: Devices) -> PartitionChoice:
     """Cut for every number of micro-batches that may be best, and choose the best of these cuts and any number.
 
     A number whose least possible time is no less than one that was found is not cut for. Ties go to the fewest
@@ -197,7 +197,7 @@ def search_all(times: LayerTimes, devices: Devices) -> Choice:
         PlanError: As `cut_pipeline`.
     """
     least = _least_seconds(times, devices)
-    best: Choice | None = None
+    best: PartitionChoice | None = None
     cuts = 0
     # exact cuts take most of the time, so the most promising number comes first
     for row in np.argsort(least, kind="stable"):
@@ -206,7 +206,9 @@ def search_all(times: LayerTimes, devices: Devices) -> Choice:
         ends, cuts = _cut(times, devices, int(row)).ends, cuts + 1
         seconds = gpipe_seconds(times, ends, speeds=devices.speeds)
         found = int(seconds.argmin())
-        one = Choice(ends=ends, micro_batches=times.counts[found], seconds=float(seconds[found]), cuts=cuts)
+        one = PartitionChoice(
+            ends=ends, micro_batches=times.counts[found], seconds=float(seconds[found]), cuts=cuts
+        )
         if best is None or (one.seconds, one.micro_batches) < (best.seconds, best.micro_batches):
             best = one
     assert best is not None, "there is a number of micro-batches"
@@ -232,7 +234,7 @@ def _least_seconds(times: LayerTimes, devices: Devices) -> NDArray[np.float64]:
     return (least if times.after is None else least + times.after) * (1 - 1e-9)
 
 
-def _cut(times: LayerTimes, devices: Devices, row: int) -> Choice:
+def _cut(times: LayerTimes, devices: Devices, row: int) -> PartitionChoice:
     cut = cut_pipeline(
         times.forward[row],
         times.backward[row],
@@ -244,4 +246,4 @@ def _cut(times: LayerTimes, devices: Devices, row: int) -> Choice:
         speeds=devices.speeds,
     )
     seconds = gpipe_seconds(times, cut.ends, speeds=devices.speeds)[row]
-    return Choice(ends=cut.ends, micro_batches=times.counts[row], seconds=float(seconds), cuts=1)
+    return PartitionChoice(ends=cut.ends, micro_batches=times.counts[row], seconds=float(seconds), cuts=1)

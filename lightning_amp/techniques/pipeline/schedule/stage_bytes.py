@@ -30,7 +30,7 @@ import numpy as np
 
 from lightning_amp.footprint.chain.passes import Parameter, Passes
 from lightning_amp.techniques.pipeline.schedule.schedules import Order
-from lightning_amp.techniques.pipeline.schedule.stage_window import Window, most_at_once
+from lightning_amp.techniques.pipeline.schedule.stage_window import StageWindow, most_at_once
 
 DRAWS, PRINT = 10_100, 8
 """Bytes of a state of random numbers, torch's, NumPy's and Python's, and of what is sent beside it for comparison."""
@@ -88,7 +88,7 @@ def stage_bytes(
     returned = [*passes.outputs[end - 1], *leaves]
     inputs = list(passes.outputs[start - 1]) if start else []
     received = passes.sent_bytes[start - 1] if start else 0
-    window = Window(passes, begin, stop, start, segments, returned=returned, inputs=inputs, rank=rank)
+    window = StageWindow(passes, begin, stop, start, segments, returned=returned, inputs=inputs, rank=rank)
     gradients = sum(p.gradient_bytes for p in parameters_of(passes, start, end))
     result = passes.sent_bytes[end - 1]
     # what comes back from the next stage, and what was received
@@ -112,7 +112,7 @@ def rest_bytes(passes: Passes, *, rank: Collection[int] = ()) -> RestBytes:
     inputs = list(passes.outputs[-1])
     begin, stop = passes.first[blocks], passes.first[blocks + 1]
     leaves = list(passes.returned)
-    window = Window(passes, begin, stop, blocks, blocks + 1, returned=leaves, inputs=inputs, rank=rank)
+    window = StageWindow(passes, begin, stop, blocks, blocks + 1, returned=leaves, inputs=inputs, rank=rank)
     first, _ = window.backward()
     joined = passes.sent_bytes[-1]
     gradients = sum(p.gradient_bytes for p in passes.parameters if p.block is None and blocks in p.segments)
@@ -193,7 +193,7 @@ def _held(pipeline: Pipeline, rank: int) -> list[Parameter]:
 
 def rank_peak(pipeline: Pipeline, rank: int) -> int:
     """Most bytes at once of one rank."""
-    walk = _Walk(pipeline, rank)
+    walk = _StageWalk(pipeline, rank)
     for step in pipeline.orders[rank]:
         if step.backward:
             walk.backward(step.stage)
@@ -203,7 +203,7 @@ def rank_peak(pipeline: Pipeline, rank: int) -> int:
     return walk.most
 
 
-class _Walk:
+class _StageWalk:
     """Bytes of a rank, from pass to pass."""
 
     def __init__(self, pipeline: Pipeline, rank: int) -> None:

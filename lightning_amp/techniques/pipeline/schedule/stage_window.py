@@ -11,7 +11,7 @@ NEVER = -1
 """Before the first operator."""
 
 
-class Window:
+class StageWindow:
     """The storages of some segments over the operators of their passes.
 
     Args:

@@ -131,7 +131,7 @@ def timeline(orders: Sequence[Order], times: StageTimes) -> Timeline:
             f"a schedule of {stages!r} stages was asked for with the times of {len(times.forward)!r}: make the schedule"
             " for as many devices as there are stages"
         )
-    run = _Run(len(orders), times)
+    run = _Simulation(len(orders), times)
     left = [list(reversed(order)) for order in orders]
     while any(left):
         before = sum(map(len, left))
@@ -142,7 +142,7 @@ def timeline(orders: Sequence[Order], times: StageTimes) -> Timeline:
     return Timeline(passes=tuple(run.passes))
 
 
-class _Run:
+class _Simulation:
     """What has been computed and sent so far."""
 
     def __init__(self, devices: int, times: StageTimes) -> None:

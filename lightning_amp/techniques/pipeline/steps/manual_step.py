@@ -47,7 +47,7 @@ class ManualStep:
                 raise refusal(
                     f"has {optimizers!r} optimizers and {schedulers!r} schedulers", "take one of each at most"
                 )
-            run = _Run(has_scheduler=bool(schedulers))
+            run = _ManualRun(has_scheduler=bool(schedulers))
             with ExitStack() as stack, self._in_place_of_module(run.names(stack)):
                 returned = step(*args)
             if run.loss is None:
@@ -80,7 +80,7 @@ class ManualStep:
                 vars(self._module).pop(name, None)
 
 
-class _Run:
+class _ManualRun:
     """One run of the step."""
 
     def __init__(self, *, has_scheduler: bool) -> None:

@@ -48,7 +48,7 @@ from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
 from lightning_amp.techniques.pipeline.steps.micro_batches import cut
 from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck
-from lightning_amp.techniques.pipeline.steps.step_record import StepRecord, StepRecorder
+from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
@@ -96,7 +96,7 @@ class PipelinedSteps:
     ) -> None:
         self._module, self._stages, self._parameters = module, stages, parameters
         self._spec, self._data_rank = spec, data_rank
-        self._recorder = StepRecorder(module, list(blocks.values()))
+        self._recorder = StageStepRecorder(module, list(blocks.values()))
         self._manual = None if module.automatic_optimization else ManualStep(module)
         self._check: SampleCheck | None = SampleCheck(stages, blocks)
         self._changed: list[str] = []

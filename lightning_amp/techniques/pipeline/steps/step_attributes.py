@@ -24,7 +24,7 @@ CONTAINERS = (list, dict, set, deque)
 
 
 @dataclass(frozen=True)
-class Change:
+class AttributeChange:
     """Of one attribute.
 
     Attributes:
@@ -87,12 +87,12 @@ class Attributes:
             for key, value in values.items():
                 # a buffer that was changed in place is refused on all ranks at once (pipelined_steps.py)
                 if not is_buffer and self._is_changed(value):
-                    raise ModelError(_refusal(Change(name, key, is_buffer).told))
+                    raise ModelError(_refusal(AttributeChange(name, key, is_buffer).told))
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[AttributeChange]:
         """What is another now."""
         found = [
-            Change(name, "training", False, part.training)
+            AttributeChange(name, "training", False, part.training)
             for name, part, training in self._modes
             if part.training != training
         ]
@@ -100,10 +100,10 @@ class Attributes:
             for key, value in dict(_of_user(table)).items():
                 if key not in before or value is not before[key]:
                     if not (isinstance(value, PLAIN) and key in before and _equal(value, before[key])):
-                        found.append(Change(name, key, is_buffer, value))
+                        found.append(AttributeChange(name, key, is_buffer, value))
                 elif self._is_changed(value):
-                    found.append(self._changed(Change(name, key, is_buffer, value)))
-            found += [Change(name, key, is_buffer, how="gone") for key in before if key not in table]
+                    found.append(self._changed(AttributeChange(name, key, is_buffer, value)))
+            found += [AttributeChange(name, key, is_buffer, how="gone") for key in before if key not in table]
         return found
 
     def _is_changed(self, value: Any) -> bool:
@@ -112,13 +112,15 @@ class Attributes:
     def _mark(self, value: Any) -> Any:
         return mark_of(value, dict(self._known), DEPTH)
 
-    def _changed(self, change: Change) -> Change:
+    def _changed(self, change: AttributeChange) -> AttributeChange:
         """A list that has grown, as most do that outputs are kept in, is sent without what the others have."""
         value = change.value
         if type(value) is list:
             before = self._contents[id(value)][1]
             if len(value) > len(before) and all(a is b for a, b in zip(before, value, strict=False)):
-                return Change(change.module, change.name, change.is_buffer, value[len(before) :], "grown")
+                return AttributeChange(
+                    change.module, change.name, change.is_buffer, value[len(before) :], "grown"
+                )
         return change
 
     def _values(self) -> Iterator[Any]:
@@ -132,7 +134,7 @@ class Attributes:
                 self._keep(part)
 
 
-def apply(changes: Iterable[Change], modules: Mapping[str, nn.Module]) -> None:
+def apply(changes: Iterable[AttributeChange], modules: Mapping[str, nn.Module]) -> None:
     """Do what has changed on another rank here too."""
     for change in changes:
         part = modules[change.module]

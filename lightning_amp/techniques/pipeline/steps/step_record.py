@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_amp._torch import has_no_values, tree_map
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.techniques.pipeline.steps.step_attributes import Attributes, Change, apply
+from lightning_amp.techniques.pipeline.steps.step_attributes import AttributeChange, Attributes, apply
 
 MUTED = ("update", "forward", "compute")
 
@@ -34,7 +34,7 @@ class StepRecord:
 
     logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
-    attributes: list[Change] = field(default_factory=list)
+    attributes: list[AttributeChange] = field(default_factory=list)
     returned: Any = None
     error: Exception | None = None
 
@@ -46,7 +46,7 @@ class StepRecord:
         }
 
 
-class StepRecorder:
+class StageStepRecorder:
     """Of one module.
 
     Args:
@@ -149,7 +149,7 @@ class StepRecorder:
 
     def unpacked(self, packed: bytes) -> StepRecord:
         """The record, with this rank's modules in it."""
-        found: StepRecord = _Unpickler(io.BytesIO(packed), dict(self._module.named_modules())).load()
+        found: StepRecord = _RecordUnpickler(io.BytesIO(packed), dict(self._module.named_modules())).load()
         return found
 
     def _pack(self, found: Any) -> bytes:
@@ -158,7 +158,7 @@ class StepRecorder:
         _Pickler(file, names).dump(found)
         return file.getvalue()
 
-    def _can_be_sent(self, change: Change) -> bool:
+    def _can_be_sent(self, change: AttributeChange) -> bool:
         try:
             self._pack(change)
         except (pickle.PicklingError, TypeError, AttributeError):
@@ -222,7 +222,7 @@ class _Pickler(pickle.Pickler):
         return obj.detach().cpu().clone().__reduce_ex__(2)  # type: ignore[no-untyped-call]
 
 
-class _Unpickler(pickle.Unpickler):
+class _RecordUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, modules: Mapping[str, nn.Module]) -> None:
         super().__init__(file)
         self._modules = modules
