@@ -8,13 +8,13 @@ from lightning_amp.techniques.table import STRATEGIES
 
 LIBRARY = Path(lightning_amp.__file__).parent
 NAMED = {
-    "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 16),
-    "chunk": (r"techniques\.chunk|[\"']chunk[\"']", 20),
+    "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 17),
+    "chunk": (r"techniques\.chunk|[\"']chunk[\"']", 19),
     "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 20),
-    "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 20),
+    "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 24),
     "logits": (r"techniques\.logits|[\"']logits[\"']", 6),
     "replay": (r"techniques\.replay|[\"']replay[\"']", 6),
-    "sequence": (r"techniques\.sequence|[\"']sequence[\"']", 6),
+    "sequence": (r"techniques\.sequence|[\"']sequence[\"']", 7),
     "tensor3d": (r"techniques\.tensor3d|[\"']tensor3d[\"']", 8),
 }
 """How code names a technique, and the files outside its folder that do; docs and comments are not counted."""
