@@ -25,14 +25,13 @@ import lightning
 import torch
 import torch.distributed as dist
 
+import lightning_amp
 from lightning_amp.errors import AmpError
 
 GRACE_S = 5.0
 """How long other ranks may still answer once one has failed; they may wait for it in a collective."""
-LIBRARIES = (
-    *(str(Path(found.__file__).parent) for found in (torch, lightning)),
-    str(Path(__file__).parents[1]),
-)
+FILES = (torch.__file__, lightning.__file__, lightning_amp.__file__)
+LIBRARIES = tuple(str(Path(file).parent) for file in FILES)
 """Folders of code that says little about where an error in the user's code comes from."""
 
 
