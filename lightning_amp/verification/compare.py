@@ -15,7 +15,7 @@ Legend: one = the single process; x = the same quantity on a rank.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -88,32 +88,30 @@ def rows_of(reports: Sequence[Report]) -> tuple[Row, ...]:
     ranks = {report.place[0]: report for report in reversed(reports)}.values()
 
     def of_all(step: int, backward: int) -> float:
-        cells = [report.cells[step] for report in ranks]
         if any(len(report.losses[step]) <= backward for report in ranks):
             return float("nan")
-        known = [n for n in cells if n is not None]
-        weights = known if len(known) == len(cells) and any(known) else [1] * len(cells)
-        losses = [report.losses[step][backward] for report in ranks]
+        equal = not all(report.cells[step] for report in ranks)
+        weights = [1 if equal else report.cells[step] or 0 for report in ranks]
+        losses = (report.losses[step][backward] for report in ranks)
         return sum(n * loss for n, loss in zip(weights, losses, strict=True)) / sum(weights)
 
     union = [[of_all(step, i) for i, _ in enumerate(losses)] for step, losses in enumerate(first.one_losses)]
-    losses = loss_errors(union, first.one_losses)
+    losses: tuple[dict[str, float], ...] = {}, {}
+    for name, error in loss_errors(union, first.one_losses).items():
+        losses[name.split(",")[0] != "step 1"][name] = error
     # of every tensor the rank where its error is largest; one that is no number is
     worst: Errors = {kind: {} for kind in first.errors}
     for report in reports:
         for kind, found in report.errors.items():
             for name, error in found.items():
-                known = worst[kind].get(name)
-                worst[kind][name] = error if known is None or not error <= known else known
+                known = worst[kind].get(name, -1.0)
+                if known == known and not error <= known:
+                    worst[kind][name] = error
     quantities = (
         ("forward, step 1", "forward", worst["forward"]),
-        ("loss, step 1", "first loss", {k: e for k, e in losses.items() if k.split(",")[0] == "step 1"}),
+        ("loss, step 1", "first loss", losses[0]),
         ("gradients, step 1", "gradients", worst["gradients"]),
-        (
-            "loss, later steps",
-            "later losses",
-            {k: e for k, e in losses.items() if k.split(",")[0] != "step 1"},
-        ),
+        ("loss, later steps", "later losses", losses[1]),
         (f"parameters {after}", "parameters", worst["parameters"]),
         (f"buffers {after}", "buffers", worst["buffers"]),
     )
@@ -121,12 +119,10 @@ def rows_of(reports: Sequence[Report]) -> tuple[Row, ...]:
     for quantity, kind, found in quantities:
         of_one = first.nudged["losses" if "loss" in kind else kind]
         nudged = {name: of_one.get(name, 0.0) for name in found}
-        limits: Any = {
-            "tolerances": allowed(kind, precision, nudged),
-            "swamped": frozenset(n for n, error in nudged.items() if NUDGE * error > MOST[precision]),
-        }
-        if found:
-            rows.append(Row(quantity=quantity, precision=precision, errors=found, **limits))
+        # NUDGE times what one process makes of a rounding is beyond what is ever allowed
+        swamped = frozenset(name for name, error in nudged.items() if NUDGE * error > MOST[precision])
+        row = Row(quantity, precision, found, allowed(kind, precision, nudged), swamped)
+        rows += [row] if found else []
     return tuple(rows)
 
 

@@ -17,7 +17,7 @@ UNCLEAR = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One quantity in one precision.
 

@@ -108,12 +108,34 @@ def recommend_devices(
         )
     numbers = [2**i for i in range(MOST_DEVICES.bit_length())]
     scales: list[Scale] = []
+    lost = 0
     for devices in track(numbers, description="comparing", total=len(numbers)):
-        found = list(_scales(profile, shape_of, devices, cells=cells, budget=budget, rates=rates))
-        if not found:
+        meshes = list(_scales(profile, shape_of, devices, cells=cells, budget=budget, rates=rates))
+        if not meshes:
             break
-        scales.append(_judged(_best(found), scales))
-        if sum(s.gain is not None and s.gain < WORTH for s in scales) == 2:
+        fitting = [s for s in meshes if s.fits is not False]
+        # of the meshes the fastest that fits; of those as fast the one with the fewest techniques
+        fastest = min((s.step_seconds for s in fitting), default=0.0)
+        level = [s for s in fitting if s.step_seconds <= TIE * fastest]
+        found = min(level, key=lambda s: (len(s.best.strategies), s.best.model), default=None)
+        first = next((s for s in scales if s.fits is not False), None)
+        if found is None:
+            found = replace(min(meshes, key=lambda s: s.best.peak_bytes), worth="does not fit")
+        elif first is None:
+            found = replace(found, worth="the fewest", speed_up=1.0, efficiency=1.0)
+        else:
+            speed_up = first.step_seconds / found.step_seconds
+            gain = scales[-1].step_seconds / found.step_seconds
+            lost += gain < WORTH
+            found = replace(
+                found,
+                worth="no" if lost else "yes",
+                speed_up=speed_up,
+                efficiency=speed_up * first.devices / devices,
+                gain=gain,
+            )
+        scales.append(found)
+        if lost == 2:
             break
     best = next((s for s in reversed(scales) if s.worth in ("the fewest", "yes")), None)
     return Recommendation(
@@ -164,35 +186,6 @@ def _scales(
             step_seconds=(made.predicted_step_seconds or 0.0) + (made.predicted_rest_seconds or 0.0),
             fits=made.fits,
         )
-
-
-def _best(found: list[Scale]) -> Scale:
-    """Of the best of every mesh the fastest step that fits; of those as fast the one with the fewest techniques."""
-    fitting = [s for s in found if s.fits is not False]
-    if not fitting:
-        return min(found, key=lambda s: s.best.peak_bytes)
-    fastest = min(s.step_seconds for s in fitting)
-    level = [s for s in fitting if s.step_seconds <= TIE * fastest]
-    return min(level, key=lambda s: (len(s.best.strategies), s.best.model))
-
-
-def _judged(found: Scale, before: list[Scale]) -> Scale:
-    """With what it gains over fewer devices, and whether that is worth it."""
-    if found.fits is False:
-        return replace(found, worth="does not fit")
-    first = next((s for s in before if s.fits is not False), None)
-    if first is None:
-        return replace(found, worth="the fewest", speed_up=1.0, efficiency=1.0)
-    speed_up = first.step_seconds / found.step_seconds
-    gain = before[-1].step_seconds / found.step_seconds
-    lost = any(s.gain is not None and s.gain < WORTH for s in before)
-    return replace(
-        found,
-        worth="no" if lost or gain < WORTH else "yes",
-        speed_up=speed_up,
-        efficiency=speed_up * first.devices / found.devices,
-        gain=gain,
-    )
 
 
 def _why(best: Scale | None, scales: list[Scale]) -> str:
