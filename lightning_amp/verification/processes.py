@@ -25,13 +25,16 @@ import lightning
 import torch
 import torch.distributed as dist
 
-import lightning_amp
 from lightning_amp.errors import AmpError
 
 GRACE_S = 5.0
 """How long other ranks may still answer once one has failed; they may wait for it in a collective."""
-FILES = (torch.__file__, lightning.__file__, lightning_amp.__file__)
-LIBRARIES = tuple(str(Path(file).parent) for file in FILES)
+TORCH, LIGHTNING, OURS = (
+    Path(torch.__file__).parent,
+    Path(lightning.__file__).parent,
+    Path(__file__).parents[1],
+)
+LIBRARIES = (str(TORCH), str(LIGHTNING), str(OURS))
 """Folders of code that says little about where an error in the user's code comes from."""
 
 
