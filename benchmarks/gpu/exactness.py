@@ -28,7 +28,7 @@ from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.simulation.models_without_values import DecoderAlone
 from lightning_amp.techniques.rates_of import rates_of
-from lightning_amp.verification.tolerances import errors
+from lightning_amp.verification.compare import errors
 
 CPU = torch.device("cpu")
 TIMES = 4.0

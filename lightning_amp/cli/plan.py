@@ -1,10 +1,15 @@
-"""`lightning-amp plan`: a plan, or, in plan_questions.py, answers about plans of what is not there yet."""
+"""`lightning-amp plan`: a plan, or with `--recommend-devices` how many devices are worth having.
+
+Neither needs torch for a data directory or `--shape`.
+"""
 
 import argparse
+import json
 
 from lightning_amp.cli.configuration import add_configuration, plan_of_configuration
 from lightning_amp.cli.named_class import add_named_class, named_step, of_shapes
 from lightning_amp.cli.request import (
+    BATCH_SIZE,
     add_request,
     decoder_asked,
     latent_dim,
@@ -15,7 +20,20 @@ from lightning_amp.cli.request import (
 )
 from lightning_amp.errors import PlanError
 
-OUTLOOKS = {"--what-if": "what_if", "--recommend-devices": "recommend_devices"}
+RECOMMEND = {"--recommend-devices": "recommend_devices"}
+DECIDED = {
+    "--devices": "devices",
+    "--policy": "policy",
+    "--strategies": "strategies",
+    "--model-parallel-size": "model_parallel_size",
+    "--shape": "shape",
+}
+"""Options that `--recommend-devices` decides by itself, or cannot use."""
+WHAT_IF = (
+    "--what-if is gone; plan one size at a time: lightning-amp plan --shape anchors=5400,dim=64,strata=32,batch=64"
+    " --device-memory 24GiB. Bins of half the size are twice the anchors, of which `lightning-amp profile DIR` has the"
+    " present number. --policy paper --devices N says what AMP's own mapping needs, and simulate takes the same --shape"
+)
 NOTHING_FITS = 3
 """Exit status where nothing fits the memory that was named, or where that is not known."""
 NO_CODE = "# no block of this plan runs in chunks; --strategies chunk, or a smaller --device-memory, would ask for them"
@@ -32,13 +50,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="say how many devices are worth having for steps of --batch-size cells in all",
     )
-    parser.add_argument(
-        "--what-if",
-        nargs="*",
-        metavar="NAME=VALUES",
-        help="say what other data would need, auto beside paper: bin=1mb,500kb,100kb,50kb strata=10,32 batch=1,64,256"
-        " memory=8GiB,24GiB,80GiB (these are the defaults; with --shape anchors=... instead of bin)",
-    )
+    parser.add_argument("--what-if", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument(
         "--show-code",
         action="store_true",
@@ -54,6 +66,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from lightning_amp.planning.policies.request import check_request
     from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 
+    if arguments.what_if is not None:
+        raise PlanError(WHAT_IF)
     if arguments.show_code and arguments.format == "json":
         raise PlanError(
             "--show-code was asked for with --format json, which holds the plan alone; leave one out"
@@ -61,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
     named = named_step(arguments)
     if named is not None or arguments.config is not None:
         of = f"--config {arguments.config!r}" if named is None else repr(arguments.data_dir)
-        refuse(arguments, of, OUTLOOKS, "which plan other data")
+        refuse(arguments, of, RECOMMEND, "which is of a data directory")
         with of_shapes(arguments):
             made, code = plan_of_configuration(arguments, named)
         print(made.to_json() if arguments.format == "json" else plan_report(made))
@@ -79,12 +93,8 @@ def _run(arguments: argparse.Namespace) -> int:
         raise PlanError(
             "--show-code was asked for without --config FILE.yaml or MODULE:CLASS, whose blocks it would show; name one"
         )
-    if arguments.what_if is not None or arguments.recommend_devices:
-        from lightning_amp.cli.plan_questions import outlook
-
-        text, fits = outlook(arguments)
-        print(text)
-        return 0 if fits else NOTHING_FITS
+    if arguments.recommend_devices:
+        return _recommend(arguments)
     request = request_of(arguments)
     check_request(**request)
     decoder, rates = decoder_asked(arguments), rates_asked(arguments)
@@ -104,3 +114,26 @@ def _run(arguments: argparse.Namespace) -> int:
     made = plan(profile, **request, shape=shape, rates=rates)
     print(made.to_json() if arguments.format == "json" else f"{of_data}{plan_report(made)}")
     return NOTHING_FITS if made.fits is False else 0
+
+
+def _recommend(arguments: argparse.Namespace) -> int:
+    from lightning_amp.costs.model_shape import reference_shape
+    from lightning_amp.planning.policies.recommend_devices import recommend_devices
+    from lightning_amp.planning.reports.answers_report import recommendation_report
+    from lightning_amp.quantities import parse_bytes
+
+    refuse(arguments, "--recommend-devices", DECIDED, "which it decides, or cannot use")
+    if arguments.data_dir is None:
+        raise PlanError("--recommend-devices requires DIR, the folder of the data; name it")
+    budget = None if arguments.device_memory is None else parse_bytes(arguments.device_memory)
+    profile, dim = read(arguments), latent_dim(arguments)
+    found = recommend_devices(
+        profile,
+        lambda n: reference_shape(profile, batch_size=n, latent_dim=dim, window=arguments.window),
+        cells=BATCH_SIZE if arguments.batch_size is None else arguments.batch_size,
+        budget=budget,
+        rates=rates_asked(arguments),
+    )
+    as_json = arguments.format == "json"
+    print(json.dumps(found.to_dict(), indent=2) if as_json else recommendation_report(found))
+    return NOTHING_FITS if found.devices is None else 0

@@ -57,7 +57,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "verify": (
         "compare several ranks with one process on your own model",
         "Train the model of a configuration for a few steps on one process and on several CPU ranks, under the plan,"
-        " and compare losses, gradients and weights; name what in the model makes them differ. Status 1 where they do.",
+        " and compare losses, gradients and weights; name suspects where they differ. Status 1 if they do.",
         "--config configs/demo.yaml --strategies S1,S3,S4",
     ),
     "fit": (

@@ -36,17 +36,16 @@ def _verify(arguments: argparse.Namespace) -> None:
 
     # late: torch takes seconds to load, and mistakes are told before
     from lightning_amp.verification.read_configuration import read_configuration
-    from lightning_amp.verification.verify import TIMEOUT_S, verify_under
+    from lightning_amp.verification.verify import verify
 
     module, data, options = read_configuration(arguments.config)
-    found = verify_under(
+    found = verify(
         module,
         data,
-        _decided(options, arguments),
         devices=arguments.devices,
         steps=arguments.steps,
         precisions=[arguments.precision] if arguments.precision else ["float32", "float64"],
-        timeout=TIMEOUT_S,
+        **_decided(options, arguments),
     )
     print(json.dumps(found.to_dict(), indent=2) if arguments.format == "json" else found)
     if not found.ok:

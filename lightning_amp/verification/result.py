@@ -1,26 +1,23 @@
-"""What a verification found, as inert data: errors beside what is allowed, and what breaks equivalence.
+"""What a verification found, as inert data and as text: errors with tolerances, and suspects."""
 
-    error(x) = ||x - x_one|| / max(||x_one||, floor ||all of its kind||)    of a tensor; the largest of a kind counts
-
-The floor keeps what is zero but for rounding, such as the gradient of a bias in front of batch normalisation, from
-being compared with itself.
-"""
-
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
-from textwrap import fill
+from textwrap import fill, indent
 from typing import Any
 
 from lightning_amp.planning.reports.table import WIDTH, table
 
+NAMED = 4
+"""Places of a suspect that are named."""
+SUSPECTS = "Suspects; none is proved, and one difference can hide another: change one, then verify again."
 UNCLEAR = (
     "? Cannot tell: one process by itself makes as much of a single rounding in its weights, so the error says nothing;"
     " in float64, where there is less rounding, the same quantity can be told."
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One quantity in one precision.
 
@@ -40,7 +37,7 @@ class Row:
     def worst(self) -> str:
         """Where the error is largest beside what is allowed, of what is wrong first; what is no number comes before."""
         names = self.wrong or self.unclear or self.errors
-        return max(names, key=lambda name: _rank(self.errors[name] / self.tolerances[name]))
+        return max(names, key=lambda name: _or_infinite(self.errors[name] / self.tolerances[name]))
 
     @property
     def error(self) -> float:
@@ -73,21 +70,26 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Culprit:
-    """Something in the model that breaks equivalence.
+class Suspect:
+    """Something in the model that may make ranks differ; nothing was tried to prove it.
 
     Attributes:
-        cause: "random draws", "batch statistics", "unequal parts", "sum over samples", "mean of means", "buffers",
+        suspect: "random draws", "batch statistics", "buffers", "sum over samples", "unequal parts", "mean of means",
             "rounding", "not finite" or "unknown".
-        where: Module, line or tensors.
-        evidence: What was tried and what became of the errors.
+        where: Modules, lines or tensors.
+        why: What was seen.
         advice: What to do.
     """
 
-    cause: str
-    where: str
-    evidence: str
+    suspect: str
+    where: str = ""
+    why: str
     advice: str
+
+    def at(self, names: Sequence[str]) -> "Suspect":
+        """The same at some places."""
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        return replace(self, where="; ".join(names[:NAMED]) + more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,9 +99,11 @@ class Verification:
     Attributes:
         module: Class of the module.
         strategies, mesh: Of the plan that the ranks have carried out; ranks of the data and of the model axis.
-        cells: Cells of the global batch, 0 where its tensors do not tell.
+        cells: Cells of the global batch, 0 where their number is not known.
         rows: Every quantity in every precision.
-        culprits: What breaks equivalence; empty where all rows are equal.
+        first_difference: The first module whose outputs differ, one whose inputs agree where there is one; "" where
+            none differs.
+        suspects: What may make the ranks differ; empty where all rows are equal.
     """
 
     module: str
@@ -108,7 +112,8 @@ class Verification:
     cells: int
     steps: int
     rows: tuple[Row, ...]
-    culprits: tuple[Culprit, ...] = ()
+    first_difference: str = ""
+    suspects: tuple[Suspect, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -131,7 +136,7 @@ class Verification:
             }
             for row in self.rows
         ]
-        return asdict(self) | {"schema": 1, "ok": self.ok, "rows": rows}
+        return asdict(self) | {"schema": 2, "ok": self.ok, "rows": rows}
 
     def __str__(self) -> str:
         data, model = self.mesh
@@ -152,28 +157,28 @@ class Verification:
             for row in self.rows
         ]
         found = table(["", "in", "error", "allowed", "equal", "largest at"], rows)
-        parts = [head, *([UNCLEAR] if any(row.unclear for row in self.rows) else []), self._verdict()]
-        about, *after = (fill(part, WIDTH) for part in parts)
-        return "\n\n".join([about, found, *after, *map(_paragraph, self.culprits)])
-
-    def _verdict(self) -> str:
         if self.ok:
-            return "The ranks train as one process does."
-        if any(row.wrong for row in self.rows):
-            return "The ranks do not train as one process does."
-        return "Cannot tell whether the ranks train as one process does: verify in float64 too, with fewer steps."
+            verdict = "The ranks train as one process does."
+        elif any(row.wrong for row in self.rows):
+            verdict = "The ranks do not train as one process does."
+        else:
+            verdict = (
+                "Cannot tell whether the ranks train as one process does: verify fewer steps, in float64 too."
+            )
+        parts = [UNCLEAR] * any(row.unclear for row in self.rows) + [verdict]
+        if self.first_difference:
+            parts.append(f"The first module whose outputs differ: {self.first_difference}.")
+        parts += [SUSPECTS] * bool(self.suspects)
+        text = [fill(head, WIDTH), found, *(fill(part, WIDTH) for part in parts)]
+        for one in self.suspects:
+            title = f"{one.suspect} at {one.where}" if one.where else one.suspect
+            lines = [fill(title, WIDTH, subsequent_indent="  ")]
+            lines += [indent(fill(line, WIDTH - 2), "  ") for line in (one.why, one.advice)]
+            text.append("\n".join(lines))
+        return "\n\n".join(text)
 
 
-def _paragraph(culprit: Culprit) -> str:
-    lines = [f"{culprit.cause} at {culprit.where}" if culprit.where else culprit.cause]
-    lines += [
-        fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
-        for text in (culprit.evidence, culprit.advice)
-    ]
-    return "\n".join([fill(lines[0], WIDTH, subsequent_indent="  "), *lines[1:]])
-
-
-def _rank(error: float) -> float:
+def _or_infinite(error: float) -> float:
     return float("inf") if error != error else error
 
 

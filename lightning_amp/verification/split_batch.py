@@ -1,7 +1,7 @@
-"""One global batch, and every data rank's cells of it: contiguous parts whose sizes differ by one at most.
+"""One global batch, and each data rank's cells of it: contiguous parts whose sizes differ by one at most.
 
 Every tensor's first axis is the cell. In a batch {modality: mapping} every modality has its own number of cells and is
-split by itself; anywhere else all tensors must agree. Whatever is no tensor, array or sparse counts is given whole.
+split by itself; anywhere else all tensors must agree. What is no tensor, array or sparse counts is given whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,92 +28,47 @@ def sizes_of(batch: object) -> list[int]:
     return sorted({int(shape[0]) for shape in shapes if shape})
 
 
-def check_divisible(batch: object, parts: int) -> None:
-    """Refuse a global batch that cannot be split over the data ranks.
+def part_of(batch: Any, part: int, parts: int) -> Any:
+    """The cells of one data rank.
 
     Raises:
-        DataError: Its cells cannot be told, or are fewer than the ranks.
+        DataError: The number of cells is not known, or there are fewer cells than ranks.
     """
+    if parts == 1:
+        return batch
     sizes = sizes_of(batch)
-    if parts > 1 and count_cells(batch) is None:
+    if count_cells(batch) is None:
         raise DataError(
             f"a batch was to be split over {parts} ranks, found first axes {sizes!r}; allowed are tensors whose first"
             " axis is the sample, equally long in the whole batch or in each modality of a batch {modality: mapping}:"
             " bring it into that form, or verify one data rank with model_parallel_size=devices"
         )
-    if sizes and sizes[0] < parts:
+    if sizes[0] < parts:
         raise DataError(
             f"a batch of {sizes[0]!r} samples was to be split over {parts} data ranks; every rank needs one: give a"
             f" batch of {parts} or more samples, or fewer devices"
         )
-
-
-def bounds(n: int, part: int, parts: int) -> tuple[int, int]:
-    """First cell of a part, and the one after its last."""
-    size, longer = divmod(n, parts)
-    start = part * size + min(part, longer)
-    return start, start + size + (part < longer)
-
-
-def part_of(batch: Any, part: int, parts: int) -> Any:
-    """The cells of one data rank."""
-    return batch if parts == 1 else _each(batch, lambda x: x[slice(*bounds(len(x), part, parts))])
-
-
-def equal_parts(batch: Any, parts: int) -> Any:
-    """The batch without the last cells that would make the parts unequal."""
-    return _each(batch, lambda x: x[: len(x) - len(x) % parts])
-
-
-def same_parts(batch: Any, parts: int) -> Any:
-    """A batch of which all parts are the cells of the first part."""
-    return _each(batch, lambda x: _repeated(x[: bounds(len(x), 0, parts)[1]], parts))
-
-
-def cast(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating numbers in another precision."""
-    return _each(batch, lambda x: _cast(x, dtype))
+    return _each(batch, lambda x: x[slice(*_bounds(len(x), part, parts))])
 
 
 def starts(batch: object, part: int, parts: int) -> dict[int, int]:
     """Number of cells of a part of a global batch -> its first cell in it.
 
-    Where two modalities have parts of one size that begin elsewhere, the smaller one's is kept.
+    Where parts of two modalities have the same size and different first cells, the smaller modality's is kept.
     """
     found: dict[int, int] = {}
     for n in sizes_of(batch):
-        first, last = bounds(n, part, parts)
+        first, last = _bounds(n, part, parts)
         found.setdefault(last - first, first)
     return found
 
 
-class Parts:
-    """A training loader of one rank.
-
-    Attributes:
-        batch_size: Cells per rank, for the plan's prediction; None where they cannot be told.
-    """
-
-    def __init__(self, batches: list[Any], *, ranks: int, place: Callable[[], tuple[int, int]]) -> None:
-        """Serve parts of global batches; `place` gives data rank and number of data ranks, once they are known."""
-        self._batches, self._place = batches, place
-        cells = count_cells(batches[0])
-        self.batch_size = None if cells is None else max(1, cells // ranks)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._part(batch) for batch in self._batches)
-
-    def amp_example_batch(self) -> Any:
-        """The first part, for a plan: by then the ranks of the data axis are those that were asked for."""
-        return self._part(self._batches[0])
-
-    def _part(self, batch: Any) -> Any:
-        part, parts = self._place()
-        check_divisible(batch, parts)
-        return part_of(batch, part, parts)
+def cast(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating point tensors in another precision."""
+    return _each(
+        batch,
+        lambda x: x if isinstance(x, np.ndarray) or not x.dtype.is_floating_point else x.to(dtype=dtype),
+    )
 
 
 def first_of(loader: Iterable[Any], steps: int) -> list[Any]:
@@ -128,18 +83,36 @@ def first_of(loader: Iterable[Any], steps: int) -> list[Any]:
     return [found[step % len(found)] for step in range(steps)]
 
 
+class Parts:
+    """A training loader of one rank.
+
+    Attributes:
+        batch_size: Cells per rank, for the plan's prediction; None where the number of cells is not known.
+    """
+
+    def __init__(self, batches: list[Any], *, ranks: int, place: Callable[[], tuple[int, int]]) -> None:
+        """Serve parts of global batches; `place` gives data rank and number of data ranks, once they are known."""
+        self._batches, self._place = batches, place
+        cells = count_cells(batches[0])
+        self.batch_size = None if cells is None else max(1, cells // ranks)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (part_of(batch, *self._place()) for batch in self._batches)
+
+    def amp_example_batch(self) -> Any:
+        """The first part, for a plan: the ranks of the data axis are those of the request by then."""
+        return part_of(self._batches[0], *self._place())
+
+
+def _bounds(n: int, part: int, parts: int) -> tuple[int, int]:
+    size, longer = divmod(n, parts)
+    start = part * size + min(part, longer)
+    return start, start + size + (part < longer)
+
+
 def _each(values: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nesting of containers with every thing that has cells changed, as Lightning moves it to a device."""
+    """The same nesting of containers with everything that has cells changed, as Lightning moves it to a device."""
     return apply_to_collection(values, get_args(Cells), lambda x: change(x) if x.shape else x)
-
-
-def _repeated(part: Cells, parts: int) -> Cells:
-    if isinstance(part, SparseCounts):
-        return SparseCounts.from_dense(torch.cat([part.to_dense()] * parts))
-    return torch.cat([part] * parts) if isinstance(part, Tensor) else np.concatenate([part] * parts)
-
-
-def _cast(part: Cells, dtype: torch.dtype) -> Cells:
-    if isinstance(part, np.ndarray):
-        return part
-    return part.to(dtype=dtype) if part.dtype.is_floating_point else part

@@ -4,8 +4,8 @@
     ranks          Trainer(strategy=AMPStrategy(...), devices=N), each data rank on its part of the same batch
 
 Both start from the same weights and generators and train a few steps. Compared are what every module outside a
-decomposed decoder makes of every cell, the loss of every step, the gradients that the first step's optimisers see, and
-parameters and buffers at the end. Where something differs, experiments say what in the model makes it differ.
+decomposed decoder returns for every cell, the loss of every step, the gradients that the first step's optimisers see,
+and parameters and buffers at the end. Where something differs, suspects in the model are named.
 
 Known limits: gradient accumulation, clipping and callbacks of the user's own Trainer are not part of it.
 """
@@ -13,7 +13,7 @@ Known limits: gradient accumulation, clipping and callbacks of the user's own Tr
 import io
 import pickle
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,15 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.progress import track
-from lightning_amp.verification.experiments import Experiments, Findings
-from lightning_amp.verification.find_causes import find_culprits
+from lightning_amp.verification.compare import DTYPES, Precision, Report, rows_of
+from lightning_amp.verification.processes import run_processes
 from lightning_amp.verification.result import Verification
 from lightning_amp.verification.split_batch import first_of
-from lightning_amp.verification.tolerances import DTYPES, Precision
-from lightning_amp.verification.training_run import Run
-from lightning_amp.verification.workers import Workers
+from lightning_amp.verification.suspects import find_suspects
+from lightning_amp.verification.training_run import Run, train_and_compare
 
-TIMEOUT_S = 1800.0
-"""For one run of a few steps; a real model may take long on CPU."""
+TIMEOUT_S = 7200.0
+"""For all runs of a few steps; a real model may take long on CPU."""
 
 
 def verify(
@@ -43,14 +40,10 @@ def verify(
     data: Any,
     *,
     devices: int = 2,
-    policy: str = "auto",
-    plan: str | Path | Plan | None = None,
-    strategies: str | list[str] | None = None,
-    model_parallel_size: int | str = "auto",
-    share_batch_statistics: bool = True,
     steps: int = 3,
     precisions: Sequence[Precision] = ("float32", "float64"),
     timeout: float = TIMEOUT_S,
+    **options: Any,
 ) -> Verification:
     """Train a module on one process and on several ranks, and compare.
 
@@ -58,84 +51,56 @@ def verify(
         module: Left as it is: processes train copies of it, on CPU.
         data: A data module, a loader, or one global batch, which is then trained on in every step.
         devices: Ranks in all.
-        policy, plan, strategies, model_parallel_size, share_batch_statistics: As for AMPStrategy.
         steps: Batches to train on.
         precisions: "float32", "float64" or both.
-        timeout: Seconds that one run may take.
+        timeout: Seconds that all runs together may take.
+        **options: Of AMPStrategy: `strategies`, `policy`, `plan`, `model_parallel_size`, `share_batch_statistics`, ...
 
     Raises:
-        AmpError: The request is none, the module cannot be sent to a process, the batch cannot be split over the data
-            ranks, or training raised an error; it says which.
+        AmpError: An argument outside what is allowed, the module cannot be sent to a process, the batch cannot be
+            split over the data ranks, or training raised an error; it says which.
     """
-    options = {
-        "policy": policy,
-        "plan": plan,
-        "strategies": strategies,
-        "model_parallel_size": model_parallel_size,
-        "share_batch_statistics": share_batch_statistics,
-    }
-    return verify_under(
-        module, data, options, devices=devices, steps=steps, precisions=precisions, timeout=timeout
-    )
-
-
-def verify_under(
-    module: LightningModule,
-    data: Any,
-    options: dict[str, Any],
-    *,
-    devices: int,
-    steps: int,
-    precisions: Sequence[Precision],
-    timeout: float,
-) -> Verification:
-    """`verify` with all options of AMPStrategy."""
-    _check(devices=devices, steps=steps, precisions=precisions)
+    for name, number in (("devices", devices), ("steps", steps)):
+        if type(number) is not int or number < 1:
+            raise PlanError(
+                f"{name}={number!r} is not supported by verify; allowed is a whole number of 1 or more"
+            )
+    if not precisions or any(precision not in DTYPES for precision in precisions):
+        raise PlanError(
+            f"precisions={precisions!r} is not supported by verify; allowed are one or both of {list(DTYPES)!r}"
+        )
     AMPStrategy(**options)
+    run = Run(steps=steps, precisions=list(precisions), options=options, timeout=timeout)
     with tempfile.TemporaryDirectory(prefix="amp-verify-") as folder:
         (Path(folder) / "subject.pt").write_bytes(subject_of(module, data, steps))
-        with Workers(devices, Path(folder), timeout=timeout) as workers:
-            return compare(workers, devices=devices, options=options, steps=steps, precisions=precisions)
+        found = run_processes(train_and_compare, devices, Path(folder), run, timeout=timeout)
+    return verification_of(type(module).__name__, found)
 
 
-def compare(
-    workers: Workers, *, devices: int, options: dict[str, Any], steps: int, precisions: Sequence[Precision]
-) -> Verification:
-    """`verify` for the subject in the folder of some processes, with the options of AMPStrategy."""
-    run = Run(precision="float64", steps=steps, ranks=devices, options=options)
-    experiments = Experiments(workers, run)
-    findings: list[Findings] = []
-
-    def runs() -> Iterator[None]:
-        for precision in precisions:
-            experiments.run_one(precision=precision)
-            yield
-            findings.append(experiments.run_ranks(precision=precision))
-            yield
-
-    for _ in track(runs(), description="one process, then the ranks", total=2 * len(precisions)):
-        pass
-    rows = tuple(row for found in findings for row in found.rows)
-    first = findings[0].first
+def verification_of(module: str, found: Sequence[Sequence[Report]]) -> Verification:
+    """The result for a module of some class, of every rank's reports in every precision."""
+    by_precision = list(zip(*found, strict=True))
+    rows = tuple(row for reports in by_precision for row in rows_of(reports))
+    first = found[0][0]
+    # in the precision that says most
+    reports = next((some for some in by_precision if some[0].precision == "float64"), by_precision[0])
+    differing = [
+        name
+        for row in rows
+        if row.quantity.startswith("forward") and row.precision == reports[0].precision
+        for name in row.wrong
+    ]
+    origins = [name for report in reports for name in report.origins if name in differing]
     return Verification(
-        module=first.module,
+        module=module,
         strategies=first.strategies,
         mesh=first.mesh,
         cells=first.all_cells,
-        steps=steps,
+        steps=len(first.one_losses),
         rows=rows,
-        culprits=find_culprits(experiments, findings) if any(row.wrong for row in rows) else (),
+        first_difference=next(iter([*origins, *differing]), ""),
+        suspects=find_suspects(rows, [report for reports in by_precision for report in reports]),
     )
-
-
-def _check(*, devices: int, steps: int, precisions: Sequence[Precision]) -> None:
-    for name, number in (("devices", devices), ("steps", steps)):
-        if type(number) is not int or number < 1:
-            raise PlanError(f"{name}={number!r} was asked of verify; allowed is a whole number of 1 or more")
-    if not precisions or any(precision not in DTYPES for precision in precisions):
-        raise PlanError(
-            f"precisions={precisions!r} was asked of verify; allowed are one or both of {list(DTYPES)!r}"
-        )
 
 
 def subject_of(module: LightningModule, data: Any, steps: int) -> bytes:

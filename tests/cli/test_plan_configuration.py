@@ -192,7 +192,7 @@ def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) ->
     assert "def region_0(" in capsys.readouterr().out
     for more, said in (
         (["--config", config], "--batch goes with MODULE:CLASS alone"),
-        (["--what-if"], "was asked for together with --what-if"),
+        (["--recommend-devices"], "was asked for together with --recommend-devices"),
         (["--setting", "x"], "was asked for together with --setting"),
         (["--init", "a=1"], "cannot be made: TypeError"),
         (["--batch", "600x3"], "with --batch 600x64 --batch 600x3: "),
@@ -209,8 +209,8 @@ def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) ->
 def test_other_models_options_are_refused(config: str, capsys: Any) -> None:
     assert main(["plan", "data", "--config", config]) == 2
     assert "was asked for together with DIR" in capsys.readouterr().err
-    assert main(["plan", "--config", config, "--what-if"]) == 2
-    assert "was asked for together with --what-if" in capsys.readouterr().err
+    assert main(["plan", "--config", config, "--recommend-devices"]) == 2
+    assert "was asked for together with --recommend-devices" in capsys.readouterr().err
 
 
 @IGNORED

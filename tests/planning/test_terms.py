@@ -14,7 +14,7 @@ from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.decoder_only import shape_of_decoder
 from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.planning.questions.recommend_devices import recommend_devices
+from lightning_amp.planning.policies.recommend_devices import recommend_devices
 from lightning_amp.planning.sizes import terms
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Strata, Term, same_strata, strata_of

@@ -1,7 +1,11 @@
-"""Small modules for test_verify.py: clean ones, and one for each thing that breaks equivalence."""
+"""Small modules for test_verify.py, clean ones and one for each thing that breaks equivalence; how to verify them."""
 
 import gc
+import json
+import os
+import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,14 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_amp.verification.compare import Precision, Report
+from lightning_amp.verification.result import Verification
+from lightning_amp.verification.training_run import Run, train_one, train_rank
+from lightning_amp.verification.verify import subject_of, verification_of
+from tests.paths import ROOT
+from tests.ranks import run_ranks
+
+EXAMPLES = str(ROOT / "examples" / "any_module")
 Cells = dict[str, Tensor]
 
 
@@ -236,6 +248,18 @@ class MaskedOverRanks(Clean):
         return (error * batch["mask"]).sum() / entries
 
 
+class Attends(Clean):
+    """Attention with dropout, one operator of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+
+    def loss(self, batch: Any) -> Tensor:
+        u = self.encoder(batch["x"])[:, None]
+        return (self.head(self.attention(u, u, u, need_weights=False)[0][:, 0]) - batch["y"]).square().mean()
+
+
 class Late(Clean):
     """Wrong from the second step on."""
 
@@ -260,12 +284,55 @@ class RaisesOnRank(Clean):
         return self.loss(batch)
 
 
-def waits_for_nobody(rank: int, folder: Path) -> None:
-    """A rank that is not come to: the other one has returned."""
+def waits_for_nobody(rank: int, ranks: int, folder: Path) -> None:
+    """Rank 1 does not return."""
     if rank == 1:
         threading.Event().wait()
 
 
-def collects(rank: int, folder: Path) -> None:
+def collects(rank: int, ranks: int, folder: Path) -> None:
     """Garbage of whatever this process has."""
     gc.collect()
+
+
+def ends(rank: int, ranks: int, folder: Path) -> None:
+    """Rank 1 ends without an answer, as when memory ends."""
+    if rank == 1:
+        os._exit(9)
+
+
+Case = tuple[LightningModule, Any, dict[str, Any]]
+"""A module, its data and options of AMPStrategy."""
+
+
+def verified(
+    folder: Path, cases: dict[str, Case], *, precisions: tuple[Precision, ...] = ("float64",)
+) -> dict[str, Verification]:
+    """Verify some modules over two steps, with the ranks of all of them in the same two processes of the test run."""
+    runs = {}
+    for name, (module, data, options) in cases.items():
+        (folder / name).mkdir()
+        (folder / name / "subject.pt").write_bytes(subject_of(module, data, 2))
+        with warnings.catch_warnings(action="ignore"):
+            for precision in precisions:
+                train_one(folder / name, precision, 2)
+        runs[name] = Run(steps=2, precisions=precisions, options=options, timeout=60)
+    found = run_ranks(train_ranks, 2, folder, folder, runs)
+    results = {}
+    for name, (module, *_) in cases.items():
+        results[name] = result = verification_of(type(module).__name__, [reports[name] for reports in found])
+        assert all(len(line) <= 80 for line in str(result).splitlines())
+        assert json.loads(json.dumps(result.to_dict()))["ok"] is result.ok
+    return results
+
+
+def train_ranks(rank: int, ranks: int, folder: Path, runs: dict[str, Run]) -> dict[str, list[Report]]:
+    # some modules are those of the examples
+    sys.path.append(EXAMPLES)
+    try:
+        return {
+            name: [train_rank(rank, ranks, folder / name, precision, run) for precision in run.precisions]
+            for name, run in runs.items()
+        }
+    finally:
+        sys.path.remove(EXAMPLES)

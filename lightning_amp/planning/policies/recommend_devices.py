@@ -1,16 +1,12 @@
-"""How many devices are worth having: the best plan for 1, 2, 4, ... devices, with the cells of a step fixed.
+"""How many devices are worth having: plans of policy "auto" for 1, 2, 4, ... devices, with the cells of a step fixed.
 
     B cells in a step, shared by the ranks of the data axis: ceil(B / data) each      (strong scaling)
     speed-up(n)   = seconds(n0) / seconds(n)          n0 = the fewest devices on which the model fits
     efficiency(n) = speed-up(n) * n0 / n
 
-A step with B cells takes an optimiser as far on any number of devices, so the times of steps can be compared: of whole
-steps (model_seconds.py), for where most of a step is spent outside of the decoder more devices change little. Keys cost
-the same for one cell as for many: ranks of the data axis repeat them, ranks of the model axis share them. As in a plan,
-the model axis stays inside a node; beyond one node's devices what the data axis sends passes the slower links.
-
-Recommended is the largest number up to which every doubling, from n0 on, gives at least `WORTH` x. The list ends at the
-second doubling that does not, or where there are neither cells nor parts for more devices.
+A step with B cells takes an optimiser as far on any number of devices, so whole steps are compared. The model axis
+stays inside a node. Recommended is the largest number up to which every doubling, from n0 on, gives at least `WORTH` x.
+The list ends at the second doubling that does not, or where there are neither cells nor parts for more devices.
 
 Known limits: powers of two.
 """
@@ -22,13 +18,10 @@ from typing import Any
 
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import LARGEST, ModelShape
-from lightning_amp.diagnosis.diagnose import diagnose
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.plan import Candidate
-from lightning_amp.planning.policies.auto import TIE, candidates
-from lightning_amp.planning.policies.paper import registered
-from lightning_amp.planning.time.model_seconds import on_device, rest_seconds
+from lightning_amp.planning.policies.auto import TIE
+from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track
 
@@ -113,12 +106,36 @@ def recommend_devices(
             "a recommendation of devices was asked for, and the data have no modality with strata (Hi-C), whose decoder"
             " it is about; name a directory with one, or use as many devices as there are cells for"
         )
+    numbers = [2**i for i in range(MOST_DEVICES.bit_length())]
     scales: list[Scale] = []
-    total = MOST_DEVICES.bit_length()
-    every = _scales(profile, shape_of, cells=cells, budget=budget, rates=rates)
-    for found in track(every, description="comparing", total=total):
-        scales.append(_judged(found, scales))
-        if sum(s.gain is not None and s.gain < WORTH for s in scales) == 2:
+    lost = 0
+    for devices in track(numbers, description="comparing", total=len(numbers)):
+        meshes = list(_scales(profile, shape_of, devices, cells=cells, budget=budget, rates=rates))
+        if not meshes:
+            break
+        fitting = [s for s in meshes if s.fits is not False]
+        # of the meshes the fastest that fits; of those as fast the one with the fewest techniques
+        fastest = min((s.step_seconds for s in fitting), default=0.0)
+        level = [s for s in fitting if s.step_seconds <= TIE * fastest]
+        found = min(level, key=lambda s: (len(s.best.strategies), s.best.model), default=None)
+        first = next((s for s in scales if s.fits is not False), None)
+        if found is None:
+            found = replace(min(meshes, key=lambda s: s.best.peak_bytes), worth="does not fit")
+        elif first is None:
+            found = replace(found, worth="the fewest", speed_up=1.0, efficiency=1.0)
+        else:
+            speed_up = first.step_seconds / found.step_seconds
+            gain = scales[-1].step_seconds / found.step_seconds
+            lost += gain < WORTH
+            found = replace(
+                found,
+                worth="no" if lost else "yes",
+                speed_up=speed_up,
+                efficiency=speed_up * first.devices / devices,
+                gain=gain,
+            )
+        scales.append(found)
+        if lost == 2:
             break
     best = next((s for s in reversed(scales) if s.worth in ("the fewest", "yes")), None)
     return Recommendation(
@@ -135,72 +152,40 @@ def recommend_devices(
 def _scales(
     profile: Profile,
     shape_of: Callable[[int], ModelShape],
+    devices: int,
     *,
     cells: int,
     budget: int | None,
     rates: Rates,
 ) -> Iterator[Scale]:
-    diagnosis, devices = diagnose(profile), 1
-    while devices <= MOST_DEVICES:
-        found: list[Scale] = []
-        for model in (2**i for i in range(min(devices, rates.links.ranks_per_node).bit_length())):
-            data = devices // model
-            if data > cells:
-                continue
-            shape = on_device(shape_of(-(-cells // data)), rates)
-            own, _ = registered(diagnosis, shape, devices=devices)
-            rest = rest_seconds(shape, MeshShape(data=data, model=model), rates) or 0.0
-            best = candidates(
-                shape,
+    """The plan of every mesh of so many devices."""
+    for model in (2**i for i in range(min(devices, rates.links.ranks_per_node).bit_length())):
+        data = devices // model
+        if data > cells:
+            continue
+        part = -(-cells // data)
+        try:
+            made = plan(
+                profile,
                 devices=devices,
-                budget=budget,
-                rates=rates,
-                own=frozenset(own | ({"S1"} if devices > 1 else set())),
+                device_memory=budget,
+                batch_size=part,
                 model_parallel_size=model,
-            )[:1]
-            found += [
-                Scale(
-                    devices=devices,
-                    best=c,
-                    cells=shape.batch_size,
-                    step_seconds=c.step_seconds + rest,
-                    fits=None if budget is None else c.peak_bytes <= budget,
-                )
-                for c in best
-            ]
-        if not found:
-            return
-        yield _best(found)
-        devices *= 2
-
-
-def _best(found: list[Scale]) -> Scale:
-    """Of the best of every mesh the fastest step that fits; of those as fast the one with the fewest techniques."""
-    fitting = [s for s in found if s.fits is not False]
-    if not fitting:
-        return min(found, key=lambda s: s.best.peak_bytes)
-    fastest = min(s.step_seconds for s in fitting)
-    level = [s for s in fitting if s.step_seconds <= TIE * fastest]
-    return min(level, key=lambda s: (len(s.best.strategies), s.best.model))
-
-
-def _judged(found: Scale, before: list[Scale]) -> Scale:
-    """With what it gains over fewer devices, and whether that is worth it."""
-    if found.fits is False:
-        return replace(found, worth="does not fit")
-    first = next((s for s in before if s.fits is not False), None)
-    if first is None:
-        return replace(found, worth="the fewest", speed_up=1.0, efficiency=1.0)
-    speed_up = first.step_seconds / found.step_seconds
-    gain = before[-1].step_seconds / found.step_seconds
-    lost = any(s.gain is not None and s.gain < WORTH for s in before)
-    return replace(
-        found,
-        worth="no" if lost or gain < WORTH else "yes",
-        speed_up=speed_up,
-        efficiency=speed_up * first.devices / found.devices,
-        gain=gain,
-    )
+                shape=shape_of(part),
+                rates=rates,
+            )
+        except PlanError:
+            # the model has no parts for so many ranks
+            if model == 1:
+                raise
+            continue
+        yield Scale(
+            devices=devices,
+            best=made.candidates[0],
+            cells=part,
+            step_seconds=(made.predicted_step_seconds or 0.0) + (made.predicted_rest_seconds or 0.0),
+            fits=made.fits,
+        )
 
 
 def _why(best: Scale | None, scales: list[Scale]) -> str:

@@ -1,1 +1,0 @@
-"""What a person asks beyond one plan: what if, how many devices."""

@@ -1,0 +1,307 @@
+"""Claim: a recommendation of devices follows its rule at any speed-up, and `lightning-amp plan` prints it, or one line
+about a mistake.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_amp.cli.main import main
+from lightning_amp.cli.plan import WHAT_IF
+from lightning_amp.costs.device_rates import CPU_CORE, rates_for
+from lightning_amp.costs.model_shape import reference_shape
+from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan.axes import MeshShape
+from lightning_amp.planning.plan.plan import Candidate
+from lightning_amp.planning.policies import recommend_devices as recommendation
+from lightning_amp.planning.policies.auto import candidates
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.policies.recommend_devices import (
+    WORTH,
+    Recommendation,
+    Scale,
+    recommend_devices,
+)
+from lightning_amp.planning.reports.answers_report import recommendation_report
+from lightning_amp.planning.time.model_seconds import on_device, rest_seconds
+from lightning_amp.profiling.read_profile import profile as read_profile
+from tests.planning.profiles import hic, profile, rna
+
+GIB = 2**30
+DATA = profile(hic(anchors=1500, strata=4), rna())
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    out = tmp_path_factory.mktemp("outlook") / "data"
+    synthesize(out, cells=24, bins=30, strata=3, genes=20, seed=1)
+    return str(out)
+
+
+def shape_of(cells: int):
+    return reference_shape(DATA, batch_size=cells)
+
+
+def recommended(monkeypatch, seconds: dict[int, float], *, peaks: dict[int, int] | None = None):
+    """A recommendation where the planner finds these times and peaks for so many devices."""
+
+    def best(profile, *, devices, model_parallel_size, **rest):
+        if devices not in seconds:
+            raise PlanError("no parts for so many ranks")
+        peak = (peaks or {}).get(devices, 1)
+        one = Candidate(
+            strategies=(),
+            data=devices // model_parallel_size,
+            model=model_parallel_size,
+            peak_bytes=peak,
+            step_seconds=seconds[devices],
+            cell_seconds=1.0,
+        )
+        return SimpleNamespace(
+            candidates=(one,),
+            predicted_step_seconds=seconds[devices],
+            predicted_rest_seconds=None,
+            fits=peak <= 100 if peaks else None,
+        )
+
+    monkeypatch.setattr(recommendation, "plan", best)
+    budget = 100 if peaks else None
+    cells = max(seconds)
+    return recommend_devices(DATA, shape_of, cells=cells, budget=budget, rates=CPU_CORE)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "devices", "why"),
+    [
+        ({1: 8.0, 2: 4.1, 4: 2.5, 8: 2.0, 16: 2.0}, 4, "8 devices would be 1.25 x as fast as 4"),
+        ({1: 8.0, 2: 6.0, 4: 2.0, 8: 2.0}, 1, "2 devices would be 1.33 x as fast as 1"),
+        ({1: 6.0, 2: 4.0, 4: 4.0, 8: 4.0}, 2, "4 devices would be 1.00 x as fast as 2"),
+        ({1: 6.0, 2: 4.001, 4: 4.0}, 1, "2 devices would be 1.49 x as fast as 1"),
+        ({1: 8.0, 2: 4.0}, 2, "neither cells nor parts of the decoder for more devices"),
+        ({2**i: 2.0**-i for i in range(12)}, 256, "more were not looked at"),
+    ],
+)
+def test_the_largest_number_up_to_which_every_doubling_is_worth_it(
+    monkeypatch, seconds, devices, why
+) -> None:
+    found = recommended(monkeypatch, seconds)
+    assert found.devices == devices
+    assert why in found.why
+
+
+def test_rows_say_what_every_doubling_gives(monkeypatch) -> None:
+    found = recommended(monkeypatch, {1: 8.0, 2: 4.0, 4: 3.2, 8: 1.6, 16: 1.5, 32: 1.0})
+    rows = [(s.devices, s.speed_up, s.efficiency, s.gain, s.worth) for s in found.scales]
+    assert rows == [
+        (1, 1.0, 1.0, None, "the fewest"),
+        (2, 2.0, 1.0, 2.0, "yes"),
+        (4, 2.5, 0.625, 1.25, "no"),
+        (8, 5.0, 0.625, 2.0, "no"),
+        (16, pytest.approx(8 / 1.5), pytest.approx(1 / 3), pytest.approx(1.6 / 1.5), "no"),
+    ], "the second doubling that is not worth it ends the list"
+    assert json.loads(json.dumps(found.to_dict()))["worth_from_gain"] == WORTH
+
+
+def test_no_fewer_than_fit(monkeypatch) -> None:
+    seconds = {1: 8.0, 2: 4.0, 4: 3.9, 8: 3.8, 16: 3.8}
+    found = recommended(monkeypatch, seconds, peaks={1: 300, 2: 200, 4: 100, 8: 50})
+    assert [s.fits for s in found.scales][:3] == [False, False, True]
+    assert [s.worth for s in found.scales][:4] == ["does not fit", "does not fit", "the fewest", "no"]
+    assert found.devices == 4
+    assert found.scales[2].speed_up == 1.0
+    never = recommended(monkeypatch, seconds, peaks=dict.fromkeys(seconds, 101))
+    assert never.devices is None
+    assert "does not fit on 16 devices either" in never.why
+    assert "Worth having: no number of devices" in recommendation_report(never)
+
+
+def test_ranks_of_the_data_axis_share_the_cells_of_a_step(monkeypatch) -> None:
+    seen = set()
+
+    def noted(profile, *, devices, model_parallel_size, batch_size, shape, **rest):
+        assert shape.batch_size == batch_size
+        seen.add((devices // model_parallel_size, model_parallel_size, batch_size))
+        return plan(
+            profile,
+            devices=devices,
+            model_parallel_size=model_parallel_size,
+            batch_size=batch_size,
+            shape=shape,
+            **rest,
+        )
+
+    monkeypatch.setattr(recommendation, "plan", noted)
+    monkeypatch.setattr(recommendation, "MOST_DEVICES", 4)
+    recommend_devices(DATA, shape_of, cells=3, budget=None, rates=CPU_CORE)
+    assert seen == {(1, 1, 3), (1, 2, 3), (2, 1, 2), (1, 4, 3), (2, 2, 2)}, "four ranks have no three cells"
+
+
+def test_cells_of_a_step_are_fixed_and_the_best_mesh_is_found() -> None:
+    found = recommend_devices(DATA, shape_of, cells=6, budget=None, rates=rates_for("A100"))
+    assert [s.devices for s in found.scales][:3] == [1, 2, 4]
+    for s in found.scales[:3]:
+        assert s.cells == -(-6 // s.best.data)
+        every = [
+            c
+            for model in (m for m in (1, 2, 4) if s.devices % m == 0)
+            for c in candidates(
+                on_device(shape_of(-(-6 // (s.devices // model))), rates_for("A100")),
+                devices=s.devices,
+                budget=None,
+                rates=rates_for("A100"),
+                own=frozenset({"S1"} if s.devices > 1 else ()),
+                model_parallel_size=model,
+            )
+        ]
+        rest = [
+            rest_seconds(shape_of(-(-6 // n.data)), n, rates_for("A100"))
+            for n in (MeshShape(data=c.data, model=c.model) for c in every)
+        ]
+        assert s.step_seconds <= 1.05 * min(c.step_seconds + n for c, n in zip(every, rest, strict=True))
+        assert s.step_seconds > s.best.step_seconds, "a step is more than its decoder"
+        assert s.best.peak_bytes in [c.peak_bytes for c in every if c.strategies == s.best.strategies]
+    # one cell leaves nothing to ranks of the data axis
+    alone = recommend_devices(DATA, shape_of, cells=1, budget=None, rates=CPU_CORE)
+    assert {s.best.data for s in alone.scales} == {1}
+    text = recommendation_report(alone)
+    assert "for steps of 1 cell:" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_one_device_where_one_is_enough() -> None:
+    small = profile(hic(anchors=300, strata=6), rna())
+    found = recommend_devices(
+        small,
+        lambda cells: reference_shape(small, batch_size=cells),
+        cells=32,
+        budget=40 * GIB,
+        rates=rates_for("A100"),
+    )
+    assert found.scales[0].best.peak_bytes < 80 * 2**20
+    assert found.devices == 1
+    assert "2 devices would be 1." in found.why
+
+
+def test_links_between_nodes_are_slower_and_the_model_axis_stays_inside_one() -> None:
+    rates = rates_for("A100")
+
+    def of_nodes(devices: int) -> dict[int, Scale]:
+        asked = {"cells": 512, "budget": None, "rates": rates.on_nodes_of(devices)}
+        return {s.devices: s for s in recommend_devices(DATA, shape_of, **asked).scales}
+
+    large, small = of_nodes(8), of_nodes(2)
+    assert all(s.best.model <= 2 for s in small.values())
+    assert [large[n].step_seconds == small[n].step_seconds for n in (1, 2, 4)] == [True, True, False]
+    assert large[4].step_seconds < small[4].step_seconds
+
+
+@pytest.mark.parametrize("cells", [0, -3, True, 2.5, 10**7])
+def test_a_recommendation_needs_cells_and_a_decoder(cells) -> None:
+    with pytest.raises(PlanError, match="allowed is a whole number of cells from 1 to 1,000,000"):
+        recommend_devices(DATA, shape_of, cells=cells, budget=None, rates=CPU_CORE)
+    flat = profile(rna())
+    with pytest.raises(PlanError, match=r"no modality with strata \(Hi-C\)"):
+        recommend_devices(
+            flat, lambda n: reference_shape(flat, batch_size=n), cells=1, budget=None, rates=CPU_CORE
+        )
+
+
+def test_the_profile_knows_its_bins(data_dir) -> None:
+    parts = read_profile(data_dir).modality("hic").decomposition
+    assert parts.bin_bases == 1_000_000
+
+
+def test_the_command_line_recommends_in_text_and_json(data_dir, capsys) -> None:
+    asked = ["plan", data_dir, "--recommend-devices", "--batch-size", "4", "--device-memory", "8GiB"]
+    assert main([*asked, "--device", "A100"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "with the rates of an A100" in " ".join(text.split())
+    assert main([*asked, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rates_device"] == "one CPU core"
+
+
+def test_status_3_where_nothing_fits_the_memory_that_was_named(data_dir, capsys) -> None:
+    alone = ["--shape", "anchors=5400,dim=64,strata=8,batch=1"]
+    for words in ([data_dir], [data_dir, "--recommend-devices"], alone):
+        assert main(["plan", *words, "--device-memory", "1MiB"]) == 3
+        assert main(["plan", *words, "--device-memory", "80GiB"]) == 0
+        assert main(["plan", *words]) == 0
+    assert main(["plan", data_dir, "--strategies", "S1", "--device-memory", "1MiB", "--format", "json"]) == 3
+    capsys.readouterr()
+
+
+def test_times_are_those_of_the_device_or_the_file(data_dir, capsys, tmp_path) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(replace(rates_for("H100"), device="mine").to_json())
+    for option, whose in (
+        ([], "one CPU core"),
+        (["--device", "RTX 3090"], "an RTX 3090"),
+        (["--rates", str(file)], "mine"),
+    ):
+        assert main(["plan", data_dir, *option]) == 0
+        assert f" rates of {whose}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["absent", "--what-if", "bin=1mb", "strata=10,32"], "--what-if is gone; plan one size at a time"),
+        (["--what-if", "--config", "absent.yaml"], "lightning-amp plan --shape anchors=5400,dim=64"),
+        (
+            ["absent", "--recommend-devices", "--model-parallel-size", "2"],
+            "together with --model-parallel-size",
+        ),
+        (["absent", "--recommend-devices", "--shape", "x"], "together with --shape"),
+        (["--recommend-devices"], "requires DIR"),
+        (["absent", "--recommend-devices", "--device-memory", "8 apples"], "'8 apples'"),
+        (["absent", "--recommend-devices"], "absent"),
+        (["absent", "--device", "A100", "--rates", "r.json"], "give one of them"),
+        (["absent", "--rates", "absent.json"], "absent.json"),
+        (["absent", "--device", "abacus"], "rates of 'abacus' were asked for"),
+        (["absent", "--shape", "anchors=9,dim=4,strata=2"], "both DIR='absent' and shape='anchors=9"),
+        (["--shape", "anchors=9,dim=4,strata=2", "--window", "4"], "together with --window"),
+        (["--shape", "anchors=9,dim=4,strata=2,batch=1", "--batch-size", "4"], "give one of them"),
+        (
+            ["absent", "--device-memory", "8"],
+            "would be bytes; add the unit, for example '8GiB' or '8MiB'",
+        ),
+        ([], "neither DIR nor --shape"),
+    ],
+)
+def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_recommendation_needs_no_torch(data_dir) -> None:
+    code = (
+        "import sys; from lightning_amp.cli.main import main;"
+        f"status = main(['plan', {data_dir!r}, '--recommend-devices', '--batch-size', '1']);"
+        "sys.exit(status or ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_the_message_about_what_if_names_can_be_run(capsys) -> None:
+    words = WHAT_IF.partition("lightning-amp plan ")[2].partition(". ")[0].split()
+    assert main(["plan", *words]) == 0
+    assert main(["plan", *words, "--policy", "paper", "--devices", "4"]) == 0
+    assert "predicted peak per rank" in capsys.readouterr().out
+
+
+def test_a_recommendation_is_plain_data() -> None:
+    one = Recommendation(
+        cells=1, budget_bytes=None, rates_device="x", node_devices=8, devices=None, why="", scales=()
+    )
+    assert one.to_dict()["scales"] == ()
