@@ -10,7 +10,7 @@ LIBRARY = Path(lightning_amp.__file__).parent
 NAMED = {
     "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 17),
     "chunk": (r"techniques\.chunk|[\"']chunk[\"']", 19),
-    "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 20),
+    "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 21),
     "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 24),
     "logits": (r"techniques\.logits|[\"']logits[\"']", 6),
     "replay": (r"techniques\.replay|[\"']replay[\"']", 6),
