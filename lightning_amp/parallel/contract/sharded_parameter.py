@@ -1,5 +1,6 @@
 """A parameter of which every rank of a mesh axis owns a shard: gradient and optimiser state exist there only."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -38,6 +39,10 @@ class Parts(Protocol):
 
     def join(self, own: Tensor) -> Tensor:
         """The whole from every rank's part; a collective."""
+        ...
+
+    def boxes(self, own: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Blocks of adjacent entries of this rank's part: offsets in the whole tensor, and the entries."""
         ...
 
 

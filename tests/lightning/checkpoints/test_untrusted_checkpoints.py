@@ -109,5 +109,5 @@ def test_the_command_refuses_it_unless_it_is_trusted(
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1}), b"\x80\x04\x8c\x01a\x93."])
 def test_metadata_that_are_none_are_damaged(directory: Path, content: bytes) -> None:
     (directory / ".metadata").write_bytes(content)
-    with pytest.raises(DataError, match="has a file '.metadata' that cannot be read"):
+    with pytest.raises(DataError, match="has no file '.metadata' that can be read"):
         open_directory(directory)
