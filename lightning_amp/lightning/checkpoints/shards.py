@@ -97,10 +97,11 @@ class Shards:
 
     def refuse_backward(self) -> None:
         """Refuse, with a PlanError, a backward outside of a fit: nobody completes gradients that lie on other ranks."""
-        if self.partial or self.sharded:
+        if self.partial or self._held():
             raise PlanError(
                 "manual_backward was called outside of a fit, and the plan leaves parts of the gradients on other"
-                " ranks, which are put together in a fit only; use model_parallel_size=1, and no fsdp, for this run"
+                " ranks, which are put together in a fit only; use model_parallel_size=1, and neither fsdp nor"
+                " pipeline, for this run"
             )
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
@@ -197,7 +198,9 @@ class Shards:
         # of no gradients the norm is in single precision
         norms = [get_total_norm(rest)] if rest or not among else []
         if among:
-            over_ranks = _norm_over_ranks(among)
+            own = get_total_norm([grad for grad in self._gradients(among) if grad.numel()])
+            own = own.to(device=among[0].mesh.device_type, dtype=among[0].whole.dtype)
+            over_ranks = collectives.all_reduce(among[0].mesh, own**2) ** 0.5
             norms.append(over_ranks.to(norms[0].dtype) if norms else over_ranks)
         # an empty list of gradients has a norm on the host
         return get_total_norm([value.to(norms[-1].device) for value in norms])
@@ -221,7 +224,7 @@ class Shards:
         states = [
             self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in optimizers if complete
         ]
-        self._restore(complete=complete)
+        restore(list(dict.fromkeys(held.values())), complete=complete)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["params"] = [held[id(p)].whole if id(p) in held else p for p in group["params"]]
         for optimizer, state in zip(optimizers, states, strict=False):
@@ -269,8 +272,9 @@ class Shards:
                 restore(self.sharded, complete=True)
             raise
 
-    def _restore(self, *, complete: bool) -> None:
-        restore(self.sharded, complete=complete)
+    def _gradients(self, among: Sequence[Any]) -> list[Tensor]:
+        """Those of a rank, which make up the gradients of these parameters together with other ranks'."""
+        return [local(one.shard.grad) for one in among if one.shard.grad is not None]
 
     def _named(self, state: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """The names of these parameters in a state, in the same order on all ranks."""
@@ -333,7 +337,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
             )
 
 
-def restore(sharded: Sequence[ShardedParameter], *, complete: bool) -> None:
+def restore(sharded: Sequence[Any], *, complete: bool) -> None:
     """Give the whole parameters their trained values; without the other ranks (`complete`) theirs become nan."""
     if complete:
         for parameter in sharded:
@@ -349,14 +353,6 @@ def restore(sharded: Sequence[ShardedParameter], *, complete: bool) -> None:
             " split over the ranks, could not be collected: what other ranks have trained is nan now. Load a checkpoint"
             " before you use the module."
         )
-
-
-def _norm_over_ranks(among: Sequence[ShardedParameter]) -> Tensor:
-    first = among[0].shard
-    grads = [local(p.shard.grad) for p in among if p.shard.grad is not None]
-    own = get_total_norm([grad for grad in grads if grad.numel()])
-    own = own.to(device=among[0].mesh.device_type, dtype=first.dtype)
-    return collectives.all_reduce(among[0].mesh, own**2) ** 0.5
 
 
 def _check_elementwise(optimizer: Any, parameter: ShardedParameter, value: Tensor, name: str) -> None:

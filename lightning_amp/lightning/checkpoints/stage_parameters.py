@@ -16,19 +16,17 @@ Known limits: all ranks hold the whole module until it is installed; buffers are
 blocks that is reached by another stage later on is not there any more, and the step is refused.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from lightning_amp.errors import InstallError, PlanError
-from lightning_amp.lightning._compat import rank_zero_warn
+from lightning_amp.errors import InstallError
 from lightning_amp.lightning.checkpoints.shards import Shards, numbered
 from lightning_amp.parallel.pipeline.absent import AbsentParameter, absent_parameter
 
@@ -39,6 +37,7 @@ class Held:
 
     Attributes:
         whole: The module's object, which optimisers of ranks that hold it have.
+        mesh: The model axis.
         absent: What stands for it on other ranks.
         places: Modules that have it, and under which names.
         ranks: Of the model axis, those that hold it; None as long as all do.
@@ -46,10 +45,26 @@ class Held:
     """
 
     whole: nn.Parameter
-    absent: AbsentParameter
-    places: list[tuple[nn.Module, str]]
+    mesh: DeviceMesh
+    absent: AbsentParameter = field(init=False)
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
     ranks: tuple[int, ...] | None = None
     here: bool = True
+    technique: ClassVar[str] = "pipeline"
+
+    def __post_init__(self) -> None:
+        """Make what stands for it."""
+        self.absent = absent_parameter(self.whole)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the parameter."""
+        return self.absent.shape
+
+    @property
+    def trained(self) -> bool:
+        """Whether other ranks may have trained what this one does not have."""
+        return not self.here
 
     def free(self) -> None:
         """Give its memory back, on a rank that does not hold it."""
@@ -58,10 +73,26 @@ class Held:
         self.whole.data, self.whole.grad = self.whole.data.new_empty(0), None
         self._put(self.absent)
 
-    def restore(self, value: Tensor) -> None:
-        """Have it again, with this value."""
+    def join(self, value: Tensor) -> Tensor:
+        """The values of the first rank that holds it; a collective, unless all ranks do and have them in `value`."""
+        if self.ranks is None:
+            return value
+        own = self.whole if self.here else torch.empty_like(self.absent, device=self.whole.device)
+        return broadcast(own, self.ranks[0], self.mesh)
+
+    def restore(self) -> None:
+        """Have it on all ranks again; a collective."""
+        values = self.join(self.whole)
+        if not self.here:
+            self._have(values.to(self.whole.device))
+
+    def restore_own(self) -> None:
+        """Have it again where it is not, without values; no collective."""
+        self._have(torch.full(self.shape, torch.nan, dtype=self.whole.dtype, device=self.whole.device))
+
+    def _have(self, values: Tensor) -> None:
         self.here = True
-        self.whole.data = value
+        self.whole.data = values
         self.whole.requires_grad_(self.absent.requires_grad)
         self._put(self.whole)
 
@@ -87,8 +118,6 @@ class StageParameters(Shards):
         self._optimizers: list[Optimizer] = []
         self._owners = _owners(module, {id(block): rank for block, rank in blocks})
         self.held = self._find(module)
-        # a stage may have no parameter at all
-        self._like = self.held[0].whole.detach().new_zeros(()) if self.held else torch.zeros(())
         for held in self.held:
             if held.ranks is not None and self._rank not in held.ranks:
                 held.free()
@@ -103,8 +132,7 @@ class StageParameters(Shards):
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    absent = absent_parameter(parameter)
-                    held = found.setdefault(id(parameter), Held(parameter, absent, []))
+                    held = found.setdefault(id(parameter), Held(parameter, self._model))
                     held.places.append((part, name))
         for held in found.values():
             ranks = set[int | None]().union(*(self._owners[id(part)] for part, _ in held.places))
@@ -155,13 +183,6 @@ class StageParameters(Shards):
         for other in others:
             dist.send(grad, other, group=group, tag=tag)
 
-    def refuse_backward(self) -> None:
-        """Refuse, with a PlanError, a backward outside of a fit."""
-        raise PlanError(
-            "manual_backward was called outside of a fit, and the module's blocks are stages on several ranks, which"
-            " compute gradients together in a fit only; leave 'pipeline' out of this run"
-        )
-
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse those that see all parameters at once."""
         self._optimizers = list(optimizers)
@@ -173,20 +194,10 @@ class StageParameters(Shards):
                     " leave 'pipeline' out"
                 )
 
-    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The norm of gradients of all stages; a collective."""
-        among = {id(parameter) for parameter in parameters}
-        counted = [
-            held.whole.grad
-            for held in self.held
-            # by the first rank of those that hold it
-            if id(held.whole) in among
-            and held.whole.grad is not None
-            and self._rank == (held.ranks[0] if held.ranks else 0)
-        ]
-        own = get_total_norm(counted).to(self._like) ** 2
-        dist.all_reduce(own, group=self._model.get_group())
-        return own**0.5
+    def _gradients(self, among: Sequence[Held]) -> list[Tensor]:
+        """Each of the first rank that holds it."""
+        counted = [held.whole.grad for held in among if self._rank == (held.ranks[0] if held.ranks else 0)]
+        return [grad for grad in counted if grad is not None]
 
     # --- state ---
 
@@ -195,14 +206,11 @@ class StageParameters(Shards):
         whole = super().saved_state(state, in_parts=in_parts)
         for name, (buffer, rank) in self._buffers().items():
             if name in whole:
-                whole[name] = self._broadcast(buffer, rank)
+                whole[name] = broadcast(buffer, rank, self._model)
         return whole
 
     def _held(self) -> dict[int, Held]:
         return {id(parameter): held for held in self.held for parameter in (held.whole, held.absent)}
-
-    def _saved(self, one: Held, value: Tensor, *, in_parts: bool) -> Tensor:
-        return value if one.ranks is None else self._from_first(one)
 
     def _own(self, one: Held, value: Any, name: str) -> Any:
         return value if one.here else one.absent
@@ -222,21 +230,6 @@ class StageParameters(Shards):
             for name, buffer in part.named_buffers(recurse=False)
         }
 
-    def _from_first(self, held: Held) -> Tensor:
-        assert held.ranks is not None, "asked for what not all ranks have"
-        like = held.whole if held.here else held.absent
-        device = self._like.device
-        value = (
-            held.whole.detach() if held.here else torch.empty_like(like, device=device, requires_grad=False)
-        )
-        return self._broadcast(value, held.ranks[0])
-
-    def _broadcast(self, value: Tensor, rank: int) -> Tensor:
-        value = value.detach().clone(memory_format=torch.contiguous_format)
-        group = self._model.get_group()
-        dist.broadcast(value, dist.get_global_rank(group, rank), group=group)
-        return value.cpu()
-
     def saved_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool
     ) -> dict[str, Any]:
@@ -253,22 +246,12 @@ class StageParameters(Shards):
                 merged[index] = everyones[rank][index]
         return {**state, "state": dict(sorted(merged.items()))}
 
-    def _restore(self, *, complete: bool) -> None:
-        lost = 0
-        for held in self.held:
-            if held.ranks is None:
-                continue
-            if complete:
-                value = self._from_first(held)
-            if not held.here:
-                lost += not complete
-                like = torch.empty_like(held.absent, device=held.whole.device, requires_grad=False)
-                held.restore(value.to(held.whole.device) if complete else like.fill_(torch.nan))
-        if lost:
-            rank_zero_warn(
-                f"The run ended early, and {lost} parameters that other stages of the pipeline hold could not be"
-                " collected: they are nan now. Load a checkpoint before you use the module."
-            )
+
+def broadcast(value: Tensor, rank: int, mesh: DeviceMesh) -> Tensor:
+    """The values of one rank of a mesh axis, in the host's memory; a collective."""
+    value = value.detach().clone(memory_format=torch.contiguous_format)
+    dist.broadcast(value, dist.get_global_rank(mesh.get_group(), rank), group=mesh.get_group())
+    return value.cpu()
 
 
 def _owners(module: nn.Module, ranks: Mapping[int, int]) -> dict[int, set[int | None]]:
