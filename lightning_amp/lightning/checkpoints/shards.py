@@ -319,17 +319,18 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
         kinds = {
             kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")
         }
-        own = sum(p in shards for p in held)
+        if not (own := sum(p in shards for p in held)):
+            continue
         coupled: bool | None = bool(kinds & set(COUPLED))
-        if own and not coupled and not type(optimizer).__module__.startswith("torch.optim"):
+        if not coupled and not type(optimizer).__module__.startswith("torch.optim"):
             coupled = mixes_elements(optimizer, flat=any(parameter.in_place for parameter in sharded))
-        if own and coupled is None:
+        if coupled is None:
             rank_zero_warn(
                 f"The optimizer {type(optimizer).__name__!r} was given parameters that {_who(sharded)} splits over"
                 " ranks, and it could not be tried whether it mixes a parameter's elements: if it does, it trains"
                 f" otherwise than on one device. Leave {_who(sharded)} out if you do not know it."
             )
-        if own and coupled:
+        if coupled:
             raise InstallError(
                 f"the optimizer {type(optimizer).__name__!r} was given {own!r} parameters that {_who(sharded)} splits"
                 f" over ranks; its update mixes the elements of a parameter, as those of {COUPLED!r} do, and would see"

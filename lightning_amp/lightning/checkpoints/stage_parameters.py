@@ -7,7 +7,7 @@ Elsewhere a parameter is a placeholder on the device "meta" in the module, witho
 optimiser; its own object, emptied, is kept for the end of the run. A parameter on several ranks (a tied head) gets the
 sum of their gradients, added in the order of the ranks and sent back, so that all have the same bits.
 
-    clipping     |g|^p = sum over parameters |g|^p, each counted by the first rank that holds it
+    norm         |g|^2 = sum over parameters |g|^2, each counted by the first rank that holds it
 
 Collectives: of a step, one all-gather of a byte for every parameter that several ranks hold, and two messages for the
 gradient of each of these; of a checkpoint, a broadcast of every parameter, and one all-gather of the optimiser's state.

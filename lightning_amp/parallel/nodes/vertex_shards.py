@@ -60,10 +60,6 @@ class VertexShards:
         """This rank's rows, as a copy."""
         return whole[self.own_ids.to(whole.device)]
 
-    def put(self, whole: Shaped[Tensor, "vertex ..."], own: Shaped[Tensor, "own_vertex ..."]) -> None:
-        """Write this rank's rows into the whole."""
-        whole[self.own_ids.to(whole.device)] = own
-
     def join(self, own: Shaped[Tensor, "own_vertex ..."]) -> Shaped[Tensor, "vertex ..."]:
         """All rows from every rank's; one all-gather, without gradients."""
         rows = own.detach()

@@ -50,10 +50,6 @@ class Runs:
         run = own_run(self.n, self.mesh)
         return whole.narrow(self.dim, run.start, run.stop - run.start)
 
-    def put(self, whole: Tensor, own: Tensor) -> None:
-        """Write this rank's part into the whole."""
-        self.own(whole).copy_(own)
-
     def join(self, own: Tensor) -> Tensor:
         """The whole from every rank's part; a collective."""
         return join_runs(own, self.n, self.mesh, dim=self.dim)
