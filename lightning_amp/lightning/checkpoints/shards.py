@@ -130,11 +130,13 @@ class Shards:
             InstallError: The state of a shard has not its shape.
         """
 
-        def saved(one: ShardedParameter, name: str, value: Any) -> Any:
-            _check_elementwise(optimizer, one, value, name)
-            return self._saved(one, value, in_parts=in_parts)
+        def saved(one: ShardedParameter, values: dict[str, Any]) -> dict[str, Any]:
+            own = _of_elements(one, values)
+            for name, value in own.items():
+                _check_elementwise(optimizer, one, value, name)
+            return values | {n: self._saved(one, value, in_parts=in_parts) for n, value in own.items()}
 
-        return self._converted(optimizer, state, lambda one, values: _of_elements(one, values, saved))
+        return self._converted(optimizer, state, saved)
 
     def own_optimizer_states(
         self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
@@ -259,7 +261,7 @@ class Shards:
 
     def _own_values(self, one: Any, values: dict[str, Any]) -> dict[str, Any] | None:
         """What a rank loads of an optimiser's state for whole parameters; None is nothing."""
-        return _of_elements(one, values, lambda one, name, value: self._own(one, value, name))
+        return values | {n: self._own(one, value, n) for n, value in _of_elements(one, values).items()}
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         try:
@@ -366,20 +368,14 @@ def _check_elementwise(optimizer: Any, parameter: ShardedParameter, value: Tenso
         )
 
 
-def _of_elements(
-    one: ShardedParameter, values: dict[str, Any], convert: Callable[[ShardedParameter, str, Any], Any]
-) -> dict[str, Any]:
-    """An optimiser's state of a parameter with that of its elements changed, and not, as a number of steps, its own."""
-
-    def is_of_elements(name: str, value: Any) -> bool:
-        # of a parameter without a dim torch, too, tells them by the name
-        return isinstance(value, Stored) or (
-            isinstance(value, Tensor) and (value.dim() > 0 or (not one.shape and name != "step"))
-        )
-
+def _of_elements(one: ShardedParameter, values: dict[str, Any]) -> dict[str, Any]:
+    """Of an optimiser's state of a parameter that of its elements, and not, as a number of steps, of the parameter."""
     return {
-        name: convert(one, name, value) if is_of_elements(name, value) else value
+        name: value
         for name, value in values.items()
+        # of a parameter without a dim torch, too, tells them by the name
+        if isinstance(value, Stored)
+        or (isinstance(value, Tensor) and (value.dim() > 0 or (not one.shape and name != "step")))
     }
 
 
