@@ -100,8 +100,7 @@ class Shards:
         if self.partial or self._held():
             raise PlanError(
                 "manual_backward was called outside of a fit, and the plan leaves parts of the gradients on other"
-                " ranks, which are put together in a fit only; use model_parallel_size=1, and neither fsdp nor"
-                " pipeline, for this run"
+                " ranks, which are put together in a fit only; use model_parallel_size=1, and no fsdp, for this run"
             )
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
