@@ -1,8 +1,7 @@
 """Checkpoints that are complete or not there: written aside, flushed to the disk, then renamed.
 
     save    a new file beside the target, locked while it is written, fsync, rename over the target (one step for the
-            file system), fsync of the folder, where the file system has one; an error, of whichever kind, removes the
-            file aside and leaves the target as it was
+            file system); an error, of whichever kind, removes the file aside and leaves the target as it was
     load    an incomplete file is refused by name, with the complete ones beside it
 
 Tensors go to the file one after the other: no second copy of the checkpoint in memory. A file aside that a killed
@@ -22,12 +21,13 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_amp.errors import DataError
+from lightning_amp.lightning.checkpoints.read_directory import earlier_name, is_directory
 from lightning_amp.quantities import format_bytes
 
 ASIDE = ".partial"
@@ -70,77 +70,60 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return loaded
 
 
-class _FirstError:
-    """A file for torch.save, which hides the error of a failed write behind another one."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Keep the first error."""
-        try:
-            return int(self._file.write(data))
-        except OSError as error:
-            self.error = self.error or error
-            raise
-
-    def flush(self) -> None:
-        """Flush."""
-        self._file.flush()
-
-
-def write_state(checkpoint: Any, raw: BinaryIO) -> None:
-    """Write what torch.save writes, down to the disk.
+def write_state(checkpoint: Any, file: Any) -> None:
+    """Write what torch.save writes to an open file, down to the disk.
 
     Raises:
         OSError: As the file has raised it.
     """
-    file = _FirstError(raw)
     try:
-        torch.save(checkpoint, file)  # type: ignore[arg-type]
-    except Exception:
-        if file.error is not None:
-            raise file.error from None
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        # torch's writer raises one of its own after a write that failed
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
         raise
     try:
-        os.fsync(raw.fileno())
+        os.fsync(file.fileno())
     except OSError as error:
         if error.errno not in WITHOUT_FSYNC:
             raise
 
 
+def put_in_place(aside: Path, path: Path) -> None:
+    """Give a complete checkpoint its name, for a file in one step; of a directory of shards there the old one goes."""
+    if not aside.is_dir() and not is_directory(path):
+        aside.replace(path)
+        return
+    previous = earlier_name(path)
+    if os.path.lexists(path):
+        _remove(previous)
+        path.rename(previous)
+    aside.rename(path)
+    _remove(previous)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def _aside(target: Path) -> Iterator[BinaryIO]:
-    """A file to write to, renamed to the target at the end, or removed."""
-    aside, file = _create(target.parent)
-    with file:
+    """A locked file to write to, renamed to the target at the end, or removed."""
+    # containers may have the same machine's name and process, so neither makes it one's own
+    aside = target.parent / f"{ASIDE}-{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
+    with aside.open("xb", buffering=0) as file:
         try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
             yield file
-            aside.replace(target)
+            put_in_place(aside, target)
         except BaseException:
             aside.unlink(missing_ok=True)
             raise
-    # it is there; that its name has reached the disk is more than every file system promises
-    with contextlib.suppress(OSError):
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def _create(folder: Path) -> tuple[Path, BinaryIO]:
-    """A new file, locked; containers may have the same machine's name and process, so neither makes it one's own."""
-    while True:
-        path = folder / f"{ASIDE}-{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
-        file = cast("BinaryIO", path.open("xb", buffering=0))
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        # another process may have taken it for one that was left, before it was locked
-        if path.exists():
-            return path, file
-        file.close()
 
 
 def _remove_left_over(folder: Path) -> None:

@@ -2,21 +2,18 @@
 
     open_directory    -> the plain checkpoint with a `Stored` for every tensor that lies in a shard; reads no values
     Stored.read       -> that tensor, whole
-    fill              -> a state with the tensors themselves, by one pass over the files
+    fill              -> a state with the tensors themselves
 
-Everything is checked before a value is read: files that are missing or cut short, tensors that are not there or of
-another shape, entries that nobody has written. No collective: every rank reads for itself. Neither of the two pickles
-in a directory can run code, unless `weights_only=False` is said.
+No collective: every rank reads for itself. Neither of the two pickles in a directory can run code, unless
+`weights_only=False` is given.
 """
 
 import copy
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +22,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_amp.errors import DataError
 
 META = "meta.pt"
-"""As Lightning's other strategies name it."""
+"""The checkpoint without its tensors, named as by Lightning's other strategies."""
 TORCH_META = ".metadata"
 """torch's: where the tensors lie; a pickle, which may name any function to call."""
 BULK = ("state_dict", "optimizer_states")
 """What a checkpoint keeps in shards."""
-DAMAGE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError)
-"""What reading a damaged file raises."""
-ANOTHER = "write the checkpoint anew, or take an earlier one"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
     *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -49,10 +43,34 @@ _KNOWN = {
     ("torch", "Size"),
     *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
 }
-"""The only classes that are looked up in it; `weights_only=False` reads it as torch does."""
+"""The only classes that are looked up in it, with torch's dtypes; `weights_only=False` reads it as torch does."""
+ReadFile = Callable[..., dict[str, Any]]
+"""Reads a plain checkpoint, as `load_checkpoint` of a CheckpointIO does: (path, *, weights_only)."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KNOWN or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        # in the words of torch.load
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+
+
+class _ShardReader(FileSystemReader):
+    """Reads shards by metadata that were read with care."""
+
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        super().__init__(directory)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Called by torch."""
+        return self._metadata
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Stored:
     """A tensor in a directory of shards; hooks that need its values call `read`."""
 
@@ -64,32 +82,20 @@ class Stored:
 
     def read(self) -> Tensor:
         """The whole tensor, in the host's memory; a DataError where the shards cannot be read."""
-        return _read([self])[self.key]
-
-
-class _UnknownGlobalError(pickle.UnpicklingError):
-    """A pickle asks for something that no checkpoint needs."""
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise _UnknownGlobalError(f"{module}.{name}")
-
-
-class _ShardReader(FileSystemReader):
-    """Reads shards by metadata that have been read already."""
-
-    def __init__(self, directory: Path, metadata: Metadata) -> None:
-        super().__init__(directory)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Called by torch."""
-        return self._metadata
+        values = {self.key: torch.empty(self.shape, dtype=self.dtype)}
+        reader = _ShardReader(self.directory, self.metadata)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            with warnings.catch_warnings():
+                # that every rank reads for itself is meant
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                load(values, storage_reader=reader, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            reasons = [repr(reason) for reason, _ in error.failures.values()]
+            raise _damaged(
+                self.directory, f"has shards of {self.key!r} that cannot be read: {reasons}"
+            ) from error
+        return values[self.key]
 
 
 def is_directory(path: Path) -> bool:
@@ -102,20 +108,6 @@ def earlier_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.previous")
 
 
-def refuse_interrupted(path: Path) -> None:
-    """Name, in a DataError, the earlier checkpoint, where a run ended while it gave a new one its name."""
-    previous = earlier_name(path)
-    if not path.exists() and is_directory(previous):
-        raise DataError(
-            f"the checkpoint {str(path)!r} was to be loaded, found nothing: a run has ended while it replaced it. The"
-            f" one before is complete: rename {str(previous)!r} to {path.name!r}"
-        )
-
-
-ReadFile = Callable[..., dict[str, Any]]
-"""Reads a plain checkpoint, as `load_checkpoint` of a CheckpointIO does: (path, *, weights_only)."""
-
-
 def open_directory(
     path: Path, read_file: ReadFile | None = None, *, weights_only: bool | None = None
 ) -> dict[str, Any]:
@@ -126,18 +118,23 @@ def open_directory(
         weights_only: False reads what may run code; None is True.
 
     Raises:
-        DataError: It is no such directory, not complete, or contradicts itself.
+        DataError: It is no such directory, or not complete.
     """
-    for name in (META, TORCH_META):
-        if not (path / name).is_file():
-            raise _damaged(
-                path, f"has no file {name!r}; a directory of shards has both {META!r} and {TORCH_META!r}"
-            )
-    read: Callable[[], Any] = partial(read_file or _load_file, path / META, weights_only=weights_only)
-    skeleton: dict[str, Any] = _safely(path, META, read, DAMAGE)
-    read = partial(_read_metadata, path, weights_only=weights_only is not False)
-    # a damaged pickle may raise anything
-    metadata: Metadata = _safely(path, TORCH_META, read, (Exception,))
+    safe = weights_only is not False
+
+    def read_metadata() -> Metadata:
+        with (path / TORCH_META).open("rb") as file:
+            found = (_Unpickler if safe else pickle.Unpickler)(file).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"{type(found).__name__} in place of torch's Metadata")
+        return found
+
+    def read_meta() -> dict[str, Any]:
+        if read_file is not None:
+            return read_file(path / META, weights_only=weights_only)
+        return torch.load(path / META, map_location="cpu", weights_only=safe)  # type: ignore[no-any-return]
+
+    skeleton, metadata = _safely(path, META, read_meta), _safely(path, TORCH_META, read_metadata)
     if BULK[0] not in skeleton:
         raise DataError(
             f"{str(path)!r} was to be loaded, its {META!r} has {sorted(map(str, skeleton))!r} and no {BULK[0]!r}:"
@@ -145,159 +142,87 @@ def open_directory(
             " `python -m lightning.pytorch.utilities.consolidate_checkpoint`"
         )
     _check_files(path, metadata)
-    kept = metadata.state_dict_metadata
-    found: dict[str, Stored] = {}
 
     def point(key: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_meta:
             return value
-        _check_tensor(path, key, value, kept.get(key))
-        found[key] = Stored(directory=path, key=key, shape=value.shape, dtype=value.dtype, metadata=metadata)
-        return found[key]
+        return Stored(path, key, value.shape, value.dtype, metadata)
 
-    checkpoint = {
-        name: replaced(tree, point, (name,)) if name in BULK else tree for name, tree in skeleton.items()
-    }
-    if more := sorted(set(kept) - set(found)):
-        raise _damaged(path, f"has tensors that {META!r} does not know, e.g. {more[:3]!r}")
-    return checkpoint
+    return {name: replaced(tree, point, name) if name in BULK else tree for name, tree in skeleton.items()}
 
 
-def load_either(
-    path: str | Path, load_file: ReadFile, read_part: ReadFile, *, weights_only: bool | None
-) -> dict[str, Any]:
-    """A checkpoint that is a file, read by `load_file`, or a directory of shards, whichever is there.
+def load_either(path: str | Path, read_file: ReadFile, *, weights_only: bool | None) -> dict[str, Any]:
+    """A checkpoint that is a file or a directory of shards, whichever is there.
+
+    Of a directory the module's tensors are read; optimiser states are read when the optimisers load them.
 
     Raises:
-        DataError: As `refuse_interrupted` and `load_directory`.
+        DataError: As `open_directory`, the shards cannot be read, or a run ended while it replaced the checkpoint.
     """
     place = Path(path)
-    refuse_interrupted(place)
-    if place.is_dir():
-        return load_directory(place, read_part, weights_only=weights_only)
-    # as it was given: it may be the address of a file elsewhere
-    return load_file(path, weights_only=weights_only)
-
-
-def load_directory(path: Path, read_file: ReadFile, *, weights_only: bool | None) -> dict[str, Any]:
-    """A checkpoint with the module's tensors; optimiser states are read when the optimisers load them.
-
-    Raises:
-        DataError: As `open_directory`, or the shards cannot be read.
-    """
-    checkpoint = open_directory(path, read_file, weights_only=weights_only)
+    previous = earlier_name(place)
+    if not place.exists() and is_directory(previous):
+        raise DataError(
+            f"the checkpoint {str(path)!r} was to be loaded, found nothing: a run has ended while it replaced it. The"
+            f" one before is complete: rename {str(previous)!r} to {place.name!r}"
+        )
+    if not place.is_dir():
+        # as it was given: it may be the address of a file elsewhere
+        return read_file(path, weights_only=weights_only)
+    checkpoint = open_directory(place, read_file, weights_only=weights_only)
     return {**checkpoint, "state_dict": fill(checkpoint["state_dict"])}
 
 
 def fill(tree: Any) -> Any:
-    """A state with the tensors that it had in `open_directory` as `Stored`, read in one pass; all else as it is.
+    """A state with the tensors that it had in `open_directory` as `Stored`; all else as it is.
 
     Raises:
         DataError: The shards cannot be read.
     """
-    found: list[Any] = []
-    replaced(tree, lambda _, value: found.append(value))
-    found = [value for value in found if isinstance(value, Stored)]
-    if not found:
-        return tree
-    values = _read(found)
-    return replaced(tree, lambda _, value: values[value.key] if isinstance(value, Stored) else value)
+    return replaced(tree, lambda _, value: value.read() if isinstance(value, Stored) else value)
 
 
-def replaced(tree: Any, change: Callable[[str, Any], Any], place: tuple[str, ...] = ()) -> Any:
+def replaced(tree: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
     """A nesting of dicts and lists with every leaf changed; `change` gets the place of a leaf and the leaf."""
     if isinstance(tree, dict):
         # copied, not made anew: load_state_dict reads the versions that torch keeps beside the tensors
         copied = copy.copy(tree)
-        copied.update({key: replaced(value, change, (*place, str(key))) for key, value in tree.items()})
+        copied.update({key: replaced(value, change, f"{place}/{key}") for key, value in tree.items()})
         return copied
     if isinstance(tree, list):
-        return [replaced(value, change, (*place, str(i))) for i, value in enumerate(tree)]
-    return change("/".join(place), tree)
+        return [replaced(value, change, f"{place}/{i}") for i, value in enumerate(tree)]
+    return change(place, tree)
 
 
-def _load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only is not False)
-    return content
-
-
-def _safely(path: Path, name: str, read: Callable[[], Any], damage: tuple[type[Exception], ...]) -> Any:
-    """What one of the two pickles of a directory holds; a DataError where it could run code, or of `damage`."""
+def _safely(path: Path, name: str, read: Callable[[], Any]) -> Any:
+    """What one of the two pickles of a directory holds; a DataError where it could run code or is damaged."""
     try:
         return read()
-    except _UnknownGlobalError as error:
-        raise _unsafe(path, name, str(error)) from error
-    except damage as error:
-        asked = isinstance(error, pickle.UnpicklingError) and re.search(r"GLOBAL ([\w.]+)", str(error))
-        if asked:
-            raise _unsafe(path, name, asked[1]) from error
-        raise _damaged(path, f"has a file {name!r} that cannot be read: {error!r}") from error
-
-
-def _read_metadata(directory: Path, *, weights_only: bool) -> Metadata:
-    """Where the tensors of a directory lie; an exception of any kind where the file is damaged."""
-    with (directory / TORCH_META).open("rb") as file:
-        found = _Unpickler(file).load() if weights_only else pickle.load(file)
-    if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f"{type(found).__name__} in place of torch's Metadata")
-    return found
+    except Exception as error:  # a damaged pickle may raise anything
+        unsafe = isinstance(error, pickle.UnpicklingError) and re.search(r"GLOBAL ([\w.]+)", str(error))
+        if not unsafe:
+            raise _damaged(path, f"has no file {name!r} that can be read: {error!r}") from error
+        raise DataError(
+            f"the sharded checkpoint {str(path)!r} was to be read; its file {name!r} asks for {unsafe[1]!r}, which is"
+            " neither torch's nor a plain value, and could run code. If you trust whoever wrote it, say so:"
+            " Trainer.fit(..., weights_only=False), or `lightning-amp convert --trust`"
+        ) from error
 
 
 def _check_files(path: Path, metadata: Metadata) -> None:
     """Every file of shards must be there, and as long as what was written to it."""
     needed: dict[str, int] = {}
     for info in metadata.storage_data.values():
-        end = info.offset + info.length
-        needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
+        needed[info.relative_path] = max(info.offset + info.length, needed.get(info.relative_path, 0))
     for name, n_bytes in sorted(needed.items()):
-        file = path / name
-        if not file.is_file():
-            raise _damaged(path, f"lacks the shard {name!r} of {len(needed)!r}")
-        if (size := file.stat().st_size) < n_bytes:
-            raise _damaged(path, f"has a shard {name!r} of {size!r} bytes, of which {n_bytes!r} were written")
-
-
-def _check_tensor(path: Path, key: str, wanted: Tensor, kept: Any) -> None:
-    if not isinstance(kept, TensorStorageMetadata):
-        raise _damaged(path, f"has no tensor {key!r} in its shards")
-    if kept.size != wanted.shape or kept.properties.dtype != wanted.dtype:
-        raise _damaged(
-            path,
-            f"has {key!r} as {tuple(kept.size)!r} of {kept.properties.dtype!r} in its shards, and as"
-            f" {tuple(wanted.shape)!r} of {wanted.dtype!r} in {META!r}",
-        )
-    written = sum(prod(chunk.sizes) for chunk in kept.chunks)
-    if written != wanted.numel():
-        raise _damaged(path, f"has {written!r} of the {wanted.numel()!r} entries of {key!r}")
-
-
-def _read(wanted: Iterable[Stored]) -> dict[str, Tensor]:
-    """The values by their key; of one directory."""
-    by_key = {stored.key: stored for stored in wanted}
-    (directory,) = {stored.directory for stored in by_key.values()}
-    reader = _ShardReader(directory, next(iter(by_key.values())).metadata)
-    values = {key: torch.empty(stored.shape, dtype=stored.dtype) for key, stored in by_key.items()}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        with warnings.catch_warnings():
-            # that every rank reads for itself is meant
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(values, storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as error:
-        reasons = [repr(reason) for reason, _ in error.failures.values()]
-        raise _damaged(directory, f"has shards that cannot be read: {reasons!r}") from error
-    return values
-
-
-def _unsafe(path: Path, name: str, asked: str) -> DataError:
-    return DataError(
-        f"the sharded checkpoint {str(path)!r} was to be read; its file {name!r} asks for {asked!r}, which is neither"
-        " torch's nor a plain value, and could run code. If you trust whoever wrote it, say so: Trainer.fit(...,"
-        " weights_only=False), or `lightning-amp convert --trust`"
-    )
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found is None or found < n_bytes:
+            size = "no file" if found is None else f"{found!r} bytes"
+            raise _damaged(path, f"has {size} of the shard {name!r}, of which {n_bytes!r} bytes were written")
 
 
 def _damaged(path: Path, found: str) -> DataError:
     return DataError(
-        f"the sharded checkpoint {str(path)!r} was to be read; it {found}. It is damaged: {ANOTHER}"
+        f"the sharded checkpoint {str(path)!r} was to be read; it {found}. It is damaged or no directory of shards:"
+        " write the checkpoint anew, or take an earlier one"
     )

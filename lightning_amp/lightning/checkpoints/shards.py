@@ -4,7 +4,7 @@ They lie over the model axis, by S2 or nodes, or over the data axis, by fsdp, wh
 
     saved_state, saved_optimizer_state    a rank's state -> what one device would have, or this rank's `Part` of it
     own_state, own_optimizer_states       what one device would have -> a rank's state
-    clip_norm                             |g|^2 = sum over replicated |g|^2 + sum over ranks of sum over shards |g|^2
+    norm, clip                            |g|^2 = sum over replicated |g|^2 + sum over ranks of sum over shards |g|^2
 
 A checkpoint therefore fits any number of ranks. Whole tensors are joined one after the other, by one all-gather each,
 and kept in the host's memory: the state of a wide layer is what no device should hold. Of a checkpoint in shards,
@@ -18,7 +18,7 @@ One from elsewhere is tried on a small parameter (probe_optimizer.py).
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -32,7 +32,7 @@ from lightning_amp.errors import DataError, InstallError, PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements
 from lightning_amp.lightning.checkpoints.read_directory import Stored, fill
-from lightning_amp.lightning.checkpoints.tensor_parts import Part, part_of
+from lightning_amp.lightning.checkpoints.write_directory import Part
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
 from lightning_amp.techniques.contract.units import Units
 from lightning_amp.techniques.ranks import collectives
@@ -40,9 +40,6 @@ from lightning_amp.techniques.ranks.check_region import check_region
 
 COUPLED = ("LBFGS", "Adafactor", "Muon")
 """Optimisers of torch.optim whose update of an element depends on other elements of the parameter."""
-
-Convert = Callable[[ShardedParameter, Any, str], Tensor | Part]
-"""(parameter, its value or a state of its shape, the name for a message) -> what takes its place."""
 
 
 class Shards:
@@ -100,7 +97,7 @@ class Shards:
 
     def refuse_backward(self) -> None:
         """Refuse, with a PlanError, a backward outside of a fit: nobody completes gradients that lie on other ranks."""
-        if self.partial or self.sharded:
+        if self.partial or self._held():
             raise PlanError(
                 "manual_backward was called outside of a fit, and the plan leaves parts of the gradients on other"
                 " ranks, which are put together in a fit only; use model_parallel_size=1, and no fsdp, for this run"
@@ -108,11 +105,20 @@ class Shards:
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
         """The module's state with whole tensors, a collective, or with this rank's parts of them."""
-        return self._converted(state, _part if in_parts else _whole) if self.sharded else state
+        # copied, not made anew: load_state_dict reads the versions that torch keeps with the tensors
+        saved, found = copy.copy(state), dict[int, Any]()
+        for name, one in self._named(state):
+            # of a parameter with several names one tensor, as in a plain state
+            if id(one) not in found:
+                found[id(one)] = self._saved(one, state[name], in_parts=in_parts)
+            saved[name] = found[id(one)]
+        return saved
 
     def own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state with whole tensors as this rank loads it; a DataError where one has another shape."""
-        return self._converted(state, _own) if self.sharded else state
+        own = copy.copy(state if isinstance(state, dict) else dict(state))
+        own.update({name: self._own(one, state[name], name) for name, one in self._named(state)})
+        return own
 
     def saved_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool
@@ -122,15 +128,14 @@ class Shards:
         Raises:
             InstallError: The state of a shard has not its shape.
         """
-        if not self.sharded:
-            return state
-        convert = _part if in_parts else _whole
 
-        def checked(parameter: ShardedParameter, value: Any, name: str) -> Tensor | Part:
-            _check_elementwise(optimizer, parameter, value, name)
-            return convert(parameter, value, name)
+        def saved(one: ShardedParameter, values: dict[str, Any]) -> dict[str, Any]:
+            own = _of_elements(one, values)
+            for name, value in own.items():
+                _check_elementwise(optimizer, one, value, name)
+            return values | {n: self._saved(one, value, in_parts=in_parts) for n, value in own.items()}
 
-        return self._converted_optimizer(optimizer, state, checked)
+        return self._converted(optimizer, state, saved)
 
     def own_optimizer_states(
         self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
@@ -140,33 +145,26 @@ class Shards:
         Raises:
             DataError: A tensor has neither the shape of the whole parameter nor one element.
         """
-        if not self.sharded:
-            return [fill(state) for state in states]
         pairs = zip(optimizers, states, strict=False)
-        return [fill(self._converted_optimizer(optimizer, state, _own)) for optimizer, state in pairs]
+        return [fill(self._converted(optimizer, state, self._own_values)) for optimizer, state in pairs]
 
     def watch(self, trainer: Trainer) -> Callable[[], None]:
-        """Check the optimisers, and let clipping by norm see the shards of all ranks; returns what undoes it."""
-        if not self.sharded:
+        """Check the optimisers, and let clipping by norm see the gradients of all ranks; returns what undoes it."""
+        if not self._held():
             return lambda: None
         self._trains = True
-        try:
-            check_optimizers(trainer.optimizers, self.sharded)
-            if self.units is not None:
-                self.units.optimizers_made(trainer.optimizers)
-        except InstallError:
-            # all ranks have made the same optimisers, and have nothing but rows any more
-            if self.units is not None:
-                restore(self.sharded, complete=True)
-            raise
+        self._check_optimizers(trainer.optimizers)
         plugin: Any = trainer.precision_plugin
-
-        def clip(optimizer: Optimizer, clip_val: int | float) -> None:
-            clip_norm(plugin.main_params(optimizer), clip_val, self.sharded)
-
         # on the instance: clipping belongs to the plugin, which the user may have chosen
-        plugin.clip_grad_by_norm = clip
-        handles = [] if self.units is None else list(_tell_updates(trainer.optimizers, self.units))
+        plugin.clip_grad_by_norm = lambda optimizer, clip_val: self.clip(
+            plugin.main_params(optimizer), clip_val
+        )
+        handles: list[RemovableHandle] = []
+        if (units := self.units) is not None:
+            # whoever calls the step of an optimiser, Lightning or the user
+            for optimizer in trainer.optimizers:
+                handles.append(optimizer.register_step_pre_hook(lambda *_: units.before_update()))
+                handles.append(optimizer.register_step_post_hook(lambda *_: units.after_update()))
 
         def undo() -> None:
             vars(plugin).pop("clip_grad_by_norm", None)
@@ -175,85 +173,132 @@ class Shards:
 
         return undo
 
+    def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` with the gradients of all ranks in the norm, which it returns."""
+        parameters = list(parameters)
+        norm = self.norm(parameters)
+        clip_grads_with_norm_([p for p in parameters if not is_split(p)], max_norm, norm)
+        # as torch does for the others
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for grad in (local(p.grad) for p in parameters if is_split(p) and p.grad is not None):
+            grad.mul_(scale.to(grad.device))
+        return norm
+
     def gradient_norm(self) -> Tensor:
-        """Norm of the module's gradients with every rank's shards; a collective where some are sharded."""
-        return gradient_norm(self._parameters, self.sharded)
+        """Norm of the module's gradients with those of every rank; a collective where some lie on other ranks."""
+        return self.norm(self._parameters)
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The norm of gradients with all ranks' shards in it; every rank of the model axis must call it.
+
+        One all-reduce if one of the parameters is a shard, else none.
+        """
+        parameters, held = list(parameters), self._held()
+        among = [held[id(p)] for p in parameters if id(p) in held]
+        rest = [p.grad for p in parameters if id(p) not in held and p.grad is not None]
+        # of no gradients the norm is in single precision
+        norms = [get_total_norm(rest)] if rest or not among else []
+        if among:
+            own = get_total_norm([grad for grad in self._gradients(among) if grad.numel()])
+            own = own.to(device=among[0].mesh.device_type, dtype=among[0].whole.dtype)
+            over_ranks = collectives.all_reduce(among[0].mesh, own**2) ** 0.5
+            norms.append(over_ranks.to(norms[0].dtype) if norms else over_ranks)
+        # an empty list of gradients has a norm on the host
+        return get_total_norm([value.to(norms[-1].device) for value in norms])
 
     def give_back(self, optimizers: Sequence[Optimizer], *, complete: bool) -> None:
         """Make the parameters whole at the end of a run, in the optimisers too; without values where they came so.
 
         With all ranks (`complete`) it is a collective, else other ranks' values are lost.
         """
-        if not self.sharded:
-            return
         if self.units is not None and self.units.deferred:
             for parameter in self.sharded:
                 parameter.drop()
             return
-        whole = {id(parameter.shard): parameter.whole for parameter in self.sharded}
+        held = self._held()
         # those of a fit before have states for whole parameters
-        optimizers = optimizers if self._trains else ()
-        held = [o for o in optimizers if any(id(p) in whole for g in o.param_groups for p in g["params"])]
-        states = (
-            [self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in held] if complete else []
-        )
-        restore(self.sharded, complete=complete)
-        for optimizer, state in zip(held, states, strict=False):
-            for group in optimizer.param_groups:
-                group["params"] = [whole.get(id(p), p) for p in group["params"]]
+        optimizers = [
+            o
+            for o in (optimizers if self._trains else ())
+            if any(id(p) in held for group in o.param_groups for p in group["params"])
+        ]
+        states = [
+            self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in optimizers if complete
+        ]
+        restore(list(dict.fromkeys(held.values())), complete=complete)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["params"] = [held[id(p)].whole if id(p) in held else p for p in group["params"]]
+        for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(state)
 
-    def _converted(self, state: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
-        # copied, not made anew: load_state_dict reads the versions that torch keeps beside the tensors
-        converted: dict[str, Any] = copy.copy(state if isinstance(state, dict) else dict(state))
-        saved: dict[int, Any] = {}
-        for parameter, name in self._names():
-            if name not in converted:
-                continue
-            if convert is _own:
-                converted[name] = convert(parameter, converted[name], name)
-                continue
-            # of a parameter with several names one tensor, as in a plain state
-            if id(parameter) not in saved:
-                saved[id(parameter)] = convert(parameter, converted[name], name)
-            converted[name] = saved[id(parameter)]
-        return converted
+    # --- what differs between kinds of parameters that a rank does not have, or not all of ---
 
-    def _names(self) -> Iterator[tuple[ShardedParameter, str]]:
-        """Every name of every sharded parameter, those of one together, in the same order on all ranks."""
-        names: dict[int, list[str]] = {}
-        for name, held in self._module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(held), []).append(name)
-        for parameter in self.sharded:
-            found = names.get(id(parameter.shard), [])
-            assert found, "a sharded parameter is in its module while its state is read or loaded"
-            yield from ((parameter, name) for name in found)
+    def _held(self) -> dict[int, Any]:
+        """These parameters, by the ids of what stands for them in the module and in optimisers."""
+        return {id(parameter.shard): parameter for parameter in self.sharded}
 
-    def _converted_optimizer(
-        self, optimizer: Any, state: Mapping[str, Any], convert: Convert
+    def _saved(self, one: Any, value: Tensor, *, in_parts: bool) -> Tensor | Part:
+        """What takes the place of a rank's part in a checkpoint."""
+        # a checkpoint in parts keeps numbers as they are
+        if not in_parts or not one.shape:
+            return cast(Tensor, one.join(value).cpu())
+        own = local(value).detach()
+        return Part(one.shape, own.dtype, {torch.Size(at): box for at, box in one.parts.boxes(own)})
+
+    def _own(self, one: Any, value: Any, name: str) -> Tensor:
+        """What a rank loads of a whole tensor."""
+        if not isinstance(value, Tensor | Stored) or value.shape != one.shape:
+            found = tuple(value.shape) if isinstance(value, Tensor | Stored) else value
+            raise DataError(
+                f"state for {name!r} was to be loaded, found {found!r}; the whole parameter of shape"
+                f" {tuple(one.shape)!r} is needed, of which every rank takes its part: load a checkpoint that was"
+                " written with strategy='amp' or on one device"
+            )
+        whole = value.read() if isinstance(value, Stored) else value
+        # a copy: a view would keep the whole alive
+        return cast(Tensor, one.like_shard(one.own(whole).clone()))
+
+    def _own_values(self, one: Any, values: dict[str, Any]) -> dict[str, Any] | None:
+        """What a rank loads of an optimiser's state for whole parameters; None is nothing."""
+        return values | {n: self._own(one, value, n) for n, value in _of_elements(one, values).items()}
+
+    def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        try:
+            check_optimizers(optimizers, self.sharded)
+            if self.units is not None:
+                self.units.optimizers_made(optimizers)
+        except InstallError:
+            # all ranks have made the same optimisers, and have nothing but rows any more
+            if self.units is not None:
+                restore(self.sharded, complete=True)
+            raise
+
+    def _gradients(self, among: Sequence[Any]) -> list[Tensor]:
+        """Those of a rank, which make up the gradients of these parameters together with other ranks'."""
+        return [local(one.shard.grad) for one in among if one.shard.grad is not None]
+
+    def _named(self, state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """The names of these parameters in a state, in the same order on all ranks."""
+        held = self._held()
+        named = self._module.named_parameters(remove_duplicate=False)
+        return [(name, held[id(p)]) for name, p in named if id(p) in held and name in state]
+
+    def _converted(
+        self, optimizer: Any, state: Mapping[str, Any], convert: Callable[[Any, dict[str, Any]], Any]
     ) -> dict[str, Any]:
-        # the optimiser inside of Lightning's
-        groups = getattr(optimizer, "optimizer", optimizer).param_groups
-        shards = {id(parameter.shard): parameter for parameter in self.sharded}
-        converted = {**state, "state": dict(state["state"])}
-        for group, saved in zip(groups, state["param_groups"], strict=True):
-            for shard, index in zip(group["params"], saved["params"], strict=True):
-                if id(shard) in shards and index in converted["state"]:
-                    parameter = shards[id(shard)]
-                    converted["state"][index] = {
-                        name: convert(parameter, value, name)
-                        if _has_elements(parameter, value, name)
-                        else value
-                        for name, value in converted["state"][index].items()
-                    }
-        return converted
+        """An optimiser's state with that of each of these parameters changed."""
+        kept, held = dict(state["state"]), self._held()
+        for parameter, index in numbered(optimizer, state):
+            if id(parameter) in held and index in kept:
+                kept[index] = convert(held[id(parameter)], kept[index])
+        return {**state, "state": {index: values for index, values in kept.items() if values is not None}}
 
 
-def _tell_updates(optimizers: Iterable[Optimizer], units: Units) -> Iterator[RemovableHandle]:
-    """Whoever calls the step of an optimiser, Lightning or the user."""
-    for optimizer in optimizers:
-        yield optimizer.register_step_pre_hook(lambda *_: units.before_update())
-        yield optimizer.register_step_post_hook(lambda *_: units.after_update())
+def numbered(optimizer: Any, state: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, Any]]:
+    """The parameters of an optimiser, perhaps inside of Lightning's, with their numbers in its state."""
+    groups = getattr(optimizer, "optimizer", optimizer).param_groups
+    for group, saved in zip(groups, state["param_groups"], strict=True):
+        yield from zip(group["params"], saved["params"], strict=True)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedParameter]) -> None:
@@ -275,17 +320,18 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
         kinds = {
             kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")
         }
-        own = sum(p in shards for p in held)
+        if not (own := sum(p in shards for p in held)):
+            continue
         coupled: bool | None = bool(kinds & set(COUPLED))
-        if own and not coupled and not type(optimizer).__module__.startswith("torch.optim"):
+        if not coupled and not type(optimizer).__module__.startswith("torch.optim"):
             coupled = mixes_elements(optimizer, flat=any(parameter.in_place for parameter in sharded))
-        if own and coupled is None:
+        if coupled is None:
             rank_zero_warn(
                 f"The optimizer {type(optimizer).__name__!r} was given parameters that {_who(sharded)} splits over"
                 " ranks, and it could not be tried whether it mixes a parameter's elements: if it does, it trains"
                 f" otherwise than on one device. Leave {_who(sharded)} out if you do not know it."
             )
-        if own and coupled:
+        if coupled:
             raise InstallError(
                 f"the optimizer {type(optimizer).__name__!r} was given {own!r} parameters that {_who(sharded)} splits"
                 f" over ranks; its update mixes the elements of a parameter, as those of {COUPLED!r} do, and would see"
@@ -293,39 +339,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
             )
 
 
-def clip_norm(
-    parameters: Iterable[nn.Parameter], max_norm: float, sharded: Sequence[ShardedParameter]
-) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` with all ranks' shards in the norm, which it returns; see `gradient_norm`."""
-    parameters = list(parameters)
-    norm = gradient_norm(parameters, sharded)
-    clip_grads_with_norm_([p for p in parameters if not is_split(p)], max_norm, norm)
-    # as torch does for the others
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grad in (local(p.grad) for p in parameters if is_split(p) and p.grad is not None):
-        grad.mul_(scale.to(grad.device))
-    return norm
-
-
-def gradient_norm(parameters: Iterable[nn.Parameter], sharded: Sequence[ShardedParameter]) -> Tensor:
-    """The norm of gradients with all ranks' shards in it; of `sharded`, those that are among `parameters` count.
-
-    One all-reduce if one is, else none. Every rank of the model axis must call it.
-    """
-    parameters = list(parameters)
-    shards = {id(parameter.shard): parameter for parameter in sharded}
-    among = [shards[id(p)] for p in parameters if id(p) in shards]
-    rest = [p.grad for p in parameters if id(p) not in shards and p.grad is not None]
-    # of no gradients the norm is in single precision
-    norms = [get_total_norm(rest)] if rest or not among else []
-    if among:
-        over_ranks = _norm_over_ranks(among)
-        norms.append(over_ranks.to(norms[0].dtype) if norms else over_ranks)
-    # an empty list of gradients has a norm on the host
-    return get_total_norm([value.to(norms[-1].device) for value in norms])
-
-
-def restore(sharded: Sequence[ShardedParameter], *, complete: bool) -> None:
+def restore(sharded: Sequence[Any], *, complete: bool) -> None:
     """Give the whole parameters their trained values; without the other ranks (`complete`) theirs become nan."""
     if complete:
         for parameter in sharded:
@@ -343,14 +357,6 @@ def restore(sharded: Sequence[ShardedParameter], *, complete: bool) -> None:
         )
 
 
-def _norm_over_ranks(among: Sequence[ShardedParameter]) -> Tensor:
-    first = among[0].shard
-    grads = [local(p.shard.grad) for p in among if p.shard.grad is not None]
-    own = get_total_norm([grad for grad in grads if grad.numel()])
-    own = own.to(device=among[0].mesh.device_type, dtype=first.dtype)
-    return collectives.all_reduce(among[0].mesh, own**2) ** 0.5
-
-
 def _check_elementwise(optimizer: Any, parameter: ShardedParameter, value: Tensor, name: str) -> None:
     if value.shape != parameter.shard.shape:
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
@@ -361,39 +367,17 @@ def _check_elementwise(optimizer: Any, parameter: ShardedParameter, value: Tenso
         )
 
 
-def _has_elements(parameter: ShardedParameter, value: Any, name: str) -> bool:
-    """Whether it is state of the parameter's elements and not, as a number of steps, of the parameter."""
-    if isinstance(value, Stored):
-        return True
-    # of a parameter without a dim torch, too, tells them by the name
-    return isinstance(value, Tensor) and (value.dim() > 0 or (not parameter.shape and name != "step"))
-
-
-def _whole(parameter: ShardedParameter, value: Tensor, name: str) -> Tensor:
-    return parameter.join(value).cpu()
-
-
-def _part(parameter: ShardedParameter, value: Tensor, name: str) -> Part | Tensor:
-    if not parameter.shape:
-        # a checkpoint in parts keeps numbers as they are
-        return _whole(parameter, value, name)
-    return part_of(parameter, local(value))
+def _of_elements(one: ShardedParameter, values: dict[str, Any]) -> dict[str, Any]:
+    """Of an optimiser's state of a parameter that of its elements, and not, as a number of steps, of the parameter."""
+    return {
+        name: value
+        for name, value in values.items()
+        # of a parameter without a dim torch, too, tells them by the name
+        if isinstance(value, Stored)
+        or (isinstance(value, Tensor) and (value.dim() > 0 or (not one.shape and name != "step")))
+    }
 
 
 def _who(sharded: Iterable[ShardedParameter]) -> str:
     """The technique that has split some parameters."""
     return next(parameter.technique for parameter in sharded)
-
-
-def _own(parameter: ShardedParameter, value: Any, name: str) -> Tensor:
-    shape = tuple(parameter.shape)
-    if not isinstance(value, Tensor | Stored) or value.shape != parameter.shape:
-        found = tuple(value.shape) if isinstance(value, Tensor | Stored) else value
-        raise DataError(
-            f"state for {name!r} was to be loaded, found {found!r}; the whole parameter of shape {shape!r} is needed,"
-            " of which every rank takes its part: load a checkpoint that was written with strategy='amp' or on one"
-            " device"
-        )
-    whole = value.read() if isinstance(value, Stored) else value
-    # a copy: a view would keep the whole alive
-    return parameter.like_shard(parameter.own(whole).clone())

@@ -7,7 +7,7 @@ Elsewhere a parameter is a placeholder on the device "meta" in the module, witho
 optimiser; its own object, emptied, is kept for the end of the run. A parameter on several ranks (a tied head) gets the
 sum of their gradients, added in the order of the ranks and sent back, so that all have the same bits.
 
-    clipping     |g|^p = sum over parameters |g|^p, each counted by the first rank that holds it
+    norm         |g|^2 = sum over parameters |g|^2, each counted by the first rank that holds it
 
 Collectives: of a step, one all-gather of a byte for every parameter that several ranks hold, and two messages for the
 gradient of each of these; of a checkpoint, a broadcast of every parameter, and one all-gather of the optimiser's state.
@@ -16,22 +16,18 @@ Known limits: all ranks hold the whole module until it is installed; buffers are
 blocks that is reached by another stage later on is not there any more, and the step is refused.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from lightning_amp.errors import InstallError, PlanError
-from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.lightning.checkpoints.read_directory import fill
-from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.errors import InstallError
+from lightning_amp.lightning.checkpoints.shards import Shards, numbered
 from lightning_amp.techniques.pipeline.run.absent import AbsentParameter, absent_parameter
 
 
@@ -40,32 +36,65 @@ class Held:
     """One parameter.
 
     Attributes:
-        own: The module's object, which optimisers of ranks that hold it have.
+        whole: The module's object, which optimisers of ranks that hold it have.
+        mesh: The model axis.
         absent: What stands for it on other ranks.
         places: Modules that have it, and under which names.
         ranks: Of the model axis, those that hold it; None as long as all do.
         here: Whether this rank does.
     """
 
-    own: nn.Parameter
-    absent: AbsentParameter
-    places: list[tuple[nn.Module, str]]
+    whole: nn.Parameter
+    mesh: DeviceMesh
+    absent: AbsentParameter = field(init=False)
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
     ranks: tuple[int, ...] | None = None
     here: bool = True
+    technique: ClassVar[str] = "pipeline"
+
+    def __post_init__(self) -> None:
+        """Make what stands for it."""
+        self.absent = absent_parameter(self.whole)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the parameter."""
+        return self.absent.shape
+
+    @property
+    def trained(self) -> bool:
+        """Whether other ranks may have trained what this one does not have."""
+        return not self.here
 
     def free(self) -> None:
         """Give its memory back, on a rank that does not hold it."""
         self.here = False
-        self.absent.requires_grad_(self.own.requires_grad)
-        self.own.data, self.own.grad = self.own.data.new_empty(0), None
+        self.absent.requires_grad_(self.whole.requires_grad)
+        self.whole.data, self.whole.grad = self.whole.data.new_empty(0), None
         self._put(self.absent)
 
-    def restore(self, value: Tensor) -> None:
-        """Have it again, with this value."""
+    def join(self, value: Tensor) -> Tensor:
+        """The values of the first rank that holds it; a collective, unless all ranks do and have them in `value`."""
+        if self.ranks is None:
+            return value
+        own = self.whole if self.here else torch.empty_like(self.absent, device=self.whole.device)
+        return broadcast(own, self.ranks[0], self.mesh)
+
+    def restore(self) -> None:
+        """Have it on all ranks again; a collective."""
+        values = self.join(self.whole)
+        if not self.here:
+            self._have(values.to(self.whole.device))
+
+    def restore_own(self) -> None:
+        """Have it again where it is not, without values; no collective."""
+        self._have(torch.full(self.shape, torch.nan, dtype=self.whole.dtype, device=self.whole.device))
+
+    def _have(self, values: Tensor) -> None:
         self.here = True
-        self.own.data = value
-        self.own.requires_grad_(self.absent.requires_grad)
-        self._put(self.own)
+        self.whole.data = values
+        self.whole.requires_grad_(self.absent.requires_grad)
+        self._put(self.whole)
 
     def _put(self, parameter: nn.Parameter) -> None:
         for module, name in self.places:
@@ -89,8 +118,6 @@ class StageParameters(Shards):
         self._optimizers: list[Optimizer] = []
         self._owners = _owners(module, {id(block): rank for block, rank in blocks})
         self.held = self._find(module)
-        # a stage may have no parameter at all
-        self._like = self.held[0].own.detach().new_zeros(()) if self.held else torch.zeros(())
         for held in self.held:
             if held.ranks is not None and self._rank not in held.ranks:
                 held.free()
@@ -98,15 +125,14 @@ class StageParameters(Shards):
     @property
     def here(self) -> list[nn.Parameter]:
         """What this rank holds."""
-        return [held.own for held in self.held if held.here]
+        return [held.whole for held in self.held if held.here]
 
     def _find(self, module: nn.Module) -> list[Held]:
         found: dict[int, Held] = {}
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    absent = absent_parameter(parameter)
-                    held = found.setdefault(id(parameter), Held(parameter, absent, []))
+                    held = found.setdefault(id(parameter), Held(parameter, self._model))
                     held.places.append((part, name))
         for held in found.values():
             ranks = set[int | None]().union(*(self._owners[id(part)] for part, _ in held.places))
@@ -120,7 +146,7 @@ class StageParameters(Shards):
         shared = [held for held in self.held if held.ranks is None or len(held.ranks) > 1]
         if not shared:
             return
-        mine = torch.tensor([held.here and held.own.grad is not None for held in shared], dtype=torch.uint8)
+        mine = torch.tensor([held.here and held.whole.grad is not None for held in shared], dtype=torch.uint8)
         everyones = [torch.empty_like(mine) for _ in range(self._mesh.size())]
         dist.all_gather(everyones, mine)
         # row-major: of one stage are the ranks with the same remainder
@@ -138,13 +164,13 @@ class StageParameters(Shards):
         if self._rank not in users:
             # after a resume it has state from the file
             for optimizer in self._optimizers:
-                _state_of(optimizer).pop(held.own, None)
+                optimizer.state.pop(held.whole, None)
             held.free()
 
     def _sum(self, held: Held, ranks: tuple[int, ...], *, tag: int) -> None:
         group = self._model.get_group()
         first, *others = (dist.get_global_rank(group, rank) for rank in ranks)
-        own = held.own
+        own = held.whole
         own.grad = grad = torch.zeros_like(own) if own.grad is None else own.grad.contiguous()
         if dist.get_rank() != first:
             dist.send(grad, first, group=group, tag=tag)
@@ -157,77 +183,40 @@ class StageParameters(Shards):
         for other in others:
             dist.send(grad, other, group=group, tag=tag)
 
-    def check(self, loss: Tensor) -> None:
-        """Nothing: no parameter is split."""
-
-    def refuse_backward(self) -> None:
-        """Refuse, with a PlanError, a backward outside of a fit."""
-        raise PlanError(
-            "manual_backward was called outside of a fit, and the module's blocks are stages on several ranks, which"
-            " compute gradients together in a fit only; leave 'pipeline' out of this run"
-        )
-
-    def watch(self, trainer: Trainer) -> Callable[[], None]:
-        """Refuse optimisers that see all parameters at once, and clip by the norm over all stages."""
-        self._optimizers = list(trainer.optimizers)
-        for optimizer in self._optimizers:
+    def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse those that see all parameters at once."""
+        self._optimizers = list(optimizers)
+        for optimizer in optimizers:
             if any(kind.__name__ == "LBFGS" for kind in type(optimizer).__mro__):
                 raise InstallError(
                     "the optimizer 'LBFGS' was asked for, whose step depends on all parameters at once, of which a rank"
                     " of a pipeline has its stage's; use one that updates every parameter by itself (Adam, SGD), or"
                     " leave 'pipeline' out"
                 )
-        plugin: Any = trainer.precision_plugin
 
-        def clip(optimizer: Optimizer, clip_val: int | float) -> None:
-            parameters = list(plugin.main_params(optimizer))
-            clip_grads_with_norm_(parameters, clip_val, self._norm(parameters))
-
-        plugin.clip_grad_by_norm = clip
-        return lambda: vars(plugin).pop("clip_grad_by_norm", None)
-
-    def gradient_norm(self) -> Tensor:
-        """Norm of the gradients of all stages; a collective."""
-        return self._norm(self._module.parameters())
-
-    def _norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        among = {id(parameter) for parameter in parameters}
-        counted = [
-            held.own.grad
-            for held in self.held
-            if id(held.own) in among and held.own.grad is not None and self._counts(held)
-        ]
-        own = get_total_norm(counted).to(self._like)
-        own = own**2
-        dist.all_reduce(own, group=self._model.get_group())
-        return own**0.5
-
-    def _counts(self, held: Held) -> bool:
-        """Whether this rank is the first of those that hold it."""
-        return self._rank == (held.ranks[0] if held.ranks else 0)
+    def _gradients(self, among: Sequence[Held]) -> list[Tensor]:
+        """Each of the first rank that holds it."""
+        counted = [held.whole.grad for held in among if self._rank == (held.ranks[0] if held.ranks else 0)]
+        return [grad for grad in counted if grad is not None]
 
     # --- state ---
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
         """The module's state with every rank's tensors, a collective."""
-        names = self._by_name()
-        whole = dict(state)
-        values: dict[int, Tensor] = {}
-        for name in sorted(state):
-            held = names.get(name)
-            if held is not None and held.ranks is not None:
-                if id(held) not in values:
-                    values[id(held)] = self._from_first(held)
-                whole[name] = values[id(held)]
+        whole = super().saved_state(state, in_parts=in_parts)
         for name, (buffer, rank) in self._buffers().items():
             if name in whole:
-                whole[name] = self._broadcast(buffer, rank)
+                whole[name] = broadcast(buffer, rank, self._model)
         return whole
 
-    def _by_name(self) -> dict[str, Held]:
-        held = {id(p): one for one in self.held for p in (one.own, one.absent)}
-        named = self._module.named_parameters(remove_duplicate=False)
-        return {name: held[id(p)] for name, p in named if id(p) in held}
+    def _held(self) -> dict[int, Held]:
+        return {id(parameter): held for held in self.held for parameter in (held.whole, held.absent)}
+
+    def _own(self, one: Held, value: Any, name: str) -> Any:
+        return value if one.here else one.absent
+
+    def _own_values(self, one: Held, values: dict[str, Any]) -> dict[str, Any] | None:
+        return values if one.here else None
 
     def _buffers(self) -> dict[str, tuple[Tensor, int]]:
         """Of blocks, with the rank that runs them."""
@@ -241,27 +230,6 @@ class StageParameters(Shards):
             for name, buffer in part.named_buffers(recurse=False)
         }
 
-    def _from_first(self, held: Held) -> Tensor:
-        assert held.ranks is not None, "asked for what not all ranks have"
-        like = held.own if held.here else held.absent
-        device = self._like.device
-        value = held.own.detach() if held.here else torch.empty_like(like, device=device, requires_grad=False)
-        return self._broadcast(value, held.ranks[0])
-
-    def _broadcast(self, value: Tensor, rank: int) -> Tensor:
-        value = value.detach().clone(memory_format=torch.contiguous_format)
-        group = self._model.get_group()
-        dist.broadcast(value, dist.get_global_rank(group, rank), group=group)
-        return value.cpu()
-
-    def own_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A state with whole tensors as this rank loads it: without what other ranks hold."""
-        names = self._by_name()
-        return {
-            name: names[name].absent if name in names and not names[name].here else value
-            for name, value in state.items()
-        }
-
     def saved_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool
     ) -> dict[str, Any]:
@@ -270,63 +238,20 @@ class StageParameters(Shards):
         own = {i: {k: _on_cpu(v) for k, v in values.items()} for i, values in state["state"].items()}
         dist.all_gather_object(everyones, own, group=self._model.get_group())
         merged: dict[Any, Any] = {}
-        for held, index in self._indices(optimizer, state):
-            rank = held.ranks[0] if held.ranks else 0
-            if index in everyones[rank]:
+        of_parameter = self._held()
+        for parameter, index in numbered(optimizer, state):
+            held = of_parameter.get(id(parameter))
+            rank = held.ranks[0] if held is not None and held.ranks else 0
+            if held is not None and index in everyones[rank]:
                 merged[index] = everyones[rank][index]
         return {**state, "state": dict(sorted(merged.items()))}
 
-    def own_optimizer_states(
-        self, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """The optimisers' states without that of parameters which other ranks hold."""
-        found = []
-        for optimizer, saved in zip(optimizers, states, strict=False):
-            state = fill(saved)
-            elsewhere = {index for held, index in self._indices(optimizer, state) if not held.here}
-            kept = {index: values for index, values in state["state"].items() if index not in elsewhere}
-            found.append({**state, "state": kept})
-        return found
 
-    def _indices(self, optimizer: Any, state: Mapping[str, Any]) -> list[tuple[Held, Any]]:
-        """The parameters of an optimiser with their numbers in its state."""
-        held = {id(p): one for one in self.held for p in (one.own, one.absent)}
-        groups = getattr(optimizer, "optimizer", optimizer).param_groups
-        return [
-            (held[id(p)], index)
-            for group, saved in zip(groups, state["param_groups"], strict=True)
-            for p, index in zip(group["params"], saved["params"], strict=True)
-            if id(p) in held
-        ]
-
-    def give_back(self, optimizers: Sequence[Optimizer], *, complete: bool) -> None:
-        """Have all parameters on all ranks again, in the optimisers too; with all ranks (`complete`) a collective."""
-        states = (
-            [self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in optimizers]
-            if complete
-            else []
-        )
-        lost = 0
-        for held in self.held:
-            if held.ranks is None:
-                continue
-            if complete:
-                value = self._from_first(held)
-            if not held.here:
-                lost += not complete
-                like = torch.empty_like(held.absent, device=held.own.device, requires_grad=False)
-                held.restore(value.to(held.own.device) if complete else like.fill_(torch.nan))
-        whole = {id(held.absent): held.own for held in self.held}
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [whole.get(id(p), p) for p in group["params"]]
-        for optimizer, state in zip(optimizers, states, strict=False):
-            optimizer.load_state_dict(state)
-        if lost:
-            rank_zero_warn(
-                f"The run ended early, and {lost} parameters that other stages of the pipeline hold could not be"
-                " collected: they are nan now. Load a checkpoint before you use the module."
-            )
+def broadcast(value: Tensor, rank: int, mesh: DeviceMesh) -> Tensor:
+    """The values of one rank of a mesh axis, in the host's memory; a collective."""
+    value = value.detach().clone(memory_format=torch.contiguous_format)
+    dist.broadcast(value, dist.get_global_rank(mesh.get_group(), rank), group=mesh.get_group())
+    return value.cpu()
 
 
 def _owners(module: nn.Module, ranks: Mapping[int, int]) -> dict[int, set[int | None]]:
@@ -343,10 +268,6 @@ def _owners(module: nn.Module, ranks: Mapping[int, int]) -> dict[int, set[int | 
 
     walk(module, None)
     return found
-
-
-def _state_of(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", optimizer).state
 
 
 def _on_cpu(value: Any) -> Any:

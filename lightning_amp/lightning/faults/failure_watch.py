@@ -82,9 +82,11 @@ class FailureWatch:
             over.set()
 
     def _end_with(self, process: int, over: threading.Event) -> None:
-        while not _has_ended(process):
-            if over.wait(LOOK_S):
-                return
+        while not over.wait(LOOK_S):
+            if _has_ended(process):
+                break
+        else:
+            return
         say(
             f"rank {self._strategy.global_rank} ends: process {process}, which has started it, ended before the ranks"
             " were connected"

@@ -39,7 +39,7 @@ from lightning_amp.lightning._compat import (
 from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
 from lightning_amp.lightning.checkpoints.read_directory import load_either
 from lightning_amp.lightning.checkpoints.shards import Shards
-from lightning_amp.lightning.checkpoints.write_directory import replacing_directory, write_directory
+from lightning_amp.lightning.checkpoints.write_directory import write_directory
 from lightning_amp.lightning.consistency.all_ranks_save import wait_for_all
 from lightning_amp.lightning.consistency.replicas import (
     check_replicas,
@@ -430,13 +430,11 @@ class AMPStrategy(MeshStrategy):
             write_directory(
                 checkpoint, filepath, storage_options, rank=self.global_rank, broadcast=self.broadcast
             )
-        elif self.is_global_zero:
-            save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
-            replacing_directory(Path(filepath), save)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a file or a directory of shards, whichever this strategy would write."""
-        load_file, load_part = super().load_checkpoint, self.checkpoint_io.load_checkpoint
-        return load_either(checkpoint_path, load_file, load_part, weights_only=weights_only)
+        return load_either(checkpoint_path, super().load_checkpoint, weights_only=weights_only)

@@ -1,5 +1,6 @@
 """A parameter of which every rank of a mesh axis owns a shard: gradient and optimiser state exist there only."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -32,12 +33,12 @@ class Parts(Protocol):
         """This rank's part of the whole, a view or a copy."""
         ...
 
-    def put(self, whole: Tensor, own: Tensor) -> None:
-        """Write this rank's part into the whole."""
-        ...
-
     def join(self, own: Tensor) -> Tensor:
         """The whole from every rank's part; a collective."""
+        ...
+
+    def boxes(self, own: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Blocks of adjacent entries of this rank's part: offsets in the whole tensor, and the entries."""
         ...
 
 
@@ -150,7 +151,8 @@ class ShardedParameter:
     def restore_own(self) -> None:
         """Write the trained values of this rank into the whole parameter, and nan elsewhere; no collective."""
         whole = torch.full(self.shape, torch.nan, dtype=self.whole.dtype, device=self.shard.device)
-        self.parts.put(whole, local(self.shard))
+        for offsets, values in self.parts.boxes(local(self.shard)):
+            whole[tuple(slice(at, at + n) for at, n in zip(offsets, values.shape, strict=True))] = values
         self._replace(whole)
 
     def _replace(self, values: Tensor) -> None:

@@ -4,6 +4,7 @@ The last run that has any may be shorter, and ranks after it have none: 5 things
 Legend: n things, R ranks.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -49,10 +50,12 @@ class Runs:
         run = own_run(self.n, self.mesh)
         return whole.narrow(self.dim, run.start, run.stop - run.start)
 
-    def put(self, whole: Tensor, own: Tensor) -> None:
-        """Write this rank's part into the whole."""
-        self.own(whole).copy_(own)
-
     def join(self, own: Tensor) -> Tensor:
         """The whole from every rank's part; a collective."""
         return join_runs(own, self.n, self.mesh, dim=self.dim)
+
+    def boxes(self, own: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Blocks of adjacent entries of this rank's part: offsets in the whole tensor, and the entries."""
+        if own.numel():
+            start = own_run(self.n, self.mesh).start
+            yield tuple(start if dim == self.dim else 0 for dim in range(own.dim())), own

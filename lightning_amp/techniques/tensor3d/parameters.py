@@ -105,13 +105,6 @@ class GridParameter:
         part = self._start_joining(own.detach())()
         return part_in(wrap(part, self.splits), WHOLE).contiguous()
 
-    def put(self, whole: Tensor, own: Tensor) -> None:
-        """Write this rank's part into a whole tensor."""
-        # padding is zero
-        place = self.own(torch.arange(1, prod(self.shape) + 1).view(self.shape))
-        there = place > 0
-        whole.view(-1)[(place[there] - 1).to(whole.device)] = own[there.to(own.device)].to(whole.dtype)
-
     def boxes(self, own: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Boxes of adjacent entries of this rank's part: offsets in the whole tensor, and the entries."""
         start, stop, n = 0, prod(self._block), prod(self._block)

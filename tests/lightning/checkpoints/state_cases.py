@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,10 @@ from lightning_amp.data.loading.dataset import StepIndices
 from lightning_amp.data.loading.sampler import StepLoader, StepSampler
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.checkpoints.read_directory import fill, open_directory
-from lightning_amp.lightning.checkpoints.tensor_parts import Part, part_of
-from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint, write_directory
+from lightning_amp.lightning.checkpoints.write_directory import Part, convert_checkpoint, write_directory
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.keyed_noise import KeyedDropout
+from lightning_amp.techniques.hic.nodes.vertex_shards import VertexShards
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.parallel.sharded_cases import Case, decoder
 
@@ -301,16 +302,13 @@ def directories(rank: int, folder: Path) -> Found:
     }
 
 
-class Dealt:
-    """A parameter whose rows are dealt one by one, as rows of a graph may be."""
+WHOLE_ROWS = torch.arange(21.0).view(7, 3)
 
-    def __init__(self, rows: list[int]) -> None:
-        self.whole = torch.arange(21.0).view(7, 3)
-        self.shape, self.in_place = self.whole.shape, False
-        self.rows = rows
 
-    def own(self, whole: Tensor) -> Tensor:
-        return whole[self.rows]
+def part_of(rows: list[int], add: float = 0.0) -> Part:
+    """A part of rows that do not follow each other, as those of a graph."""
+    shards = VertexShards(SimpleNamespace(get_local_rank=lambda: 0), None, (torch.tensor(rows),), None)  # type: ignore[arg-type]
+    return Part(WHOLE_ROWS.shape, torch.float, dict(shards.boxes(shards.own(WHOLE_ROWS) + add)))
 
 
 def broadcast(value: Any) -> Any:
@@ -322,25 +320,23 @@ def broadcast(value: Any) -> Any:
 
 def scattered(rank: int, path: Path) -> bool:
     """Whether rows that do not follow each other come back in their places."""
-    parameter: Any = Dealt([[0, 2, 3, 6], [1, 4, 5]][rank])
-    saved = {"state_dict": {"w": part_of(parameter, parameter.own(parameter.whole)), "b": torch.ones(2)}}
+    saved = {"state_dict": {"w": part_of([[0, 2, 3, 6], [1, 4, 5]][rank]), "b": torch.ones(2)}}
     write_directory(saved, path, rank=rank, broadcast=broadcast)
     found = fill(open_directory(path)["state_dict"])
-    return torch.equal(found["w"], parameter.whole) and torch.equal(found["b"], torch.ones(2))
+    return torch.equal(found["w"], WHOLE_ROWS) and torch.equal(found["b"], torch.ones(2))
 
 
-class Broken(Part):
-    """A part on a disk that is full."""
+class Broken(dict[Any, Tensor]):
+    """Boxes on a disk that is full."""
 
-    def entries_at(self, offsets: tuple[int, ...]) -> Tensor:
+    def __getitem__(self, offsets: Any) -> Tensor:
         raise OSError(28, "No space left on device")
 
 
 def failures(rank: int, folder: Path) -> Found:
     """What both ranks are told when one cannot write, and what is left."""
-    path, parameter = folder / "scattered.ckpt", Dealt([[0, 1, 2, 3], [4, 5, 6]][rank])
-    part = part_of(parameter, parameter.own(parameter.whole) + 1)  # type: ignore[arg-type]
-    broken = Broken(own=part.own, shape=part.shape, boxes=part.boxes) if rank == 1 else part
+    path, part = folder / "scattered.ckpt", part_of([[0, 1, 2, 3], [4, 5, 6]][rank], add=1)
+    broken = Part(part.shape, part.dtype, Broken(part.boxes)) if rank == 1 else part
     cases = {
         "full": ({"state_dict": {"w": broken}}, path),
         "piece": ({"state_dict": {"w": part}, "of a hook": part}, path),
@@ -353,7 +349,7 @@ def failures(rank: int, folder: Path) -> Found:
             lambda c=checkpoint, t=target: write_directory(c, t, rank=rank, broadcast=broadcast)
         )
     dist.barrier()
-    intact = torch.equal(fill(open_directory(path)["state_dict"])["w"], parameter.whole)
+    intact = torch.equal(fill(open_directory(path)["state_dict"])["w"], WHOLE_ROWS)
     return {"told": told, "intact": intact, "aside": sorted(p.name for p in folder.glob(".*"))}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import DataError, InstallError
-from lightning_amp.lightning.checkpoints.shards import Shards, check_optimizers, clip_norm, restore
+from lightning_amp.lightning.checkpoints.shards import Shards, check_optimizers, restore
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, shard_parameter
 from lightning_amp.techniques.ranks.even_runs import Runs
 from tests.parallel.s2_features.test_s2 import fake_mesh
@@ -124,11 +124,12 @@ def clips_as_one_device(rank: int, world_size: int) -> None:
 def clipped_alike(mesh: Any, features: int, max_norm: float) -> None:
     one, model = make(features), make(features)
     sharded = put_in(model, mesh).sharded
+    shards = Shards(model, sharded)
     for module in (one, model):
         module(inputs(features)).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(one.parameters(), max_norm)
     with CountCollectives() as counted:
-        norm = clip_norm(model.parameters(), max_norm, sharded)
+        norm = shards.clip(model.parameters(), max_norm)
     assert counted.counts == {"all_reduce": 1}
     assert sharded[0].shard.grad is not None
     found = {"norm": norm, "wide": sharded[0].join(sharded[0].shard.grad), "bias": model[0].bias.grad}
@@ -136,7 +137,7 @@ def clipped_alike(mesh: Any, features: int, max_norm: float) -> None:
     assert differences(found | {"last": model[2].weight.grad}, wanted | {"last": one[2].weight.grad}) == []
     rest = [model[0].bias, model[2].weight]
     with CountCollectives() as counted:
-        alone = clip_norm(iter(rest), max_norm, sharded)
+        alone = shards.clip(iter(rest), max_norm)
     assert counted.total == 0, "no shard among the parameters"
     norms = torch.stack([torch.linalg.vector_norm(p.grad) for p in rest])  # type: ignore[arg-type]
     assert alone <= max(max_norm, 1e-3) * 1.01 or torch.isclose(alone, norms.norm())
@@ -144,8 +145,7 @@ def clipped_alike(mesh: Any, features: int, max_norm: float) -> None:
 
 def without_gradients(mesh: Any) -> None:
     model = make(FEATURES)
-    sharded = put_in(model, mesh).sharded
-    assert clip_norm(model.parameters(), 1.0, sharded) == 0
+    assert Shards(model, put_in(model, mesh).sharded).clip(model.parameters(), 1.0) == 0
 
 
 def each_parameter_comes_back(mesh: Any, world_size: int) -> None:

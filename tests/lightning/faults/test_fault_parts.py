@@ -34,7 +34,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO, _aside, _remove_left_over
-from lightning_amp.lightning.checkpoints.write_directory import replacing_directory
 from lightning_amp.lightning.consistency import all_ranks_save as save_guard
 from lightning_amp.lightning.consistency.all_ranks_save import wait_for_all
 from lightning_amp.lightning.faults.activity import Doing, doing_of_thread
@@ -408,7 +407,7 @@ def test_a_file_system_without_locks_and_flushes_has_checkpoints(
     def without(*_: Any) -> None:
         raise OSError(number, "not here")
 
-    for module, name in ((os, "fsync"), (fcntl, "flock"), (os, "open")):
+    for module, name in ((os, "fsync"), (fcntl, "flock")):
         monkeypatch.setattr(module, name, without)
     AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "a.ckpt")
     number = errno.EIO
@@ -416,30 +415,6 @@ def test_a_file_system_without_locks_and_flushes_has_checkpoints(
         AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "b.ckpt")
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
-
-
-def test_what_a_killed_run_was_about_to_replace_is_kept(tmp_path: Path) -> None:
-    path, previous = tmp_path / "a.ckpt", tmp_path / ".a.ckpt.previous"
-    for kept in ("a.ckpt-recovered", "a.ckpt-recovered-2"):
-        path.unlink(missing_ok=True)
-        previous.mkdir()
-        (previous / "meta.pt").touch()
-        with pytest.warns(UserWarning, match=rf"the one before is kept as '.*{kept}'"):
-            replacing_directory(path, path.touch)
-        assert path.is_file()
-        assert (tmp_path / kept / "meta.pt").exists()
-        assert not previous.exists()
-
-
-def test_what_a_thread_of_its_own_is_to_replace_is_kept_until_it_has(tmp_path: Path) -> None:
-    path, previous = tmp_path / "a.ckpt", tmp_path / ".a.ckpt.previous"
-    path.mkdir()
-    (path / "meta.pt").touch()
-    replacing_directory(path, lambda: None)
-    assert (previous / "meta.pt").exists()
-    path.touch()
-    replacing_directory(path, path.touch)
-    assert not previous.exists()
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ Everything is counted once, from the whole lists of edges in the host's memory, 
 Legend: vertex (V), own_vertex (n of this rank), edge (E, both directions), anchor (N), R ranks.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -59,10 +60,6 @@ class VertexShards:
         """This rank's rows, as a copy."""
         return whole[self.own_ids.to(whole.device)]
 
-    def put(self, whole: Shaped[Tensor, "vertex ..."], own: Shaped[Tensor, "own_vertex ..."]) -> None:
-        """Write this rank's rows into the whole."""
-        whole[self.own_ids.to(whole.device)] = own
-
     def join(self, own: Shaped[Tensor, "own_vertex ..."]) -> Shaped[Tensor, "vertex ..."]:
         """All rows from every rank's; one all-gather, without gradients."""
         rows = own.detach()
@@ -72,6 +69,16 @@ class VertexShards:
         for ids, part in zip(self.ids, block, strict=True):
             whole[ids.to(whole.device)] = part[: len(ids)]
         return whole
+
+    def boxes(
+        self, own: Shaped[Tensor, "own_vertex ..."]
+    ) -> Iterator[tuple[tuple[int, ...], Shaped[Tensor, "some ..."]]]:
+        """Runs of adjacent rows of this rank: offsets in the whole tensor, and the rows."""
+        ids = self.own_ids.cpu()
+        ends = (ids.diff() != 1).nonzero().flatten() + 1
+        for run, rows in zip(ids.tensor_split(ends), own.tensor_split(ends), strict=True):
+            if rows.numel():
+                yield (int(run[0]), *[0] * (own.dim() - 1)), rows
 
 
 def shard_vertices(
