@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_amp.errors import DataError
@@ -82,6 +82,18 @@ class Stored:
 
     def read(self) -> Tensor:
         """The whole tensor, in the host's memory; a DataError where the shards cannot be read."""
+        listed = self.metadata.state_dict_metadata.get(self.key)
+        # torch converts types, and leaves entries of which no chunk is listed as they happen to be
+        if not (
+            isinstance(listed, TensorStorageMetadata)
+            and (listed.size, listed.properties.dtype) == (self.shape, self.dtype)
+            and sum(chunk.sizes.numel() for chunk in listed.chunks) == self.shape.numel()
+        ):
+            raise _damaged(
+                self.directory,
+                f"has {self.key!r} as {tuple(self.shape)!r} of {self.dtype} in {META!r}, and in {TORCH_META!r} as"
+                f" {listed!r}",
+            )
         values = {self.key: torch.empty(self.shape, dtype=self.dtype)}
         reader = _ShardReader(self.directory, self.metadata)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -6,6 +6,7 @@ precision, so up to rounding. Loading needs none of this package; damaged direct
 """
 
 import itertools
+import pickle
 import shutil
 import subprocess
 import sys
@@ -309,6 +310,16 @@ def of_another_shape(meta: dict[str, Any]) -> None:
     meta["state_dict"]["encoder.0.weight"] = torch.empty(3, 4, device="meta", dtype=torch.float64)
 
 
+def of_another_type(meta: dict[str, Any]) -> None:
+    meta["state_dict"]["v"] = meta["state_dict"]["v"].float()
+
+
+def forget_a_chunk(path: Path) -> None:
+    metadata = FileSystemReader(path).read_metadata()
+    metadata.state_dict_metadata["state_dict/encoder.0.weight"].chunks.pop()  # type: ignore[union-attr]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("damage", "text"),
@@ -325,11 +336,16 @@ def of_another_shape(meta: dict[str, Any]) -> None:
         (lambda path: cut(path / ".metadata"), "has no file '.metadata' that can be read: "),
         (lambda path: (path / "__1_0.distcp").unlink(), "has no file of the shard '__1_0.distcp', of which "),
         (lambda path: cut(path / "__1_0.distcp"), " bytes of the shard '__1_0.distcp', of which "),
-        (lambda path: change_meta(path, of_another_shape), "current: torch.Size([3, 4])"),
+        (lambda path: change_meta(path, of_another_shape), "as (3, 4) of torch.float64 in 'meta.pt', and in"),
+        (
+            lambda path: change_meta(path, of_another_type),
+            "as (23, 12) of torch.float32 in 'meta.pt', and in",
+        ),
         (
             lambda path: change_meta(path, lambda m: m["state_dict"].update(w=m["state_dict"]["v"])),
-            "Missing key in checkpoint state_dict: state_dict/w",
+            "of torch.float64 in 'meta.pt', and in '.metadata' as None",
         ),
+        (forget_a_chunk, "and in '.metadata' as TensorStorageMetadata("),
         (lambda path: change_meta(path, lambda m: m.pop("state_dict")), "another strategy has written it"),
     ],
 )
