@@ -133,8 +133,8 @@ class Checked:
         raise InstallError(
             f"a block {lowered.capture.kind.__name__!r} in chunks does not compute what its own forward does, called"
             f" with {shapes} in float64: it returns {wrong}. One of the operators in chunks does not follow the dims"
-            f" that its rule says ({', '.join(names)}): correct the rule if it is one of `register_flow`, else leave the"
-            " block out of the rules of chunk and report this. Nothing was computed with it"
+            f" that its rule says ({', '.join(names)}): correct the rule if it is one of `register_flow`, else leave"
+            " the block out of the rules of chunk and report this. Nothing was computed with it"
         )
 
 

@@ -347,7 +347,7 @@ def test_refuses_what_differs_for_small_and_large_numbers(leaf: nn.Module) -> No
         (Scaled(), "'Scaled', which returns value .* for a small example; only a module without state"),
         (
             Detached(),
-            "'Detached', which returns gradient of log_mu .* for a small example.*leave 'sparse' out",
+            "'Detached', which returns gradient of log_theta .* for a small example.*leave 'sparse' out",
         ),
         (OneRow(), "'OneRow', which returns value"),
     ],
