@@ -3,14 +3,14 @@
     nothing else    its forward changes no attribute, parameter, buffer or child of it, which ours would leave alone
     chained         the derivative of the third stratum's log-probability by the first value layer is not 0
     least           exp(logits + log theta) for cells without contacts
-    the form        the first whose summed log-probability, and gradients of it by u, v, l and every parameter, agree
-                    to 1e-9 in training and in evaluation; where values are large, those by u, v and l
+    the form        the first whose summed log-probability, and gradients of it by u, v, l and every parameter,
+                    agree to 1e-9 in training and in evaluation; where values are large, those by u, v and l
 
-A form has to be known before there is a plan, and large values come long after the first batch. The real lists, buckets,
-buffers and inputs are compared with the first batch (real_size.py). A comparison that fails shows nothing: it is an error,
-unless its attention has a setting that ours does not have. Nothing of the instance is changed, and no random numbers of
-the caller are used. Every rank finds the same form, for torch's distributions check their values meanwhile, whatever an
-import has set.
+A form has to be known before there is a plan, and large values come long after the first batch. The real lists,
+buckets, buffers and inputs are compared with the first batch (real_size.py). A comparison that fails shows nothing: it
+is an error, unless its attention has a setting that ours does not have. Nothing of the instance is changed, and no
+random numbers of the caller are used. Every rank finds the same form, for torch's distributions check their values
+meanwhile, whatever an import has set.
 
 Known limits: what a decoder does with values that are still larger, or where its own result is not finite, is not seen.
 Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).

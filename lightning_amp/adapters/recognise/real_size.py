@@ -1,8 +1,9 @@
 """A foreign decoder compared with ours at its real size, on the first batch of training and of evaluation.
 
     copies       both with the same parameters in float64; the real lists, buckets and buffers, no hooks
-    compared     every stratum's log-probability, summed, and its derivative along one random direction of u, v, l and
-                 all parameters: a gradient that differs anywhere shows in it. Nothing else may be changed by its forward
+    compared     every stratum's log-probability, summed; then once more near these parameters, together with its
+                 derivative along one random direction of u, v, l and all parameters: a gradient that differs anywhere
+                 shows in it; and what the forward changes
     memory       the derivative is taken forward, so that neither keeps activations; ours runs stratum by stratum
 
 Nothing of the module is changed, and no random numbers of the caller are used.
@@ -33,6 +34,7 @@ from lightning_amp.quantities import format_bytes
 
 CLOSE = 1e-9
 SHOWN = 3
+MOVE = 0.1
 LEAST_CELLS = 2
 ALWAYS_BYTES = 2**24
 PARTS = ("log-probability", "gradient")
@@ -78,19 +80,25 @@ class FirstBatch:
             return
         self._calls.add(call)
         with torch.inference_mode(False), torch.no_grad():
-            module, plain = self._copies()
-            theirs = type(module).forward
-            if subset is not None:
-                theirs, plain = partial(theirs, subset=subset), cast(MultiResDecoder, plain).among(subset)
-            found = difference(module, theirs, plain, *self._some(inputs, x, plain.n_features))
+            found = self._difference(inputs, x, subset, directed=False)
+            found = found or self._difference(inputs, x, subset, directed=True)
         if found:
             cells, rows = min(self.cells, len(inputs[0])), len(inputs[1])
             raise ModelError(
-                f"the decoder {type(self.module).__name__!r} {found} what the plan runs in its place, on the first batch"
-                f" of {cells!r} cells and {rows!r} rows of v; on a small example they agree: it does something with its"
-                " sizes, or with a setting or buffer, that no decoder of HiGLUE's does. Train with strategies='S1', which"
-                " runs the decoder's own forward"
+                f"the decoder {type(self.module).__name__!r} {found} what the plan runs in its place, on the first"
+                f" batch of {cells!r} cells and {rows!r} rows of v; on a small example they agree: it does something"
+                " with its sizes, or with a setting or buffer, that no decoder of HiGLUE's does. Train with"
+                " strategies='S1', which runs the decoder's own forward"
             )
+
+    def _difference(
+        self, inputs: Inputs, x: Tensor | SparseCounts | None, subset: Any, *, directed: bool
+    ) -> str:
+        module, plain = self._copies()
+        theirs = type(module).forward
+        if subset is not None:
+            theirs, plain = partial(theirs, subset=subset), cast(MultiResDecoder, plain).among(subset)
+        return difference(module, theirs, plain, *self._some(inputs, x, plain.n_features), directed=directed)
 
     def _some(
         self, inputs: Inputs, x: Tensor | SparseCounts | None, n_features: int
@@ -124,11 +132,20 @@ def needed_bytes(module: nn.Module, decoder: AdaptedDecoder) -> tuple[int, int]:
 
 
 def difference(
-    module: nn.Module, theirs: Callable[..., Any], decoder: AdaptedDecoder, inputs: Inputs, x: Tensor
+    module: nn.Module,
+    theirs: Callable[..., Any],
+    decoder: AdaptedDecoder,
+    inputs: Inputs,
+    x: Tensor,
+    *,
+    directed: bool,
 ) -> str:
     """What differs between a foreign decoder in float64 and ours, as what precedes ours; "" if nothing does.
 
-    Both have the same parameters, which are written to. `theirs` is the module's forward.
+    Args:
+        module: It and `decoder` have the same parameters, which are written to.
+        theirs: The module's forward.
+        directed: Compare derivatives too, at parameters that were moved away from their values.
     """
     for parameter in module.parameters():
         # code may ask whether gradients are enabled; none are needed, so that nothing is kept for them
@@ -141,7 +158,7 @@ def difference(
         torch.random.fork_rng(devices),
         forward_ad.dual_level(),
     ):
-        inputs = _directed(module, inputs)
+        inputs = _directed(module, inputs) if directed else inputs
         marks = Marks(module)
         with torch.autocast(x.device.type, enabled=False):
             log_prob = theirs(module, *inputs).log_prob(x)
@@ -163,15 +180,16 @@ def difference(
 
 
 def _directed(module: nn.Module, inputs: Inputs) -> Inputs:
-    """The inputs with the direction in which the derivative is taken; parameters get theirs in place."""
+    """The inputs with the direction in which the derivative is taken; parameters are moved and get theirs in place."""
     generator = torch.Generator().manual_seed(0)
 
-    def directed(value: Tensor) -> Tensor:
-        way = torch.randn(value.shape, dtype=value.dtype, generator=generator)
-        return cast(Tensor, forward_ad.make_dual(value, way.to(value.device)))  # type: ignore[no-untyped-call]
+    def directed(value: Tensor, move: float = 0.0) -> Tensor:
+        way = torch.randn(value.shape, dtype=value.dtype, generator=generator).to(value.device)
+        return cast(Tensor, forward_ad.make_dual(value + move * way, way))  # type: ignore[no-untyped-call]
 
     for parameter in module.parameters():
-        parameter.copy_(directed(parameter.detach().clone()))
+        # many parameters are zero at first, and what is a product of two of them would not show
+        parameter.copy_(directed(parameter.detach(), MOVE))
     u, v, b, l = inputs  # noqa: E741
     return directed(u), directed(v), b, directed(l)
 
