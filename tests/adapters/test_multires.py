@@ -240,13 +240,6 @@ class InEvaluation(Decoder):
         return super().shares(i, u) if self.training else super().shares(i, 2 * u)
 
 
-class Drawing(Decoder):
-    """Of a subset the first anchor counts twice."""
-
-    def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Any, subset: Any = None) -> Any:  # noqa: E741
-        return super().forward(u if subset is None else 2 * u, v, b, l, subset)
-
-
 class Leaving(Decoder):
     aux: Any = 0.0
 
@@ -255,29 +248,42 @@ class Leaving(Decoder):
         return super().forward(u, v, b, l, subset)
 
 
-class Sized(Decoder):
-    """Of the real columns only; small copies have tables of fewer or more."""
+def at_the_first_batch(name: str, shows: Any) -> type[Decoder]:
+    """Another u where `shows` says so of the decoder, u and the subset."""
+
+    def forward(self: Any, u: Tensor, v: Tensor, b: Tensor, l: Any, subset: Any = None) -> Any:  # noqa: E741
+        return Decoder.forward(self, u * 1.001 if shows(self, u, subset) else u, v, b, l, subset)
+
+    return type(name, (Decoder,), {"forward": forward})
+
+
+class KeepsSubset(Decoder):
+    last: Any = None
 
     def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Any, subset: Any = None) -> Any:  # noqa: E741
-        real = self.scale_lin.shape[1] == self.kind.n_features
-        return super().forward(u * 1.001 if real else u, v, b, l, subset)
-
-
-class Crowded(Decoder):
-    """Only a real batch has as many cells."""
-
-    def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Any, subset: Any = None) -> Any:  # noqa: E741
-        return super().forward(u * 1.001 if len(u) == 6 else u, v, b, l, subset)
+        self.last = self.last if subset is None else subset
+        return super().forward(u, v, b, l, subset)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["two resolutions", "checkpointed", "a subset of the anchors"])
-def test_what_only_a_real_batch_shows_is_refused_with_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "tests.adapters.multires_shaped.Several.__init__.__kwdefaults__", {"decoder": Crowded}
-    )
-    with pytest.raises(ModelError, match="another log-probability in the strata .* on the first batch"):
-        fit(KINDS[kind], "S1,stream")
+def test_what_only_a_real_batch_shows_is_refused_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, value = "a subset, features missing", "another log-probability in the strata"
+    cells = at_the_first_batch("Cells", lambda self, u, subset: len(u) == 6)
+    for kind, decoder, said in (
+        ("two resolutions", cells, value),
+        ("checkpointed", cells, value),
+        (drawn, cells, value),
+        (drawn, at_the_first_batch("Drawing", lambda self, u, subset: subset is not None), value),
+        (drawn, KeepsSubset, r"changes its attributes \['last'\]"),
+        (
+            "one experiment",
+            at_the_first_batch("Sized", lambda self, u, _: self.bias.shape[1] == self.kind.n_features),
+            value,
+        ),
+    ):
+        monkeypatch.setattr(Several.__init__, "__kwdefaults__", {"decoder": decoder})
+        with pytest.raises(ModelError, match=f"(?s){said}.* on the first batch"):
+            fit(KINDS[kind], "S1,stream")
 
 
 def windows(decoder: Any) -> None:
@@ -303,10 +309,8 @@ def hooked(decoder: Any) -> None:
 DIFFERENT: dict[Callable[..., Any], str] = {
     Padded: "has another",
     Other: "its attention has causal=True where ours has False, look_forward=0 where ours has 1",
-    Sized: "in the strata [0, 1, 2, 3, 4, 5, 6] than any of our forms at its real size",
     FirstOnly: "has another log-probability",
     InEvaluation: "has another log-probability",
-    Drawing: "has another log-probability",
     Leaving: "changes its attributes ['aux'] in forward",
     windows: "attention with windows of",
     shuffled: "whose columns do not follow each other from 0 on",
@@ -317,15 +321,15 @@ DIFFERENT: dict[Callable[..., Any], str] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("change", DIFFERENT, ids=lambda change: change.__name__)
-def test_a_copy_that_differs_is_told_apart(change: Any) -> None:
-    module = Several(BASE, decoder=change if isinstance(change, type) else Decoder)
-    if not isinstance(change, type):
-        change(module.decoder)
-    found = adapt(module)
-    assert not found.decoders
-    assert DIFFERENT[change] in found.notes[0]
-    assert "forward" not in vars(module.decoder)
+def test_a_copy_that_differs_is_noted_and_left_alone() -> None:
+    for change, said in DIFFERENT.items():
+        module = Several(BASE, decoder=change if isinstance(change, type) else Decoder)
+        if not isinstance(change, type):
+            change(module.decoder)
+        found = adapt(module)
+        assert not found.decoders
+        assert said in found.notes[0]
+        assert "forward" not in vars(module.decoder)
 
 
 def test_a_changed_resolution_is_refused_at_the_next_call() -> None:
