@@ -23,7 +23,7 @@ from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.describe_module import describe
 from lightning_amp.parallel.install import install
 from lightning_amp.parallel.supported import with_unsupported
-from tests.adapters.foreign_cases import differences
+from tests.adapters.foreign_cases import differences, possible
 from tests.adapters.multires_shaped import Bands, Decoder, Several, batches
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.parallel.sharded_cases import make_plan, model_mesh
@@ -78,12 +78,6 @@ def parameters(module: Several) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in module.named_parameters()}
 
 
-def possible(strategies: str, kind: Bands) -> str:
-    left_out = {"fused", "S3"} if not kind.attention else set()
-    left_out |= {"sparse"} if kind.binarize else set()
-    return ",".join(s for s in strategies.split(",") if s not in left_out)
-
-
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -98,7 +92,12 @@ def test_trains_the_same_under_every_plan(name: str) -> None:
     expected = fit(kind, None)
     assert differences(expected, parameters(Several(kind))) > 1e-2
     for strategies in ON_ONE:
-        assert differences(fit(kind, possible(strategies, kind)), expected) <= 1e-9
+        assert (
+            differences(
+                fit(kind, possible(strategies, attention=kind.attention, binarize=kind.binarize)), expected
+            )
+            <= 1e-9
+        )
 
 
 def refusals(ranks: int) -> dict[str, str]:
@@ -121,7 +120,7 @@ def on_two_ranks(rank: int, ranks: int) -> dict[Any, Any]:
         kind = KINDS[name]
         expected = fit(kind, None)
         for strategies in ON_TWO:
-            chosen = possible(strategies, kind)
+            chosen = possible(strategies, attention=kind.attention, binarize=kind.binarize)
             found[name, chosen] = differences(fit(kind, chosen, rank=rank, ranks=ranks), expected)
     drawn = KINDS["a subset, features missing"]
     for strategies in ("S1,strata", "S1,stream,strata"):
