@@ -24,7 +24,7 @@ from lightning_amp.parallel.contract.protocol import find_decoders
 from lightning_amp.parallel.contract.stand_in import in_place_of
 from tests.adapters import foreign_cases
 from tests.adapters.higlue_shaped import Copy, Decoder, Foreign, ZeroInflated, cells, randomise
-from tests.adapters.lookalikes import LARGE, REAL, SMALL, changing
+from tests.adapters.lookalikes import LARGE, REACH, REAL, SMALL, changing
 
 BASE = Copy()
 LONG = Copy(anchors=61, dim=4)
@@ -122,15 +122,39 @@ def test_a_warning_is_no_reason_not_to_take_a_decoder(monkeypatch: pytest.Monkey
     )
 
 
+class NoJvp(torch.autograd.Function):
+    """Without a derivative forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
 def test_a_comparison_that_fails_is_an_error_where_a_decoder_may_be_changed() -> None:
-    def no_kernel(self: Any, v: Tensor) -> Tensor:
+    def fails(self: Any, v: Tensor) -> Tensor:
         raise RuntimeError("no kernel")
 
-    module = foreign(changing("NoKernel", v=no_kernel))
+    def fails_later(self: Any, v: Tensor) -> Tensor:
+        assert len(v) <= REACH, "at the real size alone"
+        return v
+
+    module = foreign(changing("Fails", v=fails))
     with pytest.raises(ModelError, match=r"fails where it is compared with ours, with RuntimeError.*'S1'"):
         adapt(module)
     (note,) = adapt(module, needed=False).notes
     assert "RuntimeError" in note
+    for later, said in (
+        (fails_later, "AssertionError: at the real size"),
+        (lambda self, v: NoJvp.apply(v), "NotImplementedError"),
+    ):
+        with pytest.raises(
+            ModelError, match=f"fails where it is compared with what the plan.*with {said}.*'S1'"
+        ):
+            first_call(foreign(changing("Later", v=later), LONG))
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
@@ -200,7 +224,9 @@ def test_no_random_number_is_used_and_nothing_changed_with_the_first_batch() -> 
     with torch.inference_mode():
         module.decoder(*given).log_prob(x).sum()
     module.decoder(*given).log_prob(x).sum().backward()
-    assert forward.first_batch._calls == {(True, True)}, "compared once"
+    assert forward.first_batch._calls == {(True, True, False), (True, True, True)}, (
+        "derivatives with gradients"
+    )
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 

@@ -1,7 +1,6 @@
 """Which form an instance has, found by running a small copy of it (small_copy.py) and comparing it with ours.
 
     nothing else    its forward changes no attribute, parameter, buffer or child of it, which ours would leave alone
-    chained         the derivative of the third stratum's log-probability by the first value layer is not 0
     least           exp(logits + log theta) for cells without contacts
     the form        the first whose summed log-probability, and gradients of it by u, v, l and every parameter,
                     agree to 1e-9 in training and in evaluation; where values are large, those by u, v and l
@@ -139,9 +138,8 @@ def _seen(small: Small) -> Form:
     """What can be told without trying."""
     given = small.run()
     kind = _kind_of(given)
-    if issubclass(kind, torch.distributions.Bernoulli):
-        return Form(kind=kind, chained=_chained(small, given, binarized=True))
-    return Form(kind=kind, chained=_chained(small, given, binarized=False), least=_least(small))
+    binarized = issubclass(kind, torch.distributions.Bernoulli)
+    return Form(kind=kind, least=0.0 if binarized else _least(small))
 
 
 def _kind_of(given: object) -> type:
@@ -156,15 +154,6 @@ def _kind_of(given: object) -> type:
         f"returns {kind.__name__!r}, and not a Bernoulli, or a NegativeBinomial that is made from zi_logits,"
         " total_count and logits"
     )
-
-
-def _chained(small: Small, given: Any, *, binarized: bool) -> bool:
-    layers: Any = getattr(small.module, "value_layers", ())
-    if len(small.layout.columns) < 3 or not len(layers):
-        return False
-    third = given.log_prob(small.x(binarized=binarized))[:, slice(*small.layout.columns[2])].sum()
-    (grad,) = torch.autograd.grad(third, [layers[0].weight], allow_unused=True)
-    return grad is not None and bool(grad.any())
 
 
 def _least(small: Small) -> float:

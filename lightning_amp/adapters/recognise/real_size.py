@@ -29,7 +29,8 @@ from lightning_amp.adapters.forms.multires import MultiResDecoder
 from lightning_amp.adapters.recognise.module_snapshot import Marks
 from lightning_amp.adapters.recognise.small_copy import no_hooks
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.errors import ModelError
+from lightning_amp.errors import AmpError, ModelError
+from lightning_amp.parallel.checks.same_function import failure
 from lightning_amp.quantities import format_bytes
 
 CLOSE = 1e-9
@@ -42,14 +43,17 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class FirstBatch:
-    """Compares a foreign decoder with ours in its first call in training, in evaluation, and with a subset."""
+    """Compares a foreign decoder with ours in its first call in training, in evaluation, and with a subset.
+
+    Each with gradients, or without them first.
+    """
 
     def __init__(self, module: nn.Module, decoder: AdaptedDecoder) -> None:
         self.module = module
         # techniques replace modules of ours, and leave parameters and the layers that hold them
         self.plain = copy.deepcopy(decoder, no_hooks(decoder) | {id(t): t for t in _tensors(decoder)})
         self.cells = 0
-        self._calls: set[tuple[bool, bool]] = set()
+        self._calls: set[tuple[bool, ...]] = set()
 
     def allow(self, *, usual: int, free: int | None) -> str:
         """Say how much memory a comparison may take; without this there is none.
@@ -76,19 +80,31 @@ class FirstBatch:
             ModelError: The module computes something else.
         """
         call = self.module.training, subset is None
-        if not self.cells or call in self._calls:
+        # derivatives take most of the time, and matter only where there are gradients
+        directed = torch.is_grad_enabled()
+        if not self.cells or (*call, True) in self._calls or (*call, directed) in self._calls:
             return
-        self._calls.add(call)
-        with torch.inference_mode(False), torch.no_grad():
-            found = self._difference(inputs, x, subset, directed=False)
-            found = found or self._difference(inputs, x, subset, directed=True)
-        if found:
-            cells, rows = min(self.cells, len(inputs[0])), len(inputs[1])
+        self._calls.add((*call, directed))
+        cells, rows = min(self.cells, len(inputs[0])), len(inputs[1])
+        where = f"on the first batch of {cells!r} cells and {rows!r} rows of v"
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._difference(inputs, x, subset, directed=False)
+                if directed and not found:
+                    found = self._difference(inputs, x, subset, directed=True)
+        except (AmpError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
             raise ModelError(
-                f"the decoder {type(self.module).__name__!r} {found} what the plan runs in its place, on the first"
-                f" batch of {cells!r} cells and {rows!r} rows of v; on a small example they agree: it does something"
-                " with its sizes, or with a setting or buffer, that no decoder of HiGLUE's does. Train with"
-                " strategies='S1', which runs the decoder's own forward"
+                f"the decoder {type(self.module).__name__!r} fails where it is compared with what the plan runs in its"
+                f" place, {where}, with {failure(error)}: repair that, or train with strategies='S1', which runs the"
+                " decoder's own forward"
+            ) from error
+        if found:
+            raise ModelError(
+                f"the decoder {type(self.module).__name__!r} {found} what the plan runs in its place, {where}; on a"
+                " small example they agree: it does something with its sizes, or with a setting or buffer, that no"
+                " decoder of HiGLUE's does. Train with strategies='S1', which runs the decoder's own forward"
             )
 
     def _difference(
