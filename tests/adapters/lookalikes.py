@@ -218,50 +218,6 @@ def not_padded(self: Any) -> None:
         layer.autopad = False
 
 
-def shuffled(self: Any) -> None:
-    self.strata_masks = [rows[::-1] for rows in self.strata_masks]
-
-
-def truncated(self: Any) -> None:
-    self.strata_masks = self.strata_masks[:-1]
-
-
-def one_array(self: Any) -> None:
-    self.feature_masks = torch.arange(4)
-
-
-def words(self: Any) -> None:
-    self.feature_masks = [["a"]] * 4
-
-
-def booleans(self: Any) -> None:
-    self.feature_masks = [torch.ones(4, dtype=torch.bool)] * 4
-
-
-def one_stratum(self: Any) -> None:
-    vars(self).update(vars(Decoder(Copy(strata=1)).double()))
-
-
-def one_layer_more(self: Any) -> None:
-    self.ff_layers.append(nn.Linear(1, 1))
-
-
-def hooked(self: Any) -> None:
-    self.attn_layers[1].register_forward_hook(lambda *_: None)
-
-
-def own_forward(self: Any) -> None:
-    self.forward = lambda *inputs: Decoder.forward(self, *inputs)
-
-
-def narrow(self: Any) -> None:
-    self.bias = nn.Parameter(self.bias[:, 1:])
-
-
-def layerless(self: Any) -> None:
-    del self.value_layers, self.key_convs
-
-
 def with_calls(self: Any) -> None:
     self.register_buffer("calls", torch.zeros(()))
 
@@ -299,23 +255,27 @@ SMALL: dict[Any, str] = {
     Hooked: "hooks on modules of it, ['softmax']",
     Poissonian: "returns 'Poisson'",
     Timed: "has a forward that does not take u, v, b and l: missing a required argument: 't'",
-    **{
-        changing(change.__name__, settings=change): said
-        for change, said in {
-            shuffled: "columns in neither",
-            truncated: "other numbers of anchors than of columns",
-            booleans: "without indices",
-            one_array: "and not a list with one list of indices per stratum",
-            words: "cannot be read as lists of indices",
-            one_stratum: "has one stratum only",
-            one_layer_more: "has 4 strata and lists of [3, 4] layers",
-            hooked: "hooks on modules of",
-            own_forward: "forward of its own",
-            narrow: "not a table of",
-            layerless: "neither the lists of layers",
-        }.items()
-    },
 }
+STRUCTURES: dict[str, Any] = {
+    "columns in neither": lambda self: setattr(
+        self, "strata_masks", [rows[::-1] for rows in self.strata_masks]
+    ),
+    "other numbers of anchors than of columns": lambda self: self.strata_masks.pop(),
+    "without indices": lambda self: setattr(self, "feature_masks", [torch.ones(4, dtype=torch.bool)] * 4),
+    "and not a list with one list of indices per": lambda self: setattr(
+        self, "feature_masks", torch.arange(4)
+    ),
+    "cannot be read as lists of indices": lambda self: setattr(self, "feature_masks", [["a"]] * 4),
+    "has one stratum only": lambda self: vars(self).update(vars(Decoder(Copy(strata=1)).double())),
+    "has 4 strata and lists of [3, 4] layers": lambda self: self.ff_layers.append(nn.Linear(1, 1)),
+    "hooks on modules of": lambda self: self.attn_layers[1].register_forward_hook(lambda *_: None),
+    "forward of its own": lambda self: setattr(self, "forward", lambda *given: Decoder.forward(self, *given)),
+    "not a table of": lambda self: setattr(self, "bias", nn.Parameter(self.bias[:, 1:])),
+    "neither the lists of layers": lambda self: [
+        delattr(self, name) for name in ("value_layers", "key_convs")
+    ],
+}
+SMALL |= {changing("Structure", settings=change): said for said, change in STRUCTURES.items()}
 LARGE = {
     changing("Clamped", key=lambda self, key: key.clamp(-20, 20)): "where v and weights are large",
     changing("ClampedAnchors", v=lambda self, v: v.clamp(-10, 10)): "where v and weights are large",
