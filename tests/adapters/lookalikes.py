@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Poisson
 
-from tests.adapters.higlue_shaped import Copy, Decoder
+from tests.adapters.higlue_shaped import Copy, Decoder, ZeroInflated
 
 REACH = 54
 """Anchors that no small example has."""
@@ -147,6 +147,19 @@ class Poissonian(Decoder):
         return Poisson(super().forward(u, v, b, l).mean)
 
 
+class NaNs(ZeroInflated):
+    def log_prob(self, value: Tensor) -> Tensor:
+        return super().log_prob(value) * torch.nan
+
+
+class NotANumber(Decoder):
+    """Of which nothing shows, for ours uses the same distribution."""
+
+    def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Tensor) -> Any:  # noqa: E741
+        given = super().forward(u, v, b, l)
+        return NaNs(given.zi_logits, given.total_count, given.logits)
+
+
 class Timed(Decoder):
     def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Tensor, t: Tensor) -> Any:  # noqa: E741
         return super().forward(u, v, b, l + t)
@@ -225,6 +238,7 @@ def with_calls(self: Any) -> None:
 VALUE = "another log-probability"
 SMALL: dict[Any, str] = {
     Skewed: VALUE,
+    NotANumber: VALUE,
     Uneven: "different means for cells without contacts",
     changing("Biased", key=lambda self, key: key + 1e-6): VALUE,
     InEvaluation: VALUE,
@@ -256,6 +270,8 @@ SMALL: dict[Any, str] = {
     Poissonian: "returns 'Poisson'",
     Timed: "has a forward that does not take u, v, b and l: missing a required argument: 't'",
 }
+
+
 STRUCTURES: dict[str, Any] = {
     "columns in neither": lambda self: setattr(
         self, "strata_masks", [rows[::-1] for rows in self.strata_masks]

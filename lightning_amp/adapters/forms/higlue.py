@@ -124,11 +124,8 @@ def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
     weights = (False,) if isinstance(getattr(module, "strata_weights", None), nn.Parameter) else both
     ours = (False,) if seen.binarized else both
     for by_attention, normalised in product(attention, weights):
-        ways = (
-            product(_key_forms(module), chained)
-            if by_attention
-            else product(_convolution_forms(module), (False,))
-        )
+        forms_of_keys = _key_forms(module) if by_attention else _convolution_forms(module)
+        ways = product(forms_of_keys, chained if by_attention else (False,))
         for (keys, chain), own in product(ways, ours):
             found = replace(seen, attention=by_attention, chained=chain, normalised=normalised, ours=own)
             yield replace(found, **keys)

@@ -43,9 +43,9 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class FirstBatch:
-    """Compares a foreign decoder with ours in its first call in training, in evaluation, and with a subset.
+    """Compares a foreign decoder with ours in its first call of every kind.
 
-    Each with gradients, or without them first.
+    Kinds are training and evaluation, with a subset of anchors and without, with gradients and without.
     """
 
     def __init__(self, module: nn.Module, decoder: AdaptedDecoder) -> None:
@@ -84,7 +84,6 @@ class FirstBatch:
         directed = torch.is_grad_enabled()
         if not self.cells or (*call, True) in self._calls or (*call, directed) in self._calls:
             return
-        self._calls.add((*call, directed))
         cells, rows = min(self.cells, len(inputs[0])), len(inputs[1])
         where = f"on the first batch of {cells!r} cells and {rows!r} rows of v"
         try:
@@ -106,6 +105,7 @@ class FirstBatch:
                 " small example they agree: it does something with its sizes, or with a setting or buffer, that no"
                 " decoder of HiGLUE's does. Train with strategies='S1', which runs the decoder's own forward"
             )
+        self._calls.add((*call, directed))
 
     def _difference(
         self, inputs: Inputs, x: Tensor | SparseCounts | None, subset: Any, *, directed: bool

@@ -55,17 +55,25 @@ def mismatch(
     return f"returns {problem} for a small example" if problem else ""
 
 
-def difference(found: Values, right: Values, *, rtol: float = 0.0, scale: float | None = None) -> str:
+def difference(
+    found: Values,
+    right: Values,
+    *,
+    rtol: float = 0.0,
+    scale: float | None = None,
+    equal_nan: bool = False,
+) -> str:
     """The first result that differs, with its name; "" if all are the same.
 
     Args:
-        rtol: Largest error of a number, as a share of that number plus `scale`. Not a number has to be the same.
+        rtol: Largest error of a number, as a share of that number plus `scale`.
         scale: By default the largest finite number of each tensor: one that is zero but for rounding has no scale.
+        equal_nan: Whether a NaN is the same as a NaN.
     """
     for name, expected in right.items():
         own = found[name]
         if isinstance(own, Tensor) and isinstance(expected, Tensor):
-            if not close(own, expected, rtol=rtol, scale=scale):
+            if not close(own, expected, rtol=rtol, scale=scale, equal_nan=equal_nan):
                 return f"{name} {_in_words(own, expected)}".strip()
         elif own is not expected and (
             isinstance(own, Tensor) or isinstance(expected, Tensor) or own != expected
@@ -74,7 +82,9 @@ def difference(found: Values, right: Values, *, rtol: float = 0.0, scale: float 
     return ""
 
 
-def close(found: Tensor, right: Tensor, *, rtol: float, scale: float | None = None) -> bool:
+def close(
+    found: Tensor, right: Tensor, *, rtol: float, scale: float | None = None, equal_nan: bool = False
+) -> bool:
     """Whether two tensors have the same shape, type and numbers; arguments as of `difference`."""
     if found.shape != right.shape or found.dtype != right.dtype:
         return False
@@ -82,9 +92,11 @@ def close(found: Tensor, right: Tensor, *, rtol: float, scale: float | None = No
         return torch.equal(found, right)
     error = (found - right).abs()
     allowed = rtol * right.abs() + rtol * (largest(right) if scale is None else scale)
-    # not `>`: an error that is not a number is one; infinite numbers allow any error and have no finite one
-    small = (error <= allowed) & right.isfinite()
-    return bool((small | (found == right) | (found.isnan() & right.isnan())).all())
+    # not `>`: an error that is NaN is one; an infinite number allows any error, and has to be the same
+    right_numbers = ((error <= allowed) & right.isfinite()) | (found == right)
+    if equal_nan:
+        right_numbers |= found.isnan() & right.isnan()
+    return bool(right_numbers.all())
 
 
 def largest(tensor: Tensor) -> float:
@@ -109,15 +121,12 @@ def _in_words(found: Tensor, right: Tensor) -> str:
         return f"{_short(found)} and not {_short(right)}"
     if right.numel() <= SHOWN:
         return f"{found!r} and not {right!r}"
-    error = (
-        (found.double() - right.double()).abs().max()
-        if not right.is_complex()
-        else (found - right).abs().max()
-    )
+    wide = torch.complex128 if right.is_complex() else torch.float64
+    error = (found.to(wide) - right.to(wide)).abs().max()
     return f"that differs by up to {float(error):.1e}, where the largest number is {largest(right):.1e}"
 
 
 def _short(value: Any) -> str:
-    return (
-        f"of the shape {tuple(value.shape)!r} and {value.dtype}" if isinstance(value, Tensor) else repr(value)
-    )
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"of the shape {tuple(value.shape)!r} and {value.dtype}"

@@ -124,7 +124,7 @@ class Checked:
         for kind in KINDS:
             named = {name: value for name, value in right.items() if name.startswith(kind)}
             scale = max((largest(value) for value in named.values() if value is not None), default=0.0)
-            if wrong := difference(found, named, rtol=RTOL, scale=scale):
+            if wrong := difference(found, named, rtol=RTOL, scale=scale, equal_nan=True):
                 break
         else:
             return

@@ -101,7 +101,7 @@ def _difference(whole: Any, part: Any, first: Any, second: Any, *, same: int, si
             return f"tensors of shape {tuple(part.shape)!r}, and {tuple(whole.shape)!r} for the batch"
         kept = same * (part.shape[dim] // size)
         first, second = (own.narrow(dim, 0, min(kept, own.shape[dim])) for own in (first, second))
-    if not close(first, second, rtol=ROUNDING.get(first.dtype, HALF)):
+    if not close(first, second, rtol=ROUNDING.get(first.dtype, HALF), equal_nan=True):
         return f"other values for the same samples, in a tensor of shape {tuple(part.shape)!r}"
     return ""
 
