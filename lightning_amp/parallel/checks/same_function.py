@@ -101,7 +101,7 @@ def close(
 
 def largest(tensor: Tensor) -> float:
     """The largest finite magnitude of a tensor's numbers."""
-    found = tensor.detach().abs().double()
+    found = (tensor if tensor.is_complex() else tensor.double()).detach().abs()
     return float(torch.where(found.isfinite(), found, 0.0).max()) if found.numel() else 0.0
 
 
