@@ -36,17 +36,8 @@ def changing(
             made, v = super().key(k, v)
             return (key(self, made) if key and k else made), v
 
-    # arguments are read by name
-    Changed.forward = named(Changed.forward)  # type: ignore[method-assign]
     Changed.__name__ = name
     return Changed
-
-
-def named(forward: Any) -> Any:
-    def renamed(self: Any, u: Tensor, v: Tensor, b: Tensor, l: Tensor) -> Any:  # noqa: E741
-        return forward(self, u, v, b, l)
-
-    return renamed
 
 
 class Attending(Decoder):
@@ -270,8 +261,6 @@ SMALL: dict[Any, str] = {
     Poissonian: "returns 'Poisson'",
     Timed: "has a forward that does not take u, v, b and l: missing a required argument: 't'",
 }
-
-
 STRUCTURES: dict[str, Any] = {
     "columns in neither": lambda self: setattr(
         self, "strata_masks", [rows[::-1] for rows in self.strata_masks]
