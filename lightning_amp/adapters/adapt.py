@@ -49,10 +49,10 @@ class Adapted:
 
     def add(self, fqn: str, module: nn.Module) -> None:
         """Let ours stand in for a decoder, or raise NotRecognised."""
-        decoder, compared = adapted(module)
+        decoder = adapted(module)
         if isinstance(decoder, MultiResDecoder):
             self.notes += [f"{fqn!r} {note}" for note in decoder.unpredicted(module)]
-        self._forwards[fqn] = module, _Forward(decoder, module, compared=compared)
+        self._forwards[fqn] = module, _Forward(decoder, module)
         self.stand_in()
 
     def stand_in(self) -> None:
@@ -92,7 +92,7 @@ class Adapted:
             reason = cast(Any, child).forward.first_batch.allow(usual=usual, free=free)
             if reason and any(f"{rule.fqn}.".startswith(f"{fqn}.") for rule in plan.rules):
                 notes.append(
-                    f"{fqn!r} was recognised by small examples, and is not compared with its own forward on the first"
+                    f"{fqn!r} was detected by a small example, and is not compared with its own forward on the first"
                     f" batch: that {reason}"
                 )
         return notes
@@ -151,7 +151,6 @@ def _watch(module: nn.Module, forward: "_Forward", tell: Callable[[str], None]) 
         if isinstance(v, Tensor) and v.dim() == 2 and len(v) != decoder.n_anchors:
             known, decoder.n_anchors = decoder.n_anchors, len(v)
             forward.first_batch.plain.n_anchors = len(v)
-            forward.first_batch.derivatives = True
             tell(
                 f"in its first step v has {len(v)!r} rows, where the decoder's features have {known!r} anchors"
             )
@@ -169,11 +168,11 @@ class _Forward(StandIn):
 
     decoder: AdaptedDecoder
 
-    def __init__(self, decoder: AdaptedDecoder, module: nn.Module, *, compared: bool) -> None:
+    def __init__(self, decoder: AdaptedDecoder, module: nn.Module) -> None:
         super().__init__(decoder)
         self.module = module
         self.snapshot = Snapshot(module)
-        self.first_batch = FirstBatch(module, decoder, derivatives=not compared)
+        self.first_batch = FirstBatch(module, decoder)
 
     def __call__(self, *given: Any, **named: Any) -> LazyDistribution:
         """The distribution of the cells' counts, computed when it is asked for; takes u, v, b and l.
@@ -197,10 +196,7 @@ class _Forward(StandIn):
         inputs = u, v, b, l
         eager = partial(type(self.module).forward, self.module, **options)
 
-        def look(x: Any) -> None:
-            # the counts of a subset are not those of all features, which are compared
-            self.first_batch.look(inputs, None if options else x)
-
+        look = partial(self.first_batch.look, inputs, **options)
         return LazyDistribution(decoder, eager, inputs, self.snapshot.parameters, look)
 
 

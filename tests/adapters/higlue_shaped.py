@@ -20,7 +20,7 @@ from torch.distributions import Bernoulli, NegativeBinomial
 class Copy:
     """What differs between copies of the decoder.
 
-    `least` is added to the means, and `least_zero` to the probability of a zero.
+    `least` is added to the means, and `least_zero` to the probability of a zero; v has `more_rows` than anchors.
     """
 
     attention: bool = True
@@ -39,6 +39,7 @@ class Copy:
     anchors_first: bool = True
     dim: int = 12
     anchors: int = 23
+    more_rows: int = 0
     strata: int = 4
     window: int = 5
     experiments: int = 2
@@ -160,7 +161,7 @@ class Foreign(LightningModule):
         self.automatic_optimization = False
         self.decoder = Decoder(copy)
         self.encoder = nn.Linear(self.decoder.scale_lin.shape[1], copy.dim)
-        self.anchors = nn.Parameter(torch.zeros(copy.anchors, copy.dim))
+        self.anchors = nn.Parameter(torch.zeros(copy.anchors + copy.more_rows, copy.dim))
         self.critic = nn.Linear(copy.dim, 1)
         self.losses: list[float] = []
         self.double()

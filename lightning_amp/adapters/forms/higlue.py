@@ -116,20 +116,19 @@ def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
     """The ways that a module's parts can be computed with, the likeliest first.
 
     Args:
-        seen: What is known already: `chained`, `least` and `kind`.
+        seen: What is known already: `least` and `kind`.
     """
     both = (True, False)
+    chained = (False, True) if len(getattr(module, "value_layers", ())) > 1 else (False,)
     attention = [a for a in _flag(module, "use_attn") if _has_lists(module, _lists(a))]
     weights = (False,) if isinstance(getattr(module, "strata_weights", None), nn.Parameter) else both
     ours = (False,) if seen.binarized else both
     for by_attention, normalised in product(attention, weights):
-        for keys in _key_forms(module) if by_attention else _convolution_forms(module):
-            for own in ours:
-                chained = seen.chained and by_attention
-                found = replace(
-                    seen, attention=by_attention, chained=chained, normalised=normalised, ours=own
-                )
-                yield replace(found, **keys)
+        forms_of_keys = _key_forms(module) if by_attention else _convolution_forms(module)
+        ways = product(forms_of_keys, chained if by_attention else (False,))
+        for (keys, chain), own in product(ways, ours):
+            found = replace(seen, attention=by_attention, chained=chain, normalised=normalised, ours=own)
+            yield replace(found, **keys)
 
 
 def _key_forms(module: nn.Module) -> Iterator[dict[str, Any]]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_amp.adapters.deferred import version
 from lightning_amp.adapters.forms.column_layout import LISTS
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.recompute_state import DEPTH, mark_of
 from lightning_amp.techniques.contract.hooks import KINDS
 
 SHOWN = 3
@@ -69,6 +70,34 @@ class Snapshot:
                 " place was made before that: make such changes before fit, in `__init__`, `configure_model` or"
                 " `setup`, or train with strategies='S1', which runs the decoder's own forward"
             )
+
+
+class Marks:
+    """All that a module and those in it hold, also inside of other objects; the lists of indices are left out.
+
+    To be asked again before the module is changed by anyone else.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # other objects could take the place of what is not kept
+        self._kept: list[object] = []
+        self._marks = self._of(module)
+
+    def changed(self, module: nn.Module) -> list[str]:
+        """Names of what is not as it was."""
+        after = self._of(module)
+        return [name for name in self._marks | after if self._marks.get(name) != after.get(name)]
+
+    def _of(self, module: nn.Module) -> dict[str, Any]:
+        seen: dict[int, Any] = {id(child): child for child in module.modules()}
+        found: dict[str, Any] = {}
+        for fqn, child in module.named_modules():
+            own = {name: value for name, value in vars(child).items() if name not in TORCH}
+            for name, value in (own | child._parameters | child._buffers | child._modules).items():
+                if fqn or name not in LISTS:
+                    found[f"{fqn}.{name}" if fqn else name] = value
+        self._kept += [seen, found]
+        return {name: mark_of(value, seen, DEPTH) for name, value in found.items()}
 
 
 class _Kept:

@@ -1,13 +1,12 @@
-"""A foreign decoder compared with ours at its real size, where a small copy (small_copy.py) cannot tell them apart.
+"""A foreign decoder compared with ours at its real size, on the first batch of training and of evaluation.
 
     copies       both with the same parameters in float64; the real lists, buckets and buffers, no hooks
-    compared     every stratum's log-probability, summed, and its derivative along one random direction of u, v, l and
-                 all parameters: a gradient that differs anywhere shows in it. With the first batch the derivative,
-                 which takes most of the time, is compared only where it was not before: for a v with other rows, or a
-                 decoder whose real size was too large for a comparison before there was a plan
+    compared     every stratum's log-probability, summed; then once more near these parameters, together with its
+                 derivative along one random direction of u, v, l and all parameters: a gradient that differs anywhere
+                 shows in it; and what the forward changes
     memory       the derivative is taken forward, so that neither keeps activations; ours runs stratum by stratum
 
-Nothing of the module is changed, and no random numbers of the caller are used up.
+Nothing of the module is changed, and no random numbers of the caller are used.
 Known limits: gradients that only a backward pass changes (hooks on tensors) are compared only on the small copy; nor
 is a stratum compared where the module's own result is not finite.
 
@@ -16,7 +15,8 @@ Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,12 +25,17 @@ from torch.autograd import forward_ad
 
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum
+from lightning_amp.adapters.forms.multires import MultiResDecoder
+from lightning_amp.adapters.recognise.module_snapshot import Marks
 from lightning_amp.adapters.recognise.small_copy import no_hooks
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.errors import ModelError
+from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.checks.same_function import failure
 
 CLOSE = 1e-9
+SHOWN = 3
+MOVE = 0.1
 LEAST_CELLS = 2
 ALWAYS_BYTES = 2**24
 PARTS = ("log-probability", "gradient")
@@ -38,18 +43,17 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class FirstBatch:
-    """Compares a foreign decoder with ours on the first batch that it is called with, in training and in evaluation.
+    """Compares a foreign decoder with ours in its first call of every kind.
 
-    Attributes:
-        derivatives: Whether derivatives are compared, too.
+    Kinds are training and evaluation, with a subset of anchors and without, with gradients and without.
     """
 
-    def __init__(self, module: nn.Module, decoder: AdaptedDecoder, *, derivatives: bool) -> None:
-        self.module, self.derivatives = module, derivatives
+    def __init__(self, module: nn.Module, decoder: AdaptedDecoder) -> None:
+        self.module = module
         # techniques replace modules of ours, and leave parameters and the layers that hold them
         self.plain = copy.deepcopy(decoder, no_hooks(decoder) | {id(t): t for t in _tensors(decoder)})
         self.cells = 0
-        self._modes: set[bool] = set()
+        self._calls: set[tuple[bool, ...]] = set()
 
     def allow(self, *, usual: int, free: int | None) -> str:
         """Say how much memory a comparison may take; without this there is none.
@@ -69,30 +73,56 @@ class FirstBatch:
         self.cells = max(LEAST_CELLS, (max(usual, ALWAYS_BYTES) - fixed) // each)
         return ""
 
-    def look(self, inputs: Inputs, x: Tensor | SparseCounts | None) -> None:
-        """Compare for these inputs and counts (None: zeros), if that was allowed and not done in this mode.
+    def look(self, inputs: Inputs, x: Tensor | SparseCounts | None, subset: Any = None) -> None:
+        """Compare for these inputs and counts (None: zeros), if that was allowed and not done for such a call.
 
         Raises:
             ModelError: The module computes something else.
         """
-        if not self.cells or self.module.training in self._modes:
+        call = self.module.training, subset is None
+        # derivatives take most of the time, and matter only where there are gradients
+        directed = torch.is_grad_enabled()
+        if not self.cells or (*call, True) in self._calls or (*call, directed) in self._calls:
             return
-        self._modes.add(self.module.training)
-        with torch.inference_mode(False), torch.no_grad():
-            found = difference(*self._copies(), *self._some(inputs, x), derivatives=self.derivatives)
+        cells, rows = min(self.cells, len(inputs[0])), len(inputs[1])
+        where = f"on the first batch of {cells!r} cells and {rows!r} rows of v"
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._difference(inputs, x, subset, directed=False)
+                if directed and not found:
+                    found = self._difference(inputs, x, subset, directed=True)
+        except (AmpError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"the decoder {type(self.module).__name__!r} fails where it is compared with what the plan runs in its"
+                f" place, {where}, with {failure(error)}: repair that, or train with strategies='S1', which runs the"
+                " decoder's own forward"
+            ) from error
         if found:
             raise ModelError(
-                f"the decoder {type(self.module).__name__!r} has {found} than what the plan runs in its place, on the"
-                f" first batch, of {min(self.cells, len(inputs[0]))!r} cells and {len(inputs[1])!r} rows of v; on small"
-                " examples they agree: it does something with its sizes, or with a setting or buffer, that no decoder"
-                " of HiGLUE's does. Train with strategies='S1', which runs the decoder's own forward"
+                f"the decoder {type(self.module).__name__!r} {found} what the plan runs in its place, {where}; on a"
+                " small example they agree: it does something with its sizes, or with a setting or buffer, that no"
+                " decoder of HiGLUE's does. Train with strategies='S1', which runs the decoder's own forward"
             )
+        self._calls.add((*call, directed))
 
-    def _some(self, inputs: Inputs, x: Tensor | SparseCounts | None) -> tuple[Inputs, Tensor]:
+    def _difference(
+        self, inputs: Inputs, x: Tensor | SparseCounts | None, subset: Any, *, directed: bool
+    ) -> str:
+        module, plain = self._copies()
+        theirs = type(module).forward
+        if subset is not None:
+            theirs, plain = partial(theirs, subset=subset), cast(MultiResDecoder, plain).among(subset)
+        return difference(module, theirs, plain, *self._some(inputs, x, plain.n_features), directed=directed)
+
+    def _some(
+        self, inputs: Inputs, x: Tensor | SparseCounts | None, n_features: int
+    ) -> tuple[Inputs, Tensor]:
         u, v, b, l = inputs  # noqa: E741
         some = slice(min(self.cells, len(u)))
         b = b[some] if b.dim() and len(b) == len(u) else b
-        counts = torch.zeros(len(u[some]), self.plain.n_features, device=u.device) if x is None else x[some]
+        counts = torch.zeros(len(u[some]), n_features, device=u.device) if x is None else x[some]
         dense = counts.to_dense() if isinstance(counts, SparseCounts) else counts
         return (_exact(u[some]), _exact(v), b, _exact(l[some])), _exact(dense)
 
@@ -118,11 +148,20 @@ def needed_bytes(module: nn.Module, decoder: AdaptedDecoder) -> tuple[int, int]:
 
 
 def difference(
-    module: nn.Module, decoder: AdaptedDecoder, inputs: Inputs, x: Tensor, *, derivatives: bool = True
+    module: nn.Module,
+    theirs: Callable[..., Any],
+    decoder: AdaptedDecoder,
+    inputs: Inputs,
+    x: Tensor,
+    *,
+    directed: bool,
 ) -> str:
-    """What differs between a foreign decoder in float64 and ours, "" if nothing does.
+    """What differs between a foreign decoder in float64 and ours, as what precedes ours; "" if nothing does.
 
-    Both have the same parameters, which are written to.
+    Args:
+        module: It and `decoder` have the same parameters, which are written to.
+        theirs: The module's forward.
+        directed: Compare derivatives too, at parameters that were moved away from their values.
     """
     for parameter in module.parameters():
         # code may ask whether gradients are enabled; none are needed, so that nothing is kept for them
@@ -135,39 +174,40 @@ def difference(
         torch.random.fork_rng(devices),
         forward_ad.dual_level(),
     ):
-        if derivatives:
-            inputs = _directed(module, inputs)
+        inputs = _directed(module, inputs) if directed else inputs
+        marks = Marks(module)
         with torch.autocast(x.device.type, enabled=False):
-            expected = _numbers(_theirs(module, decoder, inputs, x))
+            log_prob = theirs(module, *inputs).log_prob(x)
+            expected = _numbers(
+                log_prob[:, slice(*cast(AdaptedStratum, one).columns)].sum() for one in decoder.strata
+            )
+            names = marks.changed(module)
             found = _numbers(_ours(decoder, inputs, x))
+    if names:
+        return f"changes its attributes {names[:SHOWN]!r} in forward, unlike"
     known = expected.isfinite()
     # derivatives of single strata may cancel out
     scale = torch.stack([expected[0].abs(), expected[1][known[1]].norm().expand_as(expected[1])])
     wrong = known & ~((found - expected).abs() <= CLOSE * scale)
     for what, strata in zip(PARTS, wrong, strict=True):
         if strata.any():
-            return f"another {what} in the strata {strata.nonzero().flatten().tolist()!r}"
+            return f"has another {what} in the strata {strata.nonzero().flatten().tolist()!r} than"
     return ""
 
 
 def _directed(module: nn.Module, inputs: Inputs) -> Inputs:
-    """The inputs with the direction in which the derivative is taken; parameters get theirs in place."""
+    """The inputs with the direction in which the derivative is taken; parameters are moved and get theirs in place."""
     generator = torch.Generator().manual_seed(0)
 
-    def directed(value: Tensor) -> Tensor:
-        way = torch.randn(value.shape, dtype=value.dtype, generator=generator)
-        return cast(Tensor, forward_ad.make_dual(value, way.to(value.device)))  # type: ignore[no-untyped-call]
+    def directed(value: Tensor, move: float = 0.0) -> Tensor:
+        way = torch.randn(value.shape, dtype=value.dtype, generator=generator).to(value.device)
+        return cast(Tensor, forward_ad.make_dual(value + move * way, way))  # type: ignore[no-untyped-call]
 
     for parameter in module.parameters():
-        parameter.copy_(directed(parameter.detach().clone()))
+        # many parameters are zero at first, and what is a product of two of them would not show
+        parameter.copy_(directed(parameter.detach(), MOVE))
     u, v, b, l = inputs  # noqa: E741
     return directed(u), directed(v), b, directed(l)
-
-
-def _theirs(module: Any, decoder: AdaptedDecoder, inputs: Inputs, x: Tensor) -> Iterator[Tensor]:
-    log_prob = type(module).forward(module, *inputs).log_prob(x)
-    for stratum in decoder.strata:
-        yield log_prob[:, slice(*cast(AdaptedStratum, stratum).columns)].sum()
 
 
 def _ours(decoder: AdaptedDecoder, inputs: Inputs, x: Tensor) -> Iterator[Tensor]:

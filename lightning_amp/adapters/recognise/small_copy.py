@@ -1,10 +1,9 @@
-"""A small copy of a foreign decoder, on which it is compared with ours.
+"""A small copy of a foreign decoder, on which its form is found.
 
     the copy    the same class and settings, all parameters drawn anew in float64, tables and lists of a few anchors,
                 buckets of 3 anchors, no hooks; every stratum is there
     values      near 1; or larger, as training may make them
-    anchors     the last bucket is full, or cut short by one or two
-    real        the same with the real lists and buckets, which real_size.py runs
+    anchors     the last bucket is full, or cut short by one
 
 Where values are large, softmax has one winner, and gradients of most parameters are what rounding leaves of them; those
 of u, v and l are not. So u and v are not large in one copy: a likelihood without a least mean would not be finite.
@@ -22,33 +21,30 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.forms.column_layout import LISTS, Layout, layout_of
 from lightning_amp.adapters.forms.higlue import TABLES, dim_of
-from lightning_amp.adapters.forms.multires import MultiResDecoder, bands, read_bands
+from lightning_amp.adapters.forms.multires import bands, read_bands
 from lightning_amp.adapters.recognise.attention_settings import attention_layers
 from lightning_amp.techniques.contract.hooks import KINDS
 
 WINDOW = 3
-DRAWN = 5
-"""Anchors of a resolution in a subset."""
+CELLS = 3
+MORE = 11
+"""Anchors beyond the number of strata, at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How many there are, what values are multiplied with, and what is added to two of the tables.
+    """What values are multiplied with, and what is added to two of the tables.
 
     Attributes:
         where: In words, for a message.
         large: Whether values are large, so that gradients of parameters are not compared, nor what is not finite.
-        more: Anchors beyond the number of strata, at least.
         short: Anchors that the last bucket lacks.
     """
 
     where: str = ""
     large: bool = False
-    cells: int = 3
-    more: int = 11
     short: int = 1
     u: float = 1.0
     v: float = 1.0
@@ -62,8 +58,7 @@ class Sizes:
         return at_least + -(at_least + self.short) % WINDOW
 
 
-NEAR_ONE = (Sizes(), Sizes(where=" for more cells and anchors", cells=24, more=40, short=2))
-PAIR = Sizes(cells=2)
+NEAR_ONE = Sizes()
 LARGE = (
     Sizes(where=" where u is large", large=True, short=0, u=30, counts=30),
     # additional zeros are so rare here that another small number in their place shows
@@ -90,63 +85,62 @@ class Small:
     b: Tensor
     counts: Tensor
 
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """Ways in which it is run."""
-        draws = hasattr(self.module, "res_specs") and hasattr(self.module, "sample_feature_subset")
-        return ("training", "evaluation", "subset") if draws else ("training", "evaluation")
-
-    def run(self, mode: str) -> Any:
+    def run(self, *, training: bool = True) -> Any:
         """What the copy returns."""
         u, v, l = self.inputs  # noqa: E741
-        options = {"subset": self._subset()} if mode == "subset" else {}
-        return self.module.train(mode != "evaluation")(u, v, self.b, l, **options)
+        return self.module.train(training)(u, v, self.b, l)
 
-    def x(self, mode: str, *, binarized: bool) -> Tensor:
+    def x(self, *, binarized: bool) -> Tensor:
         """Data that the copy may have been made for."""
-        counts = self.counts[:, self._subset().cols] if mode == "subset" else self.counts
-        return (counts > 0).double() if binarized else counts
-
-    def ours(self, decoder: AdaptedDecoder, mode: str) -> AdaptedDecoder:
-        """Our decoder for this way of running the copy."""
-        self.module.train(mode != "evaluation")
-        return cast(MultiResDecoder, decoder).among(self._subset()) if mode == "subset" else decoder
-
-    def _subset(self) -> Any:
-        """Some anchors, the same at every call."""
-        module: Any = self.module
-        known, module.anchor_subsample = module.anchor_subsample, DRAWN
-        torch.manual_seed(0)
-        found = module.sample_feature_subset()
-        module.anchor_subsample = known
-        return found
+        return (self.counts > 0).double() if binarized else self.counts
 
 
 def small_copy(module: nn.Module, layout: Layout, sizes: Sizes) -> Small:
     """A small copy of a decoder, which is left as it is, with the decoder's layout."""
     n_strata = len(layout.nodes)
-    n_anchors = sizes.n_anchors(n_strata + sizes.more)
+    n_anchors = sizes.n_anchors(n_strata + MORE)
     # three or four of the anchors that have a pair at this distance, up to the last one
     nodes = [torch.arange(k % 2, n_anchors - k, 4) for k in range(n_strata)]
     nodes[0] = torch.arange(n_anchors)
-    small = drawn_copy(module, layout_of(nodes, layout.listed_in), sizes)
-    set_window(small.module)
-    return small
-
-
-def drawn_copy(module: nn.Module, layout: Layout, sizes: Sizes) -> Small:
-    """A copy of a module with these anchors and columns, whose parameters are drawn anew."""
-    columns = [torch.arange(*run) for run in layout.columns]
+    few = layout_of(nodes, layout.listed_in)
+    columns = [torch.arange(*run) for run in few.columns]
     memo: dict[int, Any] = {}
     for name in LISTS:
         value = getattr(module, name)
-        lists = columns if name == layout.listed_in else layout.nodes
+        lists = columns if name == few.listed_in else few.nodes
         memo[id(value)] = [_like(rows, one) for rows, one in zip(lists, value, strict=True)]
-    copied, *values = draw(module, memo, sizes, n_anchors=layout.n_anchors, n_features=layout.n_features)
-    return Small(copied, layout, sizes, *values)
+    copied, *values = _drawn(module, memo, sizes, n_anchors=n_anchors, n_features=few.n_features)
+    return Small(copied, few, sizes, *values)
 
 
-def draw(
+def small_multires(module: Any, _: Layout, sizes: Sizes) -> Small:
+    """A small copy of a module, which is left as it is."""
+    memo: dict[int, Any] = {}
+    specs: list[Any] = []
+    anchors, features = 0, 0
+    for i, (spec, band) in enumerate(zip(module.res_specs, bands(module), strict=True)):
+        own = copy.copy(spec)
+        n = sizes.n_anchors(spec.n_strata + MORE + i * WINDOW)
+        whole = torch.ones(spec.n_strata, n, dtype=torch.bool)
+        if bool((band < 0).any()):
+            whole[:, 2] = False
+            whole &= torch.arange(n) < n - torch.arange(spec.n_strata)[:, None]
+        columns = torch.arange(features, features + int(whole.sum()))
+        places = torch.full(whole.shape, -1)
+        places[whole] = columns
+        own.n_anchors, own.anchor_offset = n, anchors
+        own.band_idx, own.feat_idx = places.flatten().numpy(), columns.numpy()
+        memo[id(getattr(module, f"band_idx_{i}"))] = places
+        feat_idx = getattr(module, f"feat_idx_{i}", None)
+        memo |= {} if feat_idx is None else {id(feat_idx): columns}
+        specs.append(own)
+        anchors, features = anchors + n, features + len(columns)
+    memo[id(module.res_specs)] = specs
+    copied, *values = _drawn(module, memo, sizes, n_anchors=anchors, n_features=features)
+    return Small(copied, read_bands(copied), sizes, *values)
+
+
+def _drawn(
     module: nn.Module, memo: dict[int, Any], sizes: Sizes, *, n_anchors: int, n_features: int
 ) -> tuple[Any, ...]:
     """A copy of a module whose parameters are drawn anew, and what it is run on: u, v and l; b; counts.
@@ -154,7 +148,7 @@ def draw(
     Args:
         module: The foreign decoder, which is left as it is.
         memo: What deepcopy is to take in place of its lists, by id.
-        sizes: Of the values and the cells.
+        sizes: Of the values.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -169,19 +163,15 @@ def draw(
         dtype = torch.float64 if buffer.is_floating_point() else buffer.dtype
         drawn[id(buffer)] = buffer.detach().cpu().to(dtype, copy=True)
     copied = copy.deepcopy(module, no_hooks(module) | drawn | memo)
-    dim, resolutions = dim_of(module), len(getattr(module, "res_specs", "1"))
-    u = (sizes.u * dim**-0.5 * normal(sizes.cells, dim)).requires_grad_()
-    v = (sizes.v * normal(n_anchors, dim)).requires_grad_()
-    counts = sizes.counts * torch.poisson(normal(sizes.cells, n_features).square(), generator=generator)
-    l = (counts.sum(1, keepdim=True) * torch.arange(1, resolutions + 1) + 1).requires_grad_()  # noqa: E741
-    b = torch.arange(sizes.cells) % len(cast(Any, module).scale_lin)
-    return copied, (u, v, l), b, counts
-
-
-def set_window(module: nn.Module) -> None:
-    """Give a copy's attention small buckets."""
-    for layer in attention_layers(module):
+    for layer in attention_layers(copied):
         cast(Any, layer).window_size = WINDOW
+    dim, resolutions = dim_of(module), len(getattr(module, "res_specs", "1"))
+    u = (sizes.u * dim**-0.5 * normal(CELLS, dim)).requires_grad_()
+    v = (sizes.v * normal(n_anchors, dim)).requires_grad_()
+    counts = sizes.counts * torch.poisson(normal(CELLS, n_features).square(), generator=generator)
+    l = (counts.sum(1, keepdim=True) * torch.arange(1, resolutions + 1) + 1).requires_grad_()  # noqa: E741
+    b = torch.arange(CELLS) % len(cast(Any, module).scale_lin)
+    return copied, (u, v, l), b, counts
 
 
 def no_hooks(module: nn.Module) -> dict[int, Any]:
@@ -203,42 +193,3 @@ def _like(rows: Tensor, example: Any) -> Any:
     if isinstance(example, Tensor):
         return rows
     return rows.tolist() if isinstance(example, list | tuple) else rows.numpy()
-
-
-def small_multires(module: Any, layout: Layout, sizes: Sizes) -> Small:
-    """A small copy of a module, which is left as it is."""
-    memo: dict[int, Any] = {}
-    specs: list[Any] = []
-    anchors, features = 0, 0
-    for i, (spec, band) in enumerate(zip(module.res_specs, bands(module), strict=True)):
-        own = copy.copy(spec)
-        n = sizes.n_anchors(spec.n_strata + sizes.more + i * WINDOW)
-        whole = torch.ones(spec.n_strata, n, dtype=torch.bool)
-        if bool((band < 0).any()):
-            whole[:, 2] = False
-            whole &= torch.arange(n) < n - torch.arange(spec.n_strata)[:, None]
-        columns = torch.arange(features, features + int(whole.sum()))
-        places = torch.full(whole.shape, -1)
-        places[whole] = columns
-        own.n_anchors, own.anchor_offset = n, anchors
-        own.band_idx, own.feat_idx = places.flatten().numpy(), columns.numpy()
-        memo[id(getattr(module, f"band_idx_{i}"))] = places
-        feat_idx = getattr(module, f"feat_idx_{i}", None)
-        memo |= {} if feat_idx is None else {id(feat_idx): columns}
-        specs.append(own)
-        anchors, features = anchors + n, features + len(columns)
-    memo[id(module.res_specs)] = specs
-    small = _drawn(module, memo, sizes, n_anchors=anchors, n_features=features)
-    set_window(small.module)
-    return small
-
-
-def drawn_multires(module: Any, layout: Layout, sizes: Sizes) -> Small:
-    """A copy of a module with its own anchors and columns, whose parameters are drawn anew."""
-    n_anchors = sum(spec.n_anchors for spec in module.res_specs)
-    return _drawn(module, {}, sizes, n_anchors=n_anchors, n_features=layout.n_features)
-
-
-def _drawn(module: nn.Module, memo: dict[int, Any], sizes: Sizes, **numbers: int) -> Small:
-    copied, *values = draw(module, memo, sizes, **numbers)
-    return Small(copied, read_bands(copied), sizes, *values)

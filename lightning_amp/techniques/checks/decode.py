@@ -6,7 +6,6 @@ It is probed on a few scores of both signs, from 1e-6 to 1e5. Known limit: what 
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.techniques.checks.cached_check import found_out
 from lightning_amp.techniques.checks.same_function import mismatch
 
 SCALES = (1.0, 2.0**-20, 2.0**13)
@@ -15,10 +14,6 @@ SCALES = (1.0, 2.0**-20, 2.0**13)
 
 def decode_problem(decode: nn.Module) -> str:
     """Why a module is not (u key^T)[:, feature_anchor], of all channels or summed over parts of them; "" if it is."""
-    return found_out(decode, _first_problem) if isinstance(decode, nn.Module) else _first_problem(decode)
-
-
-def _first_problem(decode: nn.Module) -> str:
     return next(filter(None, (_problem(decode, scale) for scale in SCALES)), "")
 
 

@@ -15,6 +15,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from lightning_amp._torch import values_are_checked
-from lightning_amp.techniques.checks.same_function import failure
+from lightning_amp.techniques.checks.same_function import mismatch
 
 ARGUMENTS = ("x", "log_mu", "log_theta", "zi_logits")
 RTOL = 1e-9
@@ -62,54 +63,36 @@ def likelihood_settings(leaf: nn.Module) -> tuple[float, Whole]:
 
 def likelihood_problem(leaf: nn.Module, ours: nn.Module, *, whole: Whole) -> str:
     """What a likelihood does that ours, with its settings, does not, as what follows its name; "" if nothing."""
-    names = sorted(leaf.state_dict())
-    if names:
-        return f"has the state {names!r}"
-    if problem := _call_problem(leaf):
-        return problem
-    tries = product((False, True), EXAMPLES, (1, CELLS))
-    differences = (_difference(leaf, ours, one, rows, whole, checked) for checked, one, rows in tries)
-    return next(filter(None, differences), "")
-
-
-def _call_problem(leaf: nn.Module) -> str:
-    """Whether a likelihood takes other arguments, such as that of a binarized stratum."""
     parameters = inspect.signature(leaf.forward)
     try:
         parameters.bind(*ARGUMENTS)
     except TypeError:
         return f"takes {list(parameters.parameters)!r}, where counts with many zeros have {list(ARGUMENTS)!r}"
+    for checked, one, rows in product((False, True), EXAMPLES, (1, CELLS)):
+        example = partial(_values, example=one, rows=rows, whole=whole[checked])
+        with checking_values(checked):
+            # numbers are far apart, so that the largest one is no scale for the others
+            problem = mismatch(leaf, ours, example, rtol=RTOL, scale=1.0)
+        if problem:
+            return problem
     return ""
 
 
-def _difference(
-    leaf: nn.Module, ours: nn.Module, example: _Example, rows: int, whole: Whole, checked: bool
-) -> str:
-    # a library's warning says nothing of the leaf, also where warnings are errors
-    with checking_values(checked), warnings.catch_warnings(action="ignore"):
-        expected = _values(ours, example, rows, whole=whole[checked])
-        try:
-            found = _values(leaf, example, rows, whole=whole[checked])
-        except Exception as error:
-            return f"fails on a small example with {failure(error)}"
-    names = ("value", "gradient", "gradient", "gradient")
-    for what, own, other in zip(names, found, expected, strict=True):
-        if not torch.allclose(own, other, rtol=RTOL, atol=RTOL):
-            return f"returns the {what} {own.tolist()!r} for an example of {other.tolist()!r}"
-    return ""
-
-
-def _values(leaf: nn.Module, example: _Example, rows: int, *, whole: bool) -> list[Tensor]:
+def _values(leaf: nn.Module, *, example: _Example, rows: int, whole: bool) -> dict[str, Tensor]:
     """Value and gradients for an example with that many rows in its tables, and perhaps whole counts alone."""
     x = torch.tensor(example.x, dtype=torch.float64, device="cpu").view(CELLS, -1)
     x = x.ceil() if whole else x
-    given = [
-        torch.linspace(*ends, n * x.shape[1], dtype=torch.float64, device="cpu").view(n, -1).requires_grad_()
-        for ends, n in ((example.log_mu, CELLS), (example.log_theta, rows), (example.zi, rows))
-    ]
+    given = {
+        name: torch.linspace(*ends, n * x.shape[1], dtype=torch.float64, device="cpu").view(n, -1)
+        for name, ends, n in zip(
+            ARGUMENTS[1:], (example.log_mu, example.log_theta, example.zi), (CELLS, rows, rows), strict=True
+        )
+    }
+    leaves = [tensor.requires_grad_() for tensor in given.values()]
     with torch.enable_grad():
-        value = leaf(x, *given)
-        return [value.detach(), *torch.autograd.grad(value, given)]
+        value = leaf(x, *leaves)
+        grads = torch.autograd.grad(value, leaves)
+    return {"value": value.detach()} | {f"gradient of {n}": g for n, g in zip(given, grads, strict=True)}
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
-"""Whether a module computes what a technique would compute in its place: the one probe of all techniques.
+"""Whether two computations give the same results: the one comparison behind every check of a replacement.
 
-A technique replaces a leaf of somebody's module by its own form of it. That is exact only where the leaf is a function
-without state and returns, on a small example, what the reference returns. Examples are whole numbers, which are exact
-in any order of summation, or float64.
+A technique replaces a part of a user's module by another form of it. That is exact only where the part has no state
+and returns what the reference returns. Examples are whole numbers, which are exact in any order of summation, or
+float64.
 
-Known limits: what a module does with other numbers than those of the example is not seen.
+Known limits: what a module does with numbers other than those of the example is not seen.
 """
 
 import warnings
@@ -27,15 +27,15 @@ def mismatch(
     example: Callable[[Any], Values],
     *,
     rtol: float = 0.0,
+    scale: float | None = None,
 ) -> str:
     """What a candidate does that its replacement would not, as what follows its name; "" if nothing.
 
     Args:
         candidate: The module to be replaced.
-        reference: The values that are right, by name, or a module that computes them.
-        example: Runs a module on a small example: what it returns, by name. Two tensors are the same if they have the
-            same shape and their difference is at most `rtol` of the reference's norm; all else if it is equal.
-        rtol: Relative tolerance; 0 asks for equal numbers.
+        reference: The right values by name, or a module that computes them.
+        example: Runs a module on a small example and returns results by name.
+        rtol: As of `difference`, as is `scale`.
     """
     if not isinstance(candidate, nn.Module):
         return f"is {shown(candidate)} and no module"
@@ -51,10 +51,58 @@ def mismatch(
             raise
         except Exception as error:
             return f"fails on a small example with {failure(error)}"
-    for name, right in expected.items():
-        if not _same(found[name], right, rtol):
-            return f"returns {_difference(name, found[name], right)} for a small example"
+    problem = difference(found, expected, rtol=rtol, scale=scale)
+    return f"returns {problem} for a small example" if problem else ""
+
+
+def difference(
+    found: Values,
+    right: Values,
+    *,
+    rtol: float = 0.0,
+    scale: float | None = None,
+    equal_nan: bool = False,
+) -> str:
+    """The first result that differs, with its name; "" if all are the same.
+
+    Args:
+        rtol: Largest error of a number, as a share of that number plus `scale`.
+        scale: By default the largest finite number of each tensor: one that is zero but for rounding has no scale.
+        equal_nan: Whether a NaN is the same as a NaN.
+    """
+    for name, expected in right.items():
+        own = found[name]
+        if isinstance(own, Tensor) and isinstance(expected, Tensor):
+            if not close(own, expected, rtol=rtol, scale=scale, equal_nan=equal_nan):
+                return f"{name} {_in_words(own, expected)}".strip()
+        elif own is not expected and (
+            isinstance(own, Tensor) or isinstance(expected, Tensor) or own != expected
+        ):
+            return f"{name} {_short(own)} and not {_short(expected)}".strip()
     return ""
+
+
+def close(
+    found: Tensor, right: Tensor, *, rtol: float, scale: float | None = None, equal_nan: bool = False
+) -> bool:
+    """Whether two tensors have the same shape, type and numbers; arguments as of `difference`."""
+    if found.shape != right.shape or found.dtype != right.dtype:
+        return False
+    if rtol == 0 or not (right.is_floating_point() or right.is_complex()):
+        return torch.equal(found, right)
+    error = (found - right).abs()
+    allowed = rtol * right.abs() + rtol * (largest(right) if scale is None else scale)
+    # not `>`: an error that is NaN is one; an infinite number allows any error, and has to be the same
+    right_numbers = ((error <= allowed) & right.isfinite()) | (found == right)
+    if equal_nan:
+        right_numbers |= found.isnan() & right.isnan()
+    return bool(right_numbers.all())
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest finite magnitude of a tensor's numbers."""
+    found = (tensor if tensor.is_complex() else tensor.double()).detach().abs()
+    return float(torch.where(found.isfinite(), found, 0.0).max()) if found.numel() else 0.0
 
 
 def shown(value: object) -> str:
@@ -68,19 +116,17 @@ def failure(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _same(found: Any, right: Any, rtol: float) -> bool:
-    if not isinstance(right, Tensor):
-        return bool(found == right)
-    if not isinstance(found, Tensor) or found.shape != right.shape:
-        return False
-    # not `>`: a NaN is no match
-    return torch.equal(found, right) if rtol == 0 else bool((found - right).norm() <= rtol * right.norm())
+def _in_words(found: Tensor, right: Tensor) -> str:
+    if found.shape != right.shape or found.dtype != right.dtype:
+        return f"{_short(found)} and not {_short(right)}"
+    if right.numel() <= SHOWN:
+        return f"{found!r} and not {right!r}"
+    wide = torch.complex128 if right.is_complex() else torch.float64
+    error = (found.to(wide) - right.to(wide)).abs().max()
+    return f"that differs by up to {float(error):.1e}, where the largest number is {largest(right):.1e}"
 
 
-def _difference(name: str, found: Any, right: Any) -> str:
-    what = f"{name} " if name else ""
-    if isinstance(found, Tensor) and isinstance(right, Tensor) and right.numel() > SHOWN:
-        if found.shape != right.shape:
-            return f"{what}of the shape {tuple(found.shape)!r} and not {tuple(right.shape)!r}"
-        return f"{what}that differs by up to {(found - right).abs().max().item():.1e}"
-    return f"{what}{found!r} and not {right!r}"
+def _short(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"of the shape {tuple(value.shape)!r} and {value.dtype}"

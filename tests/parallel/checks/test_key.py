@@ -15,8 +15,6 @@ from lightning_amp.errors import InstallError
 from lightning_amp.installing.install import install
 from lightning_amp.installing.supported import _needed
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
-from lightning_amp.techniques.checks import cached_check
-from lightning_amp.techniques.checks import key as key_check
 from lightning_amp.techniques.hic.hidden.decoder import share_hidden
 from lightning_amp.techniques.hic.hidden.row import HiddenParallel
 from lightning_amp.techniques.hic.nodes.decoder import share_anchors
@@ -186,37 +184,3 @@ def test_hooks_are_refused(mesh: DeviceMesh) -> None:
         model.decoder.get_submodule(f"strata.1.{name}").register_forward_hook(lambda *_: None)
         with pytest.raises(InstallError, match=f"(?s){strategy} was asked for .*{message}"):
             install(model, make_plan((strategy,), 2), mesh)
-
-
-class Scaled(AttentionKey):
-    """By a number of its own."""
-
-    def __init__(self, dim: int, window: int, *, flips: bool, weight: bool = False) -> None:
-        super().__init__(dim, window)
-        self.flips = flips
-        if weight:
-            self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, v: Tensor) -> Keys:
-        key, val = super().forward(v)
-        return (key.flip(0) if self.flips else key), val
-
-
-def test_keys_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[nn.Module] = []
-    real = key_check._tried
-    monkeypatch.setattr(cached_check, "_FOUND", {})
-    monkeypatch.setattr(key_check, "_tried", lambda alone, *rest: tried.append(alone) or real(alone, *rest))
-
-    def problems(**settings: bool) -> list[str]:
-        tried.clear()
-        return [key_check.rows_problem(Scaled(8, 3, **settings), 8) for _ in range(3)]
-
-    assert problems(flips=False) == [""] * 3
-    assert len(tried) == 1
-    # a setting makes another function of the same class
-    assert all(problems(flips=True))
-    assert len(tried) == 1
-    # what a weight says is in no setting
-    assert problems(flips=False, weight=True) == [""] * 3
-    assert len(tried) == 3

@@ -8,7 +8,7 @@ import pytest
 from lightning_amp.graph.guards import signature
 from lightning_amp.techniques.chunk.run.module_chunks import plain
 from tests.graph.calls import calls_of
-from tests.parallel.chunk.case import Case, case, numbers, which
+from tests.parallel.chunk.case import Case, case, which
 from tests.parallel.chunk.small_blocks import BLOCKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -27,18 +27,6 @@ def test_every_region_of_small_blocks_is_exact(name: str, regions: Any) -> None:
 def distinct_calls(name: str) -> list[Any]:
     """Of blocks that are alike in all but their values one."""
     return list({signature(plain(c.block), c.args, c.kwargs): c for c in calls_of(name)}.values())
-
-
-@pytest.mark.exhaustive
-@pytest.mark.release
-@pytest.mark.parametrize("name", ["gene_transformer", "unet", "evoformer", "wide_mlp", "cnn"])
-def test_every_region_of_the_example_modules_is_exact(name: str) -> None:
-    for call in distinct_calls(name):
-        found = Case(call.block, call.args, call.kwargs)
-        for region in found.regions:
-            for some in numbers(region):
-                if some.n_chunks <= 4:
-                    assert found.error(some) == "", (call.fqn, some)
 
 
 @pytest.mark.full

@@ -17,18 +17,9 @@ from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
 from lightning_amp.techniques.chunk.run.lower import lower, table_of
 from tests.parallel.chunk.case import Case, case
-from tests.parallel.chunk.small_blocks import BLOCKS, Attention, FeedForward, NoBias, x_of
+from tests.parallel.chunk.small_blocks import Attention, FeedForward, NoBias, x_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_some_regions_of_small_blocks_are_exact(name: str) -> None:
-    """One of each last row and dim, those with the most rows."""
-    found = case(name)
-    longest = {(r.last, r.dims.get(r.last)): r for r in found.regions}
-    for region in longest.values():
-        assert found.error(replace(region, n_chunks=min(3, region.units))) == "", region
 
 
 def test_two_regions_of_one_block() -> None:
@@ -206,21 +197,6 @@ def test_sums_of_16_bits_are_rounded_once() -> None:
     assert w.grad.tolist() == [4096] * 3
 
 
-def test_a_scaled_loss() -> None:
-    """As a GradScaler does: gradients are scaled too."""
-    found = case("several")
-    region = replace(max(found.regions, key=lambda r: len(r.inside(found.table))), n_chunks=3)
-    form = lower(found.capture, found.table, [region])
-    x = found.args[0]
-
-    def loss_of(results: Any) -> Tensor:
-        return results["both"][1][0].sum() + results["y"].exp().sum()
-
-    (scaled,) = torch.autograd.grad(1024 * loss_of(form(found.block, x)), x)
-    (right,) = torch.autograd.grad(loss_of(found.block(x)), x)
-    torch.testing.assert_close(scaled, 1024 * right, rtol=1e-12, atol=0)
-
-
 class Drops(FeedForward):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.narrow(F.dropout(F.gelu(self.wide(self.norm(x))), 0.5, self.training))
@@ -236,23 +212,6 @@ def test_active_dropout_is_in_no_region_and_refused_in_one() -> None:
     assert asleep.error(replace(region, n_chunks=2)) == ""
     with pytest.raises(PlanError, match="'aten.dropout.default'.* draws random numbers"):
         lower(found.capture, found.table, [region])
-
-
-class Keyed(FeedForward):
-    """Dropout whose mask is computed from a key per row: ordinary operators, which may be cut."""
-
-    def forward(self, x: Tensor, keys: Tensor) -> Tensor:
-        noise = (keys[..., None] * torch.arange(1, 25)).to(x.dtype).sin() * 43758.5
-        kept = noise - noise.abs() > -1
-        return x + self.narrow(F.gelu(self.wide(self.norm(x))) * kept * 2)
-
-
-def test_keyed_dropout_is_cut_with_its_keys() -> None:
-    found = Case(Keyed(), (x_of(2, 7, 6), torch.arange(14).view(2, 7)))
-    cut = [r for r in found.regions if _has(found, r, "gelu.default") and _has(found, r, "sin.default")]
-    assert cut
-    for region in cut:
-        assert found.error(replace(region, n_chunks=2)) == ""
 
 
 class Counting(FeedForward):

@@ -17,7 +17,7 @@ from lightning_amp.techniques.chunk.run.lower import lower, table_of
 from lightning_amp.techniques.chunk.run.planned import forward_bytes
 from tests.parallel.chunk.case import which
 from tests.parallel.chunk.small_blocks import BLOCKS
-from tests.parallel.chunk.test_chunk_module import bytes_of, close, net
+from tests.parallel.chunk.test_chunk_module import bytes_of, close
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -177,11 +177,3 @@ def test_fewer_bytes_without_chunks() -> None:
     found, y = bytes_of(small, x)
     assert found == small.plan.peak_bytes == whole // 2
     close(y, right)
-
-
-def test_a_module_that_was_planned_without_gradients_has_them_when_asked() -> None:
-    module, x = net()
-    small = lightning_amp.chunk(module, x, budget="63KiB")
-    x.requires_grad_()
-    found, right = (torch.autograd.grad(run(x).square().sum(), x)[0] for run in (small, module))
-    close(found, right)

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import lightning_amp
-from benchmarks.chunks.models import example
 from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
@@ -18,7 +16,7 @@ from lightning_amp.techniques.chunk.run.planned import forward_bytes
 from lightning_amp.techniques.chunk.run.two_steps import group_norm, in_two_steps
 from tests.graph.same_outcome import difference
 from tests.parallel.chunk.case import which
-from tests.parallel.chunk.test_chunk_module import bytes_of, close
+from tests.parallel.chunk.test_chunk_module import close
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 conv = nn.Conv2d
@@ -85,22 +83,6 @@ def test_two_steps_for_images_in_32_bits_and_more() -> None:
                     (nn.GroupNorm(2, 4), torch.randn(1, 4, 3)), (nn.SiLU(), torch.randn(1, 4, 3, 3))):  # fmt: skip
         with torch.no_grad():
             assert in_two_steps(Captures().of(norm, (x,), {})) is None
-
-
-@pytest.mark.exhaustive
-@pytest.mark.release
-def test_a_unet_in_a_fifth_of_its_bytes() -> None:
-    """Beside its results; with gradients the same regions run."""
-    torch.manual_seed(0)
-    module, x = example("unet").UNet(channels=8).double().eval(), torch.randn(2, 3, 48, 48).double()
-    whole, right = bytes_of(module, x)
-    small = lightning_amp.chunk(module, x, budget=whole // 5 + x.nbytes // 4)
-    found, y = bytes_of(small, x)
-    assert found <= whole // 5 + x.nbytes // 4
-    close(y, right)
-    x.requires_grad_()
-    grads = [torch.autograd.grad(run(x).square().sum(), x)[0] for run in (small, module)]
-    close(*grads)
 
 
 def test_what_costs_nothing_is_made_for_every_reader() -> None:

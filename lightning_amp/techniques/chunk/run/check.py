@@ -27,6 +27,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.graph.guards import state_of
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.checks.in_float64 import InFloat64, widened
+from lightning_amp.techniques.checks.same_function import difference, failure, largest
 from lightning_amp.techniques.chunk.run.lower import Lowered
 from lightning_amp.techniques.chunk.run.module_chunks import no_part_of_the_step, plain
 from lightning_amp.techniques.chunk.run.smaller_call import Call, smaller_calls
@@ -98,8 +99,7 @@ class Checked:
         try:
             right = self._computed(block, (args, kwargs), self._lowered, own=True)
         except Exception as error:
-            first = str(error).strip().partition("\n")[0]
-            self._tell(f"its own forward does not run in float64: {type(error).__name__}: {first}")
+            self._tell(f"its own forward does not run in float64: {failure(error)}")
             return
         self._compare(block, (args, kwargs), self._lowered, right)
 
@@ -120,16 +120,21 @@ class Checked:
         )
 
     def _compare(self, block: nn.Module, call: Call, lowered: Lowered, right: Outcome) -> None:
-        wrong = _difference(self._computed(block, call, lowered, own=False), right)
-        if not wrong:
+        found = self._computed(block, call, lowered, own=False)
+        for kind in KINDS:
+            named = {name: value for name, value in right.items() if name.startswith(kind)}
+            scale = max((largest(value) for value in named.values() if value is not None), default=0.0)
+            if wrong := difference(found, named, rtol=RTOL, scale=scale, equal_nan=True):
+                break
+        else:
             return
         shapes = ", ".join(str(list(v.shape)) for v in tree_leaves(call) if isinstance(v, Tensor))
         names = dict.fromkeys(op for form in (lowered, lowered.inner) if form for op in operators_of(form))
         raise InstallError(
             f"a block {lowered.capture.kind.__name__!r} in chunks does not compute what its own forward does, called"
-            f" with {shapes} in float64: {wrong}. One of the operators in chunks does not follow the dims that its rule"
-            f" says ({', '.join(names)}): correct the rule if it is one of `register_flow`, else leave the block out of"
-            " the rules of chunk and report this. Nothing was computed with it"
+            f" with {shapes} in float64: it returns {wrong}. One of the operators in chunks does not follow the dims"
+            f" that its rule says ({', '.join(names)}): correct the rule if it is one of `register_flow`, else leave"
+            " the block out of the rules of chunk and report this. Nothing was computed with it"
         )
 
 
@@ -202,44 +207,3 @@ def _without_autocast() -> Iterator[None]:
             if torch.amp.is_autocast_available(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-def _difference(found: Outcome, right: Outcome) -> str:
-    """What is otherwise, in words; "" if nothing."""
-    scales = {
-        kind: max((_most(t) for n, t in right.items() if n.startswith(kind)), default=0.0) for kind in KINDS
-    }
-    for name, expected in right.items():
-        own = found[name]
-        if expected is None or own is None:
-            if own is not expected:
-                return f"there is {'no' if own is None else 'a'} {name}"
-        elif own.shape != expected.shape or own.dtype != expected.dtype:
-            return f"the {name} is {_kind(own)}, and should be {_kind(expected)}"
-        else:
-            scale = scales[name.partition(" ")[0]]
-            error = torch.where(own == expected, 0.0, (_number(own) - _number(expected)).abs())
-            both_nan = own.isnan() & expected.isnan()
-            # not >: a difference that is no number is one too
-            if not bool(((error <= RTOL * scale) | both_nan).all()):
-                return (
-                    f"the {name} differs by {float(error.max()):.3g}, where the largest value is {scale:.3g}"
-                )
-    return ""
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)!r}"
-
-
-def _number(tensor: Tensor) -> Tensor:
-    """Truths and whole numbers too, to be subtracted."""
-    return tensor if tensor.is_complex() else tensor.double()
-
-
-def _most(tensor: Tensor | None) -> float:
-    """The largest finite magnitude."""
-    if tensor is None or not tensor.numel():
-        return 0.0
-    found = _number(tensor).abs()
-    return float(torch.where(found.isfinite(), found, 0.0).max())

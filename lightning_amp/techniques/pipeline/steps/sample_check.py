@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import tree_leaves
 from lightning_amp.errors import DataError, ModelError
+from lightning_amp.techniques.checks.same_function import close
 from lightning_amp.techniques.pipeline.run.run_stages import Stages, Work, dim_of_samples
 from lightning_amp.techniques.pipeline.steps.micro_batches import alike
 from lightning_amp.techniques.pipeline.steps.step_attributes import differing, values_of
@@ -100,17 +101,9 @@ def _difference(whole: Any, part: Any, first: Any, second: Any, *, same: int, si
             return f"tensors of shape {tuple(part.shape)!r}, and {tuple(whole.shape)!r} for the batch"
         kept = same * (part.shape[dim] // size)
         first, second = (own.narrow(dim, 0, min(kept, own.shape[dim])) for own in (first, second))
-    if first.shape != second.shape or not _close(first, second):
+    if not close(first, second, rtol=ROUNDING.get(first.dtype, HALF), equal_nan=True):
         return f"other values for the same samples, in a tensor of shape {tuple(part.shape)!r}"
     return ""
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    rounding = ROUNDING.get(one.dtype, HALF)
-    scale = float(one.abs().nan_to_num().max()) if one.numel() else 0.0
-    return torch.allclose(one, other, rtol=0, atol=rounding * scale, equal_nan=True)
 
 
 def _refusal(told: str) -> str:
