@@ -19,7 +19,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.flow import RULES
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.techniques.chunk import check, function
+from lightning_amp.techniques.chunk.run import check, function
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from tests.lightning.strategy.any_module_cases import trainer_of

@@ -16,9 +16,9 @@ from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.forward_overrides import overrides_of
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.techniques.chunk import planned
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
+from lightning_amp.techniques.chunk.run import planned
 from lightning_amp.techniques.chunk.run.chunk_module import show_code
 from lightning_amp.techniques.chunk.run.planned import lower_within
 from tests.graph.test_capture import Buffer, ByValue, Chance, Compiled, Custom, HasTo, Hooked, Nested, Shared

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_amp.costs.chain import RECOMPUTED, BlockCost, Chain, Moment
+from lightning_amp.costs.chain import RECOMPUTED, BlockCost, Chain, ChainMoment
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import WEIGHT_BYTES, Draft, ProfiledStep
@@ -56,8 +56,8 @@ def chain(n: int = BLOCKS, *, fixed: int = 0, work: int = 50, rest: int = 200) -
         )
         for k in range(n)
     )
-    moments = [Moment(n_bytes=rest, after=n)]
-    moments += [Moment(n_bytes=rest + work + SAVED, after=k, block=k, form=RECOMPUTED) for k in range(n)]
+    moments = [ChainMoment(n_bytes=rest, after=n)]
+    moments += [ChainMoment(n_bytes=rest + work + SAVED, after=k, block=k, form=RECOMPUTED) for k in range(n)]
     return Chain(blocks=blocks, moments=tuple(moments), seconds=12.0)
 
 

@@ -15,8 +15,8 @@ from lightning_amp.costs.chain import (
     RECOMPUTED,
     BlockCost,
     Chain,
+    ChainMoment,
     ChunkForm,
-    Moment,
     extra_seconds,
     peak_bytes,
 )
@@ -43,17 +43,17 @@ def random_chain(draw: random.Random, n: int) -> Chain:
         for name in names
     )  # fmt: skip
     cut = draw.randrange(1, n) if draw.random() < 0.3 and n > 1 else 0
-    moments = [Moment(n_bytes=draw.randint(0, 40), after=0)]
+    moments = [ChainMoment(n_bytes=draw.randint(0, 40), after=0)]
     for i in range(n):
         first = cut if i >= cut else 0
         for again in (False, True):
             moments.append(
-                Moment(
+                ChainMoment(
                     n_bytes=draw.randint(0, 40), first=first, after=i, alive=some(), block=i, form=int(again)
                 )
             )
         if i + 1 != cut:
-            moments.append(Moment(n_bytes=draw.randint(0, 40), first=first, after=i + 1, alive=some()))
+            moments.append(ChainMoment(n_bytes=draw.randint(0, 40), first=first, after=i + 1, alive=some()))
     return Chain(
         blocks=blocks, tensors=tuple(draw.randint(1, 20) for _ in range(n_tensors)), moments=tuple(moments)
     )
@@ -141,9 +141,9 @@ def plain_chain(n: int, draw: random.Random | None = None) -> Chain:
         seconds = saved * (draw.uniform(0.9, 1.1) if draw else 1.0)
         keeps = (i - 1,) if i else ()
         blocks.append(cost(f"b.{i}", seconds, saved, keeps=keeps, inputs=keeps))
-        moments.append(Moment(n_bytes=saved, after=i, alive=keeps, block=i))
-        moments.append(Moment(n_bytes=saved + 5, after=i, alive=keeps, block=i, form=RECOMPUTED))
-    return Chain(blocks=tuple(blocks), tensors=(10,) * n, moments=(*moments, Moment(n_bytes=0, after=n)))
+        moments.append(ChainMoment(n_bytes=saved, after=i, alive=keeps, block=i))
+        moments.append(ChainMoment(n_bytes=saved + 5, after=i, alive=keeps, block=i, form=RECOMPUTED))
+    return Chain(blocks=tuple(blocks), tensors=(10,) * n, moments=(*moments, ChainMoment(n_bytes=0, after=n)))
 
 
 def test_by_hand() -> None:
@@ -175,7 +175,7 @@ def test_two_hundred_blocks_take_no_second(hard: bool) -> None:
 
 
 def test_what_is_asked_wrongly_is_refused() -> None:
-    chain = Chain(blocks=(cost("a"), cost("b", fixed="it is compiled")), moments=(Moment(n_bytes=3),))
+    chain = Chain(blocks=(cost("a"), cost("b", fixed="it is compiled")), moments=(ChainMoment(n_bytes=3),))
     with pytest.raises(PlanError, match=r"recomputing 'b' was asked for.*it is compiled; allowed are a"):
         peak_bytes(chain, ["b"])
     with pytest.raises(PlanError, match=r"recomputing 'c' was asked for.*no block of that name"):
