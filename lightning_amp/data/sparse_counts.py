@@ -211,7 +211,7 @@ class SparseCounts:
             if isinstance(columns, Tensor) and columns.dtype == torch.int64 and columns.dim() == 1:
                 return self._chosen(columns)
         raise DataError(
-            f"sparse counts were asked for [{key!r}]; allowed are x[a:b] for cells, and x[:, a:b] or x[..., index], of"
+            f"sparse counts do not support [{key!r}]; allowed are x[a:b] for cells, and x[:, a:b] or x[..., index], of"
             " int64, for features: for anything else take x.to_dense(), or sparse=False in the data module"
         )
 
@@ -253,7 +253,7 @@ class SparseCounts:
     def _ends(self, run: slice, dim: int) -> tuple[int, int]:
         start, stop, step = run.indices(self.shape[dim])
         if step != 1:
-            raise DataError(f"sparse counts were asked for {run!r}; allowed are steps of 1")
+            raise DataError(f"sparse counts do not support {run!r}; allowed are steps of 1")
         return start, max(start, stop)
 
     def _columns(self, start: int, stop: int) -> "SparseCounts":
@@ -297,7 +297,7 @@ class SparseCounts:
         place[known] = np.arange(len(known))
         if (place >= 0).sum() < len(index):
             raise DataError(
-                f"sparse counts with {n!r} features were asked for {len(index)!r} of them, some of which are outside of"
+                f"sparse counts with {n!r} features were indexed with {len(index)!r} numbers, some of which are outside of"
                 f" 0..{n - 1!r} or come twice; name each once"
             )
         return place

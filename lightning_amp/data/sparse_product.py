@@ -57,7 +57,7 @@ def product(x: Counts, weight: Float[Tensor, "hidden feature"]) -> Float[Tensor,
         )
     if torch.is_grad_enabled() and x.value.requires_grad:
         raise DataError(
-            "the gradient of sparse counts was asked for, and is not computed; detach what they are scaled by, or take"
+            "the gradient of sparse counts is not computed; detach what they are scaled by, or take"
             " x.to_dense()"
         )
     return cast(Tensor, _Product.apply(x, weight))  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.graphml import count_graph
-from lightning_amp.data.files.h5ad_header import ModalityHeader, read_header
+from lightning_amp.data.files.read_h5ad import ModalityHeader, read_header
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
 from lightning_amp.errors import DataError
 from lightning_amp.profiling.profile import DecompositionProfile, GraphProfile, ModalityProfile, Profile

@@ -120,8 +120,8 @@ def only(key: str, value: Any) -> Callable[[Files], dict[str, Any]]:
 
 # What is done to good files, and the text of the error; a returned dictionary changes the arguments.
 PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
-    "scool absent": (lambda f: f.hic.unlink(), r"cells\.scool: asked for a \.scool file, found nothing"),
-    "scool a directory": (lambda f: {"hic": f.out.parent}, r"asked for a \.scool file, found a directory"),
+    "scool absent": (lambda f: f.hic.unlink(), r"cells\.scool: expected a \.scool file, found nothing"),
+    "scool a directory": (lambda f: {"hic": f.out.parent}, r"expected a \.scool file, found a directory"),
     "scool not HDF5": (
         lambda f: lines(f.hic, "chr1\t0"),
         r"cells\.scool: .*found a file that starts with b'chr1",
@@ -139,7 +139,7 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
     ),
     "other HDF5": (
         lambda f: {"hic": f.rna},
-        r"rna\.h5ad: asked for a \.scool, found an HDF5 file with \['X'",
+        r"rna\.h5ad: expected a \.scool, found an HDF5 file with \['X'",
     ),
     "scool without bins": (
         lambda f: edit(f.hic, lambda h: h.pop("bins")),
@@ -186,25 +186,25 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
         lambda f: write_scool(f.hic, {"a": make_pixels(0).iloc[:0], "b": make_pixels(0).iloc[:0]}),
         r"cells\.scool: no cell is left of 2: .*the deepest has 0\.0",
     ),
-    "min_depth too high": (only("min_depth", 10**6), r"no cell is left of 6: asked for at least 1000000"),
+    "min_depth too high": (only("min_depth", 10**6), r"no cell is left of 6: it requires at least 1000000"),
     "strata 0": (only("strata", 0), r"strata=0 is too small; at least 1"),
     "strata above bins": (
         only("strata", 13),
-        r"cells\.scool: asked for 13 strata; allowed are 1 to 12.*'chr1'",
+        r"cells\.scool: 13 strata are not possible; allowed are 1 to 12.*'chr1'",
     ),
     "n_genes 0": (only("n_genes", 0), r"n_genes=0 is too small"),
     "loop_quantile 1": (only("loop_quantile", 1.0), r"loop_quantile=1\.0 is out of range"),
     "wrong resolution": (
         only("resolution", "500kb"),
-        r"cells\.scool: asked for resolution '500kb', found .*1000000 bp",
+        r"cells\.scool: resolution='500kb' was given, found .*1000000 bp",
     ),
     "no resolution": (only("resolution", "coarse"), r"resolution 'coarse' is not a bin width"),
     "unknown chromosome": (
         only("chromosomes", ["1", "chr9"]),
         r"cells\.scool: .*\['chr9'\] are not in the file; it has",
     ),
-    "no chromosome": (only("chromosomes", []), r"cells\.scool: asked for chromosomes \[\]"),
-    "rna absent": (lambda f: f.rna.unlink(), r"rna\.h5ad: asked for a h5ad file, found nothing"),
+    "no chromosome": (only("chromosomes", []), r"cells\.scool: chromosomes=\[\] was given"),
+    "rna absent": (lambda f: f.rna.unlink(), r"rna\.h5ad: expected a h5ad file, found nothing"),
     "rna truncated": (lambda f: truncate(f.rna), r"rna\.h5ad: the h5ad file is truncated or damaged"),
     "rna no h5ad": (lambda f: {"rna": f.hic}, r"an h5ad has groups 'obs' and 'var', found \['bins', 'cells'"),
     "rna scaled": (
@@ -253,7 +253,7 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
         lambda f: lines(f.genes, "chrUn\t0\t9\tG0\n"),
         r"rna\.h5ad: of 1 genes .* in a bin of \['chr1', 'chr2'\]; .*genes\.bed has chromosomes \['chrUn'\]",
     ),
-    "genes absent": (lambda f: f.genes.unlink(), r"genes\.bed: asked for the gene annotation, found nothing"),
+    "genes absent": (lambda f: f.genes.unlink(), r"genes\.bed: expected the gene annotation, found nothing"),
     "genes of another kind": (lambda f: {"genes": f.labels}, r"labels\.tsv: .*allowed: \.gtf, \.bed"),
     "bed of text": (
         lambda f: lines(f.genes, "#c\nchr1\tone\t9\tG0\n"),
@@ -286,11 +286,11 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
         lambda f: lines(f.labels, "cell\n" + "\n".join(CELLS[:4])),
         r"labels\.tsv: 2 of 6 cells have no label, e\.g\. \['cell_11', 'cell_12'\]",
     ),
-    "output a file": (lambda f: f.out.touch(), r"out: asked to write a directory, found a file"),
+    "output a file": (lambda f: f.out.touch(), r"out: expected a directory to write, found a file"),
     "output occupied": (lambda f: occupied(f, "hic"), r"out: the output exists and holds \['hic'\]"),
     "output foreign": (
         lambda f: occupied(f, "thesis.tex") or {"overwrite": True},
-        r"out: will not overwrite .*found \['thesis\.tex'\]",
+        r"out: does not overwrite .*found \['thesis\.tex'\]",
     ),
     "output below a file": (lambda f: {"out": f.rna / "out"}, r"out: cannot write there \(Not a directory\)"),
     "output below nothing": (
@@ -320,7 +320,7 @@ def test_prepare_refuses(files: Files, damage: Callable[[Files], Any], text: str
 
 def _cells(path: Path) -> list[str]:
     try:
-        return ScoolFile(path).cells()
+        return ScoolFile(path).cells
     except DataError:
         return ["cell_1"]
 

@@ -200,11 +200,14 @@ def test_one_modality_needs_no_graph(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, r"batch_size=0 was asked"),
-        ({"val_fraction": 1.0}, r"val_fraction=1.0 was asked; it is a share of the cells in \[0, 1\)"),
-        ({"val_fraction": -0.1}, r"val_fraction=-0.1 was asked"),
-        ({"modalities": ["hic", "atac"]}, r"modalities=\['hic', 'atac'\] were asked, found \['hic', 'rna'\]"),
-        ({"modalities": []}, r"modalities=\[\] were asked"),
+        ({"batch_size": 0}, r"batch_size=0 is not supported"),
+        ({"val_fraction": 1.0}, r"val_fraction=1.0 is not supported; it is a share of the cells in \[0, 1\)"),
+        ({"val_fraction": -0.1}, r"val_fraction=-0.1 is not supported"),
+        (
+            {"modalities": ["hic", "atac"]},
+            r"modalities=\['hic', 'atac'\] is not supported, found \['hic', 'rna'\]",
+        ),
+        ({"modalities": []}, r"modalities=\[\] is not supported"),
         ({"setting": "other"}, r"no file of setting 'other'"),
     ],
 )
@@ -302,5 +305,7 @@ def test_batches_are_pinned_where_a_gpu_reads_them(root: Path, asked: Any, devic
 
 
 def test_pinning_is_yes_no_or_auto(root: Path) -> None:
-    with pytest.raises(DataError, match="pin_memory='yes' was asked; allowed are True, False and 'auto'"):
+    with pytest.raises(
+        DataError, match="pin_memory='yes' is not supported; allowed are True, False and 'auto'"
+    ):
         SingleCellDataModule(root, pin_memory="yes")  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import scipy.sparse as sp
 
 from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.graphml import count_graph, read_graph
-from lightning_amp.data.files.h5ad_header import read_header
+from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import read_layout
 from lightning_amp.data.files.write_aside import write_aside
 from lightning_amp.errors import DataError
@@ -70,7 +70,6 @@ def test_a_higlue_directory_reads_as_it_is(tmp_path: Path) -> None:
     assert (header.n_cells, header.n_features, header.n_nonzero, header.has_counts_layer) == (2, 5, 9, True)
     graph = read_graph(found.graph)
     assert list(graph.vertices) == ["A", "B", *BINS]
-    assert list(graph.feature_type) == ["RNA"] * 2 + ["Hi-C"] * 3
 
 
 def test_an_edge_in_both_directions_counts_once(tmp_path: Path) -> None:

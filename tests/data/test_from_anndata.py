@@ -130,7 +130,7 @@ def test_genes_may_be_a_table_and_objects_a_mudata(prepared: Prepared) -> None:
         mdata, hic="contacts", genes=rna.var, loop_quantile=0.5, batch_size=2
     )
     assert_same(data, SingleCellDataModule(prepared.files.out, batch_size=2))
-    with pytest.raises(DataError, match=r"\['hic'\] were asked for, found \['rna', 'contacts'\]"):
+    with pytest.raises(DataError, match=r"\['hic'\] do not exist, found \['rna', 'contacts'\]"):
         SingleCellDataModule.from_mudata(mdata, genes=rna.var)
 
 

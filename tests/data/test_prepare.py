@@ -81,7 +81,7 @@ def test_the_genome_assembly_is_kept(files: Files) -> None:
         assert anndata.read_h5ad(found.hic).uns["amp"]["genome_assembly"] == (assembly or "unknown")
     with h5py.File(files.hic, "r+") as file:
         del file.attrs["genome-assembly"]
-    assert ScoolFile(files.hic).assembly() == "hg38", "of a cell"
+    assert ScoolFile(files.hic).assembly == "hg38", "of a cell"
 
 
 def test_layout_of_a_prepared_file_is_that_of_its_names(files: Files) -> None:
@@ -199,7 +199,6 @@ def test_reading_the_graph_agrees_with_networkx(files: Files) -> None:
     reference, graph = networkx.read_graphml(path), read_graph(path)
     assert count_graph(path) == (reference.number_of_nodes(), reference.number_of_edges())
     assert list(graph.vertices) == list(reference)
-    assert list(graph.feature_type) == [data["feature_type"] for _, data in reference.nodes(data=True)]
     for s, t, weight, sign in zip(graph.source, graph.target, graph.weight, graph.sign, strict=True):
         data = reference.edges[graph.vertices[s], graph.vertices[t]]
         assert (np.float32(data["weight"]), data["sign"]) == (weight, sign)
@@ -364,7 +363,7 @@ def test_real_cells_keep_every_contact_in_the_strata(tmp_path: Path, real_data: 
 
 def test_cells_come_in_natural_order_and_pixels_as_cooler_reads_them(files: Files) -> None:
     scool = ScoolFile(files.hic)
-    assert scool.cells() == CELLS
+    assert scool.cells == CELLS
     reference = cooler.Cooler(f"{files.hic}::/cells/cell_10").pixels()[:]
     pd.testing.assert_frame_equal(scool.pixels("cell_10"), reference)
 

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from lightning_amp.data.files.h5ad_header import read_header
+from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import FeatureLayout, feature_name, read_layout
 
 STRINGS = h5py.string_dtype()
@@ -26,7 +26,7 @@ layout = read_layout(sys.argv[1])
 spent = time.process_time() - before
 peak = pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
 print(layout.n_features, spent, int(peak) / 1024)
-print(sorted({"torch", "anndata", "pandas"} & set(sys.modules)))
+print(sorted({"torch"} & set(sys.modules)))
 """
 
 
@@ -96,15 +96,6 @@ def test_columns_and_names_give_the_same_layout(tmp_path: Path) -> None:
     text = [names[i] for i in anchor]
     columns = {"stratum": stratum, "anchor": pd.Categorical(text)}
     same(by_name, read_layout(write_var(tmp_path / "text.h5ad", names, columns)))
-
-
-def test_names_split_over_blocks_give_the_same_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_var(tmp_path / "names.h5ad", single_resolution()[0])
-    whole = read_layout(path)
-    monkeypatch.setattr("lightning_amp.data.files.strata_layout.BLOCK", 4)
-    same(whole, read_layout(path))
 
 
 def test_bins_left_out_of_a_stratum_keep_their_anchors(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_amp.data.files.directory import DataDirectory
 from lightning_amp.data.files.graphml import read_graph
-from lightning_amp.data.files.h5ad_header import read_header
+from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import read_layout
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
@@ -118,8 +118,8 @@ def test_larger_sets_are_mostly_zeros(tmp_path: Path) -> None:
         ({"cells": 0}, "cells=0 is too small; at least 1"),
         ({"depth": -1}, "depth=-1 is too small"),
         ({"chromosomes": 9, "bins": 8}, "chromosomes=9 in bins=8; each needs a bin"),
-        ({"strata": 61}, "synthetic bins: asked for 61 strata; allowed are 1 to 60"),
-        ({"strata": 0}, "asked for 0 strata"),
+        ({"strata": 61}, "synthetic bins: 61 strata are not possible; allowed are 1 to 60"),
+        ({"strata": 0}, "0 strata are not possible"),
     ],
 )
 def test_impossible_sizes_are_refused(tmp_path: Path, sizes: dict[str, Any], text: str) -> None:

@@ -36,7 +36,7 @@ def choose_chromosomes(asked: Sequence[str] | None, present: Sequence[str], *, p
     unknown = [name for name in asked if name not in spelled]
     if unknown or not asked:
         raise DataError(
-            f"{path}: asked for chromosomes {list(asked)!r}, of which {unknown!r} are not in the file; it "
+            f"{path}: chromosomes={list(asked)!r} was given, of which {unknown!r} are not in the file; it "
             f"has {list(present)[:30]!r}"
         )
     return [chrom for chrom in present if chrom in spelled.values()]

@@ -47,7 +47,7 @@ def find(root: str | Path, *, setting: str | None = None) -> DataDirectory:
     if not root.is_dir():
         found = "a file" if root.exists() else "nothing"
         raise DataError(
-            f"{root}: asked for a data directory, found {found}; `lightning-amp prepare` writes one"
+            f"{root}: expected a data directory, found {found}; `lightning-amp prepare` writes one"
         )
     files = {name: _choose(root, name, setting) for name in MODALITIES}
     if not any(files.values()):

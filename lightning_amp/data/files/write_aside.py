@@ -85,7 +85,7 @@ def _check_free(out: Path, *, overwrite: bool) -> None:
         return
     found = sorted(p.name for p in out.iterdir()) if out.is_dir() else None
     if found is None:
-        raise DataError(f"{out}: asked to write a directory, found a file; choose another path")
+        raise DataError(f"{out}: expected a directory to write, found a file; choose another path")
     if found and not overwrite:
         raise DataError(
             f"{out}: the output exists and holds {found[:5]!r}; choose another path, or pass overwrite to "
@@ -95,7 +95,7 @@ def _check_free(out: Path, *, overwrite: bool) -> None:
     foreign = [name for name in found if name not in FOLDERS]
     if foreign:
         raise DataError(
-            f"{out}: will not overwrite a directory that is no data directory; found {foreign[:5]!r} beside "
+            f"{out}: does not overwrite a directory that is no data directory; found {foreign[:5]!r} together with "
             f"{sorted(FOLDERS)!r}; remove it yourself or choose another path"
         )
 

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_amp.data.files.hdf5 import open_h5ad
 from lightning_amp.data.files.new_hdf5 import new_hdf5
+from lightning_amp.data.files.read_h5ad import open_h5ad
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.data.files.write_cooler import (

@@ -17,7 +17,7 @@ from lightning_amp.data.batch import Batch
 from lightning_amp.data.cell_keys import hash_integers, hash_text
 from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.graphml import Graph, read_graph
-from lightning_amp.data.files.h5ad_header import read_header
+from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
 from lightning_amp.data.files.write_aside import write_aside
 from lightning_amp.data.loading.dataset import CellTable, MultiModalDataset
@@ -56,8 +56,7 @@ class SingleCellDataModule(pl.LightningDataModule):
             does so for many features of which few are counted, where the model takes such counts
 
     Raises:
-        DataError: an argument is out of range, or, from `setup`, the directory does not hold what is asked
-            for
+        DataError: an argument is out of range, or, from `setup`, the directory lacks a file
     """
 
     def __init__(
@@ -77,15 +76,15 @@ class SingleCellDataModule(pl.LightningDataModule):
         super().__init__()
         if batch_size < 1:
             raise DataError(
-                f"batch_size={batch_size!r} was asked; it counts cells per rank and must be at least 1"
+                f"batch_size={batch_size!r} is not supported; it counts cells per rank and must be at least 1"
             )
         if not 0 <= val_fraction < 1:
             raise DataError(
-                f"val_fraction={val_fraction!r} was asked; it is a share of the cells in [0, 1), 0 to hold none out"
+                f"val_fraction={val_fraction!r} is not supported; it is a share of the cells in [0, 1), 0 to hold none out"
             )
         for name, asked in (("sparse", sparse), ("pin_memory", pin_memory)):
             if not isinstance(asked, bool) and asked != "auto":
-                raise DataError(f"{name}={asked!r} was asked; allowed are True, False and 'auto'")
+                raise DataError(f"{name}={asked!r} is not supported; allowed are True, False and 'auto'")
         self.data_dir = Path(data_dir)
         self.batch_size = batch_size
         self.setting = setting
@@ -169,7 +168,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         absent = [name for name in (rna, hic) if name not in mdata.mod]
         if absent:
             raise DataError(
-                f"SingleCellDataModule.from_mudata: modalities {absent!r} were asked for, found {list(mdata.mod)!r};"
+                f"SingleCellDataModule.from_mudata: modalities {absent!r} do not exist, found {list(mdata.mod)!r};"
                 " name them with rna= and hic=, or give one modality to from_anndata"
             )
         return cls.from_anndata(rna=mdata.mod[rna], hic=mdata.mod[hic], **options)
@@ -184,8 +183,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         graph = self._read_graph(directory, paths)
         if self.sparse is True and HIC not in paths:
             raise DataError(
-                f"{self.data_dir}: sparse=True was asked, which is for {HIC!r}; loaded are {sorted(paths)!r}: leave"
-                " sparse out"
+                f"{self.data_dir}: sparse=True is for {HIC!r}; loaded are {sorted(paths)!r}: leave sparse out"
             )
         layout = read_layout(paths[HIC]) if HIC in paths else None
         own = {
@@ -271,7 +269,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         absent = [modality for modality in self.modalities if modality not in found]
         if absent or not self.modalities:
             raise DataError(
-                f"{self.data_dir}: modalities={self.modalities!r} were asked, found {sorted(found)!r}; "
+                f"{self.data_dir}: modalities={self.modalities!r} is not supported, found {sorted(found)!r}; "
                 "choose one or more of those"
             )
         return {modality: path for modality, path in found.items() if modality in self.modalities}

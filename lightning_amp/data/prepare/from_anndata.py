@@ -13,8 +13,8 @@ import pandas as pd
 import scipy.sparse as sp
 
 from lightning_amp.data.files.graphml import write_graph
-from lightning_amp.data.files.h5ad_header import DEPTH_COLUMNS
 from lightning_amp.data.files.new_hdf5 import new_hdf5
+from lightning_amp.data.files.read_h5ad import DEPTH_COLUMNS
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
 from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY
 from lightning_amp.data.files.write_h5ad import write_annotations
@@ -141,7 +141,7 @@ def _bins(var: pd.DataFrame, layout: FeatureLayout) -> pd.DataFrame:
         )
     if len({stratum.resolution for stratum in layout.strata}) > 1:
         raise DataError(
-            "hic.var: a graph from genes= was asked for, found several resolutions; give graph=, or one resolution"
+            "hic.var: genes= builds a graph of one resolution, found several resolutions; give graph=, or one resolution"
         )
     bins = var[list(BIN_COLUMNS)].iloc[: layout.n_anchors].rename(columns=BIN_COLUMNS).reset_index(drop=True)
     bins["chrom"] = bins["chrom"].astype(str)
