@@ -128,7 +128,7 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
     ),
     "scool truncated": (lambda f: truncate(f.hic), r"cells\.scool: the \.scool file is truncated or damaged"),
     "scool chunk damaged": (damage_chunk, r"cells\.scool: the \.scool file is damaged"),
-    "scool before 0.8.9": (old_layout, r"cells\.scool: cells lie at the root.*'cell_1'.*before 0\.8\.9"),
+    "scool before 0.8.9": (old_layout, r"cells\.scool: cells are at the root.*'cell_1'.*before 0\.8\.9"),
     "mcool": (
         lambda f: edit(f.hic, lambda h: h.create_group("resolutions")),
         r"cells\.scool: .*found a \.mcool",

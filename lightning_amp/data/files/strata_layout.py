@@ -7,8 +7,10 @@ anchors are parsed from the feature names.
 """
 
 import re
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from pandas.api.types import is_integer_dtype
 from lightning_amp.data.files.read_h5ad import names_of, open_h5ad, read_strings
 from lightning_amp.errors import DataError
 
+BLOCK = 65_536
+"""Names that are in memory at a time."""
 BIN = re.compile(r".+:\d+-\d+")
 
 
@@ -118,27 +122,29 @@ def read_layout(h5ad_path: str | Path) -> FeatureLayout:
                     "a file of several resolutions needs all three"
                 )
             else:
-                stratum, anchor = parse_names(read_strings(names))
+                blocks = (read_strings(names, start=i, stop=i + BLOCK) for i in range(0, len(names), BLOCK))
+                stratum, anchor = parse_names(chain.from_iterable(blocks))
             return _assemble(names, resolution, labels, stratum, anchor)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
 
 
-def parse_names(names: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def parse_names(names: Iterable[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the stratum and the anchor of every feature name, [feature] each, anchors in the order of stratum 0.
 
     Raises:
         DataError: A name is no feature name, or its bin is not in stratum 0, or a bin is listed twice.
     """
     anchors: dict[str, int] = {}
-    strata, rows = np.zeros(len(names), np.int64), np.zeros(len(names), np.int64)
-    for i, name in enumerate(names):
+    strata, rows = array("q"), array("q")
+    for name in names:
         bin_name, _, k = name.rpartition("-")
         row = anchors.get(bin_name)
         if row is not None:
             if not k.isdigit():
                 raise DataError(f"feature name {name!r} ends in no stratum; expected e.g. 'chr1:0-500000-3'")
-            strata[i], rows[i] = int(k), row
+            strata.append(int(k))
+            rows.append(row)
             continue
         if BIN.fullmatch(name) is None:
             raise DataError(
@@ -147,8 +153,10 @@ def parse_names(names: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]
             )
         if name in anchors:
             raise DataError(f"the bin {name!r} is listed twice in stratum 0; feature names must be unique")
-        rows[i] = anchors[name] = len(anchors)
-    return strata, rows
+        strata.append(0)
+        rows.append(len(anchors))
+        anchors[name] = len(anchors)
+    return np.asarray(strata), np.asarray(rows)
 
 
 def _assemble(
