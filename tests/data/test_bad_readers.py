@@ -13,7 +13,7 @@ import pytest
 import scipy.sparse as sp
 
 from lightning_amp.data.files.directory import find
-from lightning_amp.data.files.graphml import count_graph, read_graph
+from lightning_amp.data.files.graphml import read_graph
 from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.resolution import parse_resolution
 from lightning_amp.data.files.strata_layout import read_layout
@@ -117,10 +117,6 @@ READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: read_layout(var_file(p / "h.h5ad", ["1:0-5", "1:0-5-1", "1:5-9"])),
         r"h\.h5ad: expected stratum 2, found stratum 0; .* sort var by resolution",
     ),
-    "layout: no stratum 0": (
-        lambda p: read_layout(var_file(p / "h.h5ad", ["1:0-5"], stratum=[1], anchor=[0])),
-        r"h\.h5ad: expected stratum 0, found stratum 1",
-    ),
     "layout: unknown anchor": (
         lambda p: read_layout(var_file(p / "h.h5ad", ["x", "y", "z"], stratum=[0, 0, 1], anchor=[0, 1, 5])),
         r"h\.h5ad: the feature 'z' of stratum 1 has a bin that stratum 0 does not list",
@@ -172,10 +168,6 @@ READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: read_genes(given(p / "g.gtf", 'chr1\ts\texon\t1\t2\t.\t+\t.\tgene_id "a";\n')),
         r"g\.gtf: found no gene and no transcript",
     ),
-    "gtf: no tabs": (
-        lambda p: read_genes(given(p / "g.gtf", "chr1 gene 1 2\n")),
-        r"g\.gtf: line 1 .*fewer than 9",
-    ),
     "gtf: short": (
         lambda p: read_genes(given(p / "g.gtf", "chr1\ts\tgene\t1\n")),
         r"g\.gtf: line 1 .*fewer than 9",
@@ -187,18 +179,6 @@ READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "gtf: truncated": (
         lambda p: read_genes(given(p / "g.gtf.gz", gzip.compress(b"chr1\t" * 999)[:-9])),
         r"g\.gtf\.gz: the compressed gene annotation is truncated or damaged",
-    ),
-    "graph: absent": (
-        lambda p: count_graph(p / "g.graphml.gz"),
-        r"g\.graphml\.gz: expected the graph, found nothing",
-    ),
-    "graph: corrupt": (
-        lambda p: read_graph(given(p / "g.graphml.gz", gzip.compress(b"<graphml>")[:15])),
-        r"g\.graphml\.gz: the compressed graph is truncated",
-    ),
-    "graph: no XML": (
-        lambda p: count_graph(given(p / "g.graphml", "a b 1\n")),
-        r"g\.graphml: the graph is no whole",
     ),
     "graph: cut": (
         lambda p: read_graph(given(p / "g.graphml", edges()[:-30])),
@@ -219,10 +199,6 @@ READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "graph: no weight": (
         lambda p: read_graph(given(p / "g.graphml", edges(weight=""))),
         r"edge 1 goes from 'a' to 'b' with weight None and sign '1'; .* two finite numbers",
-    ),
-    "graph: infinite": (
-        lambda p: read_graph(given(p / "g.graphml", edges(weight="nan"))),
-        r"edge 1 goes .* with weight 'nan'",
     ),
     "resolution": (lambda p: parse_resolution("0kb"), r"resolution '0kb' is not a bin width"),
 }

@@ -230,14 +230,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "floats": (lambda p: p.given(rna=normalised(p.rna)), "rna: X has fractional values .* no raw counts"),
     "floats in Hi-C": (lambda p: p.given(hic=normalised(p.hic)), "hic: X has fractional values"),
-    "cells twice": (lambda p: p.given(hic=twice(p.hic)), "hic: cell names come more than once"),
+    "cells twice": (lambda p: p.given(hic=twice(p.hic)), "hic: cell names are repeated"),
     "no place of bins": (
         lambda p: p.given(hic=with_var(p.hic, lambda var: var.drop(columns=["chromStart"]))),
         r"hic\.var: \['chrom', 'chromStart', 'chromEnd'\] say .* missing are \['chromStart'\]",
     ),
     "other bins": (
         lambda p: p.given(hic=with_var(p.hic, lambda var: var.assign(chromStart=var["chromStart"] + 5))),
-        "the bin named 'chr1:0-1000000' lies at 'chr1:5-1000000' by chrom",
+        "the bin named 'chr1:0-1000000' is at 'chr1:5-1000000' by chrom",
     ),
     "no strata": (
         lambda p: p.given(hic=with_var(p.hic, lambda v: v[["chrom"]].set_axis(map(str, range(len(v)))))),

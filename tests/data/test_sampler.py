@@ -230,9 +230,7 @@ def fit(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("crash_at", "workers"), [(3, 0), (3, 2), (5, 0), (7, 0), (9, 0), (10, 0)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("crash_at", "workers"), [(3, 2), (5, 0), (9, 0)], ids=lambda value: str(value))
 def test_interrupted_run_sees_exactly_the_remaining_cells(
     tmp_path: Path, crash_at: int, workers: int
 ) -> None:
@@ -249,7 +247,7 @@ def test_interrupted_run_sees_exactly_the_remaining_cells(
     assert second.seen == whole.seen[crash_at:]
 
 
-@pytest.mark.parametrize("at", [2, 3, 4, 6])
+@pytest.mark.parametrize("at", [2, 3])
 def test_epochs_cut_short_resume_too(tmp_path: Path, at: int) -> None:
     whole, rest = Recorder(), Recorder()
     fit(tmp_path, whole, limit_train_batches=3)

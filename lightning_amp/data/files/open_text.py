@@ -1,4 +1,4 @@
-"""Opens text files that may be gzip-compressed, recognised by content rather than by name."""
+"""Opens text files that may be gzip-compressed, which is detected from their content."""
 
 import gzip
 import zlib

@@ -1,4 +1,4 @@
-"""Writes files and data directories aside and puts them in place at the end, so that a failed run leaves nothing."""
+"""Writes files and data directories under a temporary name and renames them at the end; a failed run leaves nothing."""
 
 import errno
 import secrets
@@ -11,12 +11,12 @@ from lightning_amp.data.files.directory import FOLDERS
 from lightning_amp.errors import DataError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""What a disk answers that is full, or read-only."""
+"""Errors of a full or read-only disk."""
 
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yield a name beside `path`; the file written there becomes `path` on success and vanishes on any error.
+    """Yield a temporary name; the file written there becomes `path` on success and is removed on any error.
 
     Raises:
         DataError: The disk is full or read-only.
@@ -34,7 +34,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a fresh directory beside `out` that becomes `out` on success and vanishes on any error.
+    """Yield a temporary directory that becomes `out` on success and is removed on any error.
 
     Args:
         out: The directory to make; its parent must exist.

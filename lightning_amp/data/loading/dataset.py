@@ -1,7 +1,7 @@
-"""Cells of every modality as training batches, read from h5ad files.
+"""Reads the cells of every modality from h5ad files, and makes training batches of them.
 
-A data set item is the batch of a whole step, of which the sampler says the rows (`StepIndices`). Counts stay sparse; at
-most the rows of one step are ever dense, and in modalities that are asked for as sparse not even these.
+An item of the data set is the batch of a whole step; the sampler gives the rows (`StepIndices`). Counts stay sparse in
+memory; the rows of one step become dense, except in modalities that are returned as `SparseCounts`.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,7 +28,7 @@ COUNT_MODALITIES = ("hic", "rna", "atac")  # methylation may hold rates
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepIndices:
-    """What one step of one rank holds: modality -> rows of its file, and the step's key for `draw_keys`, the same on
+    """Rows of one step of one rank: modality -> rows of its file, and the step's key for `draw_keys`, the same on
     every rank."""
 
     rows: Mapping[str, NDArray[np.int64]]
@@ -50,7 +50,7 @@ class CellTable:
     def __init__(self, path: Path, modality: str, columns: slice | None = None) -> None:
         self.path = Path(path)
         self.modality, self.columns = modality, columns
-        # late: cells that are made in memory need no reader of files
+        # imported late: cells in memory need no reader of files
         from anndata.io import read_elem
 
         header = read_header(self.path)
@@ -100,11 +100,11 @@ class CellTable:
 
     @property
     def share(self) -> float:
-        """Part of the counts that are not zero."""
+        """Share of the counts that are not zero."""
         return float(self.counts.nnz / np.prod(self.counts.shape, dtype=np.float64))
 
     def rows(self, indices: NDArray[np.int64], *, sparse: bool = False) -> CellRows:
-        """Return some rows of the file as tensors, in the order asked, repeats allowed; x by its entries if
+        """Return some rows of the file as tensors, in the given order, repeats allowed; x as `SparseCounts` if
         `sparse`."""
         counts = self.counts[indices]
         return CellRows(
@@ -127,8 +127,8 @@ class CellTable:
 
 
 class MultiModalDataset(Dataset[Batch]):
-    """Several modalities as one data set whose item is the batch of a whole step; x of those in `sparse` by its
-    entries."""
+    """Data set of several modalities whose item is the batch of a whole step; x of modalities in `sparse` is
+    `SparseCounts`."""
 
     def __init__(self, tables: Mapping[str, CellTable], *, sparse: Collection[str] = ()) -> None:
         self.tables = dict(tables)

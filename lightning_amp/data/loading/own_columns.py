@@ -106,11 +106,11 @@ class OwnBins(Dataset[Tensor]):
         return [*found]
 
 
-def _run(asked: slice | None, n: int, what: str) -> slice:
-    """The first and one past the last of n, as whole numbers."""
-    start, stop, step = (asked or slice(None)).indices(n)
-    if step != 1 or start >= stop or (asked is not None and (asked.stop or 0) > n):
+def _run(chosen: slice | None, n: int, what: str) -> slice:
+    """Return a slice as the first and one past the last of n."""
+    start, stop, step = (chosen or slice(None)).indices(n)
+    if step != 1 or start >= stop or (chosen is not None and (chosen.stop or 0) > n):
         raise DataError(
-            f"{what}={asked!r} is not supported; allowed is a slice with step 1 within the {n!r} that there are"
+            f"{what}={chosen!r} is not supported; allowed is a slice with step 1 within the {n!r} that exist"
         )
     return slice(start, stop)

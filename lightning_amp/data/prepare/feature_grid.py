@@ -1,4 +1,4 @@
-"""The features of a Hi-C modality: every pair (bin i, bin i + k) with k < strata, in stratum-major order."""
+"""Numbers the features of a Hi-C modality: every pair (bin i, bin i + k) with k < strata, in stratum-major order."""
 
 from dataclasses import dataclass
 from pathlib import Path

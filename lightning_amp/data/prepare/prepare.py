@@ -62,7 +62,7 @@ def prepare(
         overwrite: Replace an existing data directory.
 
     Raises:
-        DataError: Any of the files cannot be used as asked; nothing is then left behind.
+        DataError: Any of the files cannot be used; nothing is then left behind.
     """
     _check_numbers(strata=strata, min_depth=min_depth, n_genes=n_genes, loop_quantile=loop_quantile)
     with write_aside(out, overwrite=overwrite) as aside:

@@ -21,10 +21,9 @@ APPEND_AT = 1_000_000
 
 
 class Pseudobulk:
-    """Running sum of contact maps over the same bins, in memory that the genome bounds, not the number of cells.
+    """Running sum of contact maps over the same bins, in memory that does not grow with the number of cells.
 
-    Pixels wait in a buffer and are added to a sparse matrix when the buffer is full, so that the cost of an
-    addition is shared by many cells.
+    Pixels wait in a buffer that is added to a sparse matrix when it is full, because an addition is slow.
     """
 
     def __init__(self, n_bins: int) -> None:
@@ -63,12 +62,11 @@ def write_hic(
     settings: dict[str, Any],
     source: str | Path,
 ) -> Any:
-    """Write the Hi-C modality, one cell in memory at a time.
+    """Write the Hi-C modality, with a few cells in memory at a time.
 
     A cell is dropped when it has fewer than `min_depth` contacts on the kept chromosomes (at any distance),
     or none in the strata. Dropped cells count in no sum. Returns the contacts within chromosomes, summed over the
-    cells
-    kept, as a SciPy COO array [anchor, anchor].
+    cells kept, as a SciPy COO array [anchor, anchor].
 
     Args:
         path: The h5ad to write.
