@@ -79,7 +79,7 @@ def _decomposition(header: ModalityHeader, attention: Attention | None) -> Decom
     layout = read_layout(header.path)
     attends = layout.n_strata > 1 if attention is None else bool(attention)
     known_from = (
-        "taken from the number of strata, as in HiGLUE" if attention is None else "as it was asked for"
+        "taken from the number of strata, as in HiGLUE" if attention is None else "as given"
     )
     return DecompositionProfile(
         anchors=layout.n_anchors,
