@@ -16,7 +16,6 @@ from lightning_amp.cli.main import main
 from lightning_amp.data.files.chromosome_names import choose_chromosomes
 from lightning_amp.data.files.graphml import count_graph, read_graph
 from lightning_amp.data.files.resolution import format_resolution, parse_resolution, strip_resolution
-from lightning_amp.data.files.strata_layout import read_layout
 from lightning_amp.data.prepare.cell_labels import read_labels
 from lightning_amp.data.prepare.gene_positions import promoters, read_genes
 from lightning_amp.data.prepare.guidance_graph import contact_edges, overlap_bins
@@ -82,18 +81,6 @@ def test_the_genome_assembly_is_kept(files: Files) -> None:
     assert ScoolFile(files.hic).assembly == "hg38", "of a cell"
 
 
-def test_layout_of_a_prepared_file_is_that_of_its_names(files: Files) -> None:
-    found = prepare(**files.arguments())
-    layout = read_layout(found.hic)
-    var = anndata.read_h5ad(found.hic).var
-    assert [s.k for s in layout.strata] == [0, 1, 2, 3]
-    assert [s.n_features for s in layout.strata] == [20, 18, 16, 14]
-    anchors = np.concatenate([s.anchors for s in layout.strata])
-    np.testing.assert_array_equal(anchors, var["anchor"])
-    bins = make_bins()
-    np.testing.assert_array_equal(bins["start"].to_numpy()[anchors], var["chromStart"])
-
-
 def test_cells_carry_labels_and_depths(files: Files) -> None:
     found = prepare(**files.arguments(), labels=files.labels)
     hic = anndata.read_h5ad(found.hic)
@@ -120,15 +107,6 @@ def test_shallow_cells_are_dropped_and_counted(files: Files) -> None:
     hic = anndata.read_h5ad(prepare(**files.arguments(), min_depth=least).hic)
     assert list(hic.obs_names) == [c for c, d in zip(CELLS, depths, strict=True) if d >= least]
     assert hic.uns["amp"]["n_dropped_cells"] == 2
-
-
-def test_chosen_chromosomes_keep_the_files_spelling(files: Files) -> None:
-    found = prepare(**files.arguments(), chromosomes=["2"])
-    hic, rna = anndata.read_h5ad(found.hic), anndata.read_h5ad(found.rna)
-    assert set(hic.var["chrom"]) == {"chr2"}
-    assert list(rna.var_names) == GENES[6:]
-    assert set(rna.var["chrom"]) == {"chr2"}
-    np.testing.assert_array_equal(hic.X.toarray(), expected_matrix(hic.var))
 
 
 def test_rna_keeps_raw_counts_of_placed_genes(files: Files) -> None:
