@@ -149,6 +149,10 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
         variable_bins,
         r"cells\.scool: the bins are of variable width \(found \[999000, 1000000, 1001",
     ),
+    "bins left out": (
+        lambda f: write_scool(f.hic, {"cell": make_pixels(0, 19)}, make_bins().drop(index=5)),
+        r"cells\.scool: the bins are of variable width .* or leave some out",
+    ),
     "two assemblies": (
         two_assemblies,
         r"cell 'cell_2' has 20 bins on chromosomes \['chr1', 'chr2'\], which differ",
@@ -169,7 +173,7 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
         lambda f: write_scool(f.hic, {"a.1mb": make_pixels(0), "a": make_pixels(1)}),
         r"the cells 'a' and 'a\.1mb' have the same name 'a'",
     ),
-    "min_depth too high": (only("min_depth", 10**6), r"no cell is left of 6: it requires at least 1000000"),
+    "min_depth too high": (only("min_depth", 10**6), r"no cell is left of 6: min_depth=1000000 contacts"),
     "strata 0": (only("strata", 0), r"strata=0 is too small; at least 1"),
     "strata above bins": (
         only("strata", 13),

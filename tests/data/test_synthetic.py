@@ -109,7 +109,7 @@ def test_larger_sets_are_mostly_zeros(tmp_path: Path) -> None:
     ("sizes", "text"),
     [
         ({"cells": 0}, "cells=0 is too small; at least 1"),
-        ({"chromosomes": 9, "bins": 8}, "chromosomes=9 in bins=8; each needs a bin"),
+        ({"chromosomes": 9, "bins": 8}, "chromosomes=9 do not fit in bins=8; each needs a bin"),
         ({"strata": 61}, "synthetic bins: 61 strata are not possible; allowed are 1 to 60"),
     ],
 )

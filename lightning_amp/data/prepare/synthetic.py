@@ -115,7 +115,7 @@ def _check_sizes(sizes: dict[str, int]) -> None:
             raise DataError(f"{name}={value!r} is too small; at least 1 is allowed")
     if sizes["chromosomes"] > sizes["bins"]:
         raise DataError(
-            f"found chromosomes={sizes['chromosomes']!r} in bins={sizes['bins']!r}; each needs a bin"
+            f"chromosomes={sizes['chromosomes']!r} do not fit in bins={sizes['bins']!r}; each needs a bin"
         )
 
 

@@ -117,7 +117,7 @@ def write_hic(
             depths.append(float(values.sum()))
         if not kept:
             raise DataError(
-                f"{source}: no cell is left of {n_seen!r}: it requires at least {min_depth!r} contacts a cell, "
+                f"{source}: no cell is left of {n_seen!r}: min_depth={min_depth!r} contacts a cell are required, "
                 f"the deepest has {best!r} on the kept chromosomes; lower min_depth or check the cells"
             )
         flush()
