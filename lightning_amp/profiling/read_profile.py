@@ -78,9 +78,7 @@ def _spread(header: ModalityHeader) -> float | None:
 def _decomposition(header: ModalityHeader, attention: Attention | None) -> DecompositionProfile:
     layout = read_layout(header.path)
     attends = layout.n_strata > 1 if attention is None else bool(attention)
-    known_from = (
-        "taken from the number of strata, as in HiGLUE" if attention is None else "as given"
-    )
+    known_from = "taken from the number of strata, as in HiGLUE" if attention is None else "as given"
     return DecompositionProfile(
         anchors=layout.n_anchors,
         features=tuple(stratum.n_features for stratum in layout.strata),
