@@ -119,10 +119,7 @@ def _graph(bins: int, genes: int) -> Graph:
     source = np.concatenate([np.arange(n), bins + np.arange(genes)])
     target = np.concatenate([np.arange(n), np.arange(genes) * bins // max(genes, 1)])
     ones = np.ones(len(source), dtype=np.float32)
-    kinds = np.full(n, "")
-    return Graph(
-        vertices=_names("v", n), feature_type=kinds, source=source, target=target, weight=ones, sign=ones
-    )
+    return Graph(vertices=_names("v", n), source=source, target=target, weight=ones, sign=ones)
 
 
 def _names(kind: str, n: int) -> NDArray[np.str_]:

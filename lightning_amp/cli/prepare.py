@@ -75,7 +75,7 @@ def prepared_report(directory: "DataDirectory") -> str:
     """Cells, genes and chromosomes: how many were read, are kept, and are left out for which reason."""
     from anndata.io import read_elem
 
-    from lightning_amp.data.files.hdf5 import open_h5ad
+    from lightning_amp.data.files.read_h5ad import open_h5ad
 
     with open_h5ad(directory.modalities["hic"]) as file:
         hic, n_hic = read_elem(file["uns/amp"]), int(file["X"].attrs["shape"][0])

@@ -1,1 +1,1 @@
-"""Data files on disk: reading, checking, preparing and synthesising them."""
+"""Reads, checks, prepares and synthesises data files, and makes batches of them."""

@@ -1,4 +1,4 @@
-"""The training batch: a plain dict, so that Lightning counts its cells and moves it without help."""
+"""Types of a training batch, a plain dict, whose cells Lightning can count and which it can move to a device."""
 
 from typing import TypeAlias, TypedDict
 
@@ -9,7 +9,7 @@ from lightning_amp.data.sparse_counts import SparseCounts
 
 
 class CellRows(TypedDict):
-    """Cells of one modality as they lie in its file."""
+    """Cells of one modality as they are in its file."""
 
     x: Float[Tensor, "cell feature"] | SparseCounts
     library: Float[Tensor, "cell 1"]
@@ -18,7 +18,7 @@ class CellRows(TypedDict):
 
 
 class CellBatch(CellRows):
-    """Cells of one modality in one step; `draw`, in [0, 2**31), is the key of the cell's random draws."""
+    """Cells of one modality in one step; `draw`, in [0, 2**31), is the seed of a cell's random numbers."""
 
     draw: Int64[Tensor, " cell"]
 

@@ -1,11 +1,11 @@
-"""Make a batch of a text that says its shapes: "4x128", "4x3x32x32,4:int64" or "ids=4x128:int64,labels=4:int64".
+"""Make a batch from a text with its shapes: "4x128", "4x3x32x32,4:int64" or "ids=4x128:int64,labels=4:int64".
 
     BATCH    PART, or parts with commas between them; "4x128," is a tuple of one
     PART     [NAME=]SIZES[:DTYPE]; with names the batch is a dict, else one tensor or a tuple
     SIZES    4x128; DTYPE is float32 unless it is given
 
-Tensors have the same values each time: floats lie between 0 and 1, integers are 0, which is an index of anything, and
-booleans are True. Nested batches cannot be written.
+Tensors have the same values each time: floats between 0 and 1, integers 0, which is a valid index of anything, and
+booleans True. Nested batches cannot be written.
 """
 
 import re
@@ -25,7 +25,7 @@ def batch_of_shapes(text: str) -> Shaped:
     """Make the batch.
 
     Raises:
-        DataError: The text says no batch.
+        DataError: The text does not describe a batch.
     """
     whole = text.strip().removesuffix(",")
     names, tensors = list[str](), list[Tensor]()
@@ -34,7 +34,7 @@ def batch_of_shapes(text: str) -> Shaped:
         found = _PART.fullmatch(part.strip())
         if found is None or (dtype := found["dtype"] or "float32") not in DTYPES:
             raise DataError(
-                f"the shapes of a batch were given as {text!r}, of which {part.strip()!r} is no [NAME=]SIZES[:DTYPE];"
+                f"the shapes of a batch are {text!r}, of which {part.strip()!r} is no [NAME=]SIZES[:DTYPE];"
                 f" sizes are written as 4x128, and DTYPE is one of {', '.join(DTYPES)}; write for example '4x128', "
                 "'4x3x32x32,4:int64' or 'ids=4x128:int64'"
             )
@@ -47,8 +47,8 @@ def batch_of_shapes(text: str) -> Shaped:
         names.append(found["name"] or "")
     if any(names) and (not all(names) or len(set(names)) < len(names)):
         raise DataError(
-            f"the shapes of a batch were given as {text!r}, with the names {names!r}; name every part, each by"
-            " another name, for a dict, or none for a tuple"
+            f"the shapes of a batch are {text!r}, with the names {names!r}; give every part its own name for a dict,"
+            " or no part a name for a tuple"
         )
     if any(names):
         return dict(zip(names, tensors, strict=True))

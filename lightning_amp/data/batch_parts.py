@@ -1,4 +1,4 @@
-"""What a batch holds: one walk, for all that count, compare or measure a batch."""
+"""Iterates over the tensors and other parts of a nested batch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -10,7 +10,7 @@ from lightning_amp.data.sparse_counts import SparseCounts
 
 
 def parts_in(batch: object) -> Iterator[object]:
-    """What lies in any nesting of mappings, lists, tuples and dataclasses, and is none of these."""
+    """Yield the leaves of any nesting of mappings, lists, tuples and dataclasses."""
     inside: list[object]
     if isinstance(batch, Tensor | SparseCounts):
         yield batch
@@ -29,7 +29,7 @@ def parts_in(batch: object) -> Iterator[object]:
 
 
 def tensors_in(batch: object) -> Iterator[Tensor]:
-    """The tensors among these, and those that sparse counts are made of."""
+    """Yield the tensors among the leaves, and the tensors of sparse counts."""
     for part in parts_in(batch):
         if isinstance(part, Tensor):
             yield part
@@ -38,7 +38,7 @@ def tensors_in(batch: object) -> Iterator[Tensor]:
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that a dense or sparse tensor is kept as; none of another layout."""
+    """Return the dense tensors that store a dense or sparse tensor; none for another layout."""
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:

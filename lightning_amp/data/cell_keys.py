@@ -1,4 +1,4 @@
-"""Integer hashes that are the same in every process, and the keys of random draws made from them."""
+"""Hashes integers and text to the same number in every process, and makes seeds of random numbers of them."""
 
 import zlib
 
@@ -28,9 +28,9 @@ def hash_text(text: str) -> int:
 
 
 def draw_keys(draw_key: int, modality: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the key of each cell's random draws, in [0, 2**31), [cell]: a function of step, modality and row only.
+    """Return the seed of each cell's random numbers, in [0, 2**31), [cell]: a function of step, modality and row only.
 
-    The position in the batch and the rank have no part in it, so a batch split over any number of ranks draws
+    It does not depend on the position in the batch or the rank, so a batch split over any number of ranks draws
     the same numbers. A cell twice in one step draws the same numbers twice.
 
     Args:

@@ -1,4 +1,4 @@
-"""What belongs to an embedding of cells in AnnData: principal components, and the graph of nearest neighbours."""
+"""Computes principal components and the nearest-neighbour graph of an embedding, under scanpy's names."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from lightning_amp.data.neighbours import NEIGHBOURS, neighbour_graph
 
 MOST_CELLS = 100_000
-"""Cells up to which there is a graph: its seconds grow with the square of their number, to some minutes."""
+"""Most cells for which the graph is computed: its time grows with the square of their number, to some minutes."""
 
 
 def describe_embedding(embedding: NDArray[np.float32]) -> dict[str, dict[str, Any]]:

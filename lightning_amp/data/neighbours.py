@@ -1,5 +1,4 @@
-"""Nearest neighbours of cells in an embedding: their graph, and whether a cell's neighbours in another modality are of
-its type."""
+"""Finds nearest neighbours of cells in an embedding, and the share of the same type in another modality."""
 
 from collections.abc import Mapping
 from itertools import permutations
@@ -10,8 +9,8 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 NEIGHBOURS = 15
-MOST_ASKED = 2_000
-"""Cells of a modality whose neighbours are looked for, evenly spaced; more would say the same, slowly."""
+MOST_QUERIES = 2_000
+"""Most cells of a modality whose neighbours are searched, evenly spaced; more take time and change little."""
 BLOCK = 256
 
 
@@ -37,9 +36,9 @@ def same_type_share(
         rows = np.flatnonzero(known[one] & np.isin(types[one], there_types))
         if not len(rows):
             continue
-        asked = rows[np.unique(np.linspace(0, len(rows) - 1, MOST_ASKED).astype(int))]
-        same = types[one][asked, None] == there_types
-        nearest, _ = _nearest(embeddings[one][asked], there, min(NEIGHBOURS, len(there)))
+        queries = rows[np.unique(np.linspace(0, len(rows) - 1, MOST_QUERIES).astype(int))]
+        same = types[one][queries, None] == there_types
+        nearest, _ = _nearest(embeddings[one][queries], there, min(NEIGHBOURS, len(there)))
         found.append((np.take_along_axis(same, nearest, axis=1).mean(), same.mean()))
     if not found:
         return None

@@ -1,23 +1,22 @@
-"""A matrix [cell, feature] of counts, most of them zero, by its entries: what a batch holds in place of a dense x.
+"""A sparse matrix [cell, feature] of counts that takes the place of a dense x in a batch.
 
     x[row[i], column[i]] = value[i], every other count is 0         entries by column, and by row within a column
 
-What shrinks: 4 B F bytes to 20 for each entry. Columns [a, b) are a run of the entries, so that a stratum of x costs
-nothing but its own column numbers.
+Memory: 20 bytes for each entry instead of 4 B F bytes. Columns [a, b) are a slice of the entries, so that a stratum of
+x costs only its column numbers.
 
-No function of torch takes such counts but `torch.nn.functional.linear` (sparse_product.py), and so `nn.Linear`.
+Of torch's functions only `torch.nn.functional.linear` takes such counts (sparse_product.py), and thus `nn.Linear`.
 
-What a likelihood reads of a count alone, log x!, is computed for all columns at once and kept.
+The term log x! of a likelihood is computed for all columns at once and kept.
 
-Where entries begin and end is looked up in copies of `row` and `column` in the host's memory, which stay behind when
-counts are moved to a device: a device is never waited for, except for an index that lies there. Counts that are made
-on a device are copied to the host once, when they are first cut.
+The first and last entries of columns are looked up in copies of `row` and `column` in host memory, which stay there
+when counts are moved to a device. So slicing does not synchronize with the device, except for an index
+that is on it. Counts that are made on a device are copied to the host once, when they are first sliced.
 
-Without values (the meta device) the entries are taken to be spread evenly over the matrix.
+On the meta device the entries are assumed to be spread evenly over the matrix.
 
 Legend: entry (M), cell (B), feature (F).
-Known limits: no gradient of the counts. Cells, and an index of columns, are looked up in the host's memory anew for
-every cut.
+Known limits: no gradient of the counts. Cells, and an index of columns, are looked up in host memory for every slice.
 """
 
 from collections.abc import Sequence
@@ -39,18 +38,18 @@ Runs = tuple[tuple[int, int], ...]
 
 
 class SparseCounts:
-    """Counts by their entries; all arguments but the last are attributes too.
+    """Sparse counts in coordinate format; all arguments but the last are attributes too.
 
     Args:
         row: cell of each entry.
         column: feature of each entry.
         value: the counts.
         shape: cells and features.
-        host: row and column in the host's memory, where they are known to be these and in order.
+        host: row and column in host memory, if they are known to be sorted.
 
     Raises:
-        DataError: The entries are not three equally long vectors; or, when they are first cut, they are out of order,
-            twice in one place, outside of the matrix, or 0.
+        DataError: The entries are not three equally long vectors; or, when they are first sliced, they are not sorted,
+            repeated, outside of the matrix, or 0.
     """
 
     def __init__(
@@ -81,24 +80,24 @@ class SparseCounts:
 
     @classmethod
     def from_csr(cls, counts: "sparse.csr_matrix") -> "SparseCounts":
-        """The entries of a scipy matrix; zeros that it stores are left out."""
+        """Make sparse counts of a scipy matrix; zeros that it stores are left out."""
         found = counts.tocsc()
         found.sum_duplicates()
         found.eliminate_zeros()
         column = np.repeat(np.arange(found.shape[1], dtype=np.int64), np.diff(found.indptr))
         row = found.indices.astype(np.int64)
         entries = [torch.from_numpy(part) for part in (row, column, found.data)]
-        # in order, as they are made: to see that again takes longer than to make them
+        # sorted by construction: a check takes longer than the construction
         return cls(entries[0], entries[1], entries[2], found.shape, host=(row, column))
 
     @classmethod
     def from_dense(cls, counts: Num[Tensor, "cell feature"]) -> "SparseCounts":
-        """The entries of a matrix."""
+        """Make sparse counts of a dense matrix."""
         column, row = counts.T.nonzero(as_tuple=True)
         return cls(row, column, counts[row, column], counts.shape)
 
     def log_factorial(self, dtype: torch.dtype) -> Num[Tensor, " entry"]:
-        """log x! of each entry; of columns a part of what all counts have, computed once and kept."""
+        """Return log x! of each entry; computed once for all columns and kept."""
         if self._cut_from is not None:
             whole, own = self._cut_from
             return whole.log_factorial(dtype)[own]
@@ -107,7 +106,7 @@ class SparseCounts:
         return self._log_factorial[dtype]
 
     def expect(self, runs: Runs) -> None:
-        """Compute for all entries at once what cuts `x[:, a:b]` of some runs of columns will need; a cut is free then.
+        """Compute for all entries at once what slices `x[:, a:b]` of some runs of columns need; a slice is free then.
 
         Args:
             runs: First column and one past the last of each, in their order.
@@ -120,22 +119,22 @@ class SparseCounts:
         self._runs, self._in_runs = runs, (column, torch.addcmul(column, self.row, widths[which]))
 
     def places(self) -> Int[Tensor, " entry"]:
-        """Where the entries lie in a flat [cell, feature]."""
+        """Return the positions of the entries in a flat [cell, feature]."""
         known = self._places
         return torch.add(self.column, self.row, alpha=self.shape[1]) if known is None else known
 
     @property
     def device(self) -> torch.device:
-        """Where the counts are."""
+        """Device of the counts."""
         return self.value.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the counts."""
+        """Type of the counts."""
         return self.value.dtype
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, as a loader's worker sends it: the host's places are the tensors once more."""
+        """Leave out the host's copies, which a loader's worker would send twice."""
         return {name: value for name, value in vars(self).items() if name != "_host"}
 
     def __len__(self) -> int:
@@ -146,11 +145,11 @@ class SparseCounts:
         return f"SparseCounts(shape={self.shape}, entries={len(self.value)}, {where})"
 
     def numel(self) -> int:
-        """Numbers in the matrix, zeros included."""
+        """Return the number of elements of the matrix, zeros included."""
         return self.shape[0] * self.shape[1]
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, column and value."""
+        """Return row, column and value."""
         return self.row, self.column, self.value
 
     def to(
@@ -160,11 +159,11 @@ class SparseCounts:
         *,
         non_blocking: bool | None = None,
     ) -> "SparseCounts":
-        """The counts on a device, or of a type; the host keeps its copy of the places.
+        """Return the counts on a device, or of a type; the host keeps its copy of the places.
 
         Args:
-            non_blocking: As torch has it for tensors; None where the counts are in pinned memory, as a loader gives
-                them, for Lightning asks it of tensors only.
+            non_blocking: As for tensors; None means if the counts are in pinned memory, for Lightning passes it for
+                tensors only.
         """
         if non_blocking is None:
             non_blocking = device is not None and _copies_by_itself(self.value, torch.device(device))
@@ -173,23 +172,23 @@ class SparseCounts:
         return SparseCounts(row, column, value, self.shape, host=None if self._is_meta else self._host)
 
     def pin_memory(self) -> "SparseCounts":
-        """The counts in memory from which a device copies without the processor."""
+        """Return the counts in pinned memory."""
         row, column, value = (part.pin_memory() for part in self.tensors())
         return SparseCounts(row, column, value, self.shape, host=self._host)
 
     def with_values(self, value: Num[Tensor, " entry"]) -> "SparseCounts":
-        """Other numbers in the same places."""
+        """Return other numbers in the same places."""
         return SparseCounts(self.row, self.column, value, self.shape, host=self.__dict__.get("_host"))
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Num[Tensor, "cell feature"]:
-        """The matrix."""
+        """Return the dense matrix."""
         value = self.value if dtype is None else self.value.to(dtype)
         flat = torch.zeros(self.numel(), dtype=value.dtype, device=self.device)
         flat.scatter_(0, self.places(), value)
         return flat.view(self.shape)
 
     def ends(self, columns: Sequence[int]) -> list[int]:
-        """How many entries there are before each of some columns, up to the number of features."""
+        """Return the number of entries before each of some columns, up to the number of features."""
         if self._is_meta:
             return [len(self.value) * column // max(self.shape[1], 1) for column in columns]
         if list(columns) == [self.shape[1]]:
@@ -200,7 +199,7 @@ class SparseCounts:
         """Cells `x[a:b]`, or columns `x[:, a:b]`, `x[..., a:b]` and `x[..., index]`.
 
         Raises:
-            DataError: Another key, or an index with a column that is not there, or there twice.
+            DataError: Another key, or an index with a column that does not exist or is repeated.
         """
         if isinstance(key, slice):
             return self._cells(*self._ends(key, 0))
@@ -211,7 +210,7 @@ class SparseCounts:
             if isinstance(columns, Tensor) and columns.dtype == torch.int64 and columns.dim() == 1:
                 return self._chosen(columns)
         raise DataError(
-            f"sparse counts were asked for [{key!r}]; allowed are x[a:b] for cells, and x[:, a:b] or x[..., index], of"
+            f"sparse counts do not support [{key!r}]; allowed are x[a:b] for cells, and x[:, a:b] or x[..., index], of"
             " int64, for features: for anything else take x.to_dense(), or sparse=False in the data module"
         )
 
@@ -222,8 +221,8 @@ class SparseCounts:
         if func is torch.nn.functional.linear:
             return _linear(*args, **(kwargs or {}))
         raise DataError(
-            f"sparse counts were given to torch's {getattr(func, '__name__', func)!r}, which needs a dense matrix; they"
-            " go to nn.Linear and to a stratified decoder only: take x.to_dense(), or sparse=False in the data module"
+            f"sparse counts were given to torch's {getattr(func, '__name__', func)!r}, which needs a dense matrix; only"
+            " nn.Linear and a stratified decoder take them: use x.to_dense(), or sparse=False in the data module"
         )
 
     @cached_property
@@ -235,8 +234,8 @@ class SparseCounts:
         )
         if not inside or (np.diff(column * n_cells + row) <= 0).any():
             raise DataError(
-                f"{self!r} has entries out of order, twice, or outside of the matrix; they must be sorted by column and"
-                " then by row: use SparseCounts.from_csr, which sorts them"
+                f"{self!r} has entries out of order, repeated, or outside of the matrix; they must be sorted by column"
+                " and then by row: use SparseCounts.from_csr, which sorts them"
             )
         zeros = int((self.value == 0).sum())
         if zeros:
@@ -253,7 +252,7 @@ class SparseCounts:
     def _ends(self, run: slice, dim: int) -> tuple[int, int]:
         start, stop, step = run.indices(self.shape[dim])
         if step != 1:
-            raise DataError(f"sparse counts were asked for {run!r}; allowed are steps of 1")
+            raise DataError(f"sparse counts do not support {run!r}; allowed are steps of 1")
         return start, max(start, stop)
 
     def _columns(self, start: int, stop: int) -> "SparseCounts":
@@ -290,44 +289,44 @@ class SparseCounts:
         return self._taken(own, row[own], place[own], shape)
 
     def _place_of_columns(self, index: Places) -> Places:
-        """Where in the index each column is, -1 for a column that is not in it."""
+        """Return the position of each column in the index, -1 for a column that is not in it."""
         n = self.shape[1]
         place = np.full(n, -1, dtype=np.int64)
         known = index[(index >= 0) & (index < n)]
         place[known] = np.arange(len(known))
         if (place >= 0).sum() < len(index):
             raise DataError(
-                f"sparse counts with {n!r} features were asked for {len(index)!r} of them, some of which are outside of"
-                f" 0..{n - 1!r} or come twice; name each once"
+                f"sparse counts with {n!r} features were indexed with {len(index)!r} numbers, some of which are"
+                f" outside of 0..{n - 1!r} or repeated; name each column once"
             )
         return place
 
     def _taken(self, own: Places, row: Places, column: Places, shape: tuple[int, int]) -> "SparseCounts":
-        """Some of the entries, at new places."""
+        """Return some of the entries, with new rows and columns."""
         which, rows, columns = (_sent(part, self.device) for part in (own, row, column))
         return SparseCounts(rows, columns, self.value[which], shape, host=(row, column))
 
     def _share(self, shape: tuple[int, int]) -> "SparseCounts":
-        """As many entries without values as a part of the matrix would have."""
+        """Return as many entries without values as a part of the matrix would have."""
         n = len(self.value) * shape[0] * shape[1] // max(self.numel(), 1)
         return SparseCounts(self.row[:n], self.column[:n], self.value[:n], shape)
 
 
 @lru_cache(maxsize=8)
 def _tables(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First columns and widths of runs; kept, because a device waits for numbers of the host."""
+    """Return first columns and widths of runs; cached, because copies from the host synchronize a device."""
     with torch.inference_mode(mode=False):
         starts, stops = torch.tensor(runs, device=device).T.contiguous()
         return starts, stops - starts
 
 
 def _copies_by_itself(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a device can copy a tensor while the processor goes on."""
+    """Whether a copy of a tensor to a device can be asynchronous."""
     return device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
 
 
 def _sent(places: Places, device: torch.device) -> Tensor:
-    """Places on a device, for which a GPU is not waited for."""
+    """Return places on a device, without synchronizing a GPU."""
     found = torch.from_numpy(places)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 

@@ -1,16 +1,15 @@
-"""The product of sparse counts with a wide weight, [B, F] x [h, F]^T, made dense for a few features at a time.
+"""Multiplies sparse counts by a wide weight, [B, F] x [h, F]^T, a dense block of features at a time.
 
     y = sum over blocks of x[:, block] W[:, block]^T            dW[:, block] = dy^T x[:, block]
 
-Exact: the dense product, added up block by block. What shrinks: of the dense [B, F] one block exists, forward and
-backward, and only the entries are kept for the backward pass. The gradient of the weight is dense, [h, F], as an
-optimiser needs it.
+Exact: the dense product, summed block by block. Memory: one block of the dense [B, F] exists at a time, forward and
+backward, and only the entries are saved for the backward pass. The gradient of the weight is dense, [h, F].
 
 Blocks, and not a sparse product: at 2 % of entries, h 128 and F 172,800 the products of the blocks take the time of the
 dense whole, and filling them in 8 % more. MKL's sparse products take 1.1 (B 256) to 1.9 times (B 64) as long, and make
 a gradient [F, h] that has to be transposed (one core of a CPU).
 
-Computed in the weight's type, also under autocast, and added up in float32 at least.
+Computed in the weight's type, also under autocast, and summed in float32 at least.
 
 Legend: cell (B), feature (F), hidden (h).
 Known limits: no gradient of the counts, no second derivative.
@@ -31,7 +30,7 @@ BLOCK = 2**20
 
 
 class Counts(Protocol):
-    """What the product reads of sparse counts [B, F]."""
+    """Interface of sparse counts [B, F] that the product needs."""
 
     value: Tensor
     shape: tuple[int, int]
@@ -53,11 +52,11 @@ def product(x: Counts, weight: Float[Tensor, "hidden feature"]) -> Float[Tensor,
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise DataError(
             f"sparse counts of {x.shape[1]!r} features were given to a layer whose weight has the shape"
-            f" {tuple(weight.shape)!r}, found no column for each feature; use the data that the layer was made for"
+            f" {tuple(weight.shape)!r}; use the data that the layer was made for"
         )
     if torch.is_grad_enabled() and x.value.requires_grad:
         raise DataError(
-            "the gradient of sparse counts was asked for, and is not computed; detach what they are scaled by, or take"
+            "the gradient of sparse counts is not computed; detach what they are scaled by, or take"
             " x.to_dense()"
         )
     return cast(Tensor, _Product.apply(x, weight))  # type: ignore[no-untyped-call]

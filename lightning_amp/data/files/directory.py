@@ -2,8 +2,8 @@
 
     hic/*.h5ad  rna/*.h5ad  atac/*.h5ad  methyl/*.h5ad  graphs/*.graphml.gz
 
-As HiGLUE writes it; its intermediate files (hic_base_*, rna_base_*) are passed over, and where files of
-several settings lie side by side (hic_500kb_raw_0.98_2d_10.h5ad and hic_1mb_...) one must be named.
+As HiGLUE writes it. Its intermediate files (hic_base_*, rna_base_*) are ignored. If there are files of several settings
+(hic_500kb_raw_0.98_2d_10.h5ad and hic_1mb_...), one must be named.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ GRAPH_ENDINGS = (".graphml.gz", ".graphml")
 
 @dataclass(frozen=True, slots=True)
 class DataDirectory:
-    """The files of one data set under one setting; a modality that is absent is None."""
+    """The files of one data set and one setting; an absent modality is None."""
 
     root: Path
     hic: Path | None = None
@@ -38,16 +38,16 @@ def find(root: str | Path, *, setting: str | None = None) -> DataDirectory:
     """Find the files under a directory.
 
     Args:
-        setting: Which setting to take where there are several, e.g. "500kb_raw_0.98_2d_10".
+        setting: Which of several settings to take, e.g. "500kb_raw_0.98_2d_10".
 
     Raises:
-        DataError: No directory, no modality, or a choice that is not made by `setting`.
+        DataError: No directory, no modality, or several settings and no `setting`.
     """
     root = Path(root)
     if not root.is_dir():
         found = "a file" if root.exists() else "nothing"
         raise DataError(
-            f"{root}: asked for a data directory, found {found}; `lightning-amp prepare` writes one"
+            f"{root}: expected a data directory, found {found}; `lightning-amp prepare` writes one"
         )
     files = {name: _choose(root, name, setting) for name in MODALITIES}
     if not any(files.values()):
@@ -56,7 +56,7 @@ def find(root: str | Path, *, setting: str | None = None) -> DataDirectory:
             f"expected .h5ad files in one of {list(MODALITIES)!r}"
         )
     chosen = setting or next(_setting(path, name) for name, path in files.items() if path)
-    return DataDirectory(root, **files, graph=_choose_graph(root, chosen, asked=setting is not None))
+    return DataDirectory(root, **files, graph=_choose_graph(root, chosen, named=setting is not None))
 
 
 def _setting(path: Path, modality: str) -> str:
@@ -80,11 +80,11 @@ def _choose(root: Path, modality: str, setting: str | None) -> Path | None:
     return files[0] if files else None
 
 
-def _choose_graph(root: Path, setting: str, *, asked: bool) -> Path | None:
+def _choose_graph(root: Path, setting: str, *, named: bool) -> Path | None:
     """Return the only graph, or the one named after the setting; of several, HiGLUE's final one (dcq)."""
     files = [p for p in sorted((root / "graphs").glob("*")) if p.name.endswith(GRAPH_ENDINGS)]
-    # A lone graph may have any name, unless a setting was asked for: then it could be another setting's.
-    if len(files) <= 1 and not (files and asked):
+    # A single graph may have any name, unless a setting is named: it could be another setting's.
+    if len(files) <= 1 and not (files and named):
         return files[0] if files else None
     stems = [f"_{p.name.removesuffix('.gz').removesuffix('.graphml')}" for p in files]
     fitting = [p for p, stem in zip(files, stems, strict=True) if stem.endswith(f"_{setting}")]

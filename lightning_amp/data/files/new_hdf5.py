@@ -1,8 +1,9 @@
-"""New HDF5 files on a disk that may run full.
+"""Creates HDF5 files on a disk that may run full, without a crash.
 
-libhdf5 (2.0 too) frees a chunked data set whose last write fails and keeps its identifier; closing that one, at the
-latest when the process ends, is a segmentation fault. So HDF5 writes through a file that takes everything: after a
-write has failed, what follows is kept in memory, little, for whoever writes asks at once.
+libhdf5 (2.0 too) frees a chunked data set whose last write fails and keeps its identifier. Closing it is a segmentation
+fault: a file that h5py or cooler opens by name kills the process on a full disk. So HDF5 writes through a Python file
+that accepts everything. After a write has failed, the next ones are kept in memory; they are few, because callers check
+after each write.
 """
 
 import io
@@ -18,7 +19,7 @@ import h5py
 def new_hdf5(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
     """Yield a new HDF5 file, and a check that raises the error of the first write that has failed.
 
-    After an error the caller removes the file.
+    The caller removes the file after an error.
 
     Raises:
         OSError: Not all could be written, such as on a full disk.
@@ -30,10 +31,7 @@ def new_hdf5(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
 
 
 class _Patient(io.FileIO):
-    """A file for reading and writing whose writes never fail; `check` tells whether one would have.
-
-    Without a buffer: what is in one could fail later, and elsewhere.
-    """
+    """A file whose writes never fail; `check` raises the error of the first one that did. Unbuffered."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "w+")

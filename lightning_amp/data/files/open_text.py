@@ -1,4 +1,4 @@
-"""Opens text files that may be gzip-compressed, recognised by content rather than by name."""
+"""Opens text files that may be gzip-compressed, which is detected from their content."""
 
 import gzip
 import zlib
@@ -21,7 +21,7 @@ def open_stream(path: Path, *, what: str) -> Iterator[BinaryIO]:
     """
     if not path.is_file():
         found = "a directory" if path.is_dir() else "nothing"
-        raise DataError(f"{path}: asked for the {what}, found {found}; give the path of an existing file")
+        raise DataError(f"{path}: expected the {what}, found {found}; give the path of an existing file")
     try:
         with path.open("rb") as raw:
             compressed = raw.read(2) == GZIP_MAGIC

@@ -1,4 +1,4 @@
-"""Tells raw counts from normalised, scaled, balanced or damaged values."""
+"""Detects values that are not raw counts: normalised, scaled, balanced or damaged ones."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 2**24
-"""Values that are looked at together: the checks make temporary copies."""
+"""Values that are checked at a time: the checks make temporary copies."""
 
 
 def fault_of_counts(values: NDArray[Any], *, whole: bool = True) -> tuple[str, Any] | None:
-    """Return the kind and an example of values that no raw count has, None where there are none.
+    """Return the kind and an example of a value that is no raw count, None if all are raw counts.
 
     Args:
         values: Of any type, [value].

@@ -1,4 +1,4 @@
-"""Bin widths in base pairs and their names ("500kb", "1mb")."""
+"""Converts bin widths in base pairs to names ("500kb", "1mb") and back."""
 
 import re
 

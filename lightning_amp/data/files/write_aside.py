@@ -1,4 +1,4 @@
-"""Writes files and data directories aside and puts them in place at the end, so that a failed run leaves nothing."""
+"""Writes files and data directories under a temporary name and renames them at the end; a failed run leaves nothing."""
 
 import errno
 import secrets
@@ -11,12 +11,12 @@ from lightning_amp.data.files.directory import FOLDERS
 from lightning_amp.errors import DataError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""What a disk answers that is full, or read-only."""
+"""Errors of a full or read-only disk."""
 
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yield a name beside `path`; the file written there becomes `path` on success and vanishes on any error.
+    """Yield a temporary name; the file written there becomes `path` on success and is removed on any error.
 
     Raises:
         DataError: The disk is full or read-only.
@@ -34,7 +34,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a fresh directory beside `out` that becomes `out` on success and vanishes on any error.
+    """Yield a temporary directory that becomes `out` on success and is removed on any error.
 
     Args:
         out: The directory to make; its parent must exist.
@@ -85,7 +85,7 @@ def _check_free(out: Path, *, overwrite: bool) -> None:
         return
     found = sorted(p.name for p in out.iterdir()) if out.is_dir() else None
     if found is None:
-        raise DataError(f"{out}: asked to write a directory, found a file; choose another path")
+        raise DataError(f"{out}: expected a directory to write, found a file; choose another path")
     if found and not overwrite:
         raise DataError(
             f"{out}: the output exists and holds {found[:5]!r}; choose another path, or pass overwrite to "
@@ -95,7 +95,7 @@ def _check_free(out: Path, *, overwrite: bool) -> None:
     foreign = [name for name in found if name not in FOLDERS]
     if foreign:
         raise DataError(
-            f"{out}: will not overwrite a directory that is no data directory; found {foreign[:5]!r} beside "
+            f"{out}: does not overwrite a directory that is no data directory; found {foreign[:5]!r} together with "
             f"{sorted(FOLDERS)!r}; remove it yourself or choose another path"
         )
 

@@ -1,7 +1,8 @@
 """Writes contact maps in cooler's formats: .scool of single cells, .cool of one map, .mcool of one at several widths.
 
-Written here and not by cooler, which opens the file by its name: a disk that runs full then ends the process. It
-also takes 2.6 times as long (30 cells of 30,000 pixels: 1.4 s, here 0.55 s).
+Not by cooler, which opens files by name: on a full disk it ends the process by a segmentation fault, without a message
+(new_hdf5.py). A .scool of 4 cells with 3.6 million pixels each takes cooler 4.6 s and this 2.7 s; a .mcool takes both
+5 s.
 
 Pixels are bin1_id, bin2_id (not below bin1_id) and count, sorted by both.
 """
@@ -22,7 +23,7 @@ PACKED: dict[str, Any] = {"compression": "gzip", "compression_opts": 6, "shuffle
 URL = "https://github.com/open2c/cooler"
 UNKNOWN_ASSEMBLY = "unknown"
 FEWEST_BINS = 50
-"""Bins of the coarsest map in a .mcool."""
+"""Fewest bins of the coarsest map in a .mcool."""
 
 
 def write_scool(
@@ -33,7 +34,7 @@ def write_scool(
     n_cells: int,
     assembly: str = UNKNOWN_ASSEMBLY,
 ) -> None:
-    """Write a .scool: one bin table, and its own cooler for every cell; one cell in memory at a time.
+    """Write a .scool: one bin table, and one cooler for every cell; one cell is in memory at a time.
 
     Args:
         bins: chrom, start, end, in the order of the genome.
@@ -104,7 +105,7 @@ def write_mcool(
 
 
 def coarsen(bins: pd.DataFrame, pixels: pd.DataFrame, factor: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return bins and pixels of a map whose bins are `factor` bins of this one, the last of a chromosome fewer."""
+    """Merge each `factor` bins of a map into one, at the end of a chromosome fewer; return bins and pixels."""
     first = (bins.groupby("chrom", sort=False).cumcount() % factor == 0).to_numpy()
     coarse_of = np.cumsum(first) - 1
     coarse = bins[first].assign(end=bins["end"].groupby(coarse_of).max().to_numpy()).reset_index(drop=True)
@@ -113,7 +114,7 @@ def coarsen(bins: pd.DataFrame, pixels: pd.DataFrame, factor: int) -> tuple[pd.D
 
 
 def is_fixed(bins: pd.DataFrame) -> bool:
-    """Return whether bins are of one width, but for the last of a chromosome, and leave nothing out."""
+    """Return whether bins have one width, except the last of a chromosome, and leave nothing out."""
     widths = bins["end"] - bins["start"]
     full = (widths == widths.max()) | (bins["chrom"] != bins["chrom"].shift(-1))
     placed = bins["start"] == bins.groupby("chrom", sort=False).cumcount() * widths.max()
@@ -152,7 +153,7 @@ def _put(group: Any, name: str, values: Any, dtype: Any = None) -> None:
 
 
 def _about(bins: pd.DataFrame, assembly: str, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the attributes that a file and its cells have in common."""
+    """Return the attributes that a file shares with its cells."""
     fixed = is_fixed(bins)
     return {
         "nchroms": bins["chrom"].nunique(),

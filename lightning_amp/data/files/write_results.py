@@ -1,7 +1,6 @@
-"""Writes what a trained model predicts of the cells: embeddings as h5ad, expected contacts as scool and cool.
+"""Writes predictions of a trained model: embeddings as h5ad, expected contacts as scool and cool.
 
-Every file is written under another name and renamed at the end, so that a file of the right name is a whole
-one.
+Every file is written under a temporary name and renamed at the end, so that a file of the right name is complete.
 """
 
 import re
@@ -13,8 +12,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_amp.data.files.hdf5 import open_h5ad
 from lightning_amp.data.files.new_hdf5 import new_hdf5
+from lightning_amp.data.files.read_h5ad import open_h5ad
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.data.files.write_cooler import (
@@ -31,19 +30,19 @@ NO_FEATURES = pd.DataFrame(index=pd.Index([], dtype=str))
 
 
 def celltype_column(obs: pd.DataFrame, key: str | None = None) -> str | None:
-    """Return the column of the cells' types, which is `key` where it is given; None where there is none."""
+    """Return the name of the column of cell types: `key` if given, else a usual one; None if there is none."""
     return next((name for name in ((key,) if key else CELLTYPE_COLUMNS) if name in obs), None)
 
 
 def labels_of(obs: pd.DataFrame, column: str | None) -> NDArray[np.str_]:
-    """Return a column's label of every cell as text, "Unknown" where it is missing."""
+    """Return the labels of a column as text, "Unknown" where they are missing."""
     labels = pd.Series("Unknown", obs.index) if column is None else obs[column].astype(object)
     found: NDArray[np.str_] = labels.where(labels.notna(), "Unknown").to_numpy().astype(str)
     return found
 
 
 def read_assembly(hic: Path) -> str:
-    """Return the genome assembly that `prepare` has found in the contacts of a Hi-C h5ad, or "unknown"."""
+    """Return the genome assembly that `prepare` has written to a Hi-C h5ad, or "unknown"."""
     with open_h5ad(hic) as file:
         found = file.get("uns/amp/genome_assembly")
         return UNKNOWN_ASSEMBLY if found is None else str(found.asstr()[()])
@@ -57,7 +56,7 @@ def write_embedding(
     var: pd.DataFrame = NO_FEATURES,
     imputed: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]] = (),
 ) -> None:
-    """Write an h5ad without X: the tables of cells and features, and what belongs to the embedding.
+    """Write an h5ad without X: the tables of cells and features, and the embedding.
 
     Args:
         path: The file.
@@ -155,7 +154,7 @@ def _file_stems(labels: Iterable[str]) -> list[str]:
 
 
 def _resolutions(layout: FeatureLayout) -> Iterator[tuple[str, list[Stratum]]]:
-    """Yield what tells the files of a resolution apart, "" where there is one, and its strata."""
+    """Yield the suffix of the files of each resolution, "" if there is only one, and its strata."""
     resolutions = list(dict.fromkeys(stratum.resolution for stratum in layout.strata))
     for resolution in resolutions:
         strata = [stratum for stratum in layout.strata if stratum.resolution == resolution]

@@ -1,1 +1,1 @@
-"""Files -> batches: data module, dataset, sampler."""
+"""Makes batches of files: data module, dataset and sampler."""

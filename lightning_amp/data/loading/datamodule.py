@@ -1,4 +1,4 @@
-"""A directory of single-cell files, or objects in memory, as a LightningDataModule."""
+"""Defines the LightningDataModule of a directory of single-cell files, or of AnnData objects in memory."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from lightning_amp.data.batch import Batch
 from lightning_amp.data.cell_keys import hash_integers, hash_text
 from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.graphml import Graph, read_graph
-from lightning_amp.data.files.h5ad_header import read_header
+from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
 from lightning_amp.data.files.write_aside import write_aside
 from lightning_amp.data.loading.dataset import CellTable, MultiModalDataset
@@ -27,15 +27,15 @@ from lightning_amp.errors import DataError
 HIC = "hic"
 MANY_FEATURES = 20_000
 FEW_ENTRIES = 0.1
-"""Share of the counts up to which their entries take half the memory of a dense matrix, and less time; at twice this
-share they take as much of both (64 and 256 cells of 172,800 features, one core of a CPU)."""
+"""Largest share of nonzero counts at which `sparse="auto"` is sparse: sparse counts take half the memory of dense ones,
+and less time; at twice this share they take as much of both (64 and 256 cells of 172,800 features, one CPU core)."""
 
 
 class SingleCellDataModule(pl.LightningDataModule):
-    """Serves the cells of a data directory, all modalities at once, to any number of ranks.
+    """Loads the cells of a data directory, all modalities together, on any number of ranks.
 
     Training cycles through the cells that are not held out; validation takes the held-out cells once, or,
-    with `val_fraction=0`, all cells (the model is unsupervised, so this still says something); test and
+    with `val_fraction=0`, all cells (the model is unsupervised, so this is still informative); test and
     predict take all cells once, in file order.
 
     After `setup`: `directory`, `tables` (modality -> CellTable), `layout` (of Hi-C, or None), `graph` (or
@@ -44,20 +44,18 @@ class SingleCellDataModule(pl.LightningDataModule):
     Args:
         data_dir: directory written by `lightning-amp prepare`, or one of the same form
         batch_size: cells per modality, rank and step
-        setting: which preparation to take when the directory holds several
-        balance: give the ranks equal contacts, not only equally many cells; None leaves it to the strategy
-        num_workers: processes that read ahead
-        pin_memory: keep batches in memory from which a GPU copies by itself; "auto" does so where the Trainer runs on
-            CUDA
+        setting: which of several preparations in the directory to take
+        balance: give the ranks equal contacts, not only equal numbers of cells; None leaves it to the strategy
+        num_workers: worker processes of the loaders
+        pin_memory: return batches in pinned memory; "auto" does so if the Trainer runs on CUDA
         seed: of order, held-out cells and random draws; must be the same on every rank
         modalities: which of the directory's modalities to take, by default all
         val_fraction: share of each modality's cells that is held out for validation, in [0, 1)
-        sparse: give x of Hi-C by its entries (`SparseCounts`), so that a dense [cell, feature] never exists; "auto"
-            does so for many features of which few are counted, where the model takes such counts
+        sparse: return x of Hi-C as `SparseCounts`, so that a dense [cell, feature] never exists; "auto" does so for
+            many features with few nonzero counts, if the model takes such counts
 
     Raises:
-        DataError: an argument is out of range, or, from `setup`, the directory does not hold what is asked
-            for
+        DataError: an argument is out of range, or, from `setup`, the directory lacks a file
     """
 
     def __init__(
@@ -77,15 +75,15 @@ class SingleCellDataModule(pl.LightningDataModule):
         super().__init__()
         if batch_size < 1:
             raise DataError(
-                f"batch_size={batch_size!r} was asked; it counts cells per rank and must be at least 1"
+                f"batch_size={batch_size!r} is not supported; it counts cells per rank and must be at least 1"
             )
         if not 0 <= val_fraction < 1:
             raise DataError(
-                f"val_fraction={val_fraction!r} was asked; it is a share of the cells in [0, 1), 0 to hold none out"
+                f"val_fraction={val_fraction!r} is not supported; it is a share of the cells in [0, 1), 0 for none"
             )
-        for name, asked in (("sparse", sparse), ("pin_memory", pin_memory)):
-            if not isinstance(asked, bool) and asked != "auto":
-                raise DataError(f"{name}={asked!r} was asked; allowed are True, False and 'auto'")
+        for name, option in (("sparse", sparse), ("pin_memory", pin_memory)):
+            if not isinstance(option, bool) and option != "auto":
+                raise DataError(f"{name}={option!r} is not supported; allowed are True, False and 'auto'")
         self.data_dir = Path(data_dir)
         self.batch_size = batch_size
         self.setting = setting
@@ -115,9 +113,9 @@ class SingleCellDataModule(pl.LightningDataModule):
     ) -> "SingleCellDataModule":
         """Make a data module of AnnData objects, which are not changed.
 
-        Raw counts lie in layers["counts"], else in X. The objects are written to a temporary directory, which goes
-        with the data module or with the process that made it; planning and training are those of a directory. A
-        script that every rank runs writes one for each of them.
+        Raw counts are taken from layers["counts"], else from X. The objects are written to a temporary directory, which
+        is removed with the data module or at the end of the process. A script that every rank runs writes one for each
+        rank.
 
         Args:
             rna: AnnData [cell, gene]
@@ -169,7 +167,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         absent = [name for name in (rna, hic) if name not in mdata.mod]
         if absent:
             raise DataError(
-                f"SingleCellDataModule.from_mudata: modalities {absent!r} were asked for, found {list(mdata.mod)!r};"
+                f"SingleCellDataModule.from_mudata: modalities {absent!r} do not exist, found {list(mdata.mod)!r};"
                 " name them with rna= and hic=, or give one modality to from_anndata"
             )
         return cls.from_anndata(rna=mdata.mod[rna], hic=mdata.mod[hic], **options)
@@ -181,11 +179,12 @@ class SingleCellDataModule(pl.LightningDataModule):
             return
         directory = find(self.data_dir, setting=self.setting)
         paths = self._chosen(directory)
-        graph = self._read_graph(directory, paths)
+        if directory.graph is None and len(paths) > 1:
+            raise DataError(_no_graph(self.data_dir, list(paths)))
+        graph = None if directory.graph is None else read_graph(directory.graph)
         if self.sparse is True and HIC not in paths:
             raise DataError(
-                f"{self.data_dir}: sparse=True was asked, which is for {HIC!r}; loaded are {sorted(paths)!r}: leave"
-                " sparse out"
+                f"{self.data_dir}: sparse=True is for {HIC!r}; loaded are {sorted(paths)!r}: leave sparse out"
             )
         layout = read_layout(paths[HIC]) if HIC in paths else None
         own = {
@@ -239,12 +238,12 @@ class SingleCellDataModule(pl.LightningDataModule):
             raise DataError(
                 f"{self.data_dir}: {len(missing)!r} of {len(names)!r} features of modality {modality!r} are no "
                 f"vertices of the guidance graph, e.g. {missing[:3]!r}; the graph belongs to other files, write "
-                "all anew with `lightning-amp prepare`"
+                "all again with `lightning-amp prepare`"
             )
         return np.array([row_of[name] for name in names], dtype=np.int64)
 
     def _own(self, modality: str, n_features: int) -> slice | None:
-        """The columns that this rank reads alone; None where it reads all."""
+        """Return the columns that this rank reads; None if it reads all."""
         parts = getattr(getattr(self.trainer, "strategy", None), "own_parts", None)
         if parts is None or parts.size < 2 or parts.dims.get(f"{modality}.x") not in ((1,), (-1,)):
             return None
@@ -254,7 +253,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         return own
 
     def _after_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
-        """Own columns are parts of a sharded tensor from here on."""
+        """Make own columns the local shards of a sharded tensor."""
         assert self.trainer is not None, "own columns are read with a Trainer"
         parts, cells = self.trainer.strategy.own_parts, dict[str, Any](batch)  # type: ignore[attr-defined]
         for modality, part in batch.items():
@@ -264,24 +263,17 @@ class SingleCellDataModule(pl.LightningDataModule):
         return self.trainer.lightning_module.on_after_batch_transfer(cells, dataloader_idx)
 
     def _chosen(self, directory: DataDirectory) -> dict[str, Path]:
-        """Return the files of the modalities that were asked for."""
+        """Return the files of the chosen modalities."""
         found = directory.modalities
         if self.modalities is None:
             return found
         absent = [modality for modality in self.modalities if modality not in found]
         if absent or not self.modalities:
             raise DataError(
-                f"{self.data_dir}: modalities={self.modalities!r} were asked, found {sorted(found)!r}; "
+                f"{self.data_dir}: modalities={self.modalities!r} is not supported, found {sorted(found)!r}; "
                 "choose one or more of those"
             )
         return {modality: path for modality, path in found.items() if modality in self.modalities}
-
-    def _read_graph(self, directory: DataDirectory, paths: dict[str, Path]) -> Graph | None:
-        if directory.graph is not None:
-            return read_graph(directory.graph)
-        if len(paths) > 1:
-            raise DataError(_no_graph(self.data_dir, list(paths)))
-        return None
 
     def _split(self) -> tuple[CellRowsOf, CellRowsOf]:
         """Return the cells for training and for validation, a function of the seed alone."""
@@ -295,7 +287,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         return train, val
 
     def _once(self, cells: CellRowsOf | None) -> DataLoader[Batch]:
-        # A plain DataLoader: Lightning builds the one for prediction anew from its attributes.
+        # A plain DataLoader: Lightning rebuilds the one for prediction from its attributes.
         return DataLoader(
             self._dataset(),
             batch_size=None,
@@ -304,7 +296,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         )
 
     def _reading(self) -> dict[str, Any]:
-        """How a loader reads, as torch's options."""
+        """Return options of torch's loader."""
         pins = self.pin_memory
         if pins == "auto":
             device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)
@@ -321,12 +313,14 @@ class SingleCellDataModule(pl.LightningDataModule):
             return bool(self.sparse)
         table = self.tables[HIC]
         model = getattr(self.trainer, "lightning_module", None)
-        # a model of the user's own reads x as it always did
+        # other models need a dense x
         takes = getattr(model, "takes_sparse_counts", False) is True
         return takes and table.n_features > MANY_FEATURES and table.share <= FEW_ENTRIES
 
     def _sampler(self, cells: CellRowsOf | None, *, cycle: bool, shuffle: bool) -> StepSampler:
         replicas = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {}
+        strategy = getattr(self.trainer, "strategy", None)
+        by_strategy = getattr(strategy, "balance_cells", False) is True
         return StepSampler(
             {modality: table.contacts for modality, table in self.tables.items()},
             self.batch_size,
@@ -334,20 +328,14 @@ class SingleCellDataModule(pl.LightningDataModule):
             rank=replicas.get("rank", 0),
             seed=self.seed,
             shuffle=shuffle,
-            balance=self._balances(),
+            balance=by_strategy if self.balance is None else self.balance,
             cycle=cycle,
             cells=cells,
         )
 
-    def _balances(self) -> bool:
-        if self.balance is not None:
-            return self.balance
-        strategy = getattr(self.trainer, "strategy", None)
-        return getattr(strategy, "balance_cells", False) is True
-
 
 def _remove(home: Path, owner: int) -> None:
-    # a forked rank or worker has its own copy of the data module, which may end first
+    # a forked rank or worker has a copy of the data module, which may be deleted first
     if os.getpid() == owner:
         shutil.rmtree(home, ignore_errors=True)
 

@@ -1,13 +1,12 @@
-"""Cells of every modality as training batches, read from h5ad files.
+"""Reads the cells of every modality from h5ad files, and makes training batches of them.
 
-A data set item is the batch of a whole step, of which the sampler says the rows (`StepIndices`). Counts stay sparse; at
-most the rows of one step are ever dense, and in modalities that are asked for as sparse not even these.
+An item of the data set is the batch of a whole step; the sampler gives the rows (`StepIndices`). Counts stay sparse in
+memory; the rows of one step become dense, except in modalities that are returned as `SparseCounts`.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,10 +17,9 @@ from torch.utils.data import Dataset
 
 from lightning_amp.data.batch import Batch, CellBatch, CellRows
 from lightning_amp.data.cell_keys import draw_keys
-from lightning_amp.data.files.h5ad_header import read_header
-from lightning_amp.data.files.hdf5 import index_of, open_h5ad, read_strings
 from lightning_amp.data.files.raw_counts import fault_of_counts
 from lightning_amp.data.files.read_columns import read_columns, read_totals
+from lightning_amp.data.files.read_h5ad import names_of, open_h5ad, read_header, read_strings
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 
@@ -30,7 +28,7 @@ COUNT_MODALITIES = ("hic", "rna", "atac")  # methylation may hold rates
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepIndices:
-    """What one step of one rank holds: modality -> rows of its file, and the step's key for `draw_keys`, the same on
+    """Rows of one step of one rank: modality -> rows of its file, and the step's key for `draw_keys`, the same on
     every rank."""
 
     rows: Mapping[str, NDArray[np.int64]]
@@ -52,7 +50,7 @@ class CellTable:
     def __init__(self, path: Path, modality: str, columns: slice | None = None) -> None:
         self.path = Path(path)
         self.modality, self.columns = modality, columns
-        # late: cells that are made in memory need no reader of files
+        # imported late: cells in memory need no reader of files
         from anndata.io import read_elem
 
         header = read_header(self.path)
@@ -61,13 +59,16 @@ class CellTable:
         self.contacts: NDArray[np.float64]
         if columns is None:
             with open_h5ad(self.path) as file:
-                self.counts = _as_csr(read_elem(file[source]))
+                self.counts = sparse.csr_matrix(read_elem(file[source]), dtype=np.float32)
+            self.counts.sum_duplicates()
             self.contacts = np.asarray(self.counts.sum(axis=1, dtype=np.float64)).ravel()
         else:
-            self.counts, self.contacts = (
-                read_columns(self.path, source, columns),
-                read_totals(self.path, source),
-            )
+            self.counts = read_columns(self.path, source, columns)
+            self.contacts = read_totals(self.path, source)
+        if self.counts.nnz <= np.iinfo(np.int32).max:
+            # of one type, for scipy converts all indices of a mixed pair each time that rows are taken
+            self.counts.indptr = self.counts.indptr.astype(np.int32, copy=False)
+            self.counts.indices = self.counts.indices.astype(np.int32, copy=False)
         obs = self.read_obs()
         self._check_counts(source)
         self.obs_names: NDArray[np.str_] = obs.index.to_numpy().astype(str)
@@ -95,15 +96,15 @@ class CellTable:
     def feature_names(self) -> list[str]:
         """Read the feature names in file order; not kept, since a Hi-C modality has a million of them."""
         with open_h5ad(self.path) as file:
-            return read_strings(index_of(file["var"]))
+            return read_strings(names_of(file["var"]))
 
     @property
     def share(self) -> float:
-        """Part of the counts that are not zero."""
+        """Share of the counts that are not zero."""
         return float(self.counts.nnz / np.prod(self.counts.shape, dtype=np.float64))
 
     def rows(self, indices: NDArray[np.int64], *, sparse: bool = False) -> CellRows:
-        """Return some rows of the file as tensors, in the order asked, repeats allowed; x by its entries if
+        """Return some rows of the file as tensors, in the given order, repeats allowed; x as `SparseCounts` if
         `sparse`."""
         counts = self.counts[indices]
         return CellRows(
@@ -126,8 +127,8 @@ class CellTable:
 
 
 class MultiModalDataset(Dataset[Batch]):
-    """Several modalities as one data set whose item is the batch of a whole step; x of those in `sparse` by its
-    entries."""
+    """Data set of several modalities whose item is the batch of a whole step; x of modalities in `sparse` is
+    `SparseCounts`."""
 
     def __init__(self, tables: Mapping[str, CellTable], *, sparse: Collection[str] = ()) -> None:
         self.tables = dict(tables)
@@ -140,9 +141,3 @@ class MultiModalDataset(Dataset[Batch]):
         draw = torch.from_numpy(draw_keys(draw_key, modality, rows))
         cells = self.tables[modality].rows(rows, sparse=modality in self.sparse)
         return CellBatch(**cells, draw=draw)
-
-
-def _as_csr(counts: Any) -> sparse.csr_matrix:
-    matrix = sparse.csr_matrix(counts, dtype=np.float32)
-    matrix.sum_duplicates()
-    return matrix

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_amp.data.files.h5ad_header import shape_of
-from lightning_amp.data.files.hdf5 import open_h5ad
 from lightning_amp.data.files.read_columns import read_columns
+from lightning_amp.data.files.read_h5ad import open_h5ad, shape_of
 from lightning_amp.data.prepare.read_scool import ScoolFile
 from lightning_amp.errors import DataError
 
@@ -37,7 +36,7 @@ class OwnColumns(Dataset[Tensor]):
         self.path, self.source = Path(path), source
         with open_h5ad(self.path) as file:
             if source not in file:
-                raise DataError(f"{self.path}: {source!r} was asked for, found {sorted(file)!r}")
+                raise DataError(f"{self.path}: there is no {source!r}, found {sorted(file)!r}")
             self.n_cells, self.n_features = shape_of(file[source])
             dense = isinstance(file[source], h5py.Dataset)
         self.columns = _run(columns, self.n_features, f"{self.path}, {source}, columns")
@@ -85,7 +84,7 @@ class OwnBins(Dataset[Tensor]):
 
     def __init__(self, path: str | Path, bins: slice | None = None, *, strata: int) -> None:
         self._file, self.strata = ScoolFile(Path(path)), strata
-        self.cells, chromosomes = self._file.cells(), self._file.bins()["chrom"].to_numpy().astype(str)
+        self.cells, chromosomes = self._file.cells, self._file.bins["chrom"].to_numpy().astype(str)
         self.n_bins = len(chromosomes)
         self.bins = _run(bins, self.n_bins, f"{path}, bins")
         self._chromosome = np.unique(chromosomes, return_inverse=True)[1]
@@ -107,11 +106,11 @@ class OwnBins(Dataset[Tensor]):
         return [*found]
 
 
-def _run(asked: slice | None, n: int, what: str) -> slice:
-    """The first and one past the last of n, as whole numbers."""
-    start, stop, step = (asked or slice(None)).indices(n)
-    if step != 1 or start >= stop or (asked is not None and (asked.stop or 0) > n):
+def _run(chosen: slice | None, n: int, what: str) -> slice:
+    """Return a slice as the first and one past the last of n."""
+    start, stop, step = (chosen or slice(None)).indices(n)
+    if step != 1 or start >= stop or (chosen is not None and (chosen.stop or 0) > n):
         raise DataError(
-            f"{what}={asked!r} is not supported; allowed is a slice with step 1 within the {n!r} that there are"
+            f"{what}={chosen!r} is not supported; allowed is a slice with step 1 within the {n!r} that exist"
         )
     return slice(start, stop)

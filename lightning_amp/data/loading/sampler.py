@@ -1,4 +1,4 @@
-"""Which cells each rank sees in each step, and the loader that resumes in mid-epoch.
+"""Samples the cells of each rank and step; its loader resumes in mid-epoch.
 
 Training repeats the shorter modalities, so that every global batch is full and equal on all ranks. The global
 batch of a step is a function of (seed, epoch, step) and its size only: 2 ranks of 8 cells see the 16 cells
@@ -26,11 +26,11 @@ CellRowsOf = Mapping[str, NDArray[np.int64]]
 class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
     """Yields the steps of one rank in one epoch.
 
-    With `cycle` (training) an epoch is as long as the largest modality needs; each modality is permuted anew
+    With `cycle` (training) an epoch is as long as the largest modality needs; each modality is permuted again
     for every pass over it and repeated until all steps are full. Without (evaluation) every cell comes once,
     in the order of `cells`, each global batch is cut as evenly as possible, and a modality that has run out
     is missing from the step. All ranks have the same number of steps and in each the same modalities: a rank
-    that would get no cell of a modality gets the last one of the batch again, and `index` tells. Draws then
+    that would get no cell of a modality gets the last one of the batch again, which `index` shows. Draws then
     depend on the cell alone.
 
     Args:
@@ -132,8 +132,8 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
 class StepLoader(DataLoader[Batch]):
     """A training loader that Lightning saves and restores in mid-epoch.
 
-    It counts the batches handed out, not those that workers have prepared. Iteration begins with the first
-    batch asked for: Lightning makes the iterator before it tells the sampler the epoch.
+    It counts the batches returned, not those that workers have prepared. Iteration starts with the first
+    `next`: Lightning makes the iterator before it sets the sampler's epoch.
     """
 
     def __init__(self, dataset: MultiModalDataset, sampler: StepSampler, **options: Any) -> None:
@@ -166,14 +166,14 @@ class StepLoader(DataLoader[Batch]):
         """Continue where `state_dict` was taken, on any number of ranks with the same global batch.
 
         Raises:
-            DataError: the state lies in mid-epoch and its global batch has another size
+            DataError: the state is in mid-epoch and its global batch has another size
         """
         epoch, step, saved = state_dict["epoch"], state_dict["step"], state_dict["global_batch"]
         if step and saved != self.steps.global_batch:
             raise DataError(
                 f"the checkpoint was written in mid-epoch (epoch {epoch!r}, step {step!r}) with {saved!r} cells in"
                 f" a global batch; this run has {self.steps.global_batch!r} ({self.steps.num_replicas!r} ranks x"
-                f" {self.steps.batch_size!r} cells), so its steps are others; choose batch_size so that the"
+                f" {self.steps.batch_size!r} cells), so its steps differ; choose batch_size so that the"
                 f" product is {saved!r}, or resume from a checkpoint of an epoch's end"
             )
         self.steps.resume(epoch=epoch, step=step)

@@ -1,1 +1,1 @@
-"""Making a data directory, from files of a person's own or from random numbers."""
+"""Makes data directories, from a user's files or from synthetic cells."""

@@ -1,19 +1,17 @@
-"""Stores the matrices of a prepared h5ad as CSC, so that a rank reads its own columns and no others."""
+"""Rewrites the matrices of a prepared h5ad as CSC, of which a rank can read a range of columns alone."""
 
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from lightning_amp.data.files.h5ad_header import shape_of
-from lightning_amp.data.files.hdf5 import open_h5ad
 from lightning_amp.data.files.new_hdf5 import new_hdf5
 from lightning_amp.data.files.read_columns import read_columns
-from lightning_amp.data.files.write_h5ad import CHUNK
+from lightning_amp.data.files.read_h5ad import open_h5ad, shape_of
+from lightning_amp.data.files.write_h5ad import PACKED
 
 MOST = 2**26
-"""Entries that are in memory together, about."""
-OPTIONS = {"chunks": (CHUNK,), "shuffle": True, "compression": "gzip", "compression_opts": 1}
+"""About how many entries are in memory at a time."""
 
 
 def store_by_columns(path: Path) -> None:
@@ -34,6 +32,6 @@ def store_by_columns(path: Path) -> None:
                 if first:
                     sparse_dataset(file[name]).append(part)
                 else:
-                    write_elem(file, name, part, dataset_kwargs=OPTIONS)
+                    write_elem(file, name, part, dataset_kwargs=PACKED)
                 check()
     aside.replace(path)

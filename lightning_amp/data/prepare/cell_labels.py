@@ -12,11 +12,9 @@ from lightning_amp.errors import DataError
 def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
     """Read a table (TSV with a header) of `cell`, and optionally `depth`, `batch`, `cluster` or `celltype`.
 
-    Suffixes of cell names that name the resolution, in base pairs, are taken off. Returns, indexed by cell, celltype
-    (str,
-    "n/a" where absent), batch (str, "0" where absent) and read_depth (float64, 1 where absent), then all other
-    columns of
-    the table as text.
+    Suffixes of cell names that name the resolution, in base pairs, are removed. Returns, indexed by cell, celltype
+    (str, "n/a" where absent), batch (str, "0" where absent) and read_depth (float64, 1 where absent), then all other
+    columns of the table as text.
 
     Raises:
         DataError: The file cannot be read, has no column `cell`, repeats a cell or has a depth that is no
@@ -37,7 +35,7 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
     if cells.has_duplicates:
         again = cells[cells.duplicated()].unique().tolist()
         raise DataError(
-            f"{path}: cells come more than once: {again[:3]!r} ({len(again)} cells); keep one line each"
+            f"{path}: cells are listed more than once: {again[:3]!r} ({len(again)} cells); keep one line each"
         )
     celltype = _column(table, ["celltype", "cluster"], "n/a")
     depth = pd.to_numeric(_column(table, ["depth"], "1"), errors="coerce")

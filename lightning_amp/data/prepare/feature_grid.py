@@ -1,4 +1,4 @@
-"""The features of a Hi-C modality: every pair (bin i, bin i + k) with k < strata, in stratum-major order."""
+"""Numbers the features of a Hi-C modality: every pair (bin i, bin i + k) with k < strata, in stratum-major order."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +95,7 @@ def build_grid(
     most = int(sizes.max()) if cis_only else len(kept)
     if not 1 <= strata <= most:
         raise DataError(
-            f"{source}: asked for {strata!r} strata; allowed are 1 to {most!r}, the number of bins of the "
+            f"{source}: {strata!r} strata are not possible; allowed are 1 to {most!r}, the number of bins of the "
             f"longest chromosome kept ({sizes.idxmax()!r}); ask for fewer or use a finer resolution"
         )
     row_of_bin = np.where(keep, np.cumsum(keep) - 1, -1)

@@ -1,4 +1,4 @@
-"""Writes AnnData objects as a data directory, for a data module that is made from objects in memory.
+"""Writes AnnData objects as a data directory, for a data module of objects in memory.
 
 Cells stay in the order of the objects, and none is left out. Genes are chosen and the guidance graph is built by the
 functions of `prepare`. One difference: an object has the contacts of its strata only, so that only these become edges,
@@ -13,8 +13,8 @@ import pandas as pd
 import scipy.sparse as sp
 
 from lightning_amp.data.files.graphml import write_graph
-from lightning_amp.data.files.h5ad_header import DEPTH_COLUMNS
 from lightning_amp.data.files.new_hdf5 import new_hdf5
+from lightning_amp.data.files.read_h5ad import DEPTH_COLUMNS
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
 from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY
 from lightning_amp.data.files.write_h5ad import write_annotations
@@ -40,7 +40,7 @@ def write_objects(
     loop_quantile: float,
 ) -> None:
     """Write hic/, rna/ and graphs/ under an existing directory; arguments and errors as for `from_anndata`."""
-    _check_question(rna=rna, hic=hic, graph=graph, genes=genes)
+    _check_arguments(rna=rna, hic=hic, graph=graph, genes=genes)
     objects = {
         name: _in_memory(name, data) for name, data in (("rna", rna), ("hic", hic)) if data is not None
     }
@@ -49,7 +49,10 @@ def write_objects(
     if genes is not None:
         assert layout is not None, "genes are refused without Hi-C"
         bins = _bins(objects["hic"].var, layout)
-        chosen, positions = _choose(objects["rna"], counts["rna"], bins, genes, n_genes)
+        table = as_genes(genes) if isinstance(genes, pd.DataFrame) else read_genes(genes)
+        read = RnaCounts(counts["rna"], objects["rna"].obs, objects["rna"].var_names, "rna")
+        source = "genes" if isinstance(genes, pd.DataFrame) else genes
+        chosen, positions = choose_genes(read, table, bins, n_genes=n_genes, annotation=source)
         _write_matrix(root, "rna", chosen.counts, objects["rna"].obs, objects["rna"].var.loc[chosen.genes])
         tables = build_graph(positions, bins, _bulk(counts["hic"], layout, bins), loop_quantile=loop_quantile)
         (root / "graphs").mkdir()
@@ -62,7 +65,7 @@ def write_objects(
         _write_networkx(root, graph, names if layout is None else names | {"hic": layout.anchor_names})
 
 
-def _check_question(**given: Any) -> None:
+def _check_arguments(**given: Any) -> None:
     found = [name for name, value in given.items() if value is not None]
     question = f"SingleCellDataModule.from_anndata: given are {found!r}; "
     if given["rna"] is None and given["hic"] is None:
@@ -141,14 +144,14 @@ def _bins(var: pd.DataFrame, layout: FeatureLayout) -> pd.DataFrame:
         )
     if len({stratum.resolution for stratum in layout.strata}) > 1:
         raise DataError(
-            "hic.var: a graph from genes= was asked for, found several resolutions; give graph=, or one resolution"
+            "hic.var: genes= requires one resolution, found several resolutions; give graph=, or one resolution"
         )
     bins = var[list(BIN_COLUMNS)].iloc[: layout.n_anchors].rename(columns=BIN_COLUMNS).reset_index(drop=True)
     bins["chrom"] = bins["chrom"].astype(str)
     for name, place in zip(layout.anchor_names.tolist(), bin_names(bins), strict=True):
         if name != place:
             raise DataError(
-                f"hic.var: the bin named {name!r} lies at {place!r} by chrom, chromStart and chromEnd; make them agree"
+                f"hic.var: the bin named {name!r} is at {place!r} by chrom, chromStart and chromEnd; make them agree"
             )
     codes, start = pd.factorize(bins["chrom"])[0], bins["start"].to_numpy()
     if (np.diff(codes) < 0).any() or (start[1:] <= start[:-1])[np.diff(codes) == 0].any():
@@ -159,7 +162,7 @@ def _bins(var: pd.DataFrame, layout: FeatureLayout) -> pd.DataFrame:
 def _bulk(counts: Any, layout: FeatureLayout, bins: pd.DataFrame) -> Any:
     """Sum the contacts within chromosomes over the cells, as `write_hic` does, to a COO array [anchor, anchor]."""
     bulk = Pseudobulk(len(bins))
-    # where a file pads its strata, the partner may lie beyond the last bin
+    # if a file pads its strata, the partner can be beyond the last bin
     chrom = np.pad(pd.factorize(bins["chrom"])[0], (0, layout.n_strata), constant_values=-1)
     total = np.asarray(counts.sum(axis=0, dtype=np.float64)).ravel()
     for stratum in layout.strata:
@@ -167,15 +170,6 @@ def _bulk(counts: Any, layout: FeatureLayout, bins: pd.DataFrame) -> Any:
         cis = (count > 0) & (chrom[low] == chrom[low + stratum.k])
         bulk.add(low[cis], low[cis] + stratum.k, count[cis])
     return bulk.total()
-
-
-def _choose(
-    rna: Any, counts: Any, bins: pd.DataFrame, genes: str | Path | pd.DataFrame, n_genes: int
-) -> tuple[RnaCounts, pd.DataFrame]:
-    table = as_genes(genes) if isinstance(genes, pd.DataFrame) else read_genes(genes)
-    source = "genes" if isinstance(genes, pd.DataFrame) else genes
-    read = RnaCounts(counts, rna.obs, rna.var_names, "rna")
-    return choose_genes(read, table, bins, n_genes=n_genes, annotation=source)
 
 
 def _write_networkx(root: Path, graph: Any, names: dict[str, Any]) -> None:

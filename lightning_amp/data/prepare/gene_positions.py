@@ -53,7 +53,7 @@ def read_genes(path: str | Path) -> pd.DataFrame:
         found = _collect(path, _parse_bed)
     else:
         raise DataError(
-            f"{path}: asked for a gene annotation, found the name {path.name!r}; allowed: .gtf, .bed (.gz)"
+            f"{path}: expected a gene annotation, found the name {path.name!r}; allowed: .gtf, .bed (.gz)"
         )
     if not found:
         raise DataError(

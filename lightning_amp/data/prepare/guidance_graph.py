@@ -1,4 +1,4 @@
-"""Builds the guidance graph: which gene lies in which bin, and which bins touch.
+"""Builds the guidance graph: genes and the bins they are in, and bins in contact.
 
 Edges of three types, each listed once:
     overlap     gene - bin that its promoter (transcription start and 2 kb upstream) touches; weight 1
@@ -26,7 +26,7 @@ def bin_names(bins: pd.DataFrame) -> NDArray[Any]:
 def overlap_bins(genes: pd.DataFrame, bins: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows of genes and of bins for every pair in which the gene's promoter touches the bin.
 
-    Chromosomes are spelled alike in both; bins are contiguous and ascending on each chromosome.
+    Chromosomes have the same names in both; bins are contiguous and ascending on each chromosome.
     """
     low, high = promoters(genes)
     gene_rows, bin_rows = [], []
@@ -49,7 +49,7 @@ def contact_edges(
     """Return rows of both bins and weights of the contacts above a quantile, and of all neighbours.
 
     On each chromosome the observed contacts between bins at least two apart are compared; those above the
-    quantile weigh rank / number, so that the weight lies in (0, 1]. Neighbouring bins are always joined, with
+    quantile weigh rank / number, so that the weight is in (0, 1]. Neighbouring bins are always joined, with
     weight 1.
 
     Args:

@@ -1,6 +1,6 @@
 """Prepares a data directory from single-cell contacts (.scool), RNA counts (.h5ad) and gene positions."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -62,31 +62,37 @@ def prepare(
         overwrite: Replace an existing data directory.
 
     Raises:
-        DataError: Any of the files cannot be used as asked; nothing is then left behind.
+        DataError: Any of the files cannot be used; nothing is then left behind.
     """
     _check_numbers(strata=strata, min_depth=min_depth, n_genes=n_genes, loop_quantile=loop_quantile)
     with write_aside(out, overwrite=overwrite) as aside:
         scool = ScoolFile(Path(hic))
-        width = _check_resolution(scool, resolution)
-        bins = scool.bins()
-        kept = choose_chromosomes(chromosomes, bins["chrom"].drop_duplicates().tolist(), path=scool.path)
-        grid = build_grid(bins, strata=strata, chromosomes=kept, cis_only=cis_only, source=scool.path)
+        width = scool.resolution()
+        if resolution is not None and parse_resolution(resolution) != width:
+            raise DataError(
+                f"{scool.path}: resolution={resolution!r} was given, found bins of {width!r} bp "
+                f"({format_resolution(width)!r}); give the file of that resolution, or this resolution"
+            )
+        present = scool.bins["chrom"].drop_duplicates().tolist()
+        kept = choose_chromosomes(chromosomes, present, path=scool.path)
+        grid = build_grid(scool.bins, strata=strata, chromosomes=kept, cis_only=cis_only, source=scool.path)
         named = scool.named_cells()
         table = None if labels is None else read_labels(labels, resolution=width)
         marks = label_cells(table, list(named), path=labels)
         found = read_rna(rna), read_genes(genes)
         counts, positions = choose_genes(*found, grid.bins, n_genes=n_genes, annotation=genes)
+        pixels = scool.iterate(named.values())
         write_modalities(
             aside,
             grid=grid,
-            cells=_stream(scool, named),
+            cells=((name, table) for name, (_, table) in zip(named, pixels, strict=True)),
             labels=marks,
             rna=counts,
             positions=positions,
             loop_quantile=loop_quantile,
             min_depth=min_depth,
             source=scool.path,
-            assembly=scool.assembly(),
+            assembly=scool.assembly,
         )
         if by_columns:
             for path in find(aside).modalities.values():
@@ -130,22 +136,6 @@ def write_modalities(
     )
     vertices, edges = build_graph(positions, grid.bins, bulk, loop_quantile=loop_quantile)
     write_graph(root / "graphs" / f"{setting}.graphml.gz", vertices, edges)
-
-
-def _stream(scool: ScoolFile, named: dict[str, str]) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield the clean name and the pixels of every cell."""
-    pixels = scool.iterate(named.values())
-    return ((name, table) for name, (_, table) in zip(named, pixels, strict=True))
-
-
-def _check_resolution(scool: ScoolFile, asked: int | str | None) -> int:
-    width = scool.resolution()
-    if asked is not None and parse_resolution(asked) != width:
-        raise DataError(
-            f"{scool.path}: asked for resolution {asked!r}, found bins of {width!r} bp "
-            f"({format_resolution(width)!r}); give the file of that resolution, or ask for this one"
-        )
-    return width
 
 
 def _check_numbers(*, strata: int, min_depth: int, n_genes: int, loop_quantile: float) -> None:

@@ -3,9 +3,8 @@
 Accepted: one fixed-width bin table shared by all cells, symmetric-upper pixels, whole non-negative counts.
 """
 
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +12,54 @@ import h5py
 import numpy as np
 import pandas as pd
 
-from lightning_amp.data.files.hdf5 import open_hdf5, read_strings
 from lightning_amp.data.files.raw_counts import fault_of_counts
+from lightning_amp.data.files.read_h5ad import open_hdf5
 from lightning_amp.data.files.resolution import strip_resolution
-from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY
+from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY, is_fixed
 from lightning_amp.errors import DataError
 
 PIXELS = ["bin1_id", "bin2_id", "count"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScoolFile:
     """A .scool file; keeps its path, no handle.
+
+    Attributes:
+        cells: Names of the cells as in the file, in natural order.
+        bins: chrom (str), start and end (int64, base pairs, half-open), in file order.
+        assembly: Name of the genome assembly in the attributes of the file or its first cell, else "unknown".
 
     Raises:
         DataError: The file is absent, damaged, or another kind of file.
     """
 
     path: Path
+    cells: list[str] = field(init=False)
+    bins: pd.DataFrame = field(init=False)
+    assembly: str = field(init=False, default=UNKNOWN_ASSEMBLY)
 
     def __post_init__(self) -> None:
+        from cooler.util import natsorted
+
         with open_hdf5(self.path, what=".scool file") as file:
             _check_kind(file, self.path)
-
-    def cells(self) -> list[str]:
-        """Return the names of the cells as the file writes them, in natural order."""
-        with open_hdf5(self.path, what=".scool file") as file:
-            return sorted(file["cells"], key=_natural_key)
+            self.cells = natsorted(file["cells"])
+            self.bins = _read_bins(file)
+            for group in (file["cells"][self.cells[0]], file):
+                found = group.attrs.get("genome-assembly", UNKNOWN_ASSEMBLY)
+                found = found.decode() if isinstance(found, bytes) else str(found)
+                self.assembly = self.assembly if found == UNKNOWN_ASSEMBLY else found
 
     def named_cells(self) -> dict[str, str]:
-        """Return the clean name of every cell (no ".500kb", no ".cool") and the name the file writes.
+        """Return the clean name of every cell (no ".500kb", no ".cool") and its name in the file.
 
         Raises:
             DataError: Two cells have the same clean name.
         """
         resolution = self.resolution()
         named: dict[str, str] = {}
-        for cell in self.cells():
+        for cell in self.cells:
             name = strip_resolution(cell, resolution=resolution)
             if name in named:
                 raise DataError(
@@ -59,41 +69,23 @@ class ScoolFile:
             named[name] = cell
         return named
 
-    def bins(self) -> pd.DataFrame:
-        """Return the bin table: chrom (str), start, end (int64, base pairs, half-open), in file order."""
-        with open_hdf5(self.path, what=".scool file") as file:
-            return _read_bins(file)
-
     def resolution(self) -> int:
         """Return the bin width in base pairs.
 
         Raises:
             DataError: The bins are not all of one width.
         """
-        bins = self.bins()
-        width = int((bins["end"] - bins["start"]).max())
-        last = (bins["chrom"] != bins["chrom"].shift(-1)).to_numpy()
-        aligned = (bins["start"] % width == 0) & ((bins["end"] - bins["start"] == width) | last)
-        if not aligned.all():
-            found = sorted((bins["end"] - bins["start"])[~last].unique().tolist())[:4]
+        widths = self.bins["end"] - self.bins["start"]
+        if not is_fixed(self.bins):
+            last = self.bins["chrom"] != self.bins["chrom"].shift(-1)
             raise DataError(
-                f"{self.path}: the bins are of variable width (found {found!r} bp); fixed-width bins are "
-                "needed, bin the contacts again at one resolution"
+                f"{self.path}: the bins are of variable width (found {sorted(widths[~last].unique().tolist())[:4]!r}"
+                " bp) or leave some out; bins of one width are needed, bin the contacts again at one resolution"
             )
-        return width
-
-    def assembly(self) -> str:
-        """Return the name of the genome assembly in the attributes of the file or its first cell, else "unknown"."""
-        with open_hdf5(self.path, what=".scool file") as file:
-            for group in (file, file["cells"][self.cells()[0]]):
-                found = group.attrs.get("genome-assembly", UNKNOWN_ASSEMBLY)
-                found = found.decode() if isinstance(found, bytes) else str(found)
-                if found != UNKNOWN_ASSEMBLY:
-                    return found
-        return UNKNOWN_ASSEMBLY
+        return int(widths.max())
 
     def pixels(self, cell: str) -> pd.DataFrame:
-        """Return the contacts, bin1_id <= bin2_id and count, of the cell that the file calls so.
+        """Return the contacts, bin1_id <= bin2_id and count, of the cell of this name in the file.
 
         Raises:
             DataError: No such cell, other bins than the file's, or counts that are no counts.
@@ -104,90 +96,78 @@ class ScoolFile:
         """Yield name and pixels of each of the cells, opening the file once; errors as in `pixels`.
 
         Args:
-            cells: Names, as the file writes them.
-            own: Bins whose pixels alone are read, those with bin1_id among them; None is all.
+            cells: Names in the file.
+            own: Read only pixels whose bin1_id is one of these bins; None is all.
         """
-        # cooler takes a second to import and only reading contacts needs it.
-        from cooler.api import pixels
+        from cooler import Cooler
 
         with open_hdf5(self.path, what=".scool file") as file:
-            bins = _read_bins(file)
             for cell in cells:
                 where = f"{self.path}: cell {cell!r}"
                 group = file["cells"].get(cell)
                 if group is None:
-                    some = sorted(file["cells"], key=_natural_key)[:3]
                     raise DataError(
-                        f"{where} is not in the file, found e.g. {some!r}; use a name from cells()"
+                        f"{where} is not in the file, found e.g. {self.cells[:3]!r}; use one of `cells`"
                     )
-                _check_cell(group, file, bins, where)
+                self._check_cell(group, where)
                 offset = group["indexes/bin1_offset"]
                 run = (0, None) if own is None else (int(offset[own.start]), int(offset[own.stop]))
-                table = pixels(group, *run, fields=PIXELS, join=False)
-                _check_pixels(table, len(bins), where)
+                table = Cooler(group).pixels()[PIXELS][slice(*run)]
+                _check_pixels(table, len(self.bins), where)
                 yield cell, table
 
-
-def _natural_key(text: str) -> list[tuple[bool, int, str]]:
-    """Sort key under which cell_2 comes before cell_10."""
-    parts = re.split(r"(\d+)", text)
-    return [(True, int(p), "") if p.isdigit() else (False, 0, p) for p in parts]
+    def _check_cell(self, group: Any, where: str) -> None:
+        """Refuse a cell with other bins than the file's, or stored in another way."""
+        needed = ("bins/start", "chroms/name", "pixels/count", "indexes/bin1_offset")
+        missing = [name for name in needed if name not in group]
+        if missing:
+            raise DataError(f"{where} has no {missing!r}; the file is not complete, write it again")
+        # Linked tables are the same HDF5 object, so no cell need be compared bin by bin.
+        linked = all(group[name] == group.file[name] for name in ("bins/start", "chroms/name"))
+        if not linked and not (own := _read_bins(group)).equals(self.bins):
+            raise DataError(
+                f"{where} has {len(own)!r} bins on chromosomes {sorted(set(own['chrom']))[:3]!r}, which differ from"
+                f" the file's {len(self.bins)!r} on {sorted(set(self.bins['chrom']))[:3]!r}; all cells need one"
+                " assembly and one resolution"
+            )
+        mode = group.attrs.get("storage-mode", "symmetric-upper")
+        if mode != "symmetric-upper":
+            raise DataError(
+                f"{where} has storage-mode {mode!r}; 'symmetric-upper' is needed, write it so with cooler"
+            )
 
 
 def _check_kind(file: Any, path: Path) -> None:
-    """Refuse every HDF5 file that is no .scool, by the name of what it is."""
+    """Refuse every HDF5 file that is no .scool, and name what it is."""
     advice = "write one with cooler.create_scool"
+    found, missing = "", [n for n in ("chroms/name", "bins/chrom", "bins/start", "bins/end") if n not in file]
     if "resolutions" in file:
-        raise DataError(f"{path}: asked for a .scool, found a .mcool (bulk, many resolutions); {advice}")
-    if "pixels" in file:
-        raise DataError(f"{path}: asked for a .scool, found a .cool (one bulk matrix); {advice}")
-    if "cells" not in file:
-        if any(isinstance(g, h5py.Group) and "pixels" in g for g in file.values()):
-            raise DataError(
-                f"{path}: cells lie at the root of the file ({sorted(file)[:3]!r}), as cooler before 0.8.9 "
-                f"wrote it; {advice} of a current cooler"
-            )
-        raise DataError(f"{path}: asked for a .scool, found an HDF5 file with {sorted(file)[:5]!r}; {advice}")
-    missing = [n for n in ("chroms/name", "bins/chrom", "bins/start", "bins/end") if n not in file]
-    if missing:
-        raise DataError(f"{path}: the .scool has no {missing!r}; it is not complete, {advice}")
-    if len(file["cells"]) == 0:
-        raise DataError(f"{path}: the .scool has no cells; it is not complete, {advice}")
-    if len(file["bins/start"]) == 0:
-        raise DataError(f"{path}: the .scool has no bins; it is not complete, {advice}")
+        found = "expected a .scool, found a .mcool (bulk, many resolutions)"
+    elif "pixels" in file:
+        found = "expected a .scool, found a .cool (one bulk matrix)"
+    elif "cells" not in file and any(isinstance(g, h5py.Group) and "pixels" in g for g in file.values()):
+        found = (
+            f"cells are at the root of the file ({sorted(file)[:3]!r}), where cooler before 0.8.9 wrote them"
+        )
+    elif "cells" not in file:
+        found = f"expected a .scool, found an HDF5 file with {sorted(file)[:5]!r}"
+    elif missing:
+        found = f"the .scool has no {missing!r}"
+    elif len(file["cells"]) == 0:
+        found = "the .scool has no cells"
+    elif len(file["bins/start"]) == 0:
+        found = "the .scool has no bins"
+    if found:
+        raise DataError(f"{path}: {found}; {advice}")
 
 
 def _read_bins(group: Any) -> pd.DataFrame:
-    names = np.array(read_strings(group["chroms/name"]), dtype=object)
-    return pd.DataFrame(
-        {
-            "chrom": names[group["bins/chrom"][:]],
-            "start": group["bins/start"][:].astype(np.int64),
-            "end": group["bins/end"][:].astype(np.int64),
-        }
+    from cooler.api import bins
+
+    table = bins(group, fields=["chrom", "start", "end"])
+    return table.assign(chrom=table["chrom"].astype(str).astype(object)).astype(
+        {"start": "int64", "end": "int64"}
     )
-
-
-def _check_cell(group: Any, file: Any, bins: pd.DataFrame, where: str) -> None:
-    """Refuse a cell with other bins than the file's, or stored in another way."""
-    missing = [
-        n for n in ("bins/start", "chroms/name", "pixels/count", "indexes/bin1_offset") if n not in group
-    ]
-    if missing:
-        raise DataError(f"{where} has no {missing!r}; the file is not complete, write it again")
-    # Linked tables are the same HDF5 object, so no cell need be compared bin by bin.
-    linked = group["bins/start"] == file["bins/start"] and group["chroms/name"] == file["chroms/name"]
-    if not linked and not _read_bins(group).equals(bins):
-        raise DataError(
-            f"{where} has {len(group['bins/start'])!r} bins on chromosomes "
-            f"{sorted(set(_read_bins(group)['chrom']))[:3]!r}, which differ from the file's {len(bins)!r} on "
-            f"{sorted(set(bins['chrom']))[:3]!r}; all cells need one assembly and one resolution"
-        )
-    mode = group.attrs.get("storage-mode", "symmetric-upper")
-    if mode != "symmetric-upper":
-        raise DataError(
-            f"{where} has storage-mode {mode!r}; 'symmetric-upper' is needed, write it so with cooler"
-        )
 
 
 def _check_pixels(table: pd.DataFrame, n_bins: int, where: str) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from lightning_amp.data.files.hdf5 import open_h5ad
 from lightning_amp.data.files.new_hdf5 import new_hdf5
 from lightning_amp.data.files.raw_counts import fault_of_counts
+from lightning_amp.data.files.read_h5ad import open_h5ad
 from lightning_amp.data.files.write_h5ad import write_annotations
 from lightning_amp.errors import DataError
 
@@ -61,12 +61,12 @@ def read_rna(path: str | Path) -> RnaCounts:
 def check_raw(
     counts: Any, cells: pd.Index, features: pd.Index, *, where: str, place: str, feature: str = "gene"
 ) -> None:
-    """Refuse values that are no raw counts, and names that come more than once.
+    """Refuse values that are no raw counts, and repeated names.
 
     Args:
         counts: CSR array of shape [cell, feature].
         cells, features: Their names.
-        where, place: The file or object, and where in it the counts lie, for messages.
+        where, place: The file or object, and the place of the counts in it, for messages.
         feature: What a feature is called in messages.
 
     Raises:
@@ -82,7 +82,7 @@ def check_raw(
         if names.has_duplicates:
             again = names[names.duplicated()].unique().tolist()
             raise DataError(
-                f"{where}: {what} names come more than once: {again[:3]!r} ({len(again)}); make them unique"
+                f"{where}: {what} names are repeated: {again[:3]!r} ({len(again)}); make them unique"
             )
 
 
@@ -99,18 +99,10 @@ def write_rna(path: Path, rna: RnaCounts, positions: pd.DataFrame, *, settings: 
     """Write the RNA modality; cells without a count in the genes kept are dropped and counted.
 
     Positions are chrom, start, end, strand of the genes in their order; settings go to `uns["amp"]`.
-
-    Raises:
-        DataError: No cell has a count.
     """
     from anndata.io import write_elem
 
     filled = rna.counts.sum(axis=1) > 0
-    if not filled.any():
-        raise DataError(
-            f"{rna.source}: all {len(filled)!r} RNA cells are empty in the {len(positions)!r} genes kept; "
-            "check the counts and the genes"
-        )
     counts = sp.csr_matrix(rna.counts[filled], dtype=np.float32)
     var = positions.rename(columns={"start": "chromStart", "end": "chromEnd"}).rename_axis(None)
     var = var[["chrom", "chromStart", "chromEnd", "strand"]].assign(highly_variable=True, in_hic=True)

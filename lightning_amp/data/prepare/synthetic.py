@@ -1,12 +1,12 @@
-"""Makes a data directory of synthetic cells, small or at any scale, through the writers of `prepare`.
+"""Makes a data directory of synthetic cells, of any size, with the writers of `prepare`.
 
 Each cell type has its own active and inactive chromosome segments (compartments) and a few loops. Contacts
 between bins i and i + k fall off as 1 / (k + 1), are more frequent within a compartment and around active
 bins, and strongest at loops; RNA counts of genes in active segments are higher. Number of contacts and of
 transcripts vary log-normally between cells.
 
-That contacts around active bins are more frequent is what links the modalities: products of activities keep no
-sign. It is what scores of genes in single-cell Hi-C rest on, such as the contacts within a gene's body of scGAD (Shen
+More frequent contacts around active bins link the modalities: products of activities keep no sign. Scores of genes in
+single-cell Hi-C rest on them, such as the contacts within a gene's body of scGAD (Shen
 et al. 2022, doi 10.1093/bioinformatics/btac372), by which scHi-C cells are placed among RNA cells. No published number
 for its strength was found; LINK is ours, and strong: the correlation over cell types of a gene's expression and its
 bin's contacts of strata 0 and 1 is about 0.8, where the human cortex at 1 Mb (Lee et al. 2019, Darmanis et al. 2015,
@@ -40,7 +40,7 @@ DISPERSION = 5.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Population:
-    """What the cells are drawn from.
+    """Distributions that the cells are drawn from.
 
     Attributes:
         activity: Compartment of each bin, positive where active, of shape [type, bin].
@@ -115,7 +115,7 @@ def _check_sizes(sizes: dict[str, int]) -> None:
             raise DataError(f"{name}={value!r} is too small; at least 1 is allowed")
     if sizes["chromosomes"] > sizes["bins"]:
         raise DataError(
-            f"asked for chromosomes={sizes['chromosomes']!r} in bins={sizes['bins']!r}; each needs a bin"
+            f"chromosomes={sizes['chromosomes']!r} do not fit in bins={sizes['bins']!r}; each needs a bin"
         )
 
 
@@ -160,7 +160,7 @@ def _draw_cells(
     stratum, anchor = np.nonzero(population.grid.column_of >= 0)
     for cell, celltype in labels["celltype"].items():
         cumulative = population.cumulative[int(celltype.removeprefix("type"))]
-        # At least one contact, so that every cell asked for is also written.
+        # At least one contact, so that every cell is written.
         n = max(1, rng.poisson(depth * rng.lognormal(-(SPREAD**2) / 2, SPREAD)))
         drawn = np.searchsorted(cumulative, rng.random(n), side="right")
         feature, count = np.unique(drawn, return_counts=True)

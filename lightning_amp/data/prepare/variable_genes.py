@@ -1,4 +1,4 @@
-"""Chooses the genes of the RNA modality: variable ones whose promoter lies in a Hi-C bin."""
+"""Chooses the genes of the RNA modality: variable ones whose promoter is in a Hi-C bin."""
 
 from dataclasses import replace
 from pathlib import Path

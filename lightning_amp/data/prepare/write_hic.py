@@ -1,4 +1,4 @@
-"""Turns the contacts of single cells into the Hi-C modality: an h5ad of cells x (stratum, anchor)."""
+"""Writes contacts of single cells as the Hi-C modality: an h5ad of cells x (stratum, anchor)."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,18 +10,20 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from lightning_amp.data.files.new_hdf5 import new_hdf5
-from lightning_amp.data.files.write_h5ad import MatrixWriter
+from lightning_amp.data.files.write_h5ad import start_matrix, write_annotations
 from lightning_amp.data.prepare.feature_grid import FeatureGrid
 from lightning_amp.errors import DataError
 
 FLUSH_AT = 4_000_000
+"""Pixels that wait in memory until they are added to a sum."""
+APPEND_AT = 1_000_000
+"""Entries that wait in memory until they are appended to the file."""
 
 
 class Pseudobulk:
-    """Running sum of contact maps over the same bins, in memory that the genome bounds, not the number of cells.
+    """Running sum of contact maps over the same bins, in memory that does not grow with the number of cells.
 
-    Pixels wait in a buffer and are added to a sparse matrix when the buffer is full, so that the cost of an
-    addition is shared by many cells.
+    Pixels wait in a buffer that is added to a sparse matrix when it is full, because an addition is slow.
     """
 
     def __init__(self, n_bins: int) -> None:
@@ -60,12 +62,11 @@ def write_hic(
     settings: dict[str, Any],
     source: str | Path,
 ) -> Any:
-    """Write the Hi-C modality, one cell in memory at a time.
+    """Write the Hi-C modality, with a few cells in memory at a time.
 
     A cell is dropped when it has fewer than `min_depth` contacts on the kept chromosomes (at any distance),
     or none in the strata. Dropped cells count in no sum. Returns the contacts within chromosomes, summed over the
-    cells
-    kept, as a SciPy COO array [anchor, anchor].
+    cells kept, as a SciPy COO array [anchor, anchor].
 
     Args:
         path: The h5ad to write.
@@ -79,8 +80,20 @@ def write_hic(
     bulk = Pseudobulk(len(grid.bins))
     chrom = pd.factorize(grid.bins["chrom"])[0]
     kept, depths, n_seen, n_shallow, best = [], [], 0, 0, 0.0
+    waiting: list[tuple[Any, Any]] = []
     with new_hdf5(path) as (file, check):
-        writer = MatrixWriter(file, check, n_features=grid.n_features)
+        matrix = start_matrix(file, grid.n_features)
+
+        def flush() -> None:
+            if waiting:
+                columns, values = (np.concatenate(parts) for parts in zip(*waiting, strict=True))
+                ends = np.cumsum([0, *(len(part) for part, _ in waiting)])
+                entries = (values.astype(np.float32), columns.astype(np.int32), ends)
+                # many cells at once: `append` takes 8 ms a call
+                matrix.append(sp.csr_matrix(entries, shape=(len(waiting), grid.n_features)))
+                waiting.clear()
+                check()
+
         for cell, pixels in cells:
             n_seen += 1
             count = pixels["count"].to_numpy()
@@ -92,17 +105,27 @@ def write_hic(
             n_shallow += depth < min_depth
             if depth < min_depth or not stored.any():
                 continue
-            columns, values = _sort_and_sum(column[stored], count[stored])
-            writer.append(columns, values)
+            # a repeated pixel is added up: cooler writes none, other tools may
+            columns, where = np.unique(column[stored], return_inverse=True)
+            values = np.bincount(where, weights=count[stored])
+            waiting.append((columns, values))
+            if sum(len(part) for part, _ in waiting) >= APPEND_AT:
+                flush()
             cis = present & (chrom[row1] == chrom[row2])
             bulk.add(row1[cis], row2[cis], count[cis])
             kept.append(cell)
             depths.append(float(values.sum()))
         if not kept:
             raise DataError(
-                f"{source}: no cell is left of {n_seen!r}: asked for at least {min_depth!r} contacts a cell, "
+                f"{source}: no cell is left of {n_seen!r}: min_depth={min_depth!r} contacts a cell are required, "
                 f"the deepest has {best!r} on the kept chromosomes; lower min_depth or check the cells"
             )
+        flush()
+        ends = file["X/indptr"][:]
+        if ends[-1] <= np.iinfo(np.int32).max:
+            # as narrow as the indices: scipy copies all indices for each slice of mixed integers
+            del file["X/indptr"]
+            file["X/indptr"] = ends.astype(np.int32)
         obs = labels.loc[kept].assign(depth=depths, dataset="train")
         obs.index = pd.Index(kept, dtype=object)
         dropped = {
@@ -113,11 +136,5 @@ def write_hic(
         amp = (
             settings | {"schema": 1, "chromosomes_left_out": np.array(grid.left_out, dtype=object)} | dropped
         )
-        writer.finish(obs=obs, var=grid.var(), uns={"amp": amp})
+        write_annotations(file, obs=obs, var=grid.var(), uns={"amp": amp})
     return bulk.total()
-
-
-def _sort_and_sum(columns: Any, counts: Any) -> tuple[Any, Any]:
-    """Return ascending columns, a repeated pixel added up (cooler writes none, other tools may)."""
-    unique, where = np.unique(columns, return_inverse=True)
-    return unique, np.bincount(where, weights=counts)

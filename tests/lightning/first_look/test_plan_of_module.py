@@ -173,7 +173,7 @@ def test_batches_are_made_of_their_shapes() -> None:
         ("mask", torch.bool),
     ]
     for text in ("", "4x", "0x3", "4x3:int65", "4x3,,", "a=4,5", "a=4,a=5", "four"):
-        with pytest.raises(DataError, match="the shapes of a batch were given as"):
+        with pytest.raises(DataError, match="the shapes of a batch are"):
             batch_of_shapes(text)
 
 
