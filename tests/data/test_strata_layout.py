@@ -71,6 +71,19 @@ def test_names_alone_give_strata_and_anchors(tmp_path: Path) -> None:
     assert (layout.n_anchors, layout.n_strata, layout.n_features) == (6, 3, 15)
 
 
+def test_categorical_columns_of_anndata_0_7_are_read(tmp_path: Path) -> None:
+    names, stratum, anchor = single_resolution()
+    path = write_var(tmp_path / "hic.h5ad", names, {"stratum": stratum})
+    with h5py.File(path, "a") as file:
+        var = file["var"]
+        var.create_dataset(
+            "__categories/anchor", data=np.array(names[:6][::-1], dtype=object), dtype=h5py.string_dtype()
+        )
+        var["anchor"] = np.array([5 - i for i in anchor], dtype=np.int8)
+        var["anchor"].attrs["categories"] = var["__categories/anchor"].ref
+    same(read_layout(path), read_layout(write_var(tmp_path / "names.h5ad", names)))
+
+
 def test_columns_and_names_give_the_same_layout(tmp_path: Path) -> None:
     names, stratum, anchor = single_resolution()
     by_name = read_layout(write_var(tmp_path / "names.h5ad", names))
