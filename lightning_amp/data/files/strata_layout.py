@@ -106,11 +106,15 @@ def read_layout(h5ad_path: str | Path) -> FeatureLayout:
         if len(names) == 0:
             raise DataError(f"{path}: the file has no features (var is empty); prepare it again")
         # only what is needed: a table of 3.6 million features takes a gigabyte
-        column = {name: read_elem(var[name]) for name in ("res", "stratum", "anchor") if name in var}
-        for name in column:
+        column = {}
+        for name in {"res", "stratum", "anchor"} & set(var):
             # anndata 0.7 keeps the categories of a column elsewhere
-            if (categories := var[name].attrs.get("categories")) is not None:
-                column[name] = pd.Categorical.from_codes(column[name], read_elem(file[categories]))
+            categories = var[name].attrs.get("categories")
+            column[name] = (
+                read_elem(var[name])
+                if categories is None
+                else pd.Categorical.from_codes(var[name][:], read_strings(file[categories]))
+            )
         labels: list[str | None] = [None]
         resolution = np.zeros(len(names), dtype=np.int64)
         if "res" in column:
