@@ -84,12 +84,6 @@ def test_keeps_no_probabilities_and_lowers_the_peak() -> None:
     assert peak_chunked < peak / 4
 
 
-def test_memory_grows_with_the_chunk() -> None:
-    peaks = [measure(chunk_attention(LocalAttention(8, 50), buckets=b), n=1000, dim=8)[1] for b in (1, 4, 10)]
-    assert peaks == sorted(peaks)
-    assert peaks[0] < peaks[-1] / 2
-
-
 def test_state_dict_copies_and_undo() -> None:
     key = AttentionKey(8, 5)
     names, eager = list(key.state_dict()), key.attention
@@ -104,28 +98,6 @@ def test_state_dict_copies_and_undo() -> None:
     assert "buckets=2, retain=False" in repr(key)
     key.attention = eager
     assert torch.equal(key(v)[0], expected)
-
-
-def test_no_gradient_asked_for() -> None:
-    eager = LocalAttention(8, 10)
-    chunked = chunk_attention(eager, buckets=2)
-    leaves = inputs(43, 8)
-    with torch.no_grad():
-        assert torch.equal(chunked(*leaves), eager(*leaves))
-    with torch.inference_mode():
-        assert torch.equal(chunked(*leaves), eager(*leaves))
-
-
-def test_gradient_taken_inside_another_forward() -> None:
-    expected = forward_backward(LocalAttention(8, 10), 43, 8)[1]
-
-    class Inside(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, *leaves: Tensor) -> Tensor:
-            with torch.enable_grad():
-                return forward_backward(chunk_attention(LocalAttention(8, 10), buckets=2), 43, 8)[1][2]
-
-    assert torch.allclose(Inside.apply(*inputs(43, 8)), expected[2], rtol=1e-12)  # type: ignore[no-untyped-call]
 
 
 def test_whole_decoder_in_place() -> None:
