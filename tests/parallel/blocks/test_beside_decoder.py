@@ -89,15 +89,6 @@ def test_on_two_ranks_that_split_the_strata(tmp_path: Path) -> None:
     assert run_ranks(on_rank, 2, tmp_path, timeout=120) == [[], []]
 
 
-def test_the_choices_of_the_decoder_stay_its_own() -> None:
-    assert beside(DECODER["one"]).axes.activations == "stream"
-    assert beside(DECODER["kept"]).axes.activations == "retain"
-    plan = make_plan(("S4", "recompute"), 1)
-    assert plan.axes.activations == "recompute"
-    with pytest.raises(PlanError, match="recompute and stream cannot be together"):
-        make_plan(("recompute", "stream"), 1)
-
-
 @pytest.mark.parametrize("fqn", ["decoder.strata", "decoder"])
 def test_a_part_of_the_decoder_is_no_block_outside(fqn: str) -> None:
     model = Encoded(CASE)

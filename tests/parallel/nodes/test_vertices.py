@@ -49,8 +49,7 @@ from tests.parallel.nodes.vertex_cases import (
     plan_for,
     train,
 )
-from tests.parallel.s2_features.test_s2 import fake_mesh
-from tests.parallel.sharded_cases import Results, differences, model_mesh
+from tests.parallel.sharded_cases import Results, differences, fake_mesh, model_mesh
 from tests.planning.profiles import hic, profile, rna
 from tests.ranks import CountCollectives, run_ranks
 
@@ -277,14 +276,6 @@ def test_what_is_sent_is_counted() -> None:
     assert backward.counts == {"all_to_all_single": 1}
     assert backward.sent == {"all_to_all_single": sum(ghosts.n_received) * DIM * number}
     assert f"vertices={len(ghosts.own_ids)} of {V}" in repr(encoder)
-
-
-def test_rows_that_follow_each_other_are_not_copied() -> None:
-    model = make(Graph(in_order=True))
-    install(model, plan_for(model, ("nodes",), 2), fake_mesh(rank=1, ranks=2))
-    v = torch.randn(len(model.graph_encoder.embedding), DIM, dtype=torch.float64)
-    own = model.graph_encoder.rows["hic"](v)
-    assert own.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
 
 
 def test_undone_is_as_before() -> None:

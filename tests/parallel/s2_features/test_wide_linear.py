@@ -15,8 +15,7 @@ from lightning_amp.parallel.install import Installed, change_of, install
 from lightning_amp.parallel.s2_features.wide_linear import share_rows
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import RowParallelLinear
-from tests.parallel.s2_features.test_s2 import fake_mesh
-from tests.parallel.sharded_cases import differences, make_plan, model_mesh
+from tests.parallel.sharded_cases import differences, fake_mesh, make_plan, model_mesh
 from tests.ranks import CountCollectives, run_ranks
 
 CELLS, HIDDEN = 6, 5

@@ -1,7 +1,5 @@
 """S4 returns the same inner products and gradients, and never makes a product with all anchors."""
 
-import copy
-import pickle
 from collections.abc import Callable
 
 import pytest
@@ -95,17 +93,6 @@ def test_nodes_outside_the_anchors_are_refused() -> None:
     for nodes in (torch.arange(1, 51), torch.tensor([0, 50])):
         with pytest.raises((RuntimeError, IndexError), match="exceeds dimension size|out of range"):
             key_first(Decode())(u, key, nodes)
-
-
-def test_copies_keep_working() -> None:
-    u, key = inputs()
-    decode, nodes = key_first(Decode()), torch.arange(3, 9)
-    expected = decode(u, key, nodes)
-    other = torch.tensor([1, 4, 6])
-    for copied in (copy.deepcopy(decode), pickle.loads(pickle.dumps(decode))):
-        assert torch.equal(copied(u, key, nodes), expected)
-        assert torch.allclose(copied(u, key, other), Decode()(u, key, other))
-    assert list(decode.state_dict()) == []
 
 
 def test_nodes_without_values_and_of_inference_mode() -> None:

@@ -29,11 +29,8 @@ FORMS = {
     "chained, all with keys": replace(FIVE, chained=True, distances=(1, 2, 3, 4, 5, 6, 7)),
     "one row for all cells": replace(FIVE, n_batches=1, head=False),
     "one cell": replace(FIVE, cells=1, n_batches=1),
-    "convolution": replace(FIVE, key="convolution"),
-    "full attention": replace(FIVE, key="full_attention"),
     "full attention, paper, chained": replace(FIVE, key="full_attention", variant="paper", chained=True),
     "binarized": replace(FIVE, binarized=True, chained=True),
-    "paper": replace(FIVE, variant="paper", chained=True),
 }
 
 
