@@ -19,7 +19,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import ChunkBlock
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.quantities import format_bytes
-from tests.any_module import Meter, load
+from tests.any_module import Meter
 from tests.lightning.strategy.any_module_cases import fitted, of_example, same, trainer_of
 from tests.parallel.chunk.small_blocks import Attention
 from tests.parallel.chunk.words import Words
@@ -83,30 +83,14 @@ def example(rank: int, ranks: int, name: str, strategies: str | None) -> list[di
     return found
 
 
-@pytest.mark.exhaustive
-@pytest.mark.release
-@pytest.mark.parametrize("name", ["gene_transformer", "unet", "evoformer", "vit", "gpt2", "geneformer"])
-def test_examples_train_in_chunks_to_the_numbers_of_a_plain_trainer(name: str, tmp_path: Path) -> None:
-    load(name)  # skipped here, for a rank that skips has failed
-    (found,) = run_ranks(example, 1, tmp_path, name, "chunk", timeout=280)
-    for run in found:
-        plan = Plan.from_json(run["json"])
-        assert plan.to_json() == run["json"]
-        assert run["predicted"] == pytest.approx(run["measured"], rel=0.05)
-        assert run["error"] <= 1e-10
-
-
 def refused(rank: int, ranks: int, name: str) -> str:
     with pytest.raises(PlanError) as found:
         of_example(name, AMPStrategy(strategies="chunk"))
     return str(found.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["wide_mlp", pytest.param("cnn", marks=[pytest.mark.exhaustive, pytest.mark.release])]
-)
-def test_examples_of_single_layers_say_that_chunks_are_of_no_use(name: str, tmp_path: Path) -> None:
-    (text,) = run_ranks(refused, 1, tmp_path, name, timeout=200)
+def test_examples_of_single_layers_say_that_chunks_are_of_no_use(tmp_path: Path) -> None:
+    (text,) = run_ranks(refused, 1, tmp_path, "wide_mlp", timeout=200)
     assert "takes less in chunks: its largest tensors are its arguments and results" in text
 
 
