@@ -14,19 +14,6 @@ MODULES = [
         "encoder layer", lambda x: _layer(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), x), X
     ),
     case(
-        "encoder layer in evaluation",
-        lambda x: _layer(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True).eval(), x),
-        X,
-    ),
-    case(
-        "encoder layer without gradients",
-        lambda x: _under(
-            torch.no_grad(),
-            lambda: _layer(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True).eval(), x.detach()),
-        ),
-        X,
-    ),
-    case(
         "encoder with padding",
         lambda x, p: _layer(
             nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), 2),
@@ -35,22 +22,6 @@ MODULES = [
         ),
         X,
         _padding := (lambda: torch.arange(9) >= torch.tensor([[9], [6]])),
-        at={0: 1, 1: 1},
-    ),
-    case(
-        "encoder with padding in evaluation",
-        lambda x, p: _under(
-            torch.no_grad(),
-            lambda: _layer(
-                nn.TransformerEncoder(
-                    nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), 2, enable_nested_tensor=False
-                ).eval(),
-                x.detach(),
-                src_key_padding_mask=p,
-            ),
-        ),
-        X,
-        _padding,
         at={0: 1, 1: 1},
     ),
     case(
@@ -86,11 +57,6 @@ MODULES = [
         X,
         (2, 7, 6),
         at={0: 1, 1: 1},
-    ),
-    case(
-        "multi-head attention layer",
-        lambda x: _layer(nn.MultiheadAttention(6, 2, batch_first=True), x, x, x),
-        X,
     ),
     case(
         "multi-head attention in evaluation",

@@ -18,26 +18,6 @@ W = (6, 6)
 
 ODD = [
     # --- writes ---
-    case(
-        "write into a view with other borders",
-        lambda x: _then(x * 1, lambda y: y.reshape(2, 3, 3, 6).add_(1)),
-        X,
-        refused="?",
-    ),
-    case("write into a view of features", lambda x: _then(x * 1, lambda y: y[..., :3].mul_(2)), X),
-    case("write into a transposed view", lambda x: _then(x * 1, lambda y: y.mT[:, 2:4].zero_()), X),
-    case("write into a flattened view", lambda x: _then(x * 1, lambda y: y.view(18, 6).add_(1)), X),
-    case("write into a view of a view", lambda x: _then(x * 1, lambda y: y[..., 1:].unsqueeze(0).mul_(3)), X),
-    case("write into an expanded copy", lambda x: x[:, None].expand(2, 3, 9, 6).contiguous().add_(1), X),
-    case("write into a reshaped copy", lambda x: x.transpose(1, 2).reshape(2, 54).add_(1), X),
-    case("write into a selected row", lambda x: _then(x * 1, lambda y: y[:, 0].add_(1)), X, refused="copy"),
-    case(
-        "write into an unbound row",
-        lambda x: _then(x * 1, lambda y: y.select(1, 2).zero_()),
-        X,
-        refused="copy",
-    ),
-    case("write into a short slice", lambda x: _then(x * 1, lambda y: y[:, :1].add_(1)), X, refused="?"),
     case("augmented slice", lambda x: _set(x * 1, "x[:, 1:8] *= 2"), X, refused="?"),
     case("augmented feature", lambda x: _set(x * 1, "x[..., 2] += 1"), X),
     case("set a row to zero", lambda x: _set(x * 1, "x[:, 0] = 0"), X),
@@ -58,9 +38,6 @@ ODD = [
     ),
     case("set through a plain index", lambda x, i: _set(x * 1, "x[:, i] = 0.0", i=i), X, ints(9, 3)),
     case("set beyond the end", lambda x: _raises(lambda: _set(x * 1, "x[:, 9] = 0"), IndexError), X),
-    case("select beyond the end", lambda x: _raises(lambda: x[:, 9], IndexError), X),
-    case("select beyond the first", lambda x: _raises(lambda: x[:, -10], IndexError), X),
-    case("a dim that is not there", lambda x: _raises(lambda: x.softmax(3), IndexError), X),
     case("narrow too far", lambda x: _raises(lambda: x.narrow(1, 5, 5), (IndexError, RuntimeError)), X),
     case(
         "write sharded into whole",
@@ -87,40 +64,17 @@ ODD = [
         "out= of a sum", lambda x: torch.sum(x.detach(), 1, out=torch.empty(2, 6).double()), X, refused="out="
     ),
     case("in-place by a larger type", lambda x: _raises(lambda: (x * 5).long().add_(x), RuntimeError), X),
-    case(
-        "write to a diagonal",
-        lambda x: _then(x * 1, lambda y: y.diagonal(0, 1, 2).zero_()),
-        (2, 9, 9),
-        refused="copy",
-    ),
     case("write to an index", lambda x, y: _set(x.detach() * 1, "x[1, None, 3] = y", y=y), X, ROW, at=0),
     case("write with leading dims", lambda x: _set(x * 1, "x[:, 3] = y", y=torch.ones(1, 1, 6).double()), X),
     case("write by a boolean", lambda x: _set(x * 1, "x[True] = 0"), X, at=0, refused="mask"),
     case("set data", lambda x: setattr(x * 1, "data", x.detach()), X, refused="__set__"),
     case("apply_", lambda x: (x * 1).detach().apply_(lambda v: v + 1), X, refused="apply_"),
-    case("write to what is rolled by nothing", lambda x: _then(x * 1, lambda y: y.roll(9, 1).zero_()), X),
-    case("write to what is padded by nothing", lambda x: _then(x * 1, lambda y: F.pad(y, (0, 0)).zero_()), X),
-    case(
-        "write to what is cut by padding",
-        lambda x: _then(x * 1, lambda y: F.pad(y, (0, 0, -1, 0)).zero_()),
-        X,
-    ),
-    case("write to one index flipped", lambda x: _then(x * 1, lambda y: y[..., :1].flip(2).zero_()), X),
     # --- random numbers ---
     case("normal_ ends gradients", lambda x: _grad((x * 2).normal_().sum(), x) + x, X),
     case("bernoulli_ by a tensor", lambda x, p: (x * 1).bernoulli_((p > 0).double()), X, X[1:]),
-    case("zeros with a gradient", lambda x: _times_zeros(x, torch.zeros_like), X),
     case("random numbers with a gradient", lambda x: _times_zeros(x, torch.rand_like), X),
     # --- gradients ---
-    case("gradient by hand", lambda x: _grad((x**3).sum(), x), X),
     case("gradient by an imported name", lambda x: imported_grad((x**3).sum(), x, create_graph=True)[0], X),
-    case(
-        "gradient of a mean of a parameter",
-        lambda x, w: torch.autograd.grad((x @ w).pow(2).mean(), w, create_graph=True)[0] * 2,
-        X,
-        W,
-    ),
-    case("gradient of gradient", lambda x: _grad(_grad(x.sin().sum(), x).pow(2).sum(), x), X),
     case(
         "gradient of a sharded output",
         lambda x, s: torch.autograd.grad(x**2, x, s, create_graph=True)[0],
@@ -149,12 +103,6 @@ ODD = [
         W,
     ),
     case(
-        "gradient of whole by whole",
-        lambda x, w: torch.autograd.grad((w**2).sum(), w, create_graph=True)[0] + x,
-        X,
-        W[:1],
-    ),
-    case(
         "backward of a sharded tensor",
         lambda x: (x * 2).backward(torch.ones(X).double()),
         X,
@@ -162,12 +110,6 @@ ODD = [
     ),
     case("autograd Function", lambda x: _Twice.apply(x), X, refused="autograd Functions"),
     case("autograd Function of whole values", lambda x, w: x * _Twice.apply(w), X, ROW),
-    case("checkpoint", lambda x, w: checkpoint(lambda x: (x @ w).tanh() @ w, x, use_reentrant=False), X, W),
-    case(
-        "checkpoint of attention",
-        lambda x: checkpoint(lambda x: F.scaled_dot_product_attention(x, x, x), x, use_reentrant=False),
-        X,
-    ),
     case(
         "reentrant checkpoint",
         lambda x, w: checkpoint(lambda x: (x @ w).tanh(), x, use_reentrant=True),
@@ -178,13 +120,6 @@ ODD = [
     case(
         "checkpointed sequence",
         lambda x: checkpoint_sequential([torch.tanh, torch.exp], 2, x, use_reentrant=False),
-        X,
-    ),
-    case("hook", lambda x: _then(x * 1, lambda y: y.register_hook(lambda g: g * 2)) * 3, X),
-    case(
-        "hook that changes by position",
-        lambda x, s: _then(x * 1, lambda y: y.register_hook(lambda g: g * s)) * 3,
-        X,
         X,
     ),
     case("hook that clamps", lambda x: _then(x * 1, lambda y: y.register_hook(_clamped)) * 3, X),
@@ -201,35 +136,12 @@ ODD = [
     case("retain_grad", lambda x: _then(x * 1, lambda y: y.retain_grad()).exp(), X),
     case("gradient of an intermediate", lambda x: _grad_of(x * 1), X),
     case("detach", lambda x: x * x.detach() + x.clone().detach().requires_grad_().detach(), X),
-    case("no_grad", lambda x: _under(torch.no_grad(), lambda: (x * 2).softmax(1)) + x, X),
-    case("no_grad in place", lambda x: _under(torch.no_grad(), lambda: (x * 2).add_(x)) + x, X),
     case(
         "inference_mode",
         lambda x: _under(torch.inference_mode(), lambda: F.linear(x, torch.eye(6).double()).softmax(1)).sum(),
         X,
     ),
     case("parameter in several places", lambda x, w: (x @ w + w[0]).mul(w.sum()) @ w.T, X, W),
-    case("parameter of positions", lambda x, p: x + p[:, : x.shape[1]], X, (1, 16, 6)),
-    case(
-        "parameter broadcast to rows",
-        lambda x, p: torch.cat([p.expand(2, -1, -1), x], 1) * x.mean(),
-        X,
-        (1, 2, 6),
-    ),
-    case(
-        "parameter beside an empty cat",
-        lambda x, p: torch.cat([x[:, :0], x, p.expand(2, 1, 6)], 1),
-        X,
-        (1, 1, 6),
-    ),
-    case("parameter looked up by split values", lambda i, w: w[i].sum(1) * w.mean(), ints(5, 2, 9), (5, 3)),
-    case(
-        "only a class token is used",
-        lambda x, c: torch.cat([c.expand(2, 1, 6), x], 1)[:, 0] * 2,
-        X,
-        (1, 1, 6),
-    ),
-    case("whole values beside", lambda x, w: (w.softmax(0) * 2).sum() + x.sum() * w.sum(), X, ROW),
     # --- values and control flow ---
     case("item", lambda x: x.item(), X, refused="item"),
     case("truth", lambda x: bool(x > 0), X, refused="__bool__"),
@@ -237,8 +149,6 @@ ODD = [
     case("tolist", lambda x: x.tolist(), X, refused="tolist"),
     case("data_ptr", lambda x: x.data_ptr(), X, refused="data_ptr"),
     case("number of a mean", lambda x: [x.mean().item() * 2, float(x.sum()), int(x.argmax())], X),
-    case("branch on a sum", lambda x: x * 2 if x.sum() > 0 and not (x > 100).any() else x * 3, X),
-    case("membership", lambda x: [1e9 in x, bool((x == x).all())], X),
     case(
         "metadata",
         lambda x: [
@@ -277,16 +187,6 @@ ODD = [
         X,
     ),
     case("scripting", lambda x: x if torch.jit.is_scripting() or torch.jit.is_tracing() else x * 2, X),
-    case(
-        "sizes from the shape",
-        lambda x: x + torch.arange(x.shape[1], dtype=x.dtype).view(1, -1, 1) / x.shape[1],
-        X,
-    ),
-    case(
-        "whole of the shape",
-        lambda x: x + torch.zeros(x.shape, dtype=x.dtype) + torch.ones(x.size(1), 1).to(x),
-        X,
-    ),
     case("printing", lambda x: len(f"{x} {x!r}") > 0, X),
     case("deep copy", lambda x: copy.deepcopy(x.detach()) * x, X),
     case("copy", lambda x: copy.copy(x) * 2, X),
@@ -294,19 +194,12 @@ ODD = [
     case("save", lambda x: torch.save({"x": x.detach()}, BytesIO()), X, refused="full_tensor"),
     case("hash and identity", lambda x: [x is x, len({x: 1}), hash(x) == hash(x)], X),
     case("equality", lambda x, y: [torch.equal(x, y), torch.allclose(x, x), torch.equal(x, x)], X, X),
-    case("conversions", lambda x: x.cpu() + x.to("cpu") + x.to(torch.float64) + x.to(x) + x.double(), X),
     case(
         "to another type and device",
         lambda x: x.to("cpu", torch.float32).to(dtype=torch.float64, copy=True).detach(),
         X,
     ),
     case("map over leaves", lambda x: torch.utils._pytree.tree_map(lambda t: t * 2, {"a": [x, (x,)]}), X),
-    case(
-        "reversed operands",
-        lambda x, w: 1 - x + 2 / (x.abs() + 1) + 2**x + w @ x + (3 // (x.abs() + 1)).detach(),
-        X,
-        (9, 9),
-    ),
     case("attributes of the user", lambda x: _then(x * 1, lambda y: setattr(y, "mine", 3)).mine, X),
     case(
         "memory format",
@@ -346,7 +239,6 @@ ODD = [
         X,
         W,
     ),
-    case("compiled", lambda x: torch.compile(torch.sin, backend="eager")(x), X),
     case("jacobian", lambda x: torch.autograd.functional.jacobian(lambda x: x.sum(), x), X),
 ]
 
