@@ -195,10 +195,7 @@ def test_every_use_of_a_key_has_its_own_stream(monkeypatch):
 
 
 def test_pretraining_and_single_modalities_have_no_adversary():
-    for model in (
-        GLUE(**SMALL, stage="pretrain").build(inputs()),
-        GLUE(**SMALL).build(inputs(("rna",))),
-    ):
+    for model in (GLUE(**SMALL, stage="pretrain").build(inputs()), GLUE(**SMALL).build(inputs(("rna",)))):
         cells_of = {m: c for m, c in batch().items() if m in model.encoders}
         assert model.shown(cells_of, model.latents(cells_of)) == {}
 

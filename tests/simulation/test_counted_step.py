@@ -143,19 +143,12 @@ def test_one_device_does_what_is_counted(name: str, axes: Axes) -> None:
 def made(sizes: DecoderShape, strategies: str, ranks: int) -> Plan:
     described = describe(decoder_subject(sizes, batch_size=CELLS).module, batch_size=CELLS)
     return plan(
-        profile_of_module(described),
-        devices=ranks,
-        strategies=strategies,
-        batch_size=CELLS,
-        shape=described,
+        profile_of_module(described), devices=ranks, strategies=strategies, batch_size=CELLS, shape=described
     )
 
 
 @pytest.mark.long
-@each(
-    size=((520, 80), (192, 32), (50, 80), (1200, 640)),
-    form=(("cpu", False), ("cuda", True)),
-)
+@each(size=((520, 80), (192, 32), (50, 80), (1200, 640)), form=(("cpu", False), ("cuda", True)))
 def test_operators_of_fused_attention(size: tuple[int, int], form: tuple[str, bool]) -> None:
     (anchors, window), (device, keep) = size, form
     qk, values, grad = torch.randn(3, anchors, 8).unbind()
@@ -174,11 +167,7 @@ def test_operators_of_fused_attention(size: tuple[int, int], form: tuple[str, bo
     assert list(_fused_kernels(Band(anchors, anchors, window, 0, sizes), not keep, 8, launched)) == found
 
 
-@each(
-    size=((520, 80), (192, 32), (50, 80)),
-    device=("cpu", "cuda"),
-    alike=(False, True),
-)
+@each(size=((520, 80), (192, 32), (50, 80)), device=("cpu", "cuda"), alike=(False, True))
 def test_operators_of_attention_in_kernels(size: tuple[int, int], device: str, alike: bool) -> None:
     anchors, window = size
     q, k, values, grad = torch.randn(4, anchors, 8).unbind()

@@ -19,12 +19,7 @@ from lightning_amp import figures
 from lightning_amp.data.describe_embedding import describe_embedding, principal_components
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
 from lightning_amp.data.files.write_cooler import coarsen, is_fixed, write_mcool
-from lightning_amp.data.files.write_results import (
-    _file_stems,
-    labels_of,
-    read_assembly,
-    write_pseudobulk,
-)
+from lightning_amp.data.files.write_results import _file_stems, labels_of, read_assembly, write_pseudobulk
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.neighbours import neighbour_graph
 from lightning_amp.data.prepare.synthetic import synthesize

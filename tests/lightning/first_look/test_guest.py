@@ -183,10 +183,7 @@ def kinds(folder: Path, events: list[Any], *, values: bool) -> tuple[type, type,
             base.__init__(self)  # type: ignore[misc]
             self.calls = []
             if base is pl.LightningModule:
-                self.net, self.mean = (
-                    nn.Sequential(nn.Linear(3, 3), nn.Dropout()),
-                    MeanSquaredError(),
-                )
+                self.net, self.mean = (nn.Sequential(nn.Linear(3, 3), nn.Dropout()), MeanSquaredError())
 
         parts = own | {name: hook(name) for name in hooks}
         return type(name, (base,), {**parts, "__init__": init, "of_class": [], "__module__": __name__})

@@ -197,12 +197,7 @@ def reference_model(rank: int, ranks: int, *, data_dir: Path, folder: Path) -> F
             losses.append(float(trainer.strategy.reduce(trainer.callback_metrics["loss"].detach().clone())))
 
     trainer = trainer_of(
-        rank,
-        ranks,
-        max_epochs=2,
-        limit_val_batches=2,
-        callbacks=[Losses()],
-        use_distributed_sampler=True,
+        rank, ranks, max_epochs=2, limit_val_batches=2, callbacks=[Losses()], use_distributed_sampler=True
     )
     model = GLUE(latent_dim=8, hidden_dim=16, window=8, edges_per_step=64, align_burnin=2)
     data = SingleCellDataModule(data_dir, batch_size=GLOBAL_BATCH // data_ranks, val_fraction=0.25)

@@ -327,10 +327,7 @@ def test_hostile_modules_train_as_on_a_plain_trainer(tmp_path: Path) -> None:
 def unfit(rank: int, ranks: int) -> list[str]:
     texts = []
     loader = DataLoader(CELLS, batch_size=4)  # type: ignore[arg-type]
-    for strategy in (
-        AMPStrategy(device_memory="2KiB"),
-        AMPStrategy(device_memory="2KiB", unfit="train"),
-    ):
+    for strategy in (AMPStrategy(device_memory="2KiB"), AMPStrategy(device_memory="2KiB", unfit="train")):
         try:
             run = fitted(Small(width=64), loader, strategy)
         except PlanError as error:

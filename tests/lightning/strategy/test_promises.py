@@ -92,10 +92,7 @@ def kept(rank: int, ranks: int, name: str, sets: tuple[str, ...], options: dict[
     return found
 
 
-BY_RANKS = {
-    1: ("S1", "S1,recompute"),
-    2: ("S1", "S1,recompute", "S1,fsdp", "S1,fsdp,recompute"),
-}
+BY_RANKS = {1: ("S1", "S1,recompute"), 2: ("S1", "S1,recompute", "S1,fsdp", "S1,fsdp,recompute")}
 IN_CHUNKS = ("gene_transformer", "unet", "evoformer")
 QUICK = {("cnn", 1), ("wide_mlp", 1), ("chain by hand", 2)}
 """Each of which has failed."""

@@ -21,15 +21,7 @@ from lightning_amp.parallel.attention.fused import FusedAttention, fuse_attentio
 from lightning_amp.parallel.install import install
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.simulation.byte_meter import StepMeter
-from tests.parallel.attention.test_fused import (
-    DIM,
-    WINDOW,
-    distance,
-    draw,
-    measure,
-    operators,
-    results,
-)
+from tests.parallel.attention.test_fused import DIM, WINDOW, distance, draw, measure, operators, results
 from tests.parallel.sharded_cases import Case, Model, assert_same, make_plan, reference, train
 
 FLOAT = 4

@@ -173,8 +173,7 @@ def test_by_name_all_blocks_outside_run_again(tmp_path: Path, asked: str, ranks:
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("asked", "ranks"),
-    [pytest.param("S3,S4,chunk", 1, marks=MORE), ("S4,stream,strata,chunk", 2)],
+    ("asked", "ranks"), [pytest.param("S3,S4,chunk", 1, marks=MORE), ("S4,stream,strata,chunk", 2)]
 )
 def test_by_name_blocks_outside_run_in_chunks(tmp_path: Path, asked: str, ranks: int) -> None:
     for found in run_ranks(by_name, ranks, tmp_path, asked, timeout=200):

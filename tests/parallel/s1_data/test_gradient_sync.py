@@ -424,8 +424,7 @@ def one_rank_hangs(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "timeout", "text"),
-    [(one_rank_fails, 60, "told so"), (one_rank_hangs, 3, "in one_rank_hangs")],
+    ("body", "timeout", "text"), [(one_rank_fails, 60, "told so"), (one_rank_hangs, 3, "in one_rank_hangs")]
 )
 def test_the_helper_tells_why_ranks_failed(
     body: Callable[..., Any], timeout: float, text: str, tmp_path: Path

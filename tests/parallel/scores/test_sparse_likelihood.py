@@ -372,11 +372,7 @@ def test_a_binarized_decoder_is_refused_and_left_as_it_was() -> None:
     assert [id(module) for module in model.modules()] == before
 
 
-SUBSETS = [
-    ("sparse",),
-    ("sparse", "recompute"),
-    ("S3", "S4", "sparse", "stream"),
-]
+SUBSETS = [("sparse",), ("sparse", "recompute"), ("S3", "S4", "sparse", "stream")]
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
@@ -398,11 +394,7 @@ def over_ranks(rank: int, world_size: int) -> list[str]:
     case = replace(Case(features={2: 1}), n_batches=1)
     expected = reference(case)
     wrong = []
-    for subset in (
-        ("S2", "sparse"),
-        ("S2", "sparse", "stream"),
-        ("sparse", "stream", "strata"),
-    ):
+    for subset in (("S2", "sparse"), ("S2", "sparse", "stream"), ("sparse", "stream", "strata")):
         found = sharded(case, subset, mesh)
         wrong += [f"{'+'.join(subset)}: {line}" for line in differences(found, expected)]
     return wrong

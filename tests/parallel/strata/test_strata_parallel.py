@@ -12,15 +12,7 @@ from lightning_amp.planning.plan.model_shape import reference_shape
 from lightning_amp.planning.plan.specs import StrataParallel
 from lightning_amp.planning.policies.build_rules import with_speeds
 from lightning_amp.planning.policies.make_plan import plan
-from tests.parallel.sharded_cases import (
-    Case,
-    Model,
-    differences,
-    make_plan,
-    model_mesh,
-    reference,
-    sharded,
-)
+from tests.parallel.sharded_cases import Case, Model, differences, make_plan, model_mesh, reference, sharded
 from tests.planning.profiles import hic, profile, rna
 from tests.ranks import CountCollectives, run_ranks
 

@@ -38,13 +38,7 @@ QUIET = {
 
 
 def run(
-    case: Case,
-    rank: int,
-    ranks: int,
-    *,
-    rows: slice = slice(None),
-    gradients: bool = False,
-    **options: Any,
+    case: Case, rank: int, ranks: int, *, rows: slice = slice(None), gradients: bool = False, **options: Any
 ) -> dict[str, Any]:
     """Three steps with a validation, then a prediction; of one rank without the strategy.
 
