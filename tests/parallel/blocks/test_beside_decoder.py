@@ -153,14 +153,7 @@ MORE = [pytest.mark.exhaustive, pytest.mark.release]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("asked", "ranks"),
-    [
-        ("S3,S4,recompute", 1),
-        pytest.param("S4,stream,recompute", 1, marks=MORE),
-        ("S4,stream,strata,recompute", 2),
-    ],
-)
+@pytest.mark.parametrize(("asked", "ranks"), [("S3,S4,recompute", 1), ("S4,stream,strata,recompute", 2)])
 def test_by_name_all_blocks_outside_run_again(tmp_path: Path, asked: str, ranks: int) -> None:
     for found in run_ranks(by_name, ranks, tmp_path, asked, timeout=200):
         plan = found["plan"]
@@ -172,16 +165,13 @@ def test_by_name_all_blocks_outside_run_again(tmp_path: Path, asked: str, ranks:
 
 @pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("asked", "ranks"), [pytest.param("S3,S4,chunk", 1, marks=MORE), ("S4,stream,strata,chunk", 2)]
-)
-def test_by_name_blocks_outside_run_in_chunks(tmp_path: Path, asked: str, ranks: int) -> None:
-    for found in run_ranks(by_name, ranks, tmp_path, asked, timeout=200):
+def test_by_name_blocks_outside_run_in_chunks(tmp_path: Path) -> None:
+    for found in run_ranks(by_name, 2, tmp_path, "S4,stream,strata,chunk", timeout=200):
         plan = found["plan"]
         chunked = {rule.fqn for rule in plan.rules if rule.strategy == "chunk"}
         assert chunked
         assert chunked <= set(ENCODERS)
-        assert plan.axes.activations == ("stream" if "stream" in asked else "retain")
+        assert plan.axes.activations == "stream"
         assert plan.predicted_peak_bytes == pytest.approx(found["measured"], rel=0.05)
         assert found["differences"] == []
 

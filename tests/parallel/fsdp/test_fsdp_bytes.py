@@ -1,6 +1,6 @@
 """Claim: the predicted peak of a rank under fsdp is that of the meter on a real second step, within 5 %.
 
-Parameters dominate, activations dominate, and a stack of blocks; on 2 and on 4 ranks; with gradients of one batch, and
+Parameters dominate, activations dominate, and a stack of blocks; on two ranks; with gradients of one batch, and
 of two that are added up. With recompute and chunks besides it trains within just as much.
 """
 
@@ -105,13 +105,12 @@ def measured_both(rank: int, ranks: int) -> dict[int, dict[str, int]]:
     return {n: measured(rank, ranks, names, added_up=n) for n, names in ADDED_UP.items()}
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.exhaustive, pytest.mark.release])])
-def test_the_predicted_peak_is_the_measured_one(tmp_path: Path, ranks: int) -> None:
-    peaks = run_ranks(measured_both, ranks, tmp_path, timeout=240)
+def test_the_predicted_peak_is_the_measured_one(tmp_path: Path) -> None:
+    peaks = run_ranks(measured_both, 2, tmp_path, timeout=240)
     for added_up, name in ((n, name) for n, names in ADDED_UP.items() for name in names):
         module, batch = module_and_batch(name)
         profile = profile_module(module, batch, around=Around(accumulate_grad_batches=added_up))
-        predicted = fsdp_peak_bytes(profile, units_of(module), ranks)
+        predicted = fsdp_peak_bytes(profile, units_of(module), 2)
         most = max(found[added_up][name] for found in peaks)
         assert abs(predicted - most) <= 0.05 * most, f"{name}: predicted {predicted:,}, measured {most:,}"
         assert most < profile.peak_bytes, "less than on one device"
