@@ -10,9 +10,7 @@ from tests.dist.table.odd import _under
 X = (2, 9, 6)
 
 MODULES = [
-    case(
-        "encoder layer", lambda x: _layer(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), x), X
-    ),
+    case("encoder layer", lambda x: _layer(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), x), X),
     case(
         "encoder with padding",
         lambda x, p: _layer(
@@ -66,13 +64,7 @@ MODULES = [
         ),
         X,
     ),
-    case(
-        "multi-head attention with bias_kv",
-        lambda x: _layer(
-            nn.MultiheadAttention(6, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True), x, x, x
-        ),
-        X,
-    ),
+    case("multi-head attention with bias_kv", lambda x: _layer(nn.MultiheadAttention(6, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True), x, x, x), X),
     case("normalisation layers", lambda x: _layer(nn.Sequential(nn.LayerNorm(6), nn.RMSNorm(6)), x), X),
     case(
         "convolution layers",
@@ -112,7 +104,7 @@ MODULES = [
     ),
     case("weight norm", lambda x: _layer(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), x), X),
     case("bfloat16 by autocast", lambda x: _autocast(x), X, tolerance=0.05),
-]
+]  # fmt: skip
 
 
 def _layer(layer, *args, **kwargs):

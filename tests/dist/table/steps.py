@@ -10,11 +10,8 @@ from tests.dist.table.odd import X, _set, _then
 
 STEPS = [
     case("data of a tensor", lambda x: x.data * 2 + x, X),
-    case("gradient of an input after two backwards",
-         lambda x: _leaf(x, lambda y: [(y**3).sum().backward(), (y @ y.mT).mean().backward()]), X),
-    case("hook after a gradient is added up",
-         lambda x: _leaf(x, lambda y: [y.register_post_accumulate_grad_hook(lambda t: None), (y**3).sum().backward()]),
-         X, refused="?"),
+    case("gradient of an input after two backwards", lambda x: _leaf(x, lambda y: [(y**3).sum().backward(), (y @ y.mT).mean().backward()]), X),
+    case("hook after a gradient is added up", lambda x: _leaf(x, lambda y: [y.register_post_accumulate_grad_hook(lambda t: None), (y**3).sum().backward()]), X, refused="?"),
     case("gradient of a whole tensor after backward", lambda x: _of_whole(x), X, refused="no parameter"),
     case("a gradient set", lambda x: _leaf(x, lambda y: setattr(y, "grad", y.detach())), X, refused="grad"),
     case("a gradient of none", lambda x: _leaf(x, lambda y: [(y**3).sum().backward(), setattr(y, "grad", None)]) is None, X),
@@ -37,8 +34,7 @@ STEPS = [
     case("swap by tuples", lambda x: _set(x * 1, "x[:, 0], x[:, 1] = x[:, 1].clone(), x[:, 0].clone()"), X),
     case("write to a chunk", lambda x: _then(x.detach() * 1, lambda y: y.chunk(3, -1)[1].zero_()), X),
     case("write to a diagonal by index", lambda x: _set((x * 1).diagonal(0, 1, 2), "x[:, 0] = 1.0"), (2, 9, 9), refused="copy"),
-    case("write to several ranges of a rank", lambda x: _set(torch.cat([x[:, 5:], x[:, :5]], 1), "x[:, 1:8] = 0.0"), X,
-         refused="?"),
+    case("write to several ranges of a rank", lambda x: _set(torch.cat([x[:, 5:], x[:, :5]], 1), "x[:, 1:8] = 0.0"), X, refused="?"),
     case("write to slices of places", lambda x: _set(x * 1, "x[:, [0, 1], 2:4] = 0.0"), X, refused="slices of positions"),
     case("resize in place", lambda x: (x * 1).detach().squeeze_(0), (1, 9, 6), refused="squeeze_"),
     case("in-place without another form", lambda x: (x * 1).detach().cauchy_(), X, refused="cauchy"),

@@ -35,15 +35,8 @@ VALUES = [
     case("type", lambda x: x.type(torch.float32).type_as(x) + x.float().half().double(), X, tolerance=0.001),
     case("bfloat16", lambda x: (x.bfloat16() * 2).double(), X, tolerance=0.01),
     case("complex from parts", lambda x, y: torch.complex(x, y).conj() * torch.polar(x.abs(), y), X, X),
-    case(
-        "conjugate parts",
-        lambda x, y: torch.complex(x, y).conj().imag + torch.complex(x, y).conj().real,
-        X,
-        X,
-    ),
-    case(
-        "conjugate products", lambda x, y: _adjoint_products(torch.complex(x, y), torch.complex(y, x)), X, X
-    ),
+    case("conjugate parts", lambda x, y: torch.complex(x, y).conj().imag + torch.complex(x, y).conj().real, X, X),
+    case("conjugate products", lambda x, y: _adjoint_products(torch.complex(x, y), torch.complex(y, x)), X, X),
     case("view_as_complex", lambda x: torch.view_as_real(torch.view_as_complex(x) ** 2), (9, 4, 2), at=0),
     case("angle", lambda x: torch.complex(x, x + 1).angle(), X),
     case("nan_to_num", lambda x: (x.log()).nan_to_num(0.0), X),
@@ -90,7 +83,7 @@ VALUES = [
     case("triu of columns", lambda x: x.triu() + torch.tril(x, 2), (2, 9, 9), at=2),
     case("diagonal", lambda x: torch.diagonal(x, 0, 0, 2), (6, 9, 6)),
     case("trace", torch.trace, (9, 9), at=0),
-]
+]  # fmt: skip
 
 
 def _plus_equal(x, y):
