@@ -1,7 +1,4 @@
-"""Claim: the profile of a module is its second training step to the byte, and the module stays as it is.
-
-The judge is LiveBytes in a Trainer of the test's own, on real tensors; torch's tracker is asked as well.
-"""
+"""Claim: the profile of a module is its second training step to the byte, and the module stays as it is."""
 
 import copy
 import json

@@ -1,7 +1,4 @@
-"""Claim: what a rule says flows, flows: a piece of the result is what the operator makes of a piece of the arguments.
-
-Every operator of every block is run on halves of the dims that its rule names, and compared with half of its result.
-"""
+"""Claim: what a rule says flows, flows: a piece of the result is what the operator makes of a piece of the arguments."""
 
 from collections.abc import Callable
 from typing import Any

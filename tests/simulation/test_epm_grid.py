@@ -1,8 +1,4 @@
-"""Claim: the EPM, from shapes alone, is within 5 % of simulated steps for S1 to S5: peak and bytes after each stratum.
-
-The bytes after a stratum are compared without those that are there before the decoder runs. Simulated is the real code
-of model and techniques; that a simulated step is a real one is the claim of test_simulation.py.
-"""
+"""Claim: the EPM, from shapes alone, is within 5 % of simulated steps for S1 to S5: peak and bytes after each stratum."""
 
 from dataclasses import replace
 from typing import Any

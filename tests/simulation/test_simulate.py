@@ -1,7 +1,4 @@
-"""Claim: a simulated step holds the bytes of the real one, rank by rank and stratum by stratum, and says where it ends.
-
-Real steps run on two ranks with values, and LiveBytes counts them; the simulation counts with code of its own.
-"""
+"""Claim: a simulated step holds the bytes of the real one, rank by rank and stratum by stratum, and says where it ends."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,4 @@
-"""Classes of operators of models on images, volumes and point clouds, each in a loop over its sizes and options.
-
-Two dims (`at={0: (2, 3)}`) are split over both axes of a grid of ranks, and the first of them over one axis.
-"""
+"""Classes of operators of models on images, volumes and point clouds, each in a loop over its sizes and options."""
 
 from collections.abc import Sequence
 from itertools import product

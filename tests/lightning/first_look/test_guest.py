@@ -1,8 +1,4 @@
-"""Claim: the profile of a step is a guest in the user's process: nothing of the user's notices that it was made.
-
-A module, a data module, a callback, a data set and a logger do in every hook what a user's code may do: count, draw,
-warn, log, print, write files, change settings. What they see is compared with what they see in a plain run.
-"""
+"""Claim: the profile of a step is a guest in the user's process: nothing of the user's notices that it was made."""
 
 import copy
 import gc

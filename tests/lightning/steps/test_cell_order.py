@@ -1,9 +1,4 @@
-"""Claim: under `strategy="amp"` a run reads the cells of a plain run, whatever the number of ranks.
-
-On one device exactly its batches. On R ranks of the data axis, of a loader that does not shuffle, every step's ranks
-together read the batch of a plain run with R times the batch size; of one that shuffles, every cell once an epoch.
-The ranks of a model group read what one device reads.
-"""
+"""Claim: under `strategy="amp"` a run reads the cells of a plain run, whatever the number of ranks."""
 
 from pathlib import Path
 from typing import Any

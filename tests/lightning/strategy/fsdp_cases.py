@@ -1,8 +1,4 @@
-"""Modules that fsdp trains, on ranks with unequal numbers of cells and on one process with the union of them.
-
-The modules of examples/any_module/ with their own optimisers, without what each rank would draw for itself: dropout is
-off, and the noise of the U-Net is a function of the image.
-"""
+"""Modules that fsdp trains, on ranks with unequal numbers of cells and on one process with the union of them."""
 
 from collections.abc import Callable
 from pathlib import Path

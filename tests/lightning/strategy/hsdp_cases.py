@@ -1,7 +1,4 @@
-"""Four ranks in two groups of two, each of which splits all parameters; beside them one process, and two ranks.
-
-All that is asked of four ranks they do once.
-"""
+"""Four ranks in two groups of two, each of which splits all parameters; beside them one process, and two ranks."""
 
 import warnings
 from collections import Counter

@@ -1,7 +1,4 @@
-"""What the ranks of test_model_axis.py run: the reference model and a small module with automatic optimisation.
-
-A run is one process, or AMPStrategy with all strategies on a mesh with two model ranks. `Found` is plain data.
-"""
+"""What the ranks of test_model_axis.py run: the reference model and a small module with automatic optimisation."""
 
 import contextlib
 import logging

@@ -1,9 +1,4 @@
-"""Claim: under fsdp any LightningModule trains the numbers of one process with the union of the ranks' cells.
-
-The five modules of examples/any_module/ that need nothing else, on two ranks of unequal numbers of cells, with
-automatic and manual optimisation, several optimisers, clipping by the module, and batch statistics shared over ranks:
-loss, all gradients and parameters after three steps, in double precision.
-"""
+"""Claim: under fsdp any LightningModule trains the numbers of one process with the union of the ranks' cells."""
 
 from pathlib import Path
 from typing import Any

@@ -1,10 +1,4 @@
-"""Claim: parameters that are split in groups of ranks, and are the same in each, train the numbers of one process.
-
-Four ranks in two groups of two, with unequal numbers of cells: loss, all gradients and parameters in double precision,
-ways to optimise, whole checkpoints, and a run that goes on from one with rows in the host's memory. Of a group's ranks
-each has half of everything, and what is predicted for that is what the meter finds. What is sent between groups is one
-sum of the rows' gradients; groups that run different blocks, or drift apart, are told.
-"""
+"""Claim: parameters that are split in groups of ranks, and are the same in each, train the numbers of one process."""
 
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,4 @@
-"""Claim: on a mesh with a model axis, all of S1 to S5 train, log, save, resume and predict as one process does.
-
-One process, a mesh of 1 x 2 and one of 2 x 2 run the same once; each test reads a part of what they report. Double
-precision, so all agree up to rounding: the reference model under manual optimisation, and a small module under
-automatic optimisation with clipping and accumulation. Ranks agree bit for bit.
-"""
+"""Claim: on a mesh with a model axis, all of S1 to S5 train, log, save, resume and predict as one process does."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,4 @@
-"""Claim: signals and techniques from outside are diagnosed, planned, written, installed and refused as the paper's are.
-
-The example `examples/own_technique.py` is that outside; each test registers it anew and leaves no trace.
-"""
+"""Claim: signals and techniques from outside are diagnosed, planned, written, installed and refused as the paper's are."""
 
 import copy
 import importlib.util

@@ -1,8 +1,4 @@
-"""Claim: the predicted peak of a rank under fsdp is that of the meter on a real second step, within 5 %.
-
-Parameters dominate, activations dominate, and a stack of blocks; on two ranks; with gradients of one batch, and
-of two that are added up. With recompute and chunks besides it trains within just as much.
-"""
+"""Claim: the predicted peak of a rank under fsdp is that of the meter on a real second step, within 5 %."""
 
 from collections.abc import Sequence
 from itertools import chain

@@ -1,8 +1,4 @@
-"""Claim: a BatchNorm that shares its statistics over ranks computes what it does on the union of their batches.
-
-Float64, two ranks with unequal numbers of cells. Losses are sums, so that the union's loss is the sum of the ranks'
-losses and gradients of inputs must agree one by one, those of parameters after a sum over ranks.
-"""
+"""Claim: a BatchNorm that shares its statistics over ranks computes what it does on the union of their batches."""
 
 import copy
 import pickle

@@ -1,8 +1,4 @@
-"""Claim: `GradientSync.reduce` leaves on every rank the mean over the data axis, of parts the sum over the model axis.
-
-Two ranks run all cases of a data axis alone, four those of a 2 x 2 and a 1 x 4 mesh; each test reads one case's
-result. Losses are linear, so gradients are known numbers.
-"""
+"""Claim: `GradientSync.reduce` leaves on every rank the mean over the data axis, of parts the sum over the model axis."""
 
 from collections.abc import Callable
 from functools import cache

@@ -1,8 +1,4 @@
-"""Claim: the sparse likelihood is the reference's in value and gradients, for counts given densely or by their entries.
-
-To 1e-12 in double precision, and as stable in single precision; kept, recomputed and streamed; with the other
-techniques of a decoder, on one device and on two ranks. It keeps one [B, F_k] and takes lgamma of no zero.
-"""
+"""Claim: the sparse likelihood is the reference's in value and gradients, for counts given densely or by their entries."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,4 @@
-"""Claim: stream and recompute train as the eager decoder does, in all that a training loop does, and keep one stratum.
-
-Ranks, S2 to S5 and the other techniques beside them are in test_exactness_matrix.py.
-"""
+"""Claim: stream and recompute train as the eager decoder does, in all that a training loop does, and keep one stratum."""
 
 import gc
 import warnings
