@@ -1,4 +1,4 @@
-"""Claim: what a rule says flows, flows: a piece of the result is what the operator makes of a piece of the arguments."""
+"""What a rule says flows, flows: a piece of the result is what the operator makes of a piece of the arguments."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Claim: the EPM, from shapes alone, is within 5 % of simulated steps for S1 to S5: peak and bytes after each stratum."""
+"""The EPM, from shapes alone, is within 5 % of simulated steps for S1 to S5: peak and bytes after each stratum."""
 
 from dataclasses import replace
 from typing import Any

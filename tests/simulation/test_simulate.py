@@ -1,4 +1,4 @@
-"""Claim: a simulated step holds the bytes of the real one, rank by rank and stratum by stratum, and says where it ends."""
+"""A simulated step holds the bytes of the real one, rank by rank and stratum by stratum, and says where it ends."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Claim: signals and techniques from outside are diagnosed, planned, written, installed and refused as the paper's are."""
+"""Signals and techniques from outside are diagnosed, planned, written, installed and refused as the paper's are."""
 
 import copy
 import importlib.util

@@ -1,4 +1,4 @@
-"""Claim: a collective that is on its way holds the memory that it writes to, also where nobody waits for it any more."""
+"""A collective that is on its way holds the memory that it writes to, also where nobody waits for it any more."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Claim: `GradientSync.reduce` leaves on every rank the mean over the data axis, of parts the sum over the model axis."""
+"""`GradientSync.reduce` leaves on every rank the mean over the data axis, of parts the sum over the model axis."""
 
 from collections.abc import Callable
 from functools import cache

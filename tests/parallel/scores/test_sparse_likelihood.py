@@ -1,4 +1,4 @@
-"""Claim: the sparse likelihood is the reference's in value and gradients, for counts given densely or by their entries."""
+"""The sparse likelihood is the reference's in value and gradients, for counts given densely or by their entries."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

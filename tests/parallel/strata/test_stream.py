@@ -1,4 +1,4 @@
-"""Claim: stream and recompute train as the eager decoder does, in all that a training loop does, and keep one stratum."""
+"""Stream and recompute train as the eager decoder does, in all that a training loop does, and keep one stratum."""
 
 import gc
 import warnings
