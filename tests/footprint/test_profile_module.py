@@ -19,7 +19,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
-from tests.any_module import NAMES, Meter, make
+from tests.any_module import NAMES, QUIET, Meter, make
 
 LARGEST = {"gpt2": "head", "wide_mlp": "parameters"}
 """Of the examples; of all others it is what the forward pass saves."""
@@ -28,14 +28,7 @@ LARGEST = {"gpt2": "head", "wide_mlp": "parameters"}
 def measured(module: pl.LightningModule, batch: Any, added_up: int = 1) -> int:
     meter = Meter(added_up)
     trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        accumulate_grad_batches=added_up,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[meter],
+        accelerator="cpu", max_epochs=1, accumulate_grad_batches=added_up, **QUIET, callbacks=[meter]
     )
     batches: Any = [batch] * 2 * added_up
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))

@@ -14,6 +14,7 @@ from lightning_amp.models.graph_encoder import GraphEncoder
 from lightning_amp.models.graph_vertices import AllVertices
 from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs, inputs_from
 from lightning_amp.models.losses import alignment_loss, normal_kl
+from tests.any_module import QUIET
 
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:.*isinstance\(treespec, LeafSpec\):FutureWarning"),
@@ -88,15 +89,7 @@ def to_double(batch):
 
 
 def trainer(tmp_path, **settings):
-    return pl.Trainer(
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
+    return pl.Trainer(accelerator="cpu", default_root_dir=tmp_path, **QUIET, **settings)
 
 
 class Batches(pl.LightningDataModule):

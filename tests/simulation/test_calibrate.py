@@ -29,6 +29,7 @@ from lightning_amp.parallel.rates_of import rates_of
 from lightning_amp.planning.time.device_rates import CPU_CORE, DEVICES, Rates
 from lightning_amp.simulation import calibrate as calibration
 from lightning_amp.simulation.calibrate import ROUNDS, calibrate, calibration_report
+from tests.any_module import QUIET
 
 SIZES = (60, 8, 2, 4)
 
@@ -303,16 +304,7 @@ def test_a_fit_tells_both_times_and_takes_the_rates_of_the_file(tmp_path, caplog
     slow = replace(CPU_CORE, overhead_seconds=1.0, device="a snail")
     (tmp_path / "rates.json").write_text(slow.to_json())
     strategy = AMPStrategy(rates=tmp_path / "rates.json")
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, **QUIET)
     callbacks = list(trainer.callbacks)
     with caplog.at_level(logging.INFO):
         trainer.fit(

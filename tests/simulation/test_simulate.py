@@ -34,6 +34,7 @@ from lightning_amp.simulation.byte_meter import (
 from lightning_amp.simulation.models_without_values import DecoderAlone, Subject, decoder_subject
 from lightning_amp.simulation.request import request_reference
 from lightning_amp.simulation.simulate import Simulation, fake_world, simulate, simulate_plan
+from tests.any_module import QUIET
 from tests.ranks import run_ranks
 
 BATCH = 6
@@ -171,10 +172,7 @@ def test_the_reference_model_holds_what_a_trainer_measures(strategies, tmp_path)
         max_epochs=1,
         limit_train_batches=2,
         callbacks=[monitor],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     data = SingleCellDataModule(tmp_path / "data", batch_size=4)
     trainer.fit(GLUE(latent_dim=8, window=8), datamodule=data)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.callbacks.memory_monitor import COLUMNS, CudaMeter, StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.any_module import make
+from tests.any_module import QUIET, make
 from tests.lightning.strategy.any_module_cases import Batches, fitted
 from tests.ranks import run_ranks
 
@@ -97,10 +97,7 @@ def fit(
         devices=1,
         max_epochs=1,
         default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[monitor],
         **arguments,
     )

@@ -19,7 +19,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.parallel.fsdp.units import units_of
 from lightning_amp.planning.modules.fsdp_bytes import fsdp_peak_bytes
 from lightning_amp.planning.modules.seen import HELD
-from tests.any_module import Meter, make
+from tests.any_module import QUIET, Meter, make
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.parallel.chunk.small_blocks import Attention
 from tests.ranks import run_ranks
@@ -27,9 +27,6 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 NAMES = ("wide_mlp", "gene_transformer", "stack")
 ADDED_UP = {1: NAMES, 2: ("wide_mlp", "stack")}
-QUIET = dict.fromkeys(
-    ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
-)
 
 
 class Stack(LightningModule):

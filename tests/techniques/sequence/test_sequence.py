@@ -24,17 +24,10 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.strategies import in_order
 from lightning_amp.planning.time.device_rates import CPU_CORE
 from lightning_amp.techniques.sequence.row import SequenceParallel
-from tests.any_module import Meter
+from tests.any_module import QUIET, Meter
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 from tests.techniques.sequence.cases import CASES, RANDOM, TWO_DIMS, WIDE, Case, Noisy, Normed, Picture, Text
-
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 def run(
