@@ -28,7 +28,7 @@ from lightning_amp.models.glue import GLUE
 from lightning_amp.parallel.rates_of import rates_of
 from lightning_amp.planning.time.device_rates import CPU_CORE, DEVICES, Rates
 from lightning_amp.simulation import calibrate as calibration
-from lightning_amp.simulation.calibrate import ROUNDS, calibrate, calibration_report
+from lightning_amp.simulation.calibrate import calibrate, calibration_report
 from tests.any_module import QUIET
 
 SIZES = (60, 8, 2, 4)
@@ -101,33 +101,6 @@ def test_a_busy_machine_is_not_calibrated(monkeypatch, seconds, worked, found) -
     monkeypatch.setattr(calibration.time, "process_time", lambda: work[0])
     with pytest.raises(PlanError, match=found):
         calibration._measure([step], torch.device("cpu"))
-
-
-def test_both_steps_are_run_forward_and_backward_by_turns(monkeypatch) -> None:
-    ran: list[int] = []
-    kept = calibration._step
-
-    def noted(*args):
-        step, number = kept(*args), len(made)
-        made.append(args[1].strategies)
-
-        def run() -> None:
-            step()
-            ran.append(number)
-
-        return run
-
-    made: list[tuple[str, ...]] = []
-    monkeypatch.setattr(calibration, "_step", noted)
-    monkeypatch.setattr(calibration, "APART", 1e9)
-    monkeypatch.setattr(calibration, "SHARE", 0)
-    torch.manual_seed(1234)
-    state = torch.random.get_rng_state()
-    found = calibrate("cpu", sizes=SIZES)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert made == [found.fitted.strategies, ("S1",)]
-    assert ran == [0, 1] * (calibration.WARM_UP + ROUNDS)
-    assert 0 < found.fitted.measured < 10
 
 
 @pytest.mark.parametrize(

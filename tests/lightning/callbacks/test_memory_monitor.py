@@ -177,17 +177,6 @@ def test_table_is_the_last_measured_step(tmp_path: Path) -> None:
     assert monitor.table()[0]["measured"] == 2 * last[0]["current_bytes"], "the worst rank"
 
 
-def test_a_plan_for_another_number_of_strata_predicts_none_of_them(tmp_path: Path) -> None:
-    strategy = SingleDeviceStrategy(torch.device("cpu"))
-    strategy.plan = SimpleNamespace(strata_bytes=(1, 2), budget_bytes=None, predicted_peak_bytes=0)  # type: ignore[attr-defined]
-    monitor = StratumMemoryMonitor(plot=False, dirpath=tmp_path / "here")
-    trainer = fit(monitor, Model(), tmp_path, strategy=strategy)
-    assert {row["predicted_bytes"] for row in monitor.rows} == {None}
-    assert {row["ratio"] for row in monitor.table()} == {None}
-    assert "amp/peak_predicted_bytes" not in trainer.callback_metrics
-    assert sorted(p.name for p in (tmp_path / "here").iterdir()) == ["memory.csv", "memory.jsonl"]
-
-
 def test_an_exception_leaves_no_mode_and_writes_what_is_there(tmp_path: Path) -> None:
     monitor, model = StratumMemoryMonitor(every_n_steps=1, plot=False), Model(fails_at=2)
     with pytest.raises(RuntimeError, match="the step fails"):

@@ -209,12 +209,6 @@ def test_the_plane_keeps_the_largest_spread_and_says_how_much() -> None:
         assert abs(np.corrcoef(xy[:, column], spread[:, column])[0, 1]) > 0.99
 
 
-def test_cells_without_a_spread_are_drawn_too() -> None:
-    xy, names = project(np.ones((3, 1), np.float32), method="pca")
-    assert xy.shape == (3, 2)
-    assert names == ("PC1 (0% of the variance)", "PC2 (0% of the variance)")
-
-
 def test_umap_is_used_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def reducer(**options: Any) -> Any:
         return SimpleNamespace(fit_transform=lambda x: x[:, :2] * options["n_neighbors"])

@@ -23,7 +23,7 @@ from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.parallel.attention import banded_softmax, rotary, sdpa
 from lightning_amp.parallel.attention.fused import FusedAttention, fuse_attention, fused_rows
 from lightning_amp.parallel.attention.s3_chunked import chunk_attention
-from lightning_amp.parallel.contract.protocol import BucketedAttention, ShardableAttention
+from lightning_amp.parallel.contract.protocol import BucketedAttention
 from lightning_amp.parallel.device_settings import settings_of
 from lightning_amp.planning.sizes.bucket_runs import RunSizes
 
@@ -438,12 +438,6 @@ def test_state_dict_copies_and_undo() -> None:
     assert torch.equal(key(v)[0], expected)
 
 
-def test_part_of_the_protocol() -> None:
-    fused = fuse_attention(LocalAttention(DIM, WINDOW))
-    assert isinstance(fused, BucketedAttention)
-    assert not isinstance(fused, ShardableAttention), "S5 must not find channels to deal"
-
-
 class Dropping(LocalAttention):
     def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Tensor:
         return nn.functional.dropout(super().attend(state, first, last), 0.1, self.training)
@@ -534,16 +528,6 @@ def test_refuses_other_modules(attention: nn.Module, found: str) -> None:
     assert attention.training == training
     if not isinstance(attention, Dropping):
         assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_accepts_itself_and_leaves_the_module_alone() -> None:
-    attention = LocalAttention(DIM, WINDOW).eval()
-    state = torch.random.get_rng_state()
-    with torch.no_grad():
-        again = fuse_attention(fuse_attention(attention))
-    assert repr(again) == f"FusedAttention(dim={DIM}, window={WINDOW})"
-    assert (attention.window, attention.training) == (WINDOW, False)
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

@@ -223,13 +223,6 @@ def test_ranks_hold_the_same_bits(ranks: list[Any]) -> None:
 
 
 @pytest.mark.ranks
-def test_one_rank_is_plain_batch_norm(ranks: list[Any]) -> None:
-    local = steps(make("1d"), "1d", lambda parts: parts[1])
-    assert ranks[1]["alone"]["collectives"] == 0
-    assert all(torch.equal(a, b) for a, b in zip(ranks[1]["alone"]["y"], local["y"], strict=True))
-
-
-@pytest.mark.ranks
 def test_objects_names_hooks_copies_and_undo(ranks: list[Any]) -> None:
     for result in ranks:
         wrong = [claim for claim, holds in result["objects"].items() if not holds]

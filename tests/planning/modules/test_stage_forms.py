@@ -21,7 +21,7 @@ from lightning_amp.planning.pipeline.stage_bytes import Pipeline, rank_peaks, st
 from lightning_amp.planning.plan.plan import Plan, Rule
 from lightning_amp.planning.plan.specs import ChunkBlock, PipelineStages
 from tests.planning.modules.test_plan_of_a_module import base
-from tests.planning.modules.test_stages import ROWS, SAVED, SENT, WEIGHT, made, passes, spec_of, step
+from tests.planning.modules.test_stages import ROWS, SAVED, SENT, WEIGHT, made, passes, step
 
 LEVELS = {20: 4.0, 50: 1.0, 70: 0.5}
 """Bytes for every sample that a block in chunks is given, and keeps, and the seconds that it takes more."""
@@ -56,12 +56,6 @@ def test_a_block_keeps_what_it_is_given_and_runs_before_its_backward_pass() -> N
     assert again.gradients[:, 0].tolist() == [int(np.flatnonzero(again.segment == i)[-1]) for i in range(6)]
 
 
-def test_nothing_is_changed_where_no_block_is_computed_again() -> None:
-    plain, same = passes(), computed_again(passes(), ())
-    for name in ("segment", "seconds", "birth", "held", "n_bytes", "uses", "gradients"):
-        assert np.array_equal(getattr(plain, name), getattr(same, name)), name
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_a_rank_computes_as_few_blocks_again_as_it_needs(name: str) -> None:
     part, ranks, count = passes(ROWS // 4), 2, 4
@@ -75,16 +69,6 @@ def test_a_rank_computes_as_few_blocks_again_as_it_needs(name: str) -> None:
     assert one[0] // 3 == fullest
     # what cannot be computed again is left as it is, and too small a budget takes all others
     assert fewest_again(pipeline, (0, 1, 5), 1) == (0, 1, 5)
-
-
-def test_the_slow_blocks_are_kept() -> None:
-    part = passes(ROWS // 4, seconds=(1.0, 9.0, 1.0, 1.0, 9.0, 1.0))
-    pipeline = Pipeline(part=part, whole=passes(), ends=(3, 6), orders=schedule("1f1b", 2, 4), at_once=False)
-    found = [
-        fewest_again(pipeline, range(6), budget) for budget in range(1000, max(rank_peaks(pipeline)), 50)
-    ]
-    assert any(0 < len(blocks) < 6 for blocks in found)
-    assert all({1, 4}.isdisjoint(blocks) for blocks in found if len(blocks) < 3)
 
 
 def test_a_budget_asks_for_blocks_of_a_stage_and_their_time() -> None:
@@ -209,41 +193,6 @@ def test_every_rank_takes_the_fastest_chunks_with_which_it_fits() -> None:
     assert {i for i in again if f"blocks.{i}" in own} or max(
         s.budget_bytes for s in found.values()
     ) > rows * 20
-
-
-def test_chunks_are_taken_in_stages_where_nothing_else_fits() -> None:
-    seen = chunkable()
-    free = made(staged(seen, 2, data=1, budget=None, asked=FOUR))
-    least = made(staged(seen, 2, data=1, budget=1, asked=replace(FOUR, chunks={})))
-    # nor looked for, which takes seconds
-    none: Any = None
-    unseen = replace(seen, stage_chunks=StageChunks(forms=none, passes=none))
-    enough = made(staged(unseen, 2, data=1, budget=least.peak_bytes, asked=FOUR))
-    assert chunks_of(free) == chunks_of(least) == chunks_of(enough) == {}
-    without = replace(FOUR, chunks={})
-    budget = next(
-        n
-        for n in range(least.peak_bytes - 1, 0, -8)
-        if made(staged(seen, 2, data=1, budget=n, asked=without)).peak_bytes > n
-    )
-    tight = made(staged(seen, 2, data=1, budget=budget, asked=FOUR))
-    assert tight.peak_bytes <= budget
-    assert chunks_of(tight)
-    alone = made(staged(seen, 2, data=1, budget=budget, asked=replace(FOUR, again=())))
-    assert again_of(alone) == []
-    assert alone.peak_bytes < free.peak_bytes
-    assert alone.seconds > free.seconds
-    target = next(one for one in alone.targets if isinstance(one.spec, ChunkBlock))
-    assert f"{len(chunks_of(alone))} of 6 blocks run in chunks, this one within" in target.why
-    assert target.saves_bytes == 2 * SAVED - chunks_of(alone)[target.fqn]
-    # not those that are far slower, where no budget asks for them
-    every = made(staged(seen, 2, data=1, budget=None, asked=replace(FOUR, again=(), all_chunks=True)))
-    assert chunks_of(every) == {f"blocks.{i}": 2 * 50 for i in (1, 2, 3, 4)}
-    # other numbers of micro-batches are left out where these cannot be in chunks
-    free = made(staged(seen, 2, data=1, budget=None, asked=Asked(again=(), all_chunks=True)))
-    assert spec_of(free).micro_batches == 4
-    single = Asked(again=(), all_chunks=True, micro_batches=8)
-    assert staged(seen, 2, data=1, budget=None, asked=single) == "it has one sample"
 
 
 def test_a_plan_that_names_chunks_beside_stages_counts_them() -> None:

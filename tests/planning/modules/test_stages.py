@@ -18,8 +18,6 @@ from lightning_amp.planning.pipeline.schedules import schedule
 from lightning_amp.planning.pipeline.stage_bytes import Pipeline, rank_peaks
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.plan.specs import PipelineStages
-from lightning_amp.planning.reports.plan_report import plan_report
-from lightning_amp.planning.reports.stages_report import timeline_of
 from tests.planning.modules.test_plan_of_a_module import base, profiled, seen
 
 ROWS, SAVED, SENT, WEIGHT = 8, 100, 8, 10
@@ -220,29 +218,6 @@ def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
     assert any("with pipeline" in note for note in hopeless.notes)
 
 
-def test_stages_are_not_looked_for_where_the_step_fits() -> None:
-    whole = step()
-
-    def passes(rows: int | None) -> Passes | str:
-        assert rows is None, "a step would be counted, which takes seconds"
-        assert whole.passes is not None
-        return whole.passes(rows)
-
-    found = plan_module(base(10_000, devices=2), replace(whole, passes=passes))
-    assert not any("pipeline" in row.strategies for row in found.candidates)
-    assert found.diagnosis is not None
-    assert found.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for")
-    narrow = replace(whole.rates, links=replace(whole.rates.links, intra_bandwidth=1.0))
-    narrow_links = plan_module(base(10_000, devices=2), replace(whole, rates=narrow))
-    compared = [row.strategies for row in narrow_links.candidates]
-    assert ("S1", "pipeline") in compared, "stages have no gradients to average, and may be faster"
-    named = plan_module(base(10_000, devices=2), replace(whole, rates=narrow, passes=passes), named=())
-    assert named.diagnosis is not None
-    assert named.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for"), (
-        "nothing is compared"
-    )
-
-
 def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:
     found = plan_module(base(10_000, devices=4), step(), asked=Asked(model=2))
     assert (found.mesh.data, found.mesh.model) == (2, 2)
@@ -261,16 +236,6 @@ def test_a_plan_that_was_given_keeps_its_cut_and_is_predicted_anew() -> None:
     assert again.rules == given.rules
     assert [stage.end for stage in again.stages] == [stage.end for stage in given.stages]
     assert again.predicted_peak_bytes > given.predicted_peak_bytes
-
-
-def test_the_report_has_the_stages_in_80_columns() -> None:
-    found = plan_module(base(10_000, devices=2), step(), asked=Asked(model=2, micro_batches=4))
-    text = plan_report(found)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "4 micro-batches by gpipe" in text
-    assert "stage  rank  blocks  forward" in text
-    line = timeline_of(found)
-    assert line.idle == pytest.approx([stage.idle for stage in found.stages])
 
 
 def test_slow_ranks_have_fewer_blocks() -> None:
