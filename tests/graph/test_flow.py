@@ -181,17 +181,6 @@ def test_rules_by_hand(function: Any, args: Any, dims: Any) -> None:
     assert last.dims == dims
 
 
-def test_a_block_of_attention_flows_along_cells_and_ends_along_genes() -> None:
-    call = next(c for c in calls_of("gene_transformer") if type(c.block).__name__ == "Block")
-    table = build_table(Captures().of(call.block, call.args, call.kwargs))
-    x = next(i for i, row in enumerate(table.rows) if row.kind == "input")
-    cells = table.follow(x, 0)
-    assert cells[table.outputs[0]] == 0
-    assert table.ends(x, 0) == {}
-    assert set(table.ends(x, 1).values()) == {"aten.scaled_dot_product_attention.default"}
-    assert "aten.layer_norm.default" in table.ends(x, 2).values()
-
-
 def test_an_unknown_operator_ends_the_flow_and_is_named() -> None:
     table, _ = check(Op(lambda x: torch.flip(x, [0]) * 2), (X,))
     assert table.unknown == ("aten.flip.default",)

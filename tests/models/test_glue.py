@@ -173,20 +173,6 @@ def test_draw_keys_decide_the_noise():
     assert not torch.equal(model.latents(cells_of)["hic"].sample, latents["hic"].sample)
 
 
-def test_every_use_of_a_key_has_its_own_stream(monkeypatch):
-    streams = []
-
-    def record(draw, width, *, stream, dtype=None):
-        streams.append(stream)
-        return torch.ones(len(draw), width)
-
-    monkeypatch.setattr("lightning_amp.models.keyed_noise.keyed_uniform", record)
-    monkeypatch.setattr("lightning_amp.models.latent.keyed_normal", record)
-    model = GLUE(**SMALL, hidden_depth=3).build(inputs())
-    model.shown(batch(), model.latents(batch()))
-    assert len(streams) == len(set(streams)) == 2 * (3 + 1 + 1)
-
-
 def test_pretraining_and_single_modalities_have_no_adversary():
     for model in (GLUE(**SMALL, stage="pretrain").build(inputs()), GLUE(**SMALL).build(inputs(("rna",)))):
         cells_of = {m: c for m, c in batch().items() if m in model.encoders}

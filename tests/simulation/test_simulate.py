@@ -186,34 +186,6 @@ def test_the_reference_model_holds_what_a_trainer_measures(strategies, tmp_path)
     assert found.peak_bytes == (step["peak_bytes"],)
 
 
-def test_phases_of_a_step_of_the_reference_model(tmp_path, monkeypatch) -> None:
-    synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
-    asked = request_reference(profile(tmp_path / "data"), batch_size=4, latent_dim=8, window=8)
-    entered: list[str] = []
-    enter = StepMeter.enter
-
-    def note(self: StepMeter, phase: str, *, making: str) -> None:
-        entered.append(phase)
-        enter(self, phase, making=making)
-
-    monkeypatch.setattr(StepMeter, "enter", note)
-    simulate(asked.make, asked.plan, rank=0)
-    phases = [phase for phase, before in zip(entered, ["", *entered], strict=False) if phase != before]
-    update = ["the reduction of gradients", "{}", "the optimiser step", "{}"]
-    first = "the encoders and the graph"
-    assert phases == [
-        "the weights, optimiser state and batch",
-        first,
-        f"the backward pass of {first}",
-        *(phase.format(first) for phase in update),
-        *(phase for k in range(3) for phase in (f"stratum {k}", "the other decoders")),
-        "the backward pass of the other decoders",
-        *(f"the backward pass of stratum {k}" for k in (2, 1, 0)),
-        f"the backward pass of {first}",
-        *(phase.format("the other decoders") for phase in update),
-    ]
-
-
 @pytest.mark.long
 def test_a_step_ends_where_the_budget_does() -> None:
     free = simulated("S1", ranks=1)

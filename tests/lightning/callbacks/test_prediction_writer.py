@@ -101,19 +101,6 @@ def test_embeddings_are_in_the_order_of_the_files(root: Path, tmp_path: Path) ->
         np.testing.assert_array_equal(found.obsm["X_amp"][:, 1], np.asarray(source.X.sum(axis=1)).ravel())
 
 
-def test_predictions_of_a_trainer_become_anndata(root: Path, tmp_path: Path) -> None:
-    data = SingleCellDataModule(root, batch_size=8)
-    writer = PredictionWriter(tmp_path, contact_map_cells=0)
-    trainer = quiet_trainer(callbacks=[writer], limit_predict_batches=3)
-    found = collect_predictions(trainer.predict(Halves(), datamodule=data), data)
-    assert list(found) == ["hic", "rna"]
-    for modality, table in found.items():
-        written = anndata.read_h5ad(tmp_path / f"embeddings_{modality}.h5ad")
-        pd.testing.assert_frame_equal(table.obs, written.obs)
-        np.testing.assert_array_equal(table.obsm["X_amp"], written.obsm["X_amp"])
-    assert np.isnan(found["hic"].obsm["X_amp"][24:]).all()
-
-
 def test_what_is_no_prediction_becomes_no_anndata(root: Path) -> None:
     data = SingleCellDataModule(root, batch_size=8)
     with pytest.raises(
@@ -174,12 +161,6 @@ def test_no_maps_when_none_are_asked_or_there_is_no_hic(root: Path, tmp_path: Pa
     data = SingleCellDataModule(root, modalities=["rna"])
     trainer.predict(Halves(), datamodule=data, return_predictions=False)
     assert [path.name for path in writer.written] == ["embeddings_rna.h5ad", "embedding.png"]
-
-
-def test_cells_that_were_not_predicted_are_nan(root: Path, tmp_path: Path) -> None:
-    predict(root, PredictionWriter(tmp_path), limit_predict_batches=2)
-    found = anndata.read_h5ad(tmp_path / "embeddings_hic.h5ad").obsm["X_amp"]
-    assert np.isfinite(found).all(axis=1).tolist() == [True] * 16 + [False] * 14
 
 
 def test_ranks_are_gathered_and_repeated_cells_written_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,27 +94,6 @@ def test_examples_of_single_layers_say_that_chunks_are_of_no_use(tmp_path: Path)
     assert "takes less in chunks: its largest tensors are its arguments and results" in text
 
 
-def sharded(rank: int, ranks: int) -> dict[str, Any]:
-    """Half of a stack's blocks in chunks, their parameters over two ranks; dropout is off, for ranks draw apart."""
-    found: dict[str, Any] = {}
-    for name, strategies in {"plain": "S1", "both": "fsdp,chunk"}.items():
-        strategy = AMPStrategy(strategies=strategies)
-        run = fitted(
-            Stack(dropout=0.0).double(), rows(8), strategy, rank=rank, ranks=ranks, precision="64-true"
-        )
-        found[name] = run["parameters"]
-        found["strategies"] = run["plan"].strategies
-    return found
-
-
-@pytest.mark.full
-def test_blocks_in_chunks_may_be_sharded(tmp_path: Path) -> None:
-    for found in run_ranks(sharded, 2, tmp_path, timeout=200):
-        assert found["strategies"] == ("S1", "fsdp", "chunk")
-        for name, value in found["plain"].items():
-            torch.testing.assert_close(found["both"][name], value, rtol=1e-10, atol=1e-10)
-
-
 def stack(rank: int, ranks: int) -> dict[str, Any]:
     """A stack of attention as it is, and under several requests."""
     meter = Meter()

@@ -153,22 +153,6 @@ def test_anchors_are_dealt_in_whole_buckets(anchors: int, ranks: int, expected: 
     assert dealt == list(range(anchors))
 
 
-@pytest.mark.parametrize("rank", range(3))
-def test_own_features_are_a_view_where_nodes_ascend(rank: int) -> None:
-    rows = shard_anchors(15, 5, fake_mesh(rank=rank, ranks=3)["model"])
-    ascending = torch.tensor([0, 1, 1, 4, 7, 8, 10, 11, 14])
-    features, shuffled = AnchorFeatures(ascending, rows), AnchorFeatures(ascending[:7].flip(0), rows)
-    values = torch.arange(18.0).view(2, 9)
-    assert features.own(values).untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
-    for one, nodes in ((features, ascending), (shuffled, ascending[:7].flip(0))):
-        own = one.own(nodes.expand(2, -1))[0]
-        assert all(i in rows.own for i in own.tolist())
-        assert torch.equal(one.feature_anchor + rows.own.start, own)
-        assert one.feature_anchor.untyped_storage().nbytes() == 8 * len(own), "and no view of all nodes"
-    with pytest.raises(AssertionError, match="columns of all features"):
-        features.own(values[:, 1:])
-
-
 @pytest.mark.parametrize(("rank", "neighbours"), [(0, 1), (1, 2), (2, 1)])
 def test_what_is_sent_is_counted(rank: int, neighbours: int) -> None:
     """No more than a bucket to each neighbour; anchors are 5, 10 and 8."""

@@ -311,16 +311,6 @@ def test_what_is_missing_is_said() -> None:
     assert "no number of ranks up to 1024 would be enough: use a smaller batch" in shortfall(hopeless)
 
 
-def test_beside_split_parameters_as_few_blocks_run_again_as_must() -> None:
-    heavy = seen(profiled(held=8000), weights=2000)
-    split = next(
-        row for row in compare(heavy, ranks=2, budget=None).candidates if row.strategies == ("fsdp",)
-    )
-    rows = compare(heavy, ranks=2, budget=split.peak_bytes - 1).candidates
-    both = next(row for row in rows if row.strategies == ("recompute", "fsdp"))
-    assert both.peak_bytes == split.peak_bytes - SAVED
-
-
 def test_no_technique_for_blocks_makes_less_of_what_averaging_takes() -> None:
     small = ParameterShape(name="bias", shape=(9000,), item_bytes=1)
     step = replace(seen(profiled(held=8000)), units=(Unit(fqn="", parameters=(small,)),))

@@ -158,11 +158,6 @@ def chunkable(**options: Any) -> Seen:
     return replace(step(**options), stage_chunks=StageChunks(forms=forms, passes=in_chunks))
 
 
-def chunks_of(found: Draft | Plan) -> dict[str, int]:
-    listed = found.targets if isinstance(found, Draft) else found.rules
-    return {one.fqn: one.spec.budget_bytes for one in listed if isinstance(one.spec, ChunkBlock)}
-
-
 def test_every_rank_takes_the_fastest_chunks_with_which_it_fits() -> None:
     rows, orders = ROWS // 4, schedule("1f1b", 2, 4)
     part = passes(rows)
@@ -193,45 +188,6 @@ def test_every_rank_takes_the_fastest_chunks_with_which_it_fits() -> None:
     assert {i for i in again if f"blocks.{i}" in own} or max(
         s.budget_bytes for s in found.values()
     ) > rows * 20
-
-
-def test_a_plan_that_names_chunks_beside_stages_counts_them() -> None:
-    rule = Rule(
-        fqn="blocks", spec=PipelineStages(ends="3,6", schedule="1f1b"), strategy="pipeline", why="asked for"
-    )
-    asked = base(None, devices=2)
-    asked = replace(
-        asked,
-        mesh=replace(asked.mesh, data=1, model=2),
-        rules=(*asked.rules, rule),
-        strategies=("S1", "pipeline"),
-    )
-    seen = chunkable()
-    plain = plan_module(asked, seen, named=(), asked=FOUR)
-    every = plan_module(asked, seen, named=("chunk",), budget_named=False, asked=FOUR)
-    assert set(chunks_of(every)) == {f"blocks.{i}" for i in (1, 2, 3, 4)}
-    assert every.strategies == ("S1", "pipeline", "chunk")
-    assert every.predicted_peak_bytes < plain.predicted_peak_bytes
-    # as it was given it is counted so again
-    again = plan_again(every, seen)
-    assert again.predicted_peak_bytes == every.predicted_peak_bytes
-    assert [stage.peak_bytes for stage in again.stages] == [stage.peak_bytes for stage in every.stages]
-    # with a budget as few as it needs; all of them where it needs none, for they were asked for
-    tight = replace(asked, budget_bytes=plain.predicted_peak_bytes - 1)
-    some = plan_module(tight, seen, named=("chunk",), asked=FOUR)
-    assert some.fits
-    assert chunks_of(some)
-    assert again_of(some) == []
-    wide = replace(asked, budget_bytes=100_000)
-    assert chunks_of(plan_module(wide, seen, named=("chunk",), asked=FOUR)) == chunks_of(every)
-    both = plan_module(asked, seen, named=("recompute", "chunk"), budget_named=False, asked=FOUR)
-    assert chunks_of(both) == chunks_of(every)
-    assert again_of(both) == REPEATABLE
-    # what does not fit at all says the least
-    none = plan_module(replace(asked, budget_bytes=1), seen, named=("chunk",), asked=FOUR)
-    assert none.fits is False
-    assert set(chunks_of(none).values()) == {min(chunks_of(none).values())}
-    assert any(note.startswith("the step requires at least") for note in none.notes)
 
 
 def test_auto_takes_chunks_in_stages_where_nothing_else_fits() -> None:
