@@ -2,7 +2,7 @@
 
 On 2 ranks parts are even, and each operator is split in one way more; on 3 ranks parts are uneven, or have their
 indices in any order; on 4 ranks, as a grid of 2 x 2, tensors are split over one axis or over both. Every case is run on
-2 ranks; `make full` runs all of them on 3 and 4, where `make test` runs a few.
+2 ranks; `make full` runs all of them on 3 or on 4, where `make test` runs a few.
 """
 
 from typing import Any
@@ -113,7 +113,7 @@ Reports = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(
-    scope="module", params=[FEW, pytest.param({3: 1, 4: 1}, marks=pytest.mark.exhaustive)], ids=["few", "all"]
+    scope="module", params=[FEW, pytest.param({3: 2, 4: 2}, marks=pytest.mark.exhaustive)], ids=["few", "all"]
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     return {
@@ -139,7 +139,7 @@ def test_attention_is_exact_without_a_kernel_of_torch(found: Reports) -> None:
 
 @pytest.mark.ranks
 def test_odd_expressions_are_exact_or_refused_by_name(found: Reports) -> None:
-    assert len(REST) > 550
+    assert len(REST) > 350
     assert wrong(found, "odd") == []
 
 
