@@ -9,10 +9,6 @@ from lightning_amp.models.keyed_noise import KeyedDropout, keyed_normal, keyed_u
 KEYS = torch.arange(20_000) * 97 + 5
 
 
-def correlation(a, b):
-    return torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1].abs().item()
-
-
 def test_known_values():
     # the numbers of a stored run must not change with the code: these are fixed for good
     found = keyed_uniform(torch.tensor([0, 1, 2**31 - 1]), 2, stream=3)

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.ranks
 
 CELLS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
 LARGEST = {"wide_mlp": "parameters"}
-MORE = [pytest.mark.exhaustive, pytest.mark.release]
 
 
 @pytest.mark.parametrize("name", ["gene_transformer", "wide_mlp", "cnn"])

@@ -27,8 +27,6 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 BUDGET = 700_000
-SHARES = (None, 0.6)
-"""Budgets as shares of what is beyond parameters, gradients and optimiser state; None names no budget."""
 
 
 class Stack(pl.LightningModule):
@@ -62,25 +60,6 @@ class Stack(pl.LightningModule):
 def rows(n: int = 4, *, batch_size: int = 2) -> DataLoader[Any]:
     x = torch.randn(n, 128, 16, generator=torch.Generator().manual_seed(1))
     return DataLoader(x, batch_size=batch_size)  # type: ignore[arg-type]
-
-
-def example(rank: int, ranks: int, name: str, strategies: str | None) -> list[dict[str, Any]]:
-    """An example under a plain Trainer and in chunks."""
-    plain_meter = Meter()
-    plain, found = of_example(name, "auto", plain_meter), []
-    for share in SHARES:
-        meter, budget = Meter(), None if share is None else int(share * plain_meter.live.peak)
-        strategy = AMPStrategy(strategies=strategies, device_memory=budget, unfit="train")
-        run = of_example(name, strategy, meter)
-        errors = [(run["parameters"][key] - value).abs().max() for key, value in plain["parameters"].items()]
-        plan = run["plan"]
-        found.append(
-            {
-                "measured": meter.live.peak, "plain": plain_meter.live.peak, "budget": budget,
-                "predicted": plan.predicted_peak_bytes, "error": float(max(errors)), "json": plan.to_json(),
-            }
-        )  # fmt: skip
-    return found
 
 
 def refused(rank: int, ranks: int, name: str) -> str:

@@ -324,13 +324,6 @@ def test_a_technique_of_the_model_axis_gets_one() -> None:
 # --- what is installed ---
 
 
-def swap(module: nn.Module, **parts: Any) -> nn.Module:
-    other = copy.deepcopy(module)
-    for name, part in parts.items():
-        setattr(other, name, part)
-    return other
-
-
 @pytest.mark.parametrize(
     ("made", "message"),
     [

@@ -128,7 +128,6 @@ def by_name(rank: int, ranks: int, asked: str) -> dict[str, Any]:
 
 
 ENCODERS = [f"model.encoders.{k}" for k in range(4)]
-MORE = [pytest.mark.exhaustive, pytest.mark.release]
 
 
 @pytest.mark.ranks

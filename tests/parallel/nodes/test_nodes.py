@@ -306,11 +306,6 @@ class Narrow(LocalAttention):
         return -(-n // (self.window + 1))
 
 
-class Failing(LocalAttention):
-    def prepare(self, q: Tensor, k: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        raise ValueError("not here")
-
-
 @pytest.mark.parametrize(
     ("name", "child", "message"),
     [

@@ -231,12 +231,6 @@ def test_vertices_go_where_most_of_their_edges_lead() -> None:
         assert ids.tolist() == sorted(ids.tolist()), rank
 
 
-def _ends() -> tuple[Tensor, Tensor]:
-    source = torch.tensor([10, 19, 0, 0, 0, 1, 2, 2, 3])
-    target = torch.tensor([11, 10, 10, 19, 18, 12, 11, 15, 0])
-    return torch.cat((source, target)), torch.cat((target, source))
-
-
 def test_what_is_sent_is_counted() -> None:
     mesh = fake_mesh(rank=1, ranks=3)
     model = make(Graph())

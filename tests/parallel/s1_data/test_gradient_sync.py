@@ -112,17 +112,6 @@ def untouched_is_left_alone(rank: int) -> Grads:
     return grads(p)
 
 
-def unfrozen_later(rank: int) -> Grads:
-    p = parameters((2,), (2,))
-    p[1].requires_grad_(False)
-    sync = sync_of(p)
-    p[1].requires_grad_(True)
-    sync.watch()
-    ((rank + 1.0) * (p[0] + p[1])).sum().backward()
-    sync.reduce()
-    return grads(p)
-
-
 def given_twice(rank: int) -> tuple[int, Grads]:
     p = parameters((64,))
     sync = sync_of([p[0], p[0]], bucket_bytes=64 * 8)
@@ -208,7 +197,6 @@ CASES = (
     left_on_one_rank,
     reset_before_reduce,
     untouched_is_left_alone,
-    unfrozen_later,
     given_twice,
     mixed_types,
     other_layout,
@@ -241,7 +229,6 @@ MEANS: dict[str, list[float | None]] = {
     "forced_while_blocked": [1.5],
     "left_on_one_rank": [1.5],
     "reset_before_reduce": [None, 1.0],
-    "unfrozen_later": [1.5, 1.5],
     "mixed_types": [1.5, 1.5, 1.5],
 }
 

@@ -33,7 +33,6 @@ from tests.parallel.sharded_cases import (
 from tests.ranks import CountCollectives, run_ranks
 
 GATHER = {"S5": HiddenParallel(gather=True)}
-ALL = [("S5",), ("S3", "S5"), ("S4", "S5"), ("S3", "S4", "S5")]
 UNEVEN = Case(dim=10, anchors=21)
 """Five pairs of channels: no two, three or four ranks have equal shares; the last bucket is short."""
 
