@@ -355,3 +355,17 @@ def test_the_largest_batch_is_found_in_few_looks() -> None:
         found = largest_batch(peak, budget, 8)
         assert peak(found) <= budget < peak(found + 1) if found else peak(1) > budget
         assert len(looks) <= 14
+
+
+def test_every_plan_is_compared_on_several_ranks() -> None:
+    heavy = seen(profiled(held=8000), weights=2000)
+    found = compare(heavy, ranks=2, budget=None)
+    assert {row.strategies for row in found.candidates} == {
+        (),
+        ("fsdp",),
+        ("recompute",),
+        ("recompute", "fsdp"),
+    }
+    assert found.candidates[0].strategies == ()
+    leanest = min(found.candidates, key=lambda row: row.peak_bytes)
+    assert leanest.strategies == ("recompute", "fsdp")

@@ -218,6 +218,29 @@ def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
     assert any("with pipeline" in note for note in hopeless.notes)
 
 
+def test_stages_are_not_looked_for_where_the_step_fits() -> None:
+    whole = step()
+
+    def passes(rows: int | None) -> Passes | str:
+        assert rows is None, "a step would be counted, which takes seconds"
+        assert whole.passes is not None
+        return whole.passes(rows)
+
+    found = plan_module(base(10_000, devices=2), replace(whole, passes=passes))
+    assert not any("pipeline" in row.strategies for row in found.candidates)
+    assert found.diagnosis is not None
+    assert found.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for")
+    narrow = replace(whole.rates, links=replace(whole.rates.links, intra_bandwidth=1.0))
+    narrow_links = plan_module(base(10_000, devices=2), replace(whole, rates=narrow))
+    compared = [row.strategies for row in narrow_links.candidates]
+    assert ("S1", "pipeline") in compared, "stages have no gradients to average, and may be faster"
+    named = plan_module(base(10_000, devices=2), replace(whole, rates=narrow, passes=passes), named=())
+    assert named.diagnosis is not None
+    assert named.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for"), (
+        "nothing is compared"
+    )
+
+
 def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:
     found = plan_module(base(10_000, devices=4), step(), asked=Asked(model=2))
     assert (found.mesh.data, found.mesh.model) == (2, 2)
