@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
@@ -234,3 +235,15 @@ def test_a_step_that_draws_which_blocks_run_is_one_draw() -> None:
         ].notes
     found, _ = run(Dropping(), AMPStrategy())
     assert not found["plan"].notes or "one draw" not in "".join(found["plan"].notes)
+
+
+def test_the_profiler_whose_hooks_stand_in_the_way_is_named() -> None:
+    module = Net()
+    _, peak = run(module, AMPStrategy())
+    # as of PyTorchProfiler() while it is on
+    named = r"has PyTorchProfiler's hooks \(PyTorchProfiler\(record_module_names=False\) has none\)"
+    with RegisterRecordFunction(module), pytest.raises(PlanError, match=named):
+        run(module, within(peak // 3))
+    with pytest.raises(PlanError, match="predicted to run out") as error:
+        run(module, within(peak // 3))
+    assert "PyTorchProfiler" not in str(error.value)
