@@ -153,6 +153,13 @@ def test_anchors_are_dealt_in_whole_buckets(anchors: int, ranks: int, expected: 
     assert dealt == list(range(anchors))
 
 
+def test_own_features_of_none() -> None:
+    rows = shard_anchors(15, 5, fake_mesh(rank=2, ranks=3)["model"])
+    features = AnchorFeatures(torch.tensor([3, 2, 9]), rows)
+    assert features.own(torch.ones(2, 3)).shape == (2, 0)
+    assert "0 of 3 features, ranks=3" in repr(features)
+
+
 @pytest.mark.parametrize(("rank", "neighbours"), [(0, 1), (1, 2), (2, 1)])
 def test_what_is_sent_is_counted(rank: int, neighbours: int) -> None:
     """No more than a bucket to each neighbour; anchors are 5, 10 and 8."""
@@ -207,6 +214,15 @@ def test_what_a_ring_sends_is_counted(ranks: int) -> None:
     ):
         assert found.counts["all_to_all_single"] == attending * calls
         assert found.sent["all_to_all_single"] == attending * rows * FULL.dim * number
+
+
+def test_one_rank_sends_no_rows() -> None:
+    model = Model(Case())
+    install(model, make_plan(("nodes",), 1), fake_mesh(rank=0, ranks=1))
+    with CountCollectives() as sent:
+        model().backward()
+    assert sent.counts["all_to_all_single"] == 0
+    assert differences({"loss": model()}, {"loss": Model(Case())()}) == []
 
 
 class Order(TorchDispatchMode):
@@ -306,6 +322,11 @@ class Narrow(LocalAttention):
         return -(-n // (self.window + 1))
 
 
+class Failing(LocalAttention):
+    def prepare(self, q: Tensor, k: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        raise ValueError("not here")
+
+
 @pytest.mark.parametrize(
     ("name", "child", "message"),
     [
@@ -327,6 +348,7 @@ class Narrow(LocalAttention):
             r"has 'strata.1.key.attention' Identity\(\); allowed is attention.*or full attention.*fails on a small",
         ),
         ("strata.1.key.attention", Distant(4, 3), "attention' whose buckets depend on other buckets"),
+        ("strata.1.key.attention", Failing(4, 3), "attention' that fails on an example with ValueError: not"),
         (
             "strata.1.key.attention",
             Narrow(4, 3),

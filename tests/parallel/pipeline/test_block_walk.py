@@ -2,6 +2,8 @@
 that another stage should have computed is ever taken for a number: it is refused with the reason.
 """
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +179,15 @@ def test_a_placeholder_reports_the_device_of_the_run_and_poisons_what_reads_it()
         assert has_no_values(h + X)
         assert h.device == CPU
     assert not has_no_values(mask)
+
+
+def test_outside_of_a_pass_blocks_are_as_they_are_and_can_be_copied() -> None:
+    net = Net(plain)
+    expected = net(X)
+    walk = staged(net)
+    assert torch.equal(net(X), expected)
+    for twin in (copy.deepcopy(walk), pickle.loads(pickle.dumps(walk))):
+        assert (twin.name, twin.blocks) == ("blocks", 4)
 
 
 def test_results_of_micro_batches_are_joined_where_they_differ_from_the_batch() -> None:
