@@ -69,6 +69,23 @@ def test_a_module_and_a_batch_are_planned(whole: Any, lean: Any) -> None:
     assert lightning_amp.Plan.from_json(lean.plan.to_json()) == lean.plan
 
 
+def test_it_prints_in_the_words_of_the_module(whole: Any, lean: Any) -> None:
+    text = str(lean)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith("Deep on 1 device\n")
+    # repeated modules and their tensors are one row
+    assert "blocks.*.* (12 x Linear)" in text
+    assert "6 x [512, 128] float32  activations  blocks.*.1: gelu" in text
+    words = " ".join(text.split())
+    assert "plan recompute of blocks.0 ... blocks." in words
+    assert "per device (fits) predicted step" in words
+    assert "at the rates of one CPU core" in text
+    assert "fsdp" in whole.plan.diagnosis.helps
+    assert "nothing to install" in str(whole)
+    assert f"<pre>{text[:10]}" in lean._repr_html_()
+    assert "does NOT fit" in str(lightning_amp.plan(Deep(), "4x32", device_memory=1000))
+
+
 def test_the_largest_batch_fits_with_the_plan_and_one_more_does_not(lean: Any) -> None:
     budget = lean.plan.budget_bytes
     for strategies in ("S1", "recompute"):
