@@ -1,8 +1,8 @@
 """Every row of the tables is exact on sharded tensors, results and gradients, or refused by the name that the row says.
 
 On 2 ranks parts are even, and each operator is split in one way more; on 3 ranks parts are uneven, or have their
-indices in any order; on 4 ranks, as a grid of 2 x 2, tensors are split over one axis or over both. Every case is run on
-2 ranks; `make full` runs all of them on 3 and 4, where `make test` runs a few.
+indices in any order; on 4 ranks, as a grid of 2 x 2, tensors are split over one axis or over both. `make full` runs
+every case on 2 ranks, and on 3 or on 4; `make test` runs half of them on 2, and a few on 3 and 4.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ CASES = [*VALUES, *PLACES, *PRODUCTS, *LAYERS, *CLASSES]
 REST = [*ODD, *STEPS, *MODULES, *COPIES]
 IN_ORDER = ("put with a step",)
 """Cases that are refused where a rank owns several ranges."""
-FEW = {2: 1, 3: 5, 4: 5}
+FEW = {2: 2, 3: 8, 4: 8}
 """By number of ranks: of how many cases one is run."""
 
 
@@ -91,7 +91,7 @@ def everything(rank: int, size: int, of: int) -> dict[str, Any]:
                 for c in some
                 if (text := outcome(c, named_splits(c, [axis], "uneven"), [axis], named=True))
             ]
-    n = 120 // of if size > 2 else 30
+    n = 120 // of if size > 2 else 60 // of
     found["chains"], refused = wrong_chains(axis, n)
     found["refused chains"] = refused / n
     found["drawn"] = drawn(axis)
@@ -113,7 +113,9 @@ Reports = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(
-    scope="module", params=[FEW, pytest.param({3: 1, 4: 1}, marks=pytest.mark.exhaustive)], ids=["few", "all"]
+    scope="module",
+    params=[FEW, pytest.param({2: 1, 3: 2, 4: 2}, marks=pytest.mark.exhaustive)],
+    ids=["few", "all"],
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     return {
@@ -128,7 +130,7 @@ def wrong(found: Reports, kind: str) -> list[str]:
 
 @pytest.mark.ranks
 def test_operators_are_exact_or_refused_by_name(found: Reports) -> None:
-    assert len(CASES) > 700
+    assert len(CASES) > 500
     assert wrong(found, "cases") == []
 
 
@@ -139,7 +141,7 @@ def test_attention_is_exact_without_a_kernel_of_torch(found: Reports) -> None:
 
 @pytest.mark.ranks
 def test_odd_expressions_are_exact_or_refused_by_name(found: Reports) -> None:
-    assert len(REST) > 650
+    assert len(REST) > 350
     assert wrong(found, "odd") == []
 
 

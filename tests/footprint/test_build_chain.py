@@ -55,15 +55,6 @@ def test_what_a_block_holds_between_its_passes() -> None:
     assert (block.keeps, block.inputs) == ((0,), ())
 
 
-def test_forward_and_backward_pass_of_a_block_that_is_kept() -> None:
-    chain = build_chain(step(), values=False)
-    # operator 2; operator 6, where the result is alive because the block keeps it
-    assert most(chain, recomputed=False) == {(): 100 + 50, (0,): 100 + 30 + 20}
-    # at 7 the 100 bytes are gone
-    late = build_chain(step(late=200), values=False)
-    assert most(late, recomputed=False)[0,] == 20 + 200
-
-
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [

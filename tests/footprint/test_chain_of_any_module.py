@@ -3,11 +3,11 @@
 import pytest
 
 from lightning_amp.costs.chain import peak_bytes
-from lightning_amp.footprint.chain.chain_of import chain_of, count_step
+from lightning_amp.footprint.chain.chain_of import chain_of
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.techniques.recompute.choose import choose
 from tests.any_module import NAMES, make
-from tests.footprint.test_chain_of import bytes_of, choices, real_peak
+from tests.footprint.test_chain_of import choices, real_peak
 from tests.parallel.blocks.test_recompute import recompute
 
 
@@ -28,13 +28,6 @@ def test_the_peak_of_a_choice_in_eight_modules(name: str) -> None:
         recompute(module, names)
         # 2 kB: what batch norm's statistics need to be put back
         assert found == pytest.approx(profile_module(module, batch).peak_bytes, abs=2000), names
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_the_step_that_was_counted_for_the_chain_tells_its_bytes_too(name: str) -> None:
-    found = count_step(*make(name), ()).profile
-    assert bytes_of(found) == bytes_of(profile_module(*make(name)))
 
 
 @pytest.mark.long

@@ -1,7 +1,4 @@
-"""A form of a block against the block itself, in float64: what it returns, its loss and all gradients.
-
-The loss is a sum of all results, each value weighted by a number drawn for it, so that no two errors cancel.
-"""
+"""A form of a block against the block itself, in float64: what it returns, its loss and all gradients."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence

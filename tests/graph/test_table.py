@@ -101,19 +101,3 @@ def test_views_cost_nothing_and_point_at_their_memory() -> None:
     # the memory lives until the last view of it is read
     found = block_bytes(table)
     assert found.forward[-1] == 4 * 32 + 4 * 16 + 4 * 16
-
-
-def test_without_training_nothing_is_saved() -> None:
-    block, x = nn.Sequential(nn.Linear(8, 800), nn.GELU(), nn.Linear(800, 8)), torch.randn(4, 8)
-    table = table_of(block, x)
-    trained, asked = block_bytes(table), block_bytes(table, train=False)
-    assert asked.backward == ()
-    assert asked.saved_bytes == 4 * 4 * 8
-    assert asked.peak_bytes == 2 * 4 * 4 * 800
-    assert trained.saved_bytes == 2 * 4 * 4 * 800 + 4 * 4 * 8
-    captures = Captures()
-    with torch.no_grad():
-        captures.of(block, (x,), {})
-        with LiveBytes() as live:
-            captures.run(block, x)
-    assert live.peak == asked.peak_bytes

@@ -9,10 +9,6 @@ from lightning_amp.models.keyed_noise import KeyedDropout, keyed_normal, keyed_u
 KEYS = torch.arange(20_000) * 97 + 5
 
 
-def correlation(a, b):
-    return torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1].abs().item()
-
-
 def test_known_values():
     # the numbers of a stored run must not change with the code: these are fixed for good
     found = keyed_uniform(torch.tensor([0, 1, 2**31 - 1]), 2, stream=3)
@@ -43,28 +39,6 @@ def test_uniform_is_uniform_and_open():
     counts = torch.histc(u, bins=64, min=0, max=1)
     chi_square = ((counts - u.numel() / 64) ** 2 / (u.numel() / 64)).sum()
     assert chi_square < 110  # 63 degrees of freedom: 110 is beyond the 99.98 percentile
-
-
-def test_normal_moments():
-    z = keyed_normal(KEYS, 16, stream=0, dtype=torch.float64)
-    assert abs(z.mean()) < 8e-3
-    assert abs(z.var() - 1) < 1e-2
-    assert abs((z**3).mean()) < 2e-2
-    assert abs((z**4).mean() - 3) < 5e-2
-
-
-def test_streams_cells_and_columns_are_uncorrelated():
-    z = keyed_normal(KEYS, 16, stream=0)
-    assert correlation(z, keyed_normal(KEYS, 16, stream=1)) < 1e-2
-    assert correlation(z, keyed_uniform(KEYS, 16, stream=0)) < 1e-2
-    assert correlation(z[1:], z[:-1]) < 1e-2
-    assert correlation(z[:, 1:], z[:, :-1]) < 1e-2
-    assert (
-        correlation(
-            keyed_normal(torch.arange(9999), 8, stream=2), keyed_normal(torch.arange(1, 10_000), 8, stream=2)
-        )
-        < 2e-2
-    )
 
 
 def test_different_cells_never_share_a_row():

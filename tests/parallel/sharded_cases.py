@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.installing.install import install
@@ -141,6 +142,25 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 def model_mesh(world_size: int) -> DeviceMesh:
     """All ranks on the model axis."""
     return init_device_mesh("cpu", (1, world_size), mesh_dim_names=("data", "model"))
+
+
+def fake_mesh(*, rank: int, ranks: int) -> DeviceMesh:
+    """A mesh of ranks that do not exist; collectives return at once."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    return model_mesh(ranks)
+
+
+def mean_gradients(case: Case, strategies: Sequence[str] = (), mesh: DeviceMesh | None = None) -> Results:
+    """Gradients of a loss of the mean, which every rank computes in full; every parameter in it has one."""
+    model = Model(case)
+    installed = None if mesh is None else install(model, make_plan(strategies, mesh["model"].size()), mesh)
+    arguments = {name: model.batch[name] for name in ("batch", "library")}
+    mean = model.decoder.mean(model.u, model.v, **arguments)
+    (mean * torch.linspace(-1, 2, mean.numel()).view_as(mean)).sum().backward()  # type: ignore[no-untyped-call]
+    sum_partial(installed, mesh)
+    return {n: p.grad for n, p in model.named_parameters() if "theta" not in n and "zi" not in n}  # type: ignore[misc]
 
 
 def make_plan(strategies: Sequence[str], ranks: int, specs: Mapping[str, Spec] | None = None) -> Plan:

@@ -5,7 +5,7 @@
 on one device and over 3 ranks of the model axis, which divide nothing of the sizes. What runs is an array in which
 every pair of choices is; before a release it is the whole product, over 2, 3 and 4 ranks. Compared are the losses and
 the gradients of every parameter and input in the first step, all values after the steps, and the decoder's mean.
-Automatic and manual optimisation, and a mesh of 2 x 2, are in test_model_axis.py; each technique's own cases and its
+Automatic and manual optimisation, and a mesh of 2 x 2, are in tests/lightning; each technique's own cases and its
 counted collectives are in its own tests.
 """
 

@@ -98,16 +98,6 @@ def test_two_rules_on_one_module_are_refused() -> None:
         install(model, replace(made, rules=(*made.rules, made.rules[-1])))
 
 
-def test_a_parameter_of_which_ranks_have_parts_is_listed_once() -> None:
-    one, other, third = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    installed = Installed()
-    installed.apply("", Change({}, partial=[other, one, other]), Model(), strategy="S5")
-    installed.apply("", Change({}, partial=[third, one]), Model(), strategy="S5")
-    assert [id(p) for p in installed.partial] == [id(p) for p in (other, one, third)], (
-        "equal, and not the same"
-    )
-
-
 def test_the_shape_of_a_module_is_read_from_its_structure() -> None:
     shape = describe(Model(), batch_size=5)
     assert shape.decoder is not None

@@ -1,7 +1,4 @@
-"""Claim: techniques that meet on one module train what one process does, in float64, or are refused by both names.
-
-Every set of `COMBINED` is on two ranks that share batch statistics: each technique alone, every pair, and all at once.
-"""
+"""Claim: techniques that meet on one module train what one process does, in float64, or are refused by both names."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -27,8 +27,9 @@ from lightning_amp.lightning.strategy import hardware
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.simulation import calibrate as calibration
-from lightning_amp.simulation.calibrate import ROUNDS, calibrate, calibration_report
+from lightning_amp.simulation.calibrate import calibrate, calibration_report
 from lightning_amp.techniques.rates_of import rates_of
+from tests.any_module import QUIET
 
 SIZES = (60, 8, 2, 4)
 
@@ -100,33 +101,6 @@ def test_a_busy_machine_is_not_calibrated(monkeypatch, seconds, worked, found) -
     monkeypatch.setattr(calibration.time, "process_time", lambda: work[0])
     with pytest.raises(PlanError, match=found):
         calibration._measure([step], torch.device("cpu"))
-
-
-def test_both_steps_are_run_forward_and_backward_by_turns(monkeypatch) -> None:
-    ran: list[int] = []
-    kept = calibration._step
-
-    def noted(*args):
-        step, number = kept(*args), len(made)
-        made.append(args[1].strategies)
-
-        def run() -> None:
-            step()
-            ran.append(number)
-
-        return run
-
-    made: list[tuple[str, ...]] = []
-    monkeypatch.setattr(calibration, "_step", noted)
-    monkeypatch.setattr(calibration, "APART", 1e9)
-    monkeypatch.setattr(calibration, "SHARE", 0)
-    torch.manual_seed(1234)
-    state = torch.random.get_rng_state()
-    found = calibrate("cpu", sizes=SIZES)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert made == [found.fitted.strategies, ("S1",)]
-    assert ran == [0, 1] * (calibration.WARM_UP + ROUNDS)
-    assert 0 < found.fitted.measured < 10
 
 
 @pytest.mark.parametrize(
@@ -303,16 +277,7 @@ def test_a_fit_tells_both_times_and_takes_the_rates_of_the_file(tmp_path, caplog
     slow = replace(CPU_CORE, overhead_seconds=1.0, device="a snail")
     (tmp_path / "rates.json").write_text(slow.to_json())
     strategy = AMPStrategy(rates=tmp_path / "rates.json")
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, **QUIET)
     callbacks = list(trainer.callbacks)
     with caplog.at_level(logging.INFO):
         trainer.fit(

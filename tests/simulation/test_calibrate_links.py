@@ -32,12 +32,7 @@ def test_links_follow_from_messages_there_and_back() -> None:
     def of(seconds: float, n_bytes_per_s: float) -> list[float]:
         return [seconds + (n - SIZES[0]) / n_bytes_per_s for n in SIZES]
 
-    found = {
-        "node": 4,
-        WITHIN: [of(1e-4, 8e9)],
-        BETWEEN: [of(2e-4, 1e9)],
-        ALL: [of(3e-4, 0.5e9)] * 4,
-    }
+    found = {"node": 4, WITHIN: [of(1e-4, 8e9)], BETWEEN: [of(2e-4, 1e9)], ALL: [of(3e-4, 0.5e9)] * 4}
     links = calibration.links_of(CPU_CORE.links, found).links
     assert (links.intra_bandwidth, links.inter_bandwidth) == pytest.approx((8e9, 2e9))
     assert (links.latency, links.adapters, links.ranks_per_node) == (2e-4, 2, 4)

@@ -99,16 +99,12 @@ def test_operations_of_a_convolution() -> None:
     assert forward.flops == counter.get_total_flops() == backward.flops / 2
 
 
-MORE = [pytest.mark.exhaustive, pytest.mark.release]
-EVERY = list(product(AXES, SIZES))
-
-
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("axes", "name"),
     # each with two of the four sizes, in turn
-    [row if (i // 4 + i) % 2 else pytest.param(*row, marks=MORE) for i, row in enumerate(EVERY)],
+    [row for i, row in enumerate(product(AXES, SIZES)) if (i // 4 + i) % 2],
     ids=str,
 )
 def test_one_device_does_what_is_counted(name: str, axes: Axes) -> None:
@@ -143,19 +139,12 @@ def test_one_device_does_what_is_counted(name: str, axes: Axes) -> None:
 def made(sizes: DecoderShape, strategies: str, ranks: int) -> Plan:
     described = describe(decoder_subject(sizes, batch_size=CELLS).module, batch_size=CELLS)
     return plan(
-        profile_of_module(described),
-        devices=ranks,
-        strategies=strategies,
-        batch_size=CELLS,
-        shape=described,
+        profile_of_module(described), devices=ranks, strategies=strategies, batch_size=CELLS, shape=described
     )
 
 
 @pytest.mark.long
-@each(
-    size=((520, 80), (230, 24), (192, 32), (50, 80), (90, 80), (1200, 640)),
-    form=(("cpu", False), ("cuda", True)),
-)
+@each(size=((520, 80), (192, 32), (50, 80), (1200, 640)), form=(("cpu", False), ("cuda", True)))
 def test_operators_of_fused_attention(size: tuple[int, int], form: tuple[str, bool]) -> None:
     (anchors, window), (device, keep) = size, form
     qk, values, grad = torch.randn(3, anchors, 8).unbind()
@@ -174,11 +163,7 @@ def test_operators_of_fused_attention(size: tuple[int, int], form: tuple[str, bo
     assert list(_fused_kernels(Band(anchors, anchors, window, 0, sizes), not keep, 8, launched)) == found
 
 
-@each(
-    size=((520, 80), (230, 24), (192, 32), (50, 80), (64, 32), (90, 80)),
-    device=("cpu", "cuda"),
-    alike=(False, True),
-)
+@each(size=((520, 80), (192, 32), (50, 80)), device=("cpu", "cuda"), alike=(False, True))
 def test_operators_of_attention_in_kernels(size: tuple[int, int], device: str, alike: bool) -> None:
     anchors, window = size
     q, k, values, grad = torch.randn(4, anchors, 8).unbind()
@@ -206,8 +191,6 @@ PAPER = {"variant": "paper", "chained": True, "n_batches": 2}
     [
         ("S1,S2", 2, 0, {}),
         ("S1,S5", 2, 0, PAPER),
-        ("S1,S5", 4, 0, {}),
-        ("S1,S3,S4,S5", 2, 0, {}),
         ("S1,S2,S5", 4, 0, PAPER),
         ("S1,S5,recompute", 2, 0, {}),
         ("S1,nodes", 2, 0, {}),
@@ -239,14 +222,11 @@ def test_several_devices_do_what_is_counted(
     ("strategies", "ranks", "rank", "changes"),
     [
         ("S1,S2", 2, 0, {}),
-        ("S1,S5", 2, 0, {}),
         ("S1,S5", 3, 2, PAPER),
-        ("S1,S3,S5", 4, 3, {}),
         ("S1,S2,S5", 3, 2, {}),
         ("S1,S2,S3,S4,S5", 2, 1, PAPER),
         ("S1,S5,recompute", 2, 1, {}),
         ("S1,nodes", 2, 0, PAPER),
-        ("S1,nodes", 3, 1, {}),
         ("S1,nodes,recompute", 3, 1, {}),
     ],
 )

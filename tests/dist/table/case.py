@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
-
 
 class Case(NamedTuple):
     """A call on tensors.

@@ -71,9 +71,9 @@ COPIES = [
         at=dim,
         refused="?" if "two rows" in name else "",
     )
-    for what, how in (("write to", _written), ("read after a write of", _read))
-    for name, make in MAKES.items()
-    for of, (base, shape, dim) in BASES.items()
+    for i, (name, make) in enumerate(MAKES.items())
+    for j, (of, (base, shape, dim)) in enumerate(BASES.items())
+    for what, how in [(("write to", _written), ("read after a write of", _read))[(i + j) % 2]]
     # values that lie in one place cannot be written to
     if of != "expanded" or (what == "write to" and name not in ("to", "type_as", "reshape to the same"))
 ]

@@ -10,22 +10,7 @@ from tests.dist.table.odd import _under
 X = (2, 9, 6)
 
 MODULES = [
-    case(
-        "encoder layer", lambda x: _layer(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), x), X
-    ),
-    case(
-        "encoder layer in evaluation",
-        lambda x: _layer(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True).eval(), x),
-        X,
-    ),
-    case(
-        "encoder layer without gradients",
-        lambda x: _under(
-            torch.no_grad(),
-            lambda: _layer(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True).eval(), x.detach()),
-        ),
-        X,
-    ),
+    case("encoder layer", lambda x: _layer(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), x), X),
     case(
         "encoder with padding",
         lambda x, p: _layer(
@@ -35,22 +20,6 @@ MODULES = [
         ),
         X,
         _padding := (lambda: torch.arange(9) >= torch.tensor([[9], [6]])),
-        at={0: 1, 1: 1},
-    ),
-    case(
-        "encoder with padding in evaluation",
-        lambda x, p: _under(
-            torch.no_grad(),
-            lambda: _layer(
-                nn.TransformerEncoder(
-                    nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), 2, enable_nested_tensor=False
-                ).eval(),
-                x.detach(),
-                src_key_padding_mask=p,
-            ),
-        ),
-        X,
-        _padding,
         at={0: 1, 1: 1},
     ),
     case(
@@ -88,11 +57,6 @@ MODULES = [
         at={0: 1, 1: 1},
     ),
     case(
-        "multi-head attention layer",
-        lambda x: _layer(nn.MultiheadAttention(6, 2, batch_first=True), x, x, x),
-        X,
-    ),
-    case(
         "multi-head attention in evaluation",
         lambda x: _under(
             torch.no_grad(),
@@ -100,13 +64,7 @@ MODULES = [
         ),
         X,
     ),
-    case(
-        "multi-head attention with bias_kv",
-        lambda x: _layer(
-            nn.MultiheadAttention(6, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True), x, x, x
-        ),
-        X,
-    ),
+    case("multi-head attention with bias_kv", lambda x: _layer(nn.MultiheadAttention(6, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True), x, x, x), X),
     case("normalisation layers", lambda x: _layer(nn.Sequential(nn.LayerNorm(6), nn.RMSNorm(6)), x), X),
     case(
         "convolution layers",
@@ -146,7 +104,7 @@ MODULES = [
     ),
     case("weight norm", lambda x: _layer(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), x), X),
     case("bfloat16 by autocast", lambda x: _autocast(x), X, tolerance=0.05),
-]
+]  # fmt: skip
 
 
 def _layer(layer, *args, **kwargs):

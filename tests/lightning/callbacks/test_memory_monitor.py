@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.callbacks.memory_monitor import COLUMNS, CudaMeter, StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.any_module import make
+from tests.any_module import QUIET, make
 from tests.lightning.strategy.any_module_cases import Batches, fitted
 from tests.ranks import run_ranks
 
@@ -97,10 +97,7 @@ def fit(
         devices=1,
         max_epochs=1,
         default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         callbacks=[monitor],
         **arguments,
     )
@@ -178,17 +175,6 @@ def test_table_is_the_last_measured_step(tmp_path: Path) -> None:
     larger = [{**row, "rank": 1, "current_bytes": 2 * row["current_bytes"]} for row in last]
     monitor.rows += larger
     assert monitor.table()[0]["measured"] == 2 * last[0]["current_bytes"], "the worst rank"
-
-
-def test_a_plan_for_another_number_of_strata_predicts_none_of_them(tmp_path: Path) -> None:
-    strategy = SingleDeviceStrategy(torch.device("cpu"))
-    strategy.plan = SimpleNamespace(strata_bytes=(1, 2), budget_bytes=None, predicted_peak_bytes=0)  # type: ignore[attr-defined]
-    monitor = StratumMemoryMonitor(plot=False, dirpath=tmp_path / "here")
-    trainer = fit(monitor, Model(), tmp_path, strategy=strategy)
-    assert {row["predicted_bytes"] for row in monitor.rows} == {None}
-    assert {row["ratio"] for row in monitor.table()} == {None}
-    assert "amp/peak_predicted_bytes" not in trainer.callback_metrics
-    assert sorted(p.name for p in (tmp_path / "here").iterdir()) == ["memory.csv", "memory.jsonl"]
 
 
 def test_an_exception_leaves_no_mode_and_writes_what_is_there(tmp_path: Path) -> None:

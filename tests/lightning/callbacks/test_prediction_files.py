@@ -19,12 +19,7 @@ from lightning_amp import figures
 from lightning_amp.data.describe_embedding import describe_embedding, principal_components
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
 from lightning_amp.data.files.write_cooler import coarsen, is_fixed, write_mcool
-from lightning_amp.data.files.write_results import (
-    _file_stems,
-    labels_of,
-    read_assembly,
-    write_pseudobulk,
-)
+from lightning_amp.data.files.write_results import _file_stems, labels_of, read_assembly, write_pseudobulk
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.neighbours import neighbour_graph
 from lightning_amp.data.prepare.synthetic import synthesize
@@ -32,7 +27,6 @@ from lightning_amp.errors import DataError, ModelError
 from lightning_amp.lightning.callbacks import prediction_writer
 from lightning_amp.lightning.callbacks.collect_predictions import collect_predictions
 from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter
-from lightning_amp.models.glue import GLUE
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
@@ -245,22 +239,6 @@ def test_missing_labels_are_unknown() -> None:
     assert labels_of(obs, "a").tolist() == ["x", "Unknown"]
     assert labels_of(obs, "b").tolist() == ["1.0", "Unknown"]
     assert labels_of(obs, None).tolist() == ["Unknown", "Unknown"]
-
-
-def test_the_reference_model_imputes_expression(root: Path, tmp_path: Path) -> None:
-    data = SingleCellDataModule(root, batch_size=8)
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    writer = PredictionWriter(tmp_path, impute_rna=True, contact_map_cells=0)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, enable_checkpointing=False, callbacks=[writer], **quiet
-    )
-    model = GLUE(latent_dim=8, hidden_dim=16, window=8, edges_per_step=64)
-    trainer.fit(model, data)
-    trainer.predict(model, data, return_predictions=False)
-    found = anndata.read_h5ad(tmp_path / "embeddings_rna.h5ad")
-    depth = np.asarray(source(root, "rna").X.sum(axis=1)).ravel()
-    np.testing.assert_allclose(found.layers["imputed"].sum(axis=1), depth, rtol=1e-4)
-    assert json.loads(found.uns["lightning_amp"]["hyper_parameters"])["latent_dim"] == 8
 
 
 def test_the_graph_of_neighbours_is_that_of_umap() -> None:

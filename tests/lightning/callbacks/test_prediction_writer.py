@@ -101,19 +101,6 @@ def test_embeddings_are_in_the_order_of_the_files(root: Path, tmp_path: Path) ->
         np.testing.assert_array_equal(found.obsm["X_amp"][:, 1], np.asarray(source.X.sum(axis=1)).ravel())
 
 
-def test_predictions_of_a_trainer_become_anndata(root: Path, tmp_path: Path) -> None:
-    data = SingleCellDataModule(root, batch_size=8)
-    writer = PredictionWriter(tmp_path, contact_map_cells=0)
-    trainer = quiet_trainer(callbacks=[writer], limit_predict_batches=3)
-    found = collect_predictions(trainer.predict(Halves(), datamodule=data), data)
-    assert list(found) == ["hic", "rna"]
-    for modality, table in found.items():
-        written = anndata.read_h5ad(tmp_path / f"embeddings_{modality}.h5ad")
-        pd.testing.assert_frame_equal(table.obs, written.obs)
-        np.testing.assert_array_equal(table.obsm["X_amp"], written.obsm["X_amp"])
-    assert np.isnan(found["hic"].obsm["X_amp"][24:]).all()
-
-
 def test_what_is_no_prediction_becomes_no_anndata(root: Path) -> None:
     data = SingleCellDataModule(root, batch_size=8)
     with pytest.raises(
@@ -176,12 +163,6 @@ def test_no_maps_when_none_are_asked_or_there_is_no_hic(root: Path, tmp_path: Pa
     assert [path.name for path in writer.written] == ["embeddings_rna.h5ad", "embedding.png"]
 
 
-def test_cells_that_were_not_predicted_are_nan(root: Path, tmp_path: Path) -> None:
-    predict(root, PredictionWriter(tmp_path), limit_predict_batches=2)
-    found = anndata.read_h5ad(tmp_path / "embeddings_hic.h5ad").obsm["X_amp"]
-    assert np.isfinite(found).all(axis=1).tolist() == [True] * 16 + [False] * 14
-
-
 def test_ranks_are_gathered_and_repeated_cells_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def part(*rows: int) -> Any:
         return {"hic": [(np.array(rows), np.array(rows, np.float32)[:, None])]}
@@ -207,12 +188,6 @@ def test_the_plane_keeps_the_largest_spread_and_says_how_much() -> None:
     assert shares[0] == pytest.approx(100 * 81 / 97, abs=2)
     for column in (0, 1):
         assert abs(np.corrcoef(xy[:, column], spread[:, column])[0, 1]) > 0.99
-
-
-def test_cells_without_a_spread_are_drawn_too() -> None:
-    xy, names = project(np.ones((3, 1), np.float32), method="pca")
-    assert xy.shape == (3, 2)
-    assert names == ("PC1 (0% of the variance)", "PC2 (0% of the variance)")
 
 
 def test_umap_is_used_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,10 +156,7 @@ def swa(site: Site) -> Outcome:
 
 
 @feature(
-    "WeightAveraging",
-    checked=TRAINED + ", averaged",
-    plans=EVERY,
-    refused={WIDE: AVERAGED, NODES: BUFFERS},
+    "WeightAveraging", checked=TRAINED + ", averaged", plans=EVERY, refused={WIDE: AVERAGED, NODES: BUFFERS}
 )
 def weight_averaging(site: Site) -> Outcome:
     return fit(site, _double(), callbacks=[WeightAveraging()])

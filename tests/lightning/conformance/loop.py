@@ -217,22 +217,14 @@ def precision_64(site: Site) -> Outcome:
 
 
 @feature(
-    "precision bf16-mixed",
-    checked=TRAINED,
-    plans=EVERY,
-    rtol=2e-2,
-    note="which is the rounding of bfloat16",
+    "precision bf16-mixed", checked=TRAINED, plans=EVERY, rtol=2e-2, note="which is the rounding of bfloat16"
 )
 def precision_bf16_mixed(site: Site) -> Outcome:
     return _precision(site, "bf16-mixed")
 
 
 @feature(
-    "precision bf16-true",
-    checked=TRAINED,
-    plans=EVERY,
-    rtol=5e-2,
-    note="which is the rounding of bfloat16",
+    "precision bf16-true", checked=TRAINED, plans=EVERY, rtol=5e-2, note="which is the rounding of bfloat16"
 )
 def precision_bf16_true(site: Site) -> Outcome:
     return _precision(site, "bf16-true")

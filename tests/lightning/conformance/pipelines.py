@@ -170,11 +170,7 @@ def scaled(site: Site) -> Outcome:
 
 
 @feature(
-    "stages: BatchNorm",
-    checked=TRAINED,
-    against="one",
-    refused={PIPELINE: "statistics of a batch"},
-    **ONLY,
+    "stages: BatchNorm", checked=TRAINED, against="one", refused={PIPELINE: "statistics of a batch"}, **ONLY
 )
 def normalised(site: Site) -> Outcome:
     return fit(site, Layered(nn.BatchNorm1d(8)))

@@ -1,8 +1,4 @@
-"""Claim: the profile of a step is a guest in the user's process: nothing of the user's notices that it was made.
-
-A module, a data module, a callback, a data set and a logger do in every hook what a user's code may do: count, draw,
-warn, log, print, write files, change settings. What they see is compared with what they see in a plain run.
-"""
+"""Claim: the profile of a step is a guest in the user's process: nothing of the user's notices that it was made."""
 
 import copy
 import gc
@@ -183,10 +179,7 @@ def kinds(folder: Path, events: list[Any], *, values: bool) -> tuple[type, type,
             base.__init__(self)  # type: ignore[misc]
             self.calls = []
             if base is pl.LightningModule:
-                self.net, self.mean = (
-                    nn.Sequential(nn.Linear(3, 3), nn.Dropout()),
-                    MeanSquaredError(),
-                )
+                self.net, self.mean = (nn.Sequential(nn.Linear(3, 3), nn.Dropout()), MeanSquaredError())
 
         parts = own | {name: hook(name) for name in hooks}
         return type(name, (base,), {**parts, "__init__": init, "of_class": [], "__module__": __name__})

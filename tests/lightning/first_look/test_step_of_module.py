@@ -14,12 +14,9 @@ from torch.func import functional_call, vmap
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_amp.costs.device_rates import CPU_CORE
-from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import DataError, PlanError
 from lightning_amp.footprint.inner_run import Around
-from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.lightning.profiling import step_of_module
 from lightning_amp.lightning.profiling.example_batch import example_batch
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.refusals import announce
@@ -29,8 +26,6 @@ from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report
-from lightning_amp.techniques.chunk.spec import ChunkBlock
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
 from tests.lightning.strategy.any_module_cases import Small
 
 
@@ -58,9 +53,6 @@ class Blocks(Normalised):
         self.net = nn.Sequential(*blocks)
 
 
-STRATEGY_OF: dict[type, str] = {RecomputeBlock: "recompute", ChunkBlock: "chunk"}
-
-
 @pytest.mark.parametrize("sparse", [False, True])
 def test_what_a_technique_refuses_is_said(sparse: bool) -> None:
     step = StepOfModule(Normalised(sparse=sparse), lambda: torch.arange(4), around=Around())
@@ -70,28 +62,6 @@ def test_what_a_technique_refuses_is_said(sparse: bool) -> None:
     assert ("fsdp" in found.helps) is not sparse
     if sparse:
         assert "have sparse gradients" in found.does_not_help["fsdp"]
-
-
-def test_the_same_rules_are_counted_once_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = []
-    monkeypatch.setattr(
-        step_of_module, "profile_module", lambda *a, **k: counted.append(1) or profile_module(*a, **k)
-    )
-
-    def count(wanted: RecomputeBlock | ChunkBlock) -> int:
-        own = {"spec": wanted, "strategy": STRATEGY_OF[type(wanted)], "why": ""}
-        return step.count([Rule(fqn=f"net.{n}", **own) for n in range(3)]).peak_bytes
-
-    step = StepOfModule(Blocks(), lambda: torch.randn(2048, 40), around=Around())
-    step.take()
-    wanted = RecomputeBlock(), ChunkBlock(budget_bytes=3 * 2**20), ChunkBlock(budget_bytes=2**20)
-    found = [count(spec) for spec in wanted]
-    assert len(set(found)) == 3, "each of them takes other bytes"
-    assert [count(spec) for spec in wanted] == found
-    assert len(counted) == 3
-    step.take()
-    assert count(wanted[0]) == found[0]
-    assert len(counted) == 4, "another batch"
 
 
 def test_a_stream_is_profiled_by_a_batch_that_its_loader_gives() -> None:

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.profiling.cells_per_step import training_loaders
 from lightning_amp.lightning.profiling.outside_decoder import keeping_blocks
-from lightning_amp.lightning.strategy.plan import plan_run
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.recompute.spec import RecomputeBlock
@@ -75,14 +74,7 @@ def test_all_blocks_run_again_where_that_is_not_enough(
         fitted(device_memory="1KiB")
 
 
-@pytest.mark.parametrize(
-    ("missing", "blocks"),
-    [
-        (1_500, [0, 2]),
-        pytest.param(15_000, [1, 3], marks=[pytest.mark.exhaustive, pytest.mark.release]),
-        (30_000, None),
-    ],
-)
+@pytest.mark.parametrize(("missing", "blocks"), [(1_500, [0, 2]), (30_000, None)])
 def test_as_few_blocks_as_the_budget_asks_for(
     of_decoder: int, plain: dict[str, torch.Tensor], missing: int, blocks: list[int] | None
 ) -> None:
@@ -133,15 +125,6 @@ def test_plans_of_the_decoder_go_first(of_decoder: int, least: Fitted) -> None:
     assert again(plan) == []
     assert measured <= (of_decoder + fastest[1]) // 2 < fastest[1]
     assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.05)
-
-
-def test_a_plan_that_fits_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = fitted(device_memory="1GiB")
-    monkeypatch.setattr(plan_run, "step_beside_decoder", lambda trainer: None)
-    expected = fitted(device_memory="1GiB")
-    assert found[0] == expected[0]
-    assert all(torch.equal(value, found[2][name]) for name, value in expected[2].items())
-    assert found[1] == expected[1]
 
 
 def test_a_plan_that_is_made_anew_keeps_the_blocks_outside() -> None:

@@ -1,7 +1,4 @@
-"""Modules that look as if they could be stages of a pipeline, and are in some way not; used by the test beside.
-
-Each is trained exactly, or refused with the words that stand in the table below.
-"""
+"""Modules that look as if they could be stages of a pipeline, and are in some way not; used by the test beside."""
 
 import random
 from collections import defaultdict

@@ -17,11 +17,9 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.any_module import QUIET
 from tests.lightning.strategy.strategy_cases import RunningRanks
 
-QUIET = dict.fromkeys(
-    ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
-)
 TOKENS, LENGTH, WIDTH, LAYERS, SAMPLES, STEPS = 11, 5, 8, 6, 7, 5
 Batch = dict[str, Tensor]
 METERED = 3

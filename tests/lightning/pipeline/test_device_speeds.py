@@ -49,10 +49,7 @@ def runs(rank: int, ranks: int) -> dict[str, Any]:
     settings = {"schedule": "1f1b", "micro_batches": 4}
     # larger products take rank 0 longer, as if it were slow
     rows = 512 if rank == 0 else 192
-    with (
-        patch.object(measured_speeds, "SPEED_SIZE", rows),
-        patch.object(measured_speeds, "SPEED_S", 0.2),
-    ):
+    with patch.object(measured_speeds, "SPEED_SIZE", rows), patch.object(measured_speeds, "SPEED_S", 0.2):
         speeds = measured_speeds.measured_speeds(torch.device("cpu"), ranks)
         slow = fit((rank, ranks), GPT(), {**settings, "device_speeds": "measure"}, {})
     return {"speeds": speeds, "slow": slow, "alike": fit((rank, ranks), GPT(), settings, {})}

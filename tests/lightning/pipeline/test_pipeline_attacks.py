@@ -84,10 +84,9 @@ def said_of(rank: tuple[int, int], kind: type[Net], settings: dict[str, Any]) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", EVERY[:2])
 @pytest.mark.parametrize("table", [REFUSED, manual_steps.REFUSED], ids=["automatic", "manual"])
-def test_what_cannot_is_refused(table: dict[type[Net], str], schedule: int, tmp_path: Path) -> None:
-    both = run_ranks(refused, 2, tmp_path, tmp_path, schedule, tuple(table), timeout=200)
+def test_what_cannot_is_refused(table: dict[type[Net], str], tmp_path: Path) -> None:
+    both = run_ranks(refused, 2, tmp_path, tmp_path, 0, tuple(table), timeout=200)
     said = {kind.__name__: [found[kind.__name__] for found in both] for kind in table}
     trained = [name for name, of_ranks in said.items() if not all(of_ranks)]
     assert not trained

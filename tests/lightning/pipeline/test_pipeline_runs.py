@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, seed_everything
-from torch.utils.data import DataLoader
 
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.steps.micro_batches import cut
 from lightning_amp.techniques.pipeline.steps.pipelined_steps import seed_of
-from tests.lightning.pipeline.pipeline_cases import CNN, GPT, LAYERS, STEPS, fit, tokens, trainer_of
+from tests.lightning.pipeline.pipeline_cases import CNN, GPT, LAYERS, STEPS, fit, tokens
 from tests.lightning.pipeline.test_pipeline import close
 from tests.ranks import run_ranks
 
@@ -54,15 +53,6 @@ def cut_by_hand(plan: Plan, ends: str) -> Plan:
     return replace(plan, rules=rules)
 
 
-def evaluate(trainer: Any, module: LightningModule) -> Run:
-    loader = DataLoader(tokens(3), batch_size=None)  # type: ignore[arg-type]
-    found = {
-        "val": trainer.validate(module, loader, verbose=False),
-        "test": trainer.test(module, loader, verbose=False),
-    }
-    return found | {"predicted": trainer.predict(module, loader)}
-
-
 def runs(rank: int, ranks: int, folder: Path) -> dict[str, Run]:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
     me = rank, ranks
@@ -74,7 +64,6 @@ def runs(rank: int, ranks: int, folder: Path) -> dict[str, Run]:
             settings = {"strategies": strategies, "schedule": "gpipe", "micro_batches": 7}
             found[strategies] = fit(me, GPT(0.3), settings, {})
         found["resumed"] = fit(me, GPT(), MICRO, {}, ckpt_path=str(folder / "after4.ckpt"))
-        found["evaluated"] = evaluate(trainer_of(me, MICRO, {}), GPT())
     else:
         found["validated"] = fit(me, GPT(), MICRO, {}, validate=True)
         for kind, ends in UNEVEN.items():
@@ -179,14 +168,6 @@ def test_stages_over_a_data_axis_train_on_the_union_of_the_batches(found: Any, n
             if "right" not in name:
                 assert torch.allclose(run["state"][name], value, rtol=0, atol=1e-10), name
         assert run["norms"] == pytest.approx(expected["norms"], abs=1e-10)
-
-
-def test_every_rank_evaluates_and_predicts(found: Any) -> None:
-    expected = evaluate(trainer_of(None, {}, {}), GPT())
-    for run in each(found, "evaluated"):
-        assert run["val"][0] == pytest.approx(expected["val"][0], abs=1e-10)
-        assert run["test"][0] == pytest.approx(expected["test"][0], abs=1e-10)
-        assert all(torch.equal(a, b) for a, b in zip(run["predicted"], expected["predicted"], strict=True))
 
 
 def test_a_rank_holds_its_own_stage(found: Any) -> None:

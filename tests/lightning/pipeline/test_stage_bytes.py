@@ -156,21 +156,17 @@ def recomputed(plan: Plan) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.exhaustive, pytest.mark.release])])
-def test_uneven_stages_are_exact_and_their_bytes_are_known(ranks: int, tmp_path: Path) -> None:
-    every = run_ranks(runs, ranks, tmp_path, timeout=300)
+def test_uneven_stages_are_exact_and_their_bytes_are_known(tmp_path: Path) -> None:
+    every = run_ranks(runs, 2, tmp_path, timeout=300)
     cases = [(kind, schedule) for kind, schedule, _ in CASES] + 3 * [(Tower, "gpipe")]
     expected = {kind: fit(None, kind, {})["state"] for kind in (Tower, Images, Timed)}
-    for n, (kind, schedule) in enumerate(cases):
+    for n, (kind, _) in enumerate(cases):
         plan = every[0][n]["plan"]
-        ends = [stage.end for stage in plan.stages]
         # cells of the first layers are many, so the cut is far from even
         sizes = [stage.end - stage.first for stage in plan.stages]
         assert kind is not Images or max(sizes) > 1 + min(sizes)
         for rank, found in enumerate(every):
             said, counted = plan.stages[rank].peak_bytes, found[n]["peak"]
-            again = len(recomputed(plan))
-            print(kind.__name__, schedule, again, ends, rank, said, counted, f"{said / counted:.3f}")
             assert said == pytest.approx(counted, rel=0.02, abs=2**14)
             for name, value in expected[kind].items():
                 assert torch.allclose(found[n]["state"][name], value, rtol=0, atol=1e-10), name

@@ -1,9 +1,4 @@
-"""Claim: under `strategy="amp"` a run reads the cells of a plain run, whatever the number of ranks.
-
-On one device exactly its batches. On R ranks of the data axis, of a loader that does not shuffle, every step's ranks
-together read the batch of a plain run with R times the batch size; of one that shuffles, every cell once an epoch.
-The ranks of a model group read what one device reads.
-"""
+"""Claim: under `strategy="amp"` a run reads the cells of a plain run, whatever the number of ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +8,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.steps.cell_order import OwnCells
-from tests.lightning.conformance.cases import CELLS, STRATA, WIDE, Site
+from tests.lightning.conformance.cases import CELLS, STRATA, Site
 from tests.lightning.conformance.data import Cells
 from tests.lightning.steps.order_cases import (
     IN_ORDER,
@@ -111,13 +106,8 @@ def test_items_that_are_batches_are_dealt_one_by_one(ranks: list[dict[str, Any]]
 
 @pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "strategies", [pytest.param(WIDE, marks=[pytest.mark.exhaustive, pytest.mark.release]), STRATA]
-)
-def test_a_model_group_reads_what_one_device_reads(
-    plain: dict[str, Any], tmp_path: Path, strategies: str
-) -> None:
-    for found in run_ranks(grouped, RANKS, tmp_path, strategies, timeout=200):
+def test_a_model_group_reads_what_one_device_reads(plain: dict[str, Any], tmp_path: Path) -> None:
+    for found in run_ranks(grouped, RANKS, tmp_path, STRATA, timeout=200):
         for name, expected in plain.items():
             if name != "resumed":
                 assert {s: found[name][s] for s in STAGES} == {s: expected[s] for s in STAGES}, name

@@ -8,11 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.any_module import QUIET
 from tests.lightning.strategy.strategy_cases import RunningRanks
-
-QUIET = dict.fromkeys(
-    ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
-)
 
 
 class Block(nn.Module):

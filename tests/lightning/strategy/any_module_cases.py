@@ -11,12 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.any_module import Meter, make
+from tests.any_module import QUIET, Meter, make
 from tests.lightning.strategy.strategy_cases import RunningRanks
-
-QUIET = dict.fromkeys(
-    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-)
 
 
 def trainer_of(strategy: Any, *, rank: int = 0, ranks: int = 1, **options: Any) -> pl.Trainer:

@@ -1,8 +1,4 @@
-"""Modules that fsdp trains, on ranks with unequal numbers of cells and on one process with the union of them.
-
-The modules of examples/any_module/ with their own optimisers, without what each rank would draw for itself: dropout is
-off, and the noise of the U-Net is a function of the image.
-"""
+"""Modules that fsdp trains, on ranks with unequal numbers of cells and on one process with the union of them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.contract.sharded_parameter import is_split
-from tests.any_module import load, make
+from tests.any_module import QUIET, load, make
 from tests.lightning.strategy.strategy_cases import RunningRanks
 
 NAMES = ("wide_mlp", "gene_transformer", "unet", "evoformer", "cnn")
@@ -29,9 +25,6 @@ SIZES: dict[str, dict[str, int]] = {
 }
 CELLS = {1: [[8]] * 3, 2: [[5, 3], [2, 6], [4, 4]], 4: [[3, 1, 2, 2], [1, 4, 1, 2], [2, 2, 2, 2]]}
 """Cells of each rank, step by step."""
-QUIET = dict.fromkeys(
-    ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
-)
 OF_AMP = ("save_distributed_checkpoint", "check_finite", "fsdp_ranks")
 Found = dict[str, Any]
 

@@ -1,7 +1,4 @@
-"""What fsdp must do beside plain steps: ways to optimise, modules that are hard to split, checkpoints, refusals.
-
-Two ranks run all of it once, one process what they are compared with.
-"""
+"""What fsdp must do beside plain steps: ways to optimise, modules that are hard to split, checkpoints, refusals."""
 
 import warnings
 from pathlib import Path

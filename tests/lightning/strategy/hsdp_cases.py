@@ -1,7 +1,4 @@
-"""Four ranks in two groups of two, each of which splits all parameters; beside them one process, and two ranks.
-
-All that is asked of four ranks they do once.
-"""
+"""Four ranks in two groups of two, each of which splits all parameters; beside them one process, and two ranks."""
 
 import warnings
 from collections import Counter
@@ -16,7 +13,6 @@ from torch import Tensor
 
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.footprint.profile_module import profile_module
-from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.sharding import sharding_of
 from lightning_amp.techniques.contract.sharded_parameter import local
@@ -202,45 +198,6 @@ def four(rank: int, ranks: int, folder: Path) -> Found:
     found["chosen"] = chosen(rank, folder)
     found["refused"] = told(rank, SkipsInOneGroup(), groups())
     found["three"] = told(rank, Blocks(), AMPStrategy(strategies="fsdp", fsdp_ranks=3))
+    found["in parts"] = saved(rank, 4, folder / "parts", groups(save_distributed_checkpoint=True))
     found["drifts"] = told(rank, Drifts(), groups())
     return found
-
-
-def plain_saved(rank: int, ranks: int, folder: Path) -> Found:
-    """What all others go on from, or end as."""
-    warnings.simplefilter("ignore")
-    return {"saved": saved(rank, 1, folder / "plain")}
-
-
-def four_resumed(rank: int, ranks: int, folder: Path) -> Found:
-    """In groups from every other way to save; after `plain_saved`."""
-    warnings.simplefilter("ignore")
-    over_all = AMPStrategy(strategies="fsdp", save_distributed_checkpoint=True)
-    found: Found = {
-        "saved": saved(rank, 4, folder / "groups", groups()),
-        "in parts": saved(rank, 4, folder / "parts", groups(save_distributed_checkpoint=True)),
-        "over all, in parts": saved(rank, 4, folder / "all", over_all),
-    }
-    if rank == 0:
-        convert_checkpoint(folder / "parts" / ONE, folder / "converted.ckpt")
-    dist.barrier()
-    for name in ("plain", "parts", "all"):
-        found[f"from {name}"] = saved(rank, 4, folder / f"from {name}", groups(), resume=folder / name / ONE)
-    return found
-
-
-def two_resumed(rank: int, ranks: int, folder: Path) -> Found:
-    """On from groups, with fsdp over both ranks, and with S1; after `four_resumed`."""
-    warnings.simplefilter("ignore")
-    start = folder / "groups" / ONE
-    return {
-        name: saved(rank, 2, folder / f"{name} on two", AMPStrategy(strategies=name), resume=start)
-        for name in ("fsdp", "S1")
-    }
-
-
-def one_resumed(rank: int, ranks: int, folder: Path) -> Found:
-    """On from groups with plain Lightning, and from a directory that was converted; after `four_resumed`."""
-    warnings.simplefilter("ignore")
-    starts = {"from groups": folder / "groups" / ONE, "from converted": folder / "converted.ckpt"}
-    return {name: saved(rank, 1, folder / name, resume=start) for name, start in starts.items()}

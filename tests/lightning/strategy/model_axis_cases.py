@@ -1,7 +1,4 @@
-"""What the ranks of test_model_axis.py run: the reference model and a small module with automatic optimisation.
-
-A run is one process, or AMPStrategy with all strategies on a mesh with two model ranks. `Found` is plain data.
-"""
+"""What the ranks of test_model_axis.py run: the reference model and a small module with automatic optimisation."""
 
 import contextlib
 import logging
@@ -15,14 +12,12 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.errors import AmpError
-from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
@@ -85,9 +80,6 @@ class Maps(LightningModule):
     def on_train_epoch_end(self) -> None:
         self.read = sorted(self.rows.compute().tolist())
         self.rows.reset()
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("test_loss", self.loss(batch), sync_dist=True, batch_size=len(batch["x"]))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=1e-2)
@@ -186,13 +178,12 @@ def fitted(rank: int, ranks: int, *, folder: Path, resume: str | None = None) ->
         "metrics back": module.cells.dist_sync_fn is None,
     }
     trainer.save_checkpoint(folder / "after.ckpt")
-    (results,) = trainer.test(module, loader_of(rank, ranks), verbose=False)
     plan = trainer.strategy.plan  # type: ignore[attr-defined]
-    return found | {"test": results["test_loss"], "strategies": plan.strategies, "mesh": plan.mesh}
+    return found | {"strategies": plan.strategies, "mesh": plan.mesh}
 
 
 def reference_model(rank: int, ranks: int, *, data_dir: Path, folder: Path) -> Found:
-    """The reference model from files, its predictions, and the memory of a step."""
+    """The reference model from files, and its predictions."""
     torch.use_deterministic_algorithms(True)
     seed_everything(3)
     data_ranks = max(1, ranks // MODEL_RANKS)
@@ -202,14 +193,8 @@ def reference_model(rank: int, ranks: int, *, data_dir: Path, folder: Path) -> F
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             losses.append(float(trainer.strategy.reduce(trainer.callback_metrics["loss"].detach().clone())))
 
-    monitor = StratumMemoryMonitor(plot=False, dirpath=folder)
     trainer = trainer_of(
-        rank,
-        ranks,
-        max_epochs=2,
-        limit_val_batches=2,
-        callbacks=[Losses(), monitor],
-        use_distributed_sampler=True,
+        rank, ranks, max_epochs=2, limit_val_batches=2, callbacks=[Losses()], use_distributed_sampler=True
     )
     model = GLUE(latent_dim=8, hidden_dim=16, window=8, edges_per_step=64, align_burnin=2)
     data = SingleCellDataModule(data_dir, batch_size=GLOBAL_BATCH // data_ranks, val_fraction=0.25)
@@ -218,8 +203,6 @@ def reference_model(rank: int, ranks: int, *, data_dir: Path, folder: Path) -> F
         "losses": losses,
         "val_loss": trainer.callback_metrics["val_loss"].item(),
         "state": {name: value.clone() for name, value in model.state_dict().items()},
-        "measured ranks": sorted({row["rank"] for row in monitor.rows}),
-        "measured strata": len(monitor.table()),
     }
     writer = PredictionWriter(
         folder / "predictions", contact_map_cells=1, celltype_key="celltype", impute_rna=True
@@ -232,13 +215,8 @@ def reference_model(rank: int, ranks: int, *, data_dir: Path, folder: Path) -> F
 def refusals(rank: int, ranks: int) -> dict[str, str]:
     """Each is refused before the first step, with the module as it was."""
     other = DataLoader(batches(rank % 2), batch_size=None)  # type: ignore[arg-type]
-    # made by hand, for on a CPU Lightning takes bfloat16 instead
-    scaled = MixedPrecision("16-mixed", "cpu")
     asked: dict[str, tuple[LightningModule, dict[str, Any], DataLoader[Any]]] = {
-        "scaler": (Maps(), {"precision": None, "plugins": [scaled]}, loader_of(rank, ranks)),
         "lbfgs": (Quasinewton(), {}, loader_of(rank, ranks)),
-        "swa": (Maps(), {"callbacks": [StochasticWeightAveraging(1e-2)]}, loader_of(rank, ranks)),
-        "pruning": (Maps(), {"callbacks": [ModelPruning("l1_unstructured")]}, loader_of(rank, ranks)),
         "batch": (Maps(), {}, other),
     }
     told = {}
@@ -275,23 +253,6 @@ def disturbed(rank: int, ranks: int) -> Found:
     return {"drawn": module.drawn, "state": module.state_dict()}
 
 
-def injected(rank: int, ranks: int) -> list[list[float]]:
-    """What a rank reads when Lightning makes the sampler, and its own metric object survives a deep copy."""
-
-    class Reads(Maps):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # type: ignore[override]
-            seen.append(batch.tolist())
-            self.cells.clone()
-            return self.v.square().mean()
-
-    seen: list[list[float]] = []
-    seed_everything(7)
-    data = torch.arange(8, dtype=torch.float64)
-    trainer = trainer_of(rank, ranks, max_epochs=1, use_distributed_sampler=True)
-    trainer.fit(Reads(), DataLoader(data, batch_size=2))  # type: ignore[arg-type]
-    return seen
-
-
 def everything(rank: int, ranks: int, data_dir: Path, folder: Path, resume: dict[str, str]) -> Found:
     """All that one number of ranks is asked for."""
     logging.getLogger("lightning").setLevel(logging.ERROR)
@@ -301,7 +262,6 @@ def everything(rank: int, ranks: int, data_dir: Path, folder: Path, resume: dict
         found[f"resumed from {name}"] = fitted(rank, ranks, folder=folder / name, resume=path)
     found["glue"] = reference_model(rank, ranks, data_dir=data_dir, folder=folder / "glue")
     if ranks == 2 * MODEL_RANKS:
-        found["injected"] = injected(rank, ranks)
         found["disturbed"] = disturbed(rank, ranks)
         dist.barrier()
     if ranks == MODEL_RANKS:

@@ -203,18 +203,15 @@ AGAINST_UNION = {
     "normalised": Case(Normalised, trainer={"accumulate_grad_batches": 2}),
     "unfrozen": Case(Unfrozen),
     "one_rank_only": Case(OneRankOnly, cells=EVEN),
-    "quasinewton": Case(Quasinewton),
     "adversarial": Case(Adversarial),
     "adversarial_accumulating": Case(AdversarialAccumulating),
     "raw_backward": Case(RawBackward, cells=EVEN),
 }
 AGAINST_DDP = {
     "automatic": Case(Regression, cells=EVEN),
-    "accumulated_and_clipped": Case(
-        Regression, cells=EVEN, trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
-    ),
-    "mixed": Case(Regression, cells=EVEN, trainer={"precision": "bf16-mixed"}),
-    "clipped_by_value": Case(
-        Regression, cells=EVEN, trainer={"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
+    "accumulated_clipped_mixed": Case(
+        Regression,
+        cells=EVEN,
+        trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.3, "precision": "bf16-mixed"},
     ),
 }

@@ -32,19 +32,9 @@ pytestmark = pytest.mark.ranks
 
 CELLS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
 LARGEST = {"wide_mlp": "parameters"}
-MORE = [pytest.mark.exhaustive, pytest.mark.release]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gene_transformer",
-        pytest.param("unet", marks=MORE),
-        pytest.param("evoformer", marks=MORE),
-        "wide_mlp",
-        "cnn",
-    ],
-)
+@pytest.mark.parametrize("name", ["gene_transformer", "wide_mlp", "cnn"])
 def test_examples_are_predicted_and_train_as_they_do_on_a_plain_trainer(name: str, tmp_path: Path) -> None:
     (found,) = run_ranks(example, 1, tmp_path, name, (1.0, 0.75, 0.5), timeout=200)
     for run in found:
@@ -327,10 +317,7 @@ def test_hostile_modules_train_as_on_a_plain_trainer(tmp_path: Path) -> None:
 def unfit(rank: int, ranks: int) -> list[str]:
     texts = []
     loader = DataLoader(CELLS, batch_size=4)  # type: ignore[arg-type]
-    for strategy in (
-        AMPStrategy(device_memory="2KiB"),
-        AMPStrategy(device_memory="2KiB", unfit="train"),
-    ):
+    for strategy in (AMPStrategy(device_memory="2KiB"), AMPStrategy(device_memory="2KiB", unfit="train")):
         try:
             run = fitted(Small(width=64), loader, strategy)
         except PlanError as error:
@@ -458,7 +445,6 @@ def test_what_is_named_is_done_or_refused(tmp_path: Path) -> None:
     [
         ("wide_mlp", (1.1, 0.75), (("S1",), ("S1", "fsdp"))),
         ("gene_transformer", (0.32,), (("S1", "recompute", "fsdp", "chunk"),)),
-        pytest.param("gene_transformer", (1.1, 0.6), (("S1",), ("S1", "recompute")), marks=MORE),
     ],
 )
 def test_two_ranks_are_predicted_and_fitted(name: str, shares: Any, strategies: Any, tmp_path: Path) -> None:

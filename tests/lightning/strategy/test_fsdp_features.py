@@ -1,8 +1,4 @@
-"""Claim: what Lightning offers beside plain steps works under fsdp as on one process, or is refused on all ranks.
-
-Ways to optimise, shared, frozen and unused parts, half precision, checkpoints from and to every other way of training,
-validation, test and prediction afterwards. Two ranks, four and one run everything once.
-"""
+"""Claim: what Lightning offers beside plain steps works under fsdp as on one process, or is refused on all ranks."""
 
 from pathlib import Path
 from typing import Any

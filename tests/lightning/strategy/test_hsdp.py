@@ -1,10 +1,4 @@
-"""Claim: parameters that are split in groups of ranks, and are the same in each, train the numbers of one process.
-
-Four ranks in two groups of two, with unequal numbers of cells: loss, all gradients and parameters in double precision,
-ways to optimise, whole checkpoints, and a run that goes on from one with rows in the host's memory. Of a group's ranks
-each has half of everything, and what is predicted for that is what the meter finds. What is sent between groups is one
-sum of the rows' gradients; groups that run different blocks, or drift apart, are told.
-"""
+"""Claim: parameters that are split in groups of ranks, and are the same in each, train the numbers of one process."""
 
 from pathlib import Path
 from typing import Any
@@ -92,7 +86,7 @@ def test_the_predicted_peak_is_the_measured_one(runs: Any) -> None:
     assert abs(predicted - most) <= 0.05 * most, f"predicted {predicted:,}, measured {most:,}"
 
 
-@pytest.mark.parametrize("job", ["saved", "on the host"])
+@pytest.mark.parametrize("job", ["saved", "on the host", "in parts"])
 def test_two_epochs_with_a_checkpoint_between_them(folder: Path, runs: Any, job: str) -> None:
     one = runs["plain"][0]["saved"]
     for rank, report in enumerate(runs["four"]):
@@ -101,6 +95,8 @@ def test_two_epochs_with_a_checkpoint_between_them(folder: Path, runs: Any, job:
         assert found["whole"]
         for loss in ("val_loss", "test_loss"):
             assert found[loss] == pytest.approx(one[loss], rel=1e-10), loss
+    written = {path.name for path in (folder / "parts/epoch=0.ckpt").glob("__*") if path.stat().st_size}
+    assert written == {"__0_0.distcp", "__1_0.distcp"}, "of the first group alone"
 
 
 @pytest.mark.parametrize("name", ["groups/epoch=0.ckpt", "groups/epoch=1.ckpt", "host/epoch=1.ckpt"])

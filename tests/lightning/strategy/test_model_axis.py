@@ -1,9 +1,4 @@
-"""Claim: on a mesh with a model axis, all of S1 to S5 train, log, save, resume and predict as one process does.
-
-One process, a mesh of 1 x 2 and one of 2 x 2 run the same once; each test reads a part of what they report. Double
-precision, so all agree up to rounding: the reference model under manual optimisation, and a small module under
-automatic optimisation with clipping and accumulation. Ranks agree bit for bit.
-"""
+"""Claim: on a mesh with a model axis, all of S1 to S5 train, log, save, resume and predict as one process does."""
 
 from pathlib import Path
 from typing import Any
@@ -67,15 +62,8 @@ def test_the_runs_are_what_the_claim_says(runs: Runs) -> None:
     for name, ranks in runs.items():
         for found in ranks:
             assert found["fit"]["strategies"] == (("S1",) if name == "one" else tuple(ALL.split(",")))
-            assert (found["fit"]["mesh"].data, found["fit"]["mesh"].model) == {
-                "one": (1, 1),
-                "1 x 2": (1, 2),
-                "2 x 2": (2, 2),
-            }[name]
-    assert [kind for kind in runs["2 x 2"][0] if "resumed" in kind] == [
-        "resumed from 1 x 2",
-        "resumed from one",
-    ]
+            mesh = found["fit"]["mesh"]
+            assert f"{mesh.data} x {mesh.model}" == ("1 x 1" if name == "one" else name)
 
 
 def test_clipped_and_accumulated_steps_are_those_of_one_process(runs: Runs) -> None:
@@ -150,14 +138,6 @@ def test_metrics_count_a_cell_once(runs: Runs) -> None:
         assert found["fit"]["read"] == torch.cat([batch["index"] for batch in union]).tolist()
 
 
-def test_a_module_that_was_trained_can_be_tested(runs: Runs) -> None:
-    one = runs["one"][0]["fit"]["test"]
-    for name in RUNS:
-        assert [found["fit"]["test"] for found in runs[name]] == pytest.approx(
-            [one] * len(runs[name]), rel=RTOL
-        )
-
-
 def test_the_reference_model_trains_as_on_one_process(runs: Runs) -> None:
     one = runs["one"][0]["glue"]
     for name in RUNS:
@@ -193,19 +173,6 @@ def test_predictions_are_those_of_one_process_and_written_once(folder: Path, run
             )
 
 
-def test_memory_is_measured_on_every_rank(runs: Runs) -> None:
-    for ranks in runs.values():
-        assert ranks[0]["glue"]["measured ranks"] == list(range(len(ranks)))
-        assert ranks[0]["glue"]["measured strata"] == 3 + 1
-
-
-def test_lightnings_own_sampler_gives_a_model_group_the_same_cells(runs: Runs) -> None:
-    first, second, third, fourth = (found["injected"] for found in runs["2 x 2"])
-    assert first == second
-    assert third == fourth
-    assert sorted(cell for batch in first + third for cell in batch) == list(range(8))
-
-
 def test_numbers_drawn_by_one_rank_alone_do_not_part_a_model_group(runs: Runs) -> None:
     found = [rank["disturbed"] for rank in runs["2 x 2"]]
     undisturbed = runs["2 x 2"][0]["fit"]["drawn"]
@@ -217,10 +184,7 @@ def test_numbers_drawn_by_one_rank_alone_do_not_part_a_model_group(runs: Runs) -
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("scaler", "PlanError: precision='16-mixed' was asked for"),
         ("lbfgs", "InstallError: the optimizer 'LBFGS' was given 1 parameters that S2 splits over ranks"),
-        ("swa", "PlanError: StochasticWeightAveraging was asked for, which averages whole parameters"),
-        ("pruning", "PlanError: ModelPruning was asked for, which has chosen its layers already"),
         (
             "batch",
             "DataError: the same batch is needed on the 2 ranks of a model group, found different ones",

@@ -1,9 +1,4 @@
-"""Claim: unusual modules and batches train on a model axis as on one process, or are refused on every rank.
-
-Under S1 to S5 on two ranks of a model axis. What is refused would train wrongly and say nothing: a split parameter
-that the loss reads a second time, a whole one that it reads inside, hooks and optimisers of what was replaced,
-different batches in a form other than plain tensors. One group of ranks runs all of it; each test reads a part.
-"""
+"""Claim: unusual modules and batches train on a model axis as on one process, or are refused on every rank."""
 
 import logging
 import warnings

@@ -37,25 +37,16 @@ def test_a_rescued_run_leaves_what_a_plain_run_leaves(where: str, batch: int) ->
         torch.testing.assert_close(found["state"][name], value, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("share", "before", "after"),
-    [
-        (0.75, "S1", "recompute"),
-        pytest.param(
-            0.35, "S1,recompute", "recompute,chunk", marks=[pytest.mark.exhaustive, pytest.mark.release]
-        ),
-    ],
-)
-def test_a_budget_on_a_cpu_is_held_by_counting(share: float, before: str, after: str) -> None:
+def test_a_budget_on_a_cpu_is_held_by_counting() -> None:
     eager, lean = Meter(), Meter()
     # the third step: in the second a plan may be made, whose fake tensors the meter would count
     lean.at = 2
     plain = of_example("gene_transformer", "auto", eager)
-    budget = int(share * eager.live.peak)
-    asked = AMPStrategy(strategies=before, device_memory=budget, unfit="train", rescue=True)
+    budget = int(0.75 * eager.live.peak)
+    asked = AMPStrategy(strategies="S1", device_memory=budget, unfit="train", rescue=True)
     with pytest.warns(UserWarning, match=r"OverBudget: .* in blocks\.\d.* made a tensor \[.* of activations"):
         found = of_example("gene_transformer", asked, lean)
-    assert found["plan"].strategies == ("S1", *after.split(","))
+    assert found["plan"].strategies == ("S1", "recompute")
     assert lean.live.peak <= budget
     assert same(found["random"], plain["random"])
     for name, value in plain["parameters"].items():

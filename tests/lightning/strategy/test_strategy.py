@@ -1,9 +1,4 @@
-"""Claim: `AMPStrategy` on two ranks trains as one process does on the union of the ranks' cells, and as DDPStrategy.
-
-Two ranks run everything once; each test reads one part of what they report. "normalised" has shared batch
-statistics, all others none. Equality with the union is up to rounding in float64, equality with DDP and between
-ranks is bit for bit.
-"""
+"""Claim: `AMPStrategy` on two ranks trains as one process does on the union of the ranks' cells, and as DDPStrategy."""
 
 import logging
 import warnings

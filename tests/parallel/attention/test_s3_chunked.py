@@ -1,8 +1,5 @@
 """S3 computes what eager local attention computes and keeps nothing of size [N, 3w] for the backward pass."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +8,6 @@ from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
-from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.techniques.contract.protocol import BucketedAttention, find_decoders, is_decomposed
 from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedLocalAttention, chunk_attention
 
@@ -36,9 +32,10 @@ def decoder() -> StratifiedDecoder:
     return StratifiedDecoder(8, nodes, stratum_index=[0, 1, 2], n_anchors=23, n_batches=1, window=5)
 
 
-@pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("buckets", [1, 2, 3, 5, 100])
-@pytest.mark.parametrize("n", [50, 43, 7])
+@pytest.mark.parametrize(
+    ("n", "buckets", "retain"),
+    [(50, 1, False), (43, 2, True), (43, 5, False), (7, 3, False), (50, 100, True)],
+)
 def test_equals_eager(n: int, buckets: int, retain: bool) -> None:
     eager = LocalAttention(8, 10)
     out, grads = forward_backward(eager, n, 8)
@@ -82,50 +79,6 @@ def test_keeps_no_probabilities_and_lowers_the_peak() -> None:
     # One of twelve buckets: its scores, probabilities and their gradients, beside the tensors [N, D].
     assert peak_chunked < state_and_out * DOUBLE + 6 * n * dim * DOUBLE + 6 * probabilities // 12
     assert peak_chunked < peak / 4
-
-
-def test_memory_grows_with_the_chunk() -> None:
-    peaks = [measure(chunk_attention(LocalAttention(8, 50), buckets=b), n=1000, dim=8)[1] for b in (1, 4, 10)]
-    assert peaks == sorted(peaks)
-    assert peaks[0] < peaks[-1] / 2
-
-
-def test_state_dict_copies_and_undo() -> None:
-    key = AttentionKey(8, 5)
-    names, eager = list(key.state_dict()), key.attention
-    v = inputs(23, 8)[0].float()
-    expected = key(v)[0]
-    key.attention = chunk_attention(eager, buckets=2)  # type: ignore[assignment]
-    assert list(key.state_dict()) == names
-    copied = copy.deepcopy(key)
-    assert copied.attention.inner is not eager
-    for module in (key, copied, pickle.loads(pickle.dumps(key))):
-        assert torch.equal(module(v)[0], expected)
-    assert "buckets=2, retain=False" in repr(key)
-    key.attention = eager
-    assert torch.equal(key(v)[0], expected)
-
-
-def test_no_gradient_asked_for() -> None:
-    eager = LocalAttention(8, 10)
-    chunked = chunk_attention(eager, buckets=2)
-    leaves = inputs(43, 8)
-    with torch.no_grad():
-        assert torch.equal(chunked(*leaves), eager(*leaves))
-    with torch.inference_mode():
-        assert torch.equal(chunked(*leaves), eager(*leaves))
-
-
-def test_gradient_taken_inside_another_forward() -> None:
-    expected = forward_backward(LocalAttention(8, 10), 43, 8)[1]
-
-    class Inside(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, *leaves: Tensor) -> Tensor:
-            with torch.enable_grad():
-                return forward_backward(chunk_attention(LocalAttention(8, 10), buckets=2), 43, 8)[1][2]
-
-    assert torch.allclose(Inside.apply(*inputs(43, 8)), expected[2], rtol=1e-12)  # type: ignore[no-untyped-call]
 
 
 def test_whole_decoder_in_place() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp.footprint.find_blocks import find_blocks
-from tests.any_module import NAMES, make
+from tests.any_module import NAMES, QUIET, make
 from tests.parallel.blocks.test_recompute import recompute
 
 STEPS = 3
@@ -39,15 +39,7 @@ def trained(name: str, names: Any) -> list[Tensor]:
     module.double()
     recompute(module, [fqn for fqn in find_blocks(module) if names(fqn)])
     seen = Seen()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[seen],
-    )
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET, callbacks=[seen])
     pl.seed_everything(3)
     trainer.fit(module, torch.utils.data.DataLoader([as_double(batch)] * STEPS, batch_size=None))
     return [*seen.found, *module.state_dict().values()]

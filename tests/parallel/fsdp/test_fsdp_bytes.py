@@ -1,8 +1,4 @@
-"""Claim: the predicted peak of a rank under fsdp is that of the meter on a real second step, within 5 %.
-
-Parameters dominate, activations dominate, and a stack of blocks; on 2 and on 4 ranks; with gradients of one batch, and
-of two that are added up. With recompute and chunks besides it trains within just as much.
-"""
+"""Claim: the predicted peak of a rank under fsdp is that of the meter on a real second step, within 5 %."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -23,7 +19,7 @@ from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonito
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.units import units_of
-from tests.any_module import Meter, make
+from tests.any_module import QUIET, Meter, make
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.parallel.chunk.small_blocks import Attention
 from tests.ranks import run_ranks
@@ -31,9 +27,6 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 NAMES = ("wide_mlp", "gene_transformer", "stack")
 ADDED_UP = {1: NAMES, 2: ("wide_mlp", "stack")}
-QUIET = dict.fromkeys(
-    ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
-)
 
 
 class Stack(LightningModule):
@@ -105,13 +98,12 @@ def measured_both(rank: int, ranks: int) -> dict[int, dict[str, int]]:
     return {n: measured(rank, ranks, names, added_up=n) for n, names in ADDED_UP.items()}
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.exhaustive, pytest.mark.release])])
-def test_the_predicted_peak_is_the_measured_one(tmp_path: Path, ranks: int) -> None:
-    peaks = run_ranks(measured_both, ranks, tmp_path, timeout=240)
+def test_the_predicted_peak_is_the_measured_one(tmp_path: Path) -> None:
+    peaks = run_ranks(measured_both, 2, tmp_path, timeout=240)
     for added_up, name in ((n, name) for n, names in ADDED_UP.items() for name in names):
         module, batch = module_and_batch(name)
         profile = profile_module(module, batch, around=Around(accumulate_grad_batches=added_up))
-        predicted = fsdp_peak_bytes(profile, units_of(module), ranks)
+        predicted = fsdp_peak_bytes(profile, units_of(module), 2)
         most = max(found[added_up][name] for found in peaks)
         assert abs(predicted - most) <= 0.05 * most, f"{name}: predicted {predicted:,}, measured {most:,}"
         assert most < profile.peak_bytes, "less than on one device"

@@ -1,7 +1,4 @@
-"""Claim: rows in the host's memory refuse steps by hand, and a step runs where torch moves arguments to a device.
-
-On CPU ranks tests/lightning/strategy/test_hsdp.py trains so, on a GPU benchmarks/gpu/generic.py.
-"""
+"""Claim: rows in the host's memory refuse steps by hand, and a step runs where torch moves arguments to a device."""
 
 import copy
 from pathlib import Path

@@ -49,8 +49,7 @@ from tests.parallel.nodes.vertex_cases import (
     plan_for,
     train,
 )
-from tests.parallel.s2_features.test_s2 import fake_mesh
-from tests.parallel.sharded_cases import Results, differences, model_mesh
+from tests.parallel.sharded_cases import Results, differences, fake_mesh, model_mesh
 from tests.planning.profiles import hic, profile, rna
 from tests.ranks import CountCollectives, run_ranks
 
@@ -232,31 +231,6 @@ def test_vertices_go_where_most_of_their_edges_lead() -> None:
         assert ids.tolist() == sorted(ids.tolist()), rank
 
 
-def test_ranks_agree_on_what_they_send() -> None:
-    found = [dealt(rank, 3) for rank in range(3)]
-    for one, (rows, edges) in enumerate(found):
-        sent = torch.split(rows.ids[one][edges.sent], edges.n_sent)
-        for other, (_, theirs) in enumerate(found):
-            assert edges.n_sent[other] == theirs.n_received[one]
-            # of every edge from a ghost, the vertex that is received is the source
-            ghosts = theirs.n_received
-            outer = theirs.source[theirs.n_inner :] - sum(ghosts[:one])
-            mine = (outer >= 0) & (outer < ghosts[one])
-            source, target = _ends()
-            expected = source[theirs.edges[theirs.n_inner :]][mine]
-            assert torch.equal(sent[other][outer[mine]], expected)
-        assert edges.n_sent[one] == 0
-        target = _ends()[1]
-        assert torch.equal(rows.ids[one][edges.target], target[edges.edges])
-    assert sum(len(edges.edges) for _, edges in found) == len(_ends()[0])
-
-
-def _ends() -> tuple[Tensor, Tensor]:
-    source = torch.tensor([10, 19, 0, 0, 0, 1, 2, 2, 3])
-    target = torch.tensor([11, 10, 10, 19, 18, 12, 11, 15, 0])
-    return torch.cat((source, target)), torch.cat((target, source))
-
-
 def test_what_is_sent_is_counted() -> None:
     mesh = fake_mesh(rank=1, ranks=3)
     model = make(Graph())
@@ -277,14 +251,6 @@ def test_what_is_sent_is_counted() -> None:
     assert backward.counts == {"all_to_all_single": 1}
     assert backward.sent == {"all_to_all_single": sum(ghosts.n_received) * DIM * number}
     assert f"vertices={len(ghosts.own_ids)} of {V}" in repr(encoder)
-
-
-def test_rows_that_follow_each_other_are_not_copied() -> None:
-    model = make(Graph(in_order=True))
-    install(model, plan_for(model, ("nodes",), 2), fake_mesh(rank=1, ranks=2))
-    v = torch.randn(len(model.graph_encoder.embedding), DIM, dtype=torch.float64)
-    own = model.graph_encoder.rows["hic"](v)
-    assert own.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
 
 
 def test_undone_is_as_before() -> None:

@@ -1,7 +1,4 @@
-"""Claim: a collective that is on its way holds the memory that it writes to, also where nobody waits for it any more.
-
-A step that returns no loss does not ask for its weight, and an error may come between a collective and its wait.
-"""
+"""A collective that is on its way holds the memory that it writes to, also where nobody waits for it any more."""
 
 import time
 from typing import Any

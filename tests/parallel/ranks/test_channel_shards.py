@@ -45,17 +45,6 @@ def test_an_odd_dimension_is_dealt_by_single_channels() -> None:
     assert (channels.width, channels.widest, channels.pairs) == (3, 3, slice(4, 7))
 
 
-@pytest.mark.parametrize("dim", [2, 3, 7, 8, 10, 34])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_channel_has_one_owner_and_shares_differ_by_a_pair(dim: int, ranks: int) -> None:
-    if ranks > (dim // 2 if dim % 2 == 0 else dim):
-        return
-    channels = dealt(dim, ranks)
-    assert sorted(i for rank in range(ranks) for i in channels.of(rank)) == list(range(dim))
-    assert max(channels.widths) - min(channels.widths) <= (2 if dim % 2 == 0 else 1)
-    assert [len(channels.of(rank)) for rank in range(ranks)] == channels.widths
-
-
 @pytest.mark.parametrize(("dim", "ranks"), [(12, 3), (10, 3), (7, 2), (8, 1)])
 def test_blocks_hold_every_ranks_channels_and_join_again(dim: int, ranks: int) -> None:
     channels = dealt(dim, ranks)

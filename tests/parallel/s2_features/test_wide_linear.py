@@ -1,6 +1,5 @@
 """Claim: a wide layer split by its input features trains as the whole one; its owner alone has gradient and state."""
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +11,11 @@ from torch.nn.utils import parametrizations
 
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError
-from lightning_amp.installing.install import change_of, install
-from lightning_amp.installing.installed import Installed
+from lightning_amp.installing.install import Installed, change_of, install
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.hic.features.row import RowParallelLinear
 from lightning_amp.techniques.hic.features.wide_linear import share_rows
-from tests.parallel.s2_features.test_s2 import fake_mesh
-from tests.parallel.sharded_cases import differences, make_plan, model_mesh
+from tests.parallel.sharded_cases import differences, fake_mesh, make_plan, model_mesh
 from tests.ranks import CountCollectives, run_ranks
 
 CELLS, HIDDEN = 6, 5
@@ -137,16 +134,6 @@ def test_the_comparison_can_fail() -> None:
     one, other = make(9), make(9)
     expected, found = train(one, 9)[1], train(nn.Sequential(nn.Linear(9, HIDDEN).double(), *other[1:]), 9)[1]
     assert differences({"loss": found[0]}, {"loss": expected[0]})
-
-
-def test_low_precision_keeps_the_type_of_the_whole_layer() -> None:
-    model = make(9).float()
-    expected = copy.deepcopy(model)
-    put_in(model, fake_mesh(rank=0, ranks=1))
-    x = inputs(9).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert model[0](x).dtype == expected[0](x).dtype == torch.bfloat16
-    torch.testing.assert_close(model(x), expected(x))
 
 
 def test_frozen_weights_stay_frozen_and_the_mode_is_kept() -> None:

@@ -1,22 +1,18 @@
 """Claim: S5, alone and with S3 and S4, has the losses, gradients and steps of one device, from 1/R of the channels."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.stratified import Decode
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
-from lightning_amp.techniques.contract.protocol import BucketedAttention, ScattersFeatures, ShardableAttention
 from lightning_amp.techniques.hic.attention.rows import ChunkedAttention
 from lightning_amp.techniques.hic.hidden.decoder import HiddenDecode
 from lightning_amp.techniques.hic.hidden.layer_norm import ShardedLayerNorm
@@ -28,6 +24,7 @@ from tests.parallel.sharded_cases import (
     Model,
     assert_same,
     differences,
+    fake_mesh,
     make_plan,
     model_mesh,
     reference,
@@ -37,24 +34,16 @@ from tests.parallel.sharded_cases import (
 from tests.ranks import CountCollectives, run_ranks
 
 GATHER = {"S5": HiddenParallel(gather=True)}
-ALL = [("S5",), ("S3", "S5"), ("S4", "S5"), ("S3", "S4", "S5")]
 UNEVEN = Case(dim=10, anchors=21)
 """Five pairs of channels: no two, three or four ranks have equal shares; the last bucket is short."""
 
 OTHERS = [
     replace(UNEVEN, variant="paper"),
-    replace(UNEVEN, chained=True, n_batches=1, head=False),
-    replace(UNEVEN, variant="paper", chained=True),
     replace(UNEVEN, window=40, anchors=9, binarized=True),
     replace(UNEVEN, window=1),
+    Case(key="convolution", dim=7),
 ]
-CONVOLUTIONS = [Case(key="convolution"), Case(key="convolution", dim=7)]
-
-
-def faked(ranks: int, rank: int = 0) -> DeviceMesh:
-    """A mesh whose collectives do nothing, in this process alone."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    return model_mesh(ranks)
+"""The forms that test_exactness_matrix.py does not have."""
 
 
 def installed(case: Case, strategies: Sequence[str], mesh: DeviceMesh, gather: bool = False) -> Model:
@@ -79,25 +68,17 @@ def train_all(rank: int, world_size: int) -> None:
     """All cases on this rank, compared with one device."""
     mesh = model_mesh(world_size)
     expected = reference(UNEVEN)
-    for strategies in ALL:
-        assert_same(sharded(UNEVEN, strategies, mesh), expected)
     retain = {"S3": ChunkedAttention(buckets=1, retain=True)}
     assert_same(sharded(UNEVEN, ("S3", "S5"), mesh, specs=retain), expected)
-    assert_same(sharded(UNEVEN, ("S5", "S3"), mesh), expected)
     assert_same(sharded(UNEVEN, ("S5",), mesh, specs=GATHER), expected)
     assert_same(sharded(UNEVEN, ("S3", "S4", "S5"), mesh, specs=GATHER), expected)
-    if world_size == 3:
-        for case in (*OTHERS, *CONVOLUTIONS):
-            strategies = ("S3", "S4", "S5") if case.key == "attention" else ("S4", "S5")
-            assert_same(sharded(case, strategies, mesh), reference(case))
-        assert_same(sharded(OTHERS[0], ("S5",), mesh, specs=GATHER), reference(OTHERS[0]))
-        check_layers_with_other_settings(mesh)
-        check_undo_copies_and_frozen_keys(mesh)
-        check_norm_and_scatter(mesh["model"])
-    if world_size == 4:
-        two_by_two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-        assert_same(sharded(UNEVEN, ("S3", "S5"), two_by_two), expected)
-        assert_same(sharded(UNEVEN, ("S5",), two_by_two, specs=GATHER), expected)
+    for case in OTHERS:
+        strategies = ("S3", "S4", "S5") if case.key == "attention" else ("S4", "S5")
+        assert_same(sharded(case, strategies, mesh), reference(case))
+    assert_same(sharded(OTHERS[0], ("S5",), mesh, specs=GATHER), reference(OTHERS[0]))
+    check_layers_with_other_settings(mesh)
+    check_undo_and_frozen_keys(mesh)
+    check_norm_and_scatter(mesh["model"])
 
 
 def check_layers_with_other_settings(mesh: DeviceMesh) -> None:
@@ -120,11 +101,8 @@ def check_layers_with_other_settings(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "world_size", [3, *(pytest.param(n, marks=[pytest.mark.exhaustive, pytest.mark.release]) for n in (2, 4))]
-)
-def test_trains_as_one_device_does(world_size: int, tmp_path) -> None:
-    run_ranks(train_all, world_size, tmp_path, timeout=200)
+def test_trains_as_one_device_does(tmp_path) -> None:
+    run_ranks(train_all, 3, tmp_path, timeout=200)
 
 
 def test_the_comparison_can_fail() -> None:
@@ -135,19 +113,16 @@ def test_the_comparison_can_fail() -> None:
     assert len(differences(close, expected)) == sum(value.norm() > 1e-5 for value in expected.values())
 
 
-def check_undo_copies_and_frozen_keys(mesh: DeviceMesh) -> None:
+def check_undo_and_frozen_keys(mesh: DeviceMesh) -> None:
     """What else may happen to a module with S5 installed."""
     world_size, expected = mesh["model"].size(), reference(UNEVEN, 1)
     model = Model(UNEVEN)
-    names, parameters, types = list(model.state_dict()), dict(model.named_parameters()), kinds(model)
+    types = {name: type(child) for name, child in model.named_modules()}
     change = install(model, make_plan(("S3", "S4", "S5"), world_size), mesh)
-    assert list(model.state_dict()) == names
-    assert all(parameters[name] is p for name, p in model.named_parameters())
     keys = {id(p) for stratum in model.decoder.strata if stratum.key for p in stratum.key.parameters()}
     assert {id(p) for p in change.partial} == keys, "tables are not shared, their gradients are whole"
-    assert_same(train(copy.deepcopy(model), 1), train(model, 1)), "unsummed parts, but alike"
     change.undo()
-    assert kinds(model) == types
+    assert {name: type(child) for name, child in model.named_modules()} == types
     model.load_state_dict(Model(UNEVEN).state_dict())
     assert_same(train(model, 1), expected)
 
@@ -157,10 +132,6 @@ def check_undo_copies_and_frozen_keys(mesh: DeviceMesh) -> None:
         module.v.requires_grad_(False)
     found = train(frozen, 2, install(frozen, make_plan(("S3", "S5"), world_size), mesh), mesh)
     assert_same(found, train(loose, 2))
-
-
-def kinds(module: nn.Module) -> dict[str, type]:
-    return {name: type(child) for name, child in module.named_modules()}
 
 
 def check_norm_and_scatter(mesh: DeviceMesh) -> None:
@@ -225,7 +196,7 @@ BACKWARD = {"allreduce_": 2, "all_reduce": 1 + 2 * CHUNKS, "all_gather_into_tens
 def test_counts_of_one_stratum_and_the_border(
     case: Case, strategies: tuple[str, ...], gather: bool, forward: dict[str, int], backward: dict[str, int]
 ) -> None:
-    model = installed(replace(case, distances=(1,)), strategies, faked(3), gather)
+    model = installed(replace(case, distances=(1,)), strategies, fake_mesh(rank=0, ranks=3), gather)
     with CountCollectives() as first:
         loss = model()
     with CountCollectives() as second:
@@ -235,7 +206,7 @@ def test_counts_of_one_stratum_and_the_border(
 
 def test_bytes_sent_by_one_stratum_and_the_border() -> None:
     ranks, n, d, padded, w, cells = 3, 23, 4, 25, 5, 4
-    model = installed(Case(distances=(1,)), ("S3", "S5"), faked(ranks))
+    model = installed(Case(distances=(1,)), ("S3", "S5"), fake_mesh(rank=0, ranks=ranks))
     features = model.decoder.n_features
     with CountCollectives() as first:
         loss = model()
@@ -273,21 +244,9 @@ def kept_bytes(mesh: DeviceMesh | None, n_strata: int, variant: Any) -> int:
 def test_a_stratum_keeps_its_share(variant: str) -> None:
     n, dim, w, ranks = 600, 64, 20, 8
     whole = kept_bytes(None, 3, variant) - kept_bytes(None, 1, variant)
-    mesh = faked(ranks)
+    mesh = fake_mesh(rank=0, ranks=ranks)
     own = kept_bytes(mesh, 3, variant) - kept_bytes(mesh, 1, variant)
     # per stratum: means, deviations, norms; own columns of the weights; cosines and sines; the likelihood of a feature
     whole_on_all = 2 * 8 * (8 * n + 4 * dim * dim // ranks + 3 * w * dim // ranks + 200)
     assert own <= whole / ranks + whole_on_all
     assert own < whole / 5
-
-
-def test_parts_are_recognised() -> None:
-    case = Case(distances=(1,))
-    assert isinstance(Model(case).decoder.strata[0].key.attention, ShardableAttention)  # type: ignore[union-attr]
-    for gather in (False, True):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        stratum = installed(case, ("S5",), faked(2), gather).decoder.strata[0]
-        assert isinstance(stratum.decode, ScattersFeatures)
-        assert isinstance(stratum.key.attention, BucketedAttention)  # type: ignore[union-attr]
-    assert not isinstance(Decode(), ScattersFeatures)

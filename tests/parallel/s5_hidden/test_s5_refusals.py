@@ -4,23 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import InstallError
 from lightning_amp.installing.install import change_of, install
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import Decode
 from lightning_amp.techniques.hic.hidden.row import HiddenParallel
-from tests.parallel.sharded_cases import Case, Model, make_plan, model_mesh
-
-
-def faked(ranks: int) -> DeviceMesh:
-    """A mesh whose collectives do nothing, in this process alone."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    return model_mesh(ranks)
+from tests.parallel.sharded_cases import Case, Model, fake_mesh, make_plan
 
 
 class Doubled(nn.Linear):
@@ -28,19 +19,9 @@ class Doubled(nn.Linear):
         return 2 * super().forward(input)
 
 
-class Rounded(Decode):
-    def forward(self, u: Tensor, key: Tensor, nodes: Tensor) -> Tensor:
-        return super().forward(u, key, nodes).abs() + 1
-
-
 class Clamped(Decode):
     def forward(self, u: Tensor, key: Tensor, nodes: Tensor) -> Tensor:
         return super().forward(u, key, nodes).clamp(-50, 50)
-
-
-class Positive(Decode):
-    def forward(self, u: Tensor, key: Tensor, nodes: Tensor) -> Tensor:
-        return super().forward(u, key, nodes).relu()
 
 
 def set_child(path: str, child: Any, key: str = "attention") -> nn.Module:
@@ -63,7 +44,6 @@ REFUSALS = [
         "attention",
         r"'strata.1.key', which is 'AttentionKey' with the children \['prenorm', ",
     ),
-    ("strata.1.key.dropout", nn.Dropout(), "attention", "allowed is the children .*'prenorm', 'qk'"),
     (
         "strata.1.key.gain",
         nn.Parameter(torch.ones(8)),
@@ -71,7 +51,6 @@ REFUSALS = [
         r"'strata.1.key', .* the state \['gain'\]",
     ),
     ("strata.2.key.qk", nn.Bilinear(8, 8, 8), "attention", "'strata.2.key.qk', which is Bilinear"),
-    ("strata.2.key.ff", nn.Linear(8, 8), "attention", r"'strata.2.key.ff', .* allowed is nn.Linear\(8, 16\)"),
     (
         "strata.2.key.value",
         Doubled(8, 8),
@@ -84,7 +63,6 @@ REFUSALS = [
         "attention",
         r"allowed is nn.LayerNorm\(8\) or nn.Identity",
     ),
-    ("strata.1.key.postnorm", nn.RMSNorm(8), "attention", "'strata.1.key.postnorm', which is RMSNorm"),
     (
         "strata.1.key.attention",
         nn.Identity(),
@@ -110,26 +88,12 @@ REFUSALS = [
         "which is PReLU.*; allowed is one of .*'LeakyReLU'",
     ),
     (
-        "strata.1.key.prenorm",
-        nn.Sequential(nn.LayerNorm(8), nn.Identity()),
-        "attention",
-        r"which is 'Sequential'; allowed is nn.LayerNorm\(8\)",
-    ),
-    (
-        "strata.0.key",
-        nn.Linear(8, 8),
-        "attention",
-        r"'strata.0.key', which is 'Linear' with the children \[\]",
-    ),
-    (
         "strata.0.decode",
         None,
         "attention",
         "'strata.0.decode', which is 'missing', no module; allowed is a module",
     ),
-    ("strata.0.decode", Rounded(), "attention", "which is Rounded.*, returns .* for a small example"),
     ("strata.0.decode", Clamped(), "attention", "which is Clamped.*, returns .* for a small example"),
-    ("strata.0.decode", Positive(), "attention", "which is Positive.*, returns .* for a small example"),
     ("strata.0.decode", nn.Identity(), "attention", "fails on a small example with TypeError"),
     ("strata.0.decode", nn.Bilinear(2, 2, 1), "attention", r"has the state \['bias', 'weight'\]"),
     ("region", None, "attention", "whose child `region` is None"),
@@ -142,14 +106,14 @@ def test_refuses_what_it_cannot_deal(path: str, child: Any, key: str, message: s
     decoder = set_child(path, child, key)
     before = dict(decoder.named_modules())
     with pytest.raises(InstallError, match=f"(?s)S5 was asked for .*{message}.*leave S5 out"):
-        change_of(decoder, HiddenParallel(), faked(2), strategy="S5")
+        change_of(decoder, HiddenParallel(), fake_mesh(rank=0, ranks=2), strategy="S5")
     assert dict(decoder.named_modules()) == before
 
 
 def test_refuses_a_stratum_without_key_and_to_be_installed_twice() -> None:
     decoder = Model(Case(dim=8)).decoder
     del decoder.strata[0].key
-    mesh = faked(2)
+    mesh = fake_mesh(rank=0, ranks=2)
     with pytest.raises(
         InstallError, match=r"'strata.0.key', which is 'missing'; allowed is a module, or None"
     ):
@@ -178,7 +142,7 @@ def test_refuses_an_odd_dimension_with_attention() -> None:
         InstallError,
         match="'strata.0.key.attention', which is OddAttention.* with D=7; allowed is .* an even D",
     ):
-        change_of(decoder, HiddenParallel(), faked(2), strategy="S5")
+        change_of(decoder, HiddenParallel(), fake_mesh(rank=0, ranks=2), strategy="S5")
 
 
 def test_refuses_to_work_without_a_mesh_and_with_too_many_ranks() -> None:
@@ -188,4 +152,4 @@ def test_refuses_to_work_without_a_mesh_and_with_too_many_ranks() -> None:
     with pytest.raises(
         InstallError, match="5 ranks on the model axis and D=8, which has 4 pairs of channels"
     ):
-        change_of(decoder, HiddenParallel(), faked(5), strategy="S5")
+        change_of(decoder, HiddenParallel(), fake_mesh(rank=0, ranks=5), strategy="S5")

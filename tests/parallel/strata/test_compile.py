@@ -1,7 +1,4 @@
-"""Claim: compiled strata train as the eager decoder does, whatever techniques they have, and are never eager unsaid.
-
-What a plan says of them is in tests/planning/test_compile.py.
-"""
+"""Claim: compiled strata train as the eager decoder does, whatever techniques they have, and are never eager unsaid."""
 
 import copy
 import pickle

@@ -1,7 +1,4 @@
-"""Claim: stream and recompute train as the eager decoder does, in all that a training loop does, and keep one stratum.
-
-Ranks, S2 to S5 and the other techniques beside them are in test_exactness_matrix.py.
-"""
+"""Stream and recompute train as the eager decoder does, in all that a training loop does, and keep one stratum."""
 
 import gc
 import warnings
@@ -29,11 +26,8 @@ FORMS = {
     "chained, all with keys": replace(FIVE, chained=True, distances=(1, 2, 3, 4, 5, 6, 7)),
     "one row for all cells": replace(FIVE, n_batches=1, head=False),
     "one cell": replace(FIVE, cells=1, n_batches=1),
-    "convolution": replace(FIVE, key="convolution"),
-    "full attention": replace(FIVE, key="full_attention"),
     "full attention, paper, chained": replace(FIVE, key="full_attention", variant="paper", chained=True),
     "binarized": replace(FIVE, binarized=True, chained=True),
-    "paper": replace(FIVE, variant="paper", chained=True),
 }
 
 

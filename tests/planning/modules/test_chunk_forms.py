@@ -14,9 +14,9 @@ from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
 from lightning_amp.techniques.chunk.forms import ChunkForms
 from lightning_amp.techniques.chunk.regions.choose_chunks import RATIO, rung
-from lightning_amp.techniques.chunk.run.block_tables import block_code, block_tables
-from lightning_amp.techniques.chunk.spec import ChunkBlock
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.chunk.row import ChunkBlock
+from lightning_amp.techniques.chunk.run.block_tables import block_tables
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.graph.test_capture import Custom
 from tests.parallel.chunk.small_blocks import Attention, FeedForward
 
@@ -117,30 +117,6 @@ def test_a_block_whose_batch_statistics_ranks_exchange_has_no_chunks() -> None:
     trains, frozen = block_tables(module, calls, shared=True)
     assert trains == "ranks exchange the statistics of a BatchNorm in it (share_batch_statistics)"
     assert not isinstance(frozen, str)
-
-
-def test_blocks_that_run_the_same_code_are_shown_once() -> None:
-    module, batch = Blocks(*(Attention(16) for _ in range(3))), torch.randn(2, 64, 16)
-    calls = count_step(module, batch, ()).calls
-    # the first one's argument has no gradient, which is another graph
-    first, second = block_code(
-        module, calls, dict.fromkeys(("blocks.0", "blocks.1", "blocks.2"), 200_000)
-    ).items()
-    (names, code) = second
-    assert (first[0], names) == ("blocks.0", "blocks.1, blocks.2")
-    assert "def region_0(put, size" in code
-    assert "def forward(" in code
-
-
-def test_blocks_that_differ_in_their_number_are_planned_once() -> None:
-    module = Blocks(*(Attention(16) for _ in range(4)))
-    for number, block in enumerate(module.blocks):
-        block.number = number
-    calls = count_step(module, torch.randn(2, 64, 16), ()).calls
-    first, *others = block_tables(module, calls)
-    # the first one's argument has no gradient
-    assert first is not others[0]
-    assert all(table is others[0] for table in others)
 
 
 def test_what_is_installed_is_what_was_chosen_from() -> None:

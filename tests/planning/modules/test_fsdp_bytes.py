@@ -1,7 +1,4 @@
-"""Claim: a plan with fsdp is refused where it would split nothing or was not tested; its bytes follow from shapes.
-
-The predicted peak is compared with the meter on real ranks in tests/parallel/fsdp/test_fsdp_bytes.py.
-"""
+"""Claim: a plan with fsdp is refused where it would split nothing or was not tested; its bytes follow from shapes."""
 
 from dataclasses import replace
 

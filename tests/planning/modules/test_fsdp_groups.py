@@ -1,8 +1,4 @@
-"""Claim: how fsdp splits, in groups or with rows in the host's memory, is planned by its bytes and its time.
-
-Where there are several nodes the policy splits within one if that fits, for the links inside of it are faster, and over
-all ranks if it does not. What cannot be divided, and rules that contradict each other, are refused.
-"""
+"""Claim: how fsdp splits, in groups or with rows in the host's memory, is planned by its bytes and its time."""
 
 from dataclasses import replace
 from typing import Any

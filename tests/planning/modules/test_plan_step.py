@@ -1,8 +1,6 @@
 """Claim: `lightning_amp.plan` takes what `lightning_amp.profile` gives, of a module too; both print as reports."""
 
-import json
 import pickle
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,10 +12,8 @@ import lightning_amp
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.profile_module import profile_module
-from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.planning.reports.module_report import module_report
 from lightning_amp.planning.reports.plan_report import plan_report, profile_report
-from lightning_amp.planning.reports.summary import plan_summary
 
 
 class Deep(pl.LightningModule):
@@ -58,14 +54,6 @@ def test_a_modules_profile_is_planned(profile: Any) -> None:
     assert lightning_amp.plan(pickle.loads(pickle.dumps(profile)), device_memory=budget) == within
 
 
-def test_its_bytes_are_those_of_a_profile_that_is_not_planned_by(profile: Any) -> None:
-    alone = profile_module(Deep(), torch.randn(512, 32))
-    # the recorder of blocks sees what autograd keeps die elsewhere in the step
-    assert replace(profile, timeline=()) == replace(alone, timeline=())
-    assert json.loads(json.dumps(profile.to_dict())).keys() == alone.to_dict().keys()
-    assert "counted" not in profile.to_dict()
-
-
 def test_a_profile_and_a_plan_print_as_their_reports(profile: Any, tmp_path: Any) -> None:
     plan = lightning_amp.plan(profile, devices=2, device_memory="1GiB")
     assert str(profile) == module_report(profile)
@@ -74,30 +62,6 @@ def test_a_profile_and_a_plan_print_as_their_reports(profile: Any, tmp_path: Any
     synthesize(tmp_path / "data", cells=30, rna_cells=21, bins=24, strata=4, genes=40, cell_types=2)
     data = lightning_amp.profile(tmp_path / "data")
     assert f"{data}" == profile_report(data)
-
-
-def test_a_summary_has_five_lines_and_every_warning(profile: Any) -> None:
-    within = lightning_amp.plan(profile, device_memory=int(0.6 * profile.peak_bytes))
-    noted = replace(within, notes=(Explanation("why it was chosen"), "a warning"))
-    lines = plan_summary(noted, report="logs/amp_plan.txt").splitlines()
-    starts = ["plan  ", "predicted peak  ", "predicted step  ", "helps  ", "more  ", "note  "]
-    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 6
-    assert "(fits)" in lines[1]
-    assert "512 samples (one CPU core)" in lines[2]
-    assert "recompute saves" in lines[3]
-    assert "logs/amp_plan.txt" in lines[4]
-    assert lines[5].endswith("a warning")
-    as_it_is = plan_summary(lightning_amp.plan(profile)).splitlines()
-    assert as_it_is[3].startswith("would help      recompute: ")
-    assert any("trainer.strategy.plan" in line for line in as_it_is)
-    # a text that is too long goes on below; a path is not broken
-    named = plan_summary(
-        replace(noted, notes=("many words " * 20,)), report=f"logs/{'folder/' * 6}amp_plan.txt"
-    )
-    assert max(map(len, named.splitlines())) <= 80
-    assert [line[:16].strip() for line in named.splitlines()][5:8] == ["", "note", ""]
-    # JSON does not say which notes explain: none is left out
-    assert "why it was chosen" in plan_summary(lightning_amp.Plan.from_json(noted.to_json()))
 
 
 def test_what_cannot_be_profiled_or_planned_is_refused(profile: Any) -> None:

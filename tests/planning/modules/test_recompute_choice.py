@@ -123,15 +123,6 @@ def test_forms_in_chunks_are_chosen_as_by_brute_force(seed: int, recompute: bool
     assert least <= lean.peak_bytes <= least * (1 + CLOSE) + 1
 
 
-@each(seed=range(8))
-def test_more_bytes_are_never_slower(seed: int) -> None:
-    chain = random_chain(random.Random(1000 + seed), 10)
-    seconds = [
-        found.extra_seconds for budget in range(0, 400, 9) if (found := choose(chain, budget)) is not None
-    ]
-    assert seconds == sorted(seconds, reverse=True)
-
-
 def plain_chain(n: int, draw: random.Random | None = None) -> Chain:
     """Blocks one after the other, each of which is handed what the one before has made."""
     blocks, moments = [], []
@@ -144,21 +135,6 @@ def plain_chain(n: int, draw: random.Random | None = None) -> Chain:
         moments.append(ChainMoment(n_bytes=saved, after=i, alive=keeps, block=i))
         moments.append(ChainMoment(n_bytes=saved + 5, after=i, alive=keeps, block=i, form=RECOMPUTED))
     return Chain(blocks=tuple(blocks), tensors=(10,) * n, moments=(*moments, ChainMoment(n_bytes=0, after=n)))
-
-
-def test_by_hand() -> None:
-    """Four blocks of 100 bytes that are handed 10: one is alive with all before it while it is recomputed."""
-    chain = plain_chain(4)
-    assert peak_bytes(chain, ()) == 400 + 30
-    assert peak_bytes(chain, chain.names) == 30 + 105
-    assert peak_bytes(chain, ("b.0",)) == 300 + 30
-    assert peak_bytes(chain, ("b.3",)) == 300 + 30 + 105
-    found = choose(chain, 330)
-    assert found is not None
-    assert found.recomputed in {("b.0",), ("b.1",), ("b.2",)}
-    assert choose(chain, 129) is None
-    # the last one gains nothing
-    assert choose(chain, 130).recomputed == chain.names[:3]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("hard", [False, True])

@@ -25,7 +25,7 @@ from lightning_amp.techniques.pipeline.stage_forms import Levels, computed_again
 from lightning_amp.techniques.pipeline.stages import staged
 from tests.planning.modules.facts import with_stages
 from tests.planning.modules.test_plan_of_a_module import base
-from tests.planning.modules.test_stages import ROWS, SAVED, SENT, WEIGHT, made, passes, spec_of, step
+from tests.planning.modules.test_stages import ROWS, SAVED, SENT, WEIGHT, made, passes, step
 
 LEVELS = {20: 4.0, 50: 1.0, 70: 0.5}
 """Bytes for every sample that a block in chunks is given, and keeps, and the seconds that it takes more."""
@@ -79,16 +79,6 @@ def test_a_rank_computes_as_few_blocks_again_as_it_needs(name: str) -> None:
     assert one[0] // 3 == fullest
     # what cannot be computed again is left as it is, and too small a budget takes all others
     assert fewest_again(pipeline, (0, 1, 5), 1) == (0, 1, 5)
-
-
-def test_the_slow_blocks_are_kept() -> None:
-    part = passes(ROWS // 4, seconds=(1.0, 9.0, 1.0, 1.0, 9.0, 1.0))
-    pipeline = Pipeline(part=part, whole=passes(), ends=(3, 6), orders=schedule("1f1b", 2, 4), at_once=False)
-    found = [
-        fewest_again(pipeline, range(6), budget) for budget in range(1000, max(rank_peaks(pipeline)), 50)
-    ]
-    assert any(0 < len(blocks) < 6 for blocks in found)
-    assert all({1, 4}.isdisjoint(blocks) for blocks in found if len(blocks) < 3)
 
 
 def test_a_budget_asks_for_blocks_of_a_stage_and_their_time() -> None:
@@ -178,11 +168,6 @@ def chunkable(**options: Any) -> ProfiledStep:
     return with_stages(step(**options), chunks=StageChunks(forms=forms, passes=in_chunks))
 
 
-def chunks_of(found: Draft | Plan) -> dict[str, int]:
-    listed = found.targets if isinstance(found, Draft) else found.rules
-    return {one.fqn: one.spec.budget_bytes for one in listed if isinstance(one.spec, ChunkBlock)}
-
-
 def test_every_rank_takes_the_fastest_chunks_with_which_it_fits() -> None:
     rows, orders = ROWS // 4, schedule("1f1b", 2, 4)
     part = passes(rows)
@@ -213,80 +198,6 @@ def test_every_rank_takes_the_fastest_chunks_with_which_it_fits() -> None:
     assert {i for i in again if f"blocks.{i}" in own} or max(
         s.budget_bytes for s in found.values()
     ) > rows * 20
-
-
-def test_chunks_are_taken_in_stages_where_nothing_else_fits() -> None:
-    seen = chunkable()
-    free = made(staged(seen, 2, data=1, budget=None, asked=FOUR))
-    least = made(staged(seen, 2, data=1, budget=1, asked=replace(FOUR, chunks={})))
-    # nor looked for, which takes seconds
-    none: Any = None
-    unseen = with_stages(seen, chunks=StageChunks(forms=none, passes=none))
-    enough = made(staged(unseen, 2, data=1, budget=least.peak_bytes, asked=FOUR))
-    assert chunks_of(free) == chunks_of(least) == chunks_of(enough) == {}
-    without = replace(FOUR, chunks={})
-    budget = next(
-        n
-        for n in range(least.peak_bytes - 1, 0, -8)
-        if made(staged(seen, 2, data=1, budget=n, asked=without)).peak_bytes > n
-    )
-    tight = made(staged(seen, 2, data=1, budget=budget, asked=FOUR))
-    assert tight.peak_bytes <= budget
-    assert chunks_of(tight)
-    alone = made(staged(seen, 2, data=1, budget=budget, asked=replace(FOUR, again=())))
-    assert again_of(alone) == []
-    assert alone.peak_bytes < free.peak_bytes
-    assert alone.seconds > free.seconds
-    target = next(one for one in alone.targets if isinstance(one.spec, ChunkBlock))
-    assert f"{len(chunks_of(alone))} of 6 blocks run in chunks, this one within" in target.why
-    assert target.saves_bytes == 2 * SAVED - chunks_of(alone)[target.fqn]
-    # not those that are far slower, where no budget asks for them
-    every = made(staged(seen, 2, data=1, budget=None, asked=replace(FOUR, again=(), all_chunks=True)))
-    assert chunks_of(every) == {f"blocks.{i}": 2 * 50 for i in (1, 2, 3, 4)}
-    # other numbers of micro-batches are left out where these cannot be in chunks
-    free = made(staged(seen, 2, data=1, budget=None, asked=PipelineOptions(again=(), all_chunks=True)))
-    assert spec_of(free).micro_batches == 4
-    single = PipelineOptions(again=(), all_chunks=True, micro_batches=8)
-    assert staged(seen, 2, data=1, budget=None, asked=single) == "it has one sample"
-
-
-def test_a_plan_that_names_chunks_beside_stages_counts_them() -> None:
-    rule = Rule(
-        fqn="blocks", spec=PipelineStages(ends="3,6", schedule="1f1b"), strategy="pipeline", why="asked for"
-    )
-    asked = base(None, devices=2)
-    asked = replace(
-        asked,
-        mesh=replace(asked.mesh, data=1, model=2),
-        rules=(*asked.rules, rule),
-        strategies=("S1", "pipeline"),
-    )
-    seen = chunkable()
-    plain = plan_module(asked, seen, named=(), asked=FOUR)
-    every = plan_module(asked, seen, named=("chunk",), budget_named=False, asked=FOUR)
-    assert set(chunks_of(every)) == {f"blocks.{i}" for i in (1, 2, 3, 4)}
-    assert every.strategies == ("S1", "pipeline", "chunk")
-    assert every.predicted_peak_bytes < plain.predicted_peak_bytes
-    # as it was given it is counted so again
-    again = plan_again(every, seen)
-    assert again.predicted_peak_bytes == every.predicted_peak_bytes
-    assert [stage.peak_bytes for stage in again.stages] == [stage.peak_bytes for stage in every.stages]
-    # with a budget as few as it needs; all of them where it needs none, for they were asked for
-    tight = replace(asked, budget_bytes=plain.predicted_peak_bytes - 1)
-    some = plan_module(tight, seen, named=("chunk",), asked=FOUR)
-    assert some.fits
-    assert chunks_of(some)
-    assert again_of(some) == []
-    wide = replace(asked, budget_bytes=100_000)
-    assert chunks_of(plan_module(wide, seen, named=("chunk",), asked=FOUR)) == chunks_of(every)
-    both = plan_module(asked, seen, named=("recompute", "chunk"), budget_named=False, asked=FOUR)
-    assert chunks_of(both) == chunks_of(every)
-    assert again_of(both) == REPEATABLE
-    # what does not fit at all says the least
-    none = plan_module(replace(asked, budget_bytes=1), seen, named=("chunk",), asked=FOUR)
-    assert none.fits is False
-    assert set(chunks_of(none).values()) == {min(chunks_of(none).values())}
-    assert any(note.startswith("the step requires at least") for note in none.notes)
 
 
 def test_auto_takes_chunks_in_stages_where_nothing_else_fits() -> None:

@@ -14,12 +14,10 @@ from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Parameter, Passes
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.reports.plan_report import plan_report
-from lightning_amp.planning.reports.stages_report import timeline_of
 from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
+from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peaks
-from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.pipeline.stages import staged
 from tests.planning.modules.facts import with_stages
 from tests.planning.modules.test_plan_of_a_module import base, profiled, seen
@@ -268,16 +266,6 @@ def test_a_plan_that_was_given_keeps_its_cut_and_is_predicted_anew() -> None:
     assert again.rules == given.rules
     assert [stage.end for stage in again.stages] == [stage.end for stage in given.stages]
     assert again.predicted_peak_bytes > given.predicted_peak_bytes
-
-
-def test_the_report_has_the_stages_in_80_columns() -> None:
-    found = plan_module(base(10_000, devices=2), step(), asked=PipelineOptions(model=2, micro_batches=4))
-    text = plan_report(found)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "4 micro-batches by gpipe" in text
-    assert "stage  rank  blocks  forward" in text
-    line = timeline_of(found)
-    assert line.idle == pytest.approx([stage.idle for stage in found.stages])
 
 
 def test_slow_ranks_have_fewer_blocks() -> None:

@@ -24,27 +24,14 @@ from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.sequence.row import SequenceParallel
 from lightning_amp.techniques.table import in_order
-from tests.any_module import Meter
+from tests.any_module import QUIET, Meter
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 from tests.techniques.sequence.cases import CASES, RANDOM, TWO_DIMS, WIDE, Case, Noisy, Normed, Picture, Text
 
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
 
 def run(
-    case: Case,
-    rank: int,
-    ranks: int,
-    *,
-    rows: slice = slice(None),
-    gradients: bool = False,
-    **options: Any,
+    case: Case, rank: int, ranks: int, *, rows: slice = slice(None), gradients: bool = False, **options: Any
 ) -> dict[str, Any]:
     """Three steps with a validation, then a prediction; of one rank without the strategy.
 

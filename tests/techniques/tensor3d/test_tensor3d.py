@@ -15,17 +15,11 @@ from lightning_amp import AMPStrategy
 from lightning_amp.lightning.profiling import choose_grid
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.tensor3d.grid_seconds import GridCost
-from tests.any_module import Meter
+from tests.any_module import QUIET, Meter
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 from tests.techniques.tensor3d.cases import CASES, Case
 
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 Grid = tuple[int, int, int]
 
 
