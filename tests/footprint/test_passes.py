@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.chain.chain_of import count_step
-from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.chain.passes import Passes
+from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.repeated_operators import standing_for, times_now
 from lightning_amp.installing.install import install_rules
 from lightning_amp.techniques.chunk.spec import ChunkBlock

@@ -16,12 +16,13 @@ from lightning.pytorch import LightningModule
 from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.build_chain import build_chain
 from lightning_amp.footprint.chain.chain import Chain
-from lightning_amp.footprint.chain.chain_recorder import ChainRecorder, OperatorRates
+from lightning_amp.footprint.chain.chain_recorder import ChainRecorder
 from lightning_amp.footprint.chain.passes import Passes, impossible, passes_of
 from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.find_blocks import refuse_uncalled
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import FAKE, REAL, counted_step, profile_of
 
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import flop_registry
 
 from lightning_amp._torch import (
-    FLASH_ATTENTION,
     FakeTensor,
     autograd_node,
     autograd_order,
@@ -31,45 +29,14 @@ from lightning_amp.footprint.chain.block_call import BlockCall, Like, likeness
 from lightning_amp.footprint.find_blocks import find_blocks, owners
 from lightning_amp.footprint.live_bytes import Read, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import FORWARD, GRADIENTS, PARAMETERS, STATE
+from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.recompute_state import FirstPass, random_state, same_random, unrepeatable
 from lightning_amp.footprint.repeated_operators import times_now
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import Life
 
-aten = torch.ops.aten
-
-
-def _of_product(*given: Any, out_val: Tensor, **_: Any) -> int:
-    """Of matrices, the last two tensors; torch's own formulas look for tensors in all arguments, at any depth."""
-    rows = [value for value in given if isinstance(value, Tensor)][-2]
-    return 2 * out_val.numel() * rows.shape[-1]
-
-
-FLOPS = {
-    # torch counts these of GPUs only
-    **{on_cpu: flop_registry[on_cuda] for on_cpu, on_cuda in FLASH_ATTENTION.items()},
-    **flop_registry,
-    **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _of_product),
-}
 VALUES = ("_local_scalar_dense", "is_nonzero")
 """Operators that hand a value to Python."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OperatorRates:
-    """What an operator takes: as long as its products or the bytes that it reads and writes, and its overhead."""
-
-    matmul_flops: float
-    memory_bytes: float
-    overhead_seconds: float
-
-    def seconds(self, func: Any, args: Any, kwargs: Any, result: Any, moved: int) -> float:
-        """Of an operator that reads and writes so many bytes; a view takes none."""
-        if getattr(func, "is_view", False):
-            return 0.0
-        flops = FLOPS.get(getattr(func, "overloadpacket", None))
-        n = 0 if flops is None else flops(*args, **kwargs, out_val=result)
-        return max(n / self.matmul_flops, moved / self.memory_bytes) + self.overhead_seconds
 
 
 @dataclass(slots=True)
@@ -78,7 +45,7 @@ class Use:
 
     Attributes:
         life: The storage.
-        call: RecordedCall of a block in whose forward pass it is kept, None outside of blocks.
+        call: Number of the call of a block in whose forward pass it is kept, None outside of blocks.
         start: Operator after which it is kept.
         read: Operator before which a backward pass asks for it first; None where none does.
         end: Operator after which it is let go of; None at the end of the step.

@@ -23,9 +23,9 @@ from lightning_amp.errors import AmpError, DataError, ModelError
 from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, chain_of, count_step
-from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
 from lightning_amp.lightning.profiling.cells_per_step import training_loaders

@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from lightning_amp._torch import autograd_node
-from lightning_amp.footprint.chain.chain_recorder import OperatorRates
 from lightning_amp.footprint.live_bytes import storages_of, tensors_of
+from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.techniques.replay.choose_cuts import Array, Stretches
 from lightning_amp.techniques.replay.operators import version_of
 from lightning_amp.techniques.replay.segment import Kept
