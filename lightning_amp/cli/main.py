@@ -11,16 +11,16 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
-from lightning_amp.cli.calibrate import add_calibrate
-from lightning_amp.cli.convert import add_convert
-from lightning_amp.cli.demo import add_demo
-from lightning_amp.cli.plan import add_plan
-from lightning_amp.cli.prepare import add_prepare
-from lightning_amp.cli.profile import add_profile
-from lightning_amp.cli.simulate import add_simulate
-from lightning_amp.cli.tune import add_tune
+from lightning_amp.cli.commands.calibrate import add_calibrate
+from lightning_amp.cli.commands.convert import add_convert
+from lightning_amp.cli.commands.demo import add_demo
+from lightning_amp.cli.commands.plan import add_plan
+from lightning_amp.cli.commands.prepare import add_prepare
+from lightning_amp.cli.commands.profile import add_profile
+from lightning_amp.cli.commands.simulate import add_simulate
+from lightning_amp.cli.commands.tune import add_tune
+from lightning_amp.cli.commands.verify import add_verify
 from lightning_amp.cli.verbs import PROGRAM, VERBS, described
-from lightning_amp.cli.verify import add_verify
 from lightning_amp.data.files.write_aside import FULL, cannot_write
 from lightning_amp.errors import STATUS_OF_INTERRUPT, AmpError
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
     try:
         if words and words[0] in TRAINING:
-            from lightning_amp.cli.train import train
+            from lightning_amp.cli.commands.train import train
 
             train(words)
         else:

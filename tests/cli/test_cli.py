@@ -9,7 +9,7 @@ from textwrap import fill
 import pytest
 import yaml
 
-from lightning_amp.cli.demo import CONFIG, run_demo
+from lightning_amp.cli.commands.demo import CONFIG, run_demo
 from lightning_amp.cli.main import TRAINING, main
 from lightning_amp.cli.verbs import VERBS
 from lightning_amp.data.prepare.synthetic import synthesize

@@ -308,6 +308,6 @@ def test_a_peak_that_is_not_known_is_none_that_fits(config: str, monkeypatch: An
     assert "what the stages hold was not counted" in made.uncounted
     # with a memory that is named: the answers to its questions take seconds
     named = replace(made, budget_bytes=2**30)
-    monkeypatch.setattr("lightning_amp.cli.plan.plan_of_configuration", lambda *_: (named, ""))
+    monkeypatch.setattr("lightning_amp.cli.commands.plan.plan_of_configuration", lambda *_: (named, ""))
     assert main(words) == 3
     assert "predicted peak per rank unknown, at least" in " ".join(capsys.readouterr().out.split())

@@ -225,7 +225,7 @@ def test_a_full_disk_under_any_layer_of_training(
         except OSError as error:
             raise RuntimeError("unexpected pos 64 vs 0") from error
 
-    monkeypatch.setattr("lightning_amp.cli.train.train", train)
+    monkeypatch.setattr("lightning_amp.cli.commands.train.train", train)
     assert main([verb]) == 2
     found = capsys.readouterr().err
     assert found.startswith(

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_amp.cli.commands.plan import WHAT_IF
 from lightning_amp.cli.main import main
-from lightning_amp.cli.plan import WHAT_IF
 from lightning_amp.costs.device_rates import CPU_CORE, rates_for
 from lightning_amp.costs.model_shape import reference_shape
 from lightning_amp.data.prepare.synthetic import synthesize

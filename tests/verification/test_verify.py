@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_amp
+from lightning_amp.cli.commands.verify import _decided
 from lightning_amp.cli.main import main
-from lightning_amp.cli.verify import _decided
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts

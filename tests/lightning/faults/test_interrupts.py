@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_amp.cli import main as cli
-from lightning_amp.cli import profile
+from lightning_amp.cli.commands import profile
 from lightning_amp.lightning.faults.activity import Doing
 from lightning_amp.lightning.faults.detector import ASKED_GRACE_S, GRACE_S, Detector, Limits
 from lightning_amp.lightning.faults.fault import Fault

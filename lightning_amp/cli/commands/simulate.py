@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_amp.cli.calibrate import check_target
+from lightning_amp.cli.commands.calibrate import check_target
 from lightning_amp.cli.configuration import add_configuration, plan_of_configuration
 from lightning_amp.cli.request import add_request, decoder_asked, rates_asked, read, refuse, request_of
 from lightning_amp.data.files.write_aside import written_aside
