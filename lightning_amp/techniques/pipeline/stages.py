@@ -375,9 +375,9 @@ def _cut(shape: _Shape, part: Passes, layers: LayerSeconds) -> tuple[int, ...]:
     )
     seconds = layers.forward + layers.backward
     found = filled(cut().ends, stages, seconds, shape.speeds)
-    if shape.budget is None or shape.each > 1:
+    if shape.budget is None:
         return found
-    rows = list(layer_bytes(part, shape.orders, at_once=shape.at_once))
+    rows = list(layer_bytes(part, shape.orders, stages, at_once=shape.at_once))
     made = partial(Pipeline, part=part, whole=shape.whole, orders=shape.orders, at_once=shape.at_once)
     best, least, ends = found, inf, found
     for _ in range(CAPS):
@@ -387,10 +387,9 @@ def _cut(shape: _Shape, part: Passes, layers: LayerSeconds) -> tuple[int, ...]:
         over = max(peaks) - shape.budget
         if over <= 0:
             break
-        # what the fullest stage has now has to exceed the cap
-        fullest = peaks.index(max(peaks))
-        start, end = list(pairwise((0, *ends)))[fullest]
-        has = sum(rows[fullest][start:end])
+        # what the larger stage of the fullest rank has now has to exceed the cap
+        fullest, runs = peaks.index(max(peaks)), list(pairwise((0, *ends)))
+        has = max(sum(rows[n][slice(*runs[n])]) for n in range(fullest, stages, shape.ranks))
         try:
             cap = max(0.0, has - max(1.0, min(over, has / 8)))
             ends = filled(cut(layer_bytes=rows, stage_bytes=cap).ends, stages, seconds, shape.speeds)

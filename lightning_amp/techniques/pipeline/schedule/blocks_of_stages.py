@@ -11,12 +11,14 @@ from lightning_amp.techniques.pipeline.schedule.schedules import Order, most_in_
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import stage_bytes
 
 
-def layer_bytes(part: Passes, orders: Sequence[Order], *, at_once: bool) -> Iterator[list[float]]:
+def layer_bytes(
+    part: Passes, orders: Sequence[Order], stages: int, *, at_once: bool
+) -> Iterator[list[float]]:
     """For every stage, what each block of a micro-batch would hold there.
 
     Args:
         part: Passes of the micro-batch.
-        orders: Of all ranks.
+        orders: Of all ranks; stage s is on rank s mod the ranks.
         at_once: As of `Pipeline`.
     """
     blocks = len(part.names)
@@ -29,8 +31,9 @@ def layer_bytes(part: Passes, orders: Sequence[Order], *, at_once: bool) -> Iter
         for i in places:
             # those of the last step are there too
             held[i] += p.n_bytes + p.state_bytes + 2 * p.gradient_bytes
-    for rank, order in enumerate(orders):
-        flying = most_in_flight(order)[rank]
+    flights = [most_in_flight(order) for order in orders]
+    for stage in range(stages):
+        flying = flights[stage % len(orders)][stage]
         yield [own + flying * saved for own, saved in zip(held, kept, strict=True)]
 
 
