@@ -439,8 +439,8 @@ def test_state_dict_copies_and_undo() -> None:
     assert list(key.state_dict()) == names
     for module in (key, copy.deepcopy(key), pickle.loads(pickle.dumps(key))):
         assert (module(v)[0] - expected).norm() <= 1e-5 * expected.norm()
-    assert "FusedAttention(dim=8, window=5)" in repr(key)
-    assert repr(fuse_attention(eager, keep=True)) == "FusedAttention(dim=8, window=5, keep=True)"
+    assert "FusedLocalAttention(dim=8, window=5)" in repr(key)
+    assert repr(fuse_attention(eager, keep=True)) == "FusedLocalAttention(dim=8, window=5, keep=True)"
     key.attention = eager
     assert torch.equal(key(v)[0], expected)
 
@@ -512,7 +512,7 @@ def buffered() -> LocalAttention:
         (nn.Linear(2, 2), r"'Linear', which has the settings \['dim=None', 'window=None'\]"),
         (
             chunk_attention(LocalAttention(DIM, WINDOW), buckets=1),
-            r"'ChunkedAttention', which has the settings",
+            r"'ChunkedLocalAttention', which has the settings",
         ),
         (with_attribute("scale", nn.Parameter(torch.ones(1))), r"has the state \['scale'\]"),
         (buffered(), r"has the state \['seen'\]"),

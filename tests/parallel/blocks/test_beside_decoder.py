@@ -69,7 +69,7 @@ def trained(strategies: tuple[str, ...], mesh: DeviceMesh | None = None) -> tupl
     installed = install(model, plan, mesh)
     # what a plan of chunks was made for is a block of fewer anchors; that it ran so is seen below
     found = train(model, 2, installed, mesh)
-    planned = [p for p in installed._chunks.values() if p.chunks.regions[""]]
+    planned = [p for p in installed._chunk_plans.values() if p.chunks.regions[""]]
     return found, [region for p in planned for region in map(str, p.chunks.regions[""])]
 
 

@@ -17,7 +17,6 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.scores import sparse_likelihood as technique
-from lightning_amp.techniques.hic.scores.rows import SparseLikelihood
 from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB, sparse_likelihood
 from tests.parallel.sharded_cases import (
     Case,
@@ -144,9 +143,9 @@ def test_single_precision_loses_no_more_than_the_reference(name: str) -> None:
 
     for count in (0.0, 1.0, 400.0):
         truth = run(ZINB(), torch.float64, count)
-        assert_close([run(SparseLikelihood(), torch.float64, count)], [truth])
+        assert_close([run(SparseZINB(), torch.float64, count)], [truth])
         lost, expected = (
-            (run(leaf, torch.float32, count) - truth).abs() for leaf in (SparseLikelihood(), ZINB())
+            (run(leaf, torch.float32, count) - truth).abs() for leaf in (SparseZINB(), ZINB())
         )
         assert (lost <= 3 * expected + 1e-6 * truth.abs() + 1e-20).all(), (count, lost, expected, truth)
 

@@ -77,7 +77,7 @@ class FusedLocalAttention(nn.Module):
 
     def __init__(self, dim: int, window: int, *, keep: bool = False, kernel: Kernel = "products") -> None:
         super().__init__()
-        check_sizes("FusedAttention", dim, window)
+        check_sizes("FusedLocalAttention", dim, window)
         self.dim = dim
         self.window = window
         self.keep = keep
