@@ -31,9 +31,9 @@ TEXTS = {
         and arguments; attention is written out in the first four models. Bytes by the meter, which counts tensors
         that operators make; times as medians of {ROUNDS} rounds, relative to eager in the same round; the difference
         is that of the largest value, in float32. Where a budget cannot be met, the least that can stands there.""",
-    "fused": """## Beside attention in one kernel
+    "fused": """## Together with attention in one kernel
 
-        Chunks of what fused attention leaves: projections, feed-forward, norms.""",
+        Fused attention leaves projections, feed-forward and norms, which run in chunks.""",
     "lengths": f"""## Longer inputs
 
         The longest input within what eager takes at a length, by the generated forward on fake tensors; and a run with
