@@ -30,10 +30,10 @@ TEXTS = {
         `lightning_amp.chunk` at {SHARES[0]:.0%} and {SHARES[1]:.0%} of what eager's tensors take beyond parameters
         and arguments; attention is written out in the first four models. Bytes by the meter, which counts tensors
         that operators make; times as medians of {ROUNDS} rounds, relative to eager in the same round; the difference
-        is that of the largest value, in float32. Where a budget cannot be met, the least that can stands there.""",
-    "fused": """## Beside attention in one kernel
+        is that of the largest value, in float32. If a budget cannot be met, the row has the least possible one.""",
+    "fused": """## Together with attention in one kernel
 
-        Chunks of what fused attention leaves: projections, feed-forward, norms.""",
+        Fused attention leaves projections, feed-forward and norms, which run in chunks.""",
     "lengths": f"""## Longer inputs
 
         The longest input within what eager takes at a length, by the generated forward on fake tensors; and a run with
@@ -53,9 +53,8 @@ TEXTS = {
         behind it), which compiles.""",
     "promises": """## What is promised
 
-        Random budgets in training, between the least and what the module takes as it is: bytes by the meter with
-        values; what the plan says; what the search counted; and how often a larger budget has a plan of more
-        predicted time.""",
+        25 random budgets per module in training, between the least and the bytes without chunks. *Larger and slower*
+        counts larger budgets whose plan has more predicted time.""",
     "plan_time": """## Time to plan
 
         A GPT of 48 blocks, and 12 blocks of which no two are alike.""",

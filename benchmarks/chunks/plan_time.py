@@ -35,7 +35,7 @@ class Different(nn.Module):
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
-    "48 blocks, all alike": (lambda: GPT(64, 48), lambda: torch.randint(1000, (1, 256))),
+    "48 blocks, all equal": (lambda: GPT(64, 48), lambda: torch.randint(1000, (1, 256))),
     "12 blocks, all different": (lambda: Different(12), lambda: torch.randn(1, 256, 32)),
 }
 

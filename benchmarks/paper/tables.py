@@ -46,9 +46,9 @@ def introduction() -> Iterator[str]:
     yield from paragraph(
         """Written by `python -m benchmarks.paper.tables`. The paper is Zhang et al. 2026, AMP, Electronics 15,
         2769; its figures are beside ours. Ours are one training step of the decoder alone, batch 1, counted by
-        `lightning-amp simulate` (every byte of tensors; no allocator, no CUDA context), with 24 GiB per device. The
-        paper's are of whole processes on GPUs, Table 7 with batch 1, its other runs with batch 256 at 500 kb and 128 at
-        100 kb: bytes of these are not comparable with ours, only what fits and in which order things fail."""
+        `lightning-amp simulate` (every byte of tensors; no allocator, no CUDA context), with 24 GiB per device.
+        The paper measures whole processes on GPUs, Table 7 with batch 1, other runs with batch 256 at 500 kb
+        and 128 at 100 kb: only what fits, and the order of failures, can be compared with ours."""
     )
     yield from paragraph(
         """*The paper's form* keeps the probabilities of every chunk of attention for the backward pass. *Ours*
@@ -69,8 +69,8 @@ def introduction() -> Iterator[str]:
         """- **Features.** 4,700 per stratum at 500 kb, from the stated 77 MB of the first layer; 27,000 at 100 kb."""
     )
     yield from paragraph(
-        """- **The rest of the model** (encoders, graph, RNA) is left out of these runs: with batch 1 and these
-        graphs it is small beside the decoder at 500 kb; at 100 kb the paper's base is larger than ours for it."""
+        """- **The rest of the model** (encoders, graph, RNA) is left out. With batch 1 it is small compared with
+        the decoder at 500 kb; at 100 kb the paper's base is larger than ours."""
     )
 
 
@@ -106,19 +106,18 @@ def ablation() -> Iterator[str]:
     )
     yield from table(["strategies", "paper", "the paper's form, simulated", "ours, simulated"], rows)
     yield from paragraph(
-        """The order of the paper comes out: S3 fails at the first stratum, S5 before S4, S2 changes nothing. Where
-        they differ:"""
+        """The order is the paper's: S3 fails at the first stratum, S5 before S4, S2 changes nothing. The
+        differences:"""
     )
     yield from paragraph(
-        """- *Without S4* in the paper means that keys and values of all channels are gathered before attention and
-        stay (`HiddenParallel(gather=True)`). The paper's +3.24 GB are two [N, D] tensors per stratum. Gathered
-        attention in the reference model also keeps rotated keys of all channels for three buckets each, so its
-        growth is larger, and with all probabilities kept it does not complete."""
+        """- *Without S4* in the paper gathers keys and values of all channels before attention
+        (`HiddenParallel(gather=True)`): +3.24 GB, two [N, D] tensors per stratum. The reference model also
+        keeps rotated keys for three buckets each, so it grows more, and with all probabilities kept it does not
+        complete."""
     )
     yield from paragraph(
-        """- *Without S3* the paper makes one matrix of all scores, 113,505 x 113,505. The reference model's
-        attention never does: without chunks it still works on buckets, which is what ours shows. The matrix is
-        made by `benchmarks/paper/full_matrix.py`, a technique registered from outside."""
+        """- *Without S3* the paper makes one matrix of all scores, 113,505 x 113,505. The reference model works on
+        buckets, with and without chunks. `benchmarks/paper/full_matrix.py` makes the matrix."""
     )
     yield from paragraph(
         f"""- *Without S5* fails some strata later than in the paper: the paper grows by 1.38 GB per stratum there,
@@ -167,11 +166,11 @@ def slopes(out: Path) -> Iterator[str]:
     ]
     yield from table(["", "paper", "the paper's form, simulated", "ours, simulated"], rows)
     yield from paragraph(
-        """S5 divides the [N, D] tensors by the ranks and leaves the probabilities of attention whole on every rank.
-        In the paper's form these are most of what is kept, which is why 4 and 8 GPUs differ so little in the
-        paper. At 100 kb the paper grows by less per stratum than at 500 kb. With one window for both, and more
-        channels per rank, that takes a graph with fewer vertices; the paper does not state how many there are at
-        100 kb, and our assumption has more."""
+        """S5 splits the [N, D] tensors over the ranks and keeps the probabilities of attention whole. In the
+        paper's form these are most of what is kept, which is why 4 and 8 GPUs differ so little in the paper. At
+        100 kb the paper grows by less per stratum than at 500 kb. With one window for both, and more channels
+        per rank, that takes a graph with fewer vertices; the paper does not state how many there are at 100 kb,
+        and our assumption has more."""
     )
     yield f"![Memory after each stratum, 100 kb, 4 ranks]({FIGURE})"
     yield ""
@@ -206,8 +205,8 @@ def heavy() -> Iterator[str]:
             rows.append([f"{setting.name}, {devices} GPUs, S1-S5", published[setting, devices], *found])
     yield from table(["configuration", "paper", "the paper's form, simulated", "ours, simulated"], rows)
     yield from paragraph(
-        """Where the paper's form does not complete at 100 kb, our assumption on the graph is too large for it; ours
-        completes there. The seconds per epoch of Table 9 are not simulated."""
+        """Where the paper's form does not complete at 100 kb, our assumption on the graph is too large for it;
+        ours completes there. The seconds per epoch of Table 9 are not simulated."""
     )
 
 
@@ -224,10 +223,10 @@ def light() -> Iterator[str]:
         rows.append([f"{setting.name}, 4 GPUs", "S1-S5", ", ".join(made.strategies), _peak(setting)])
     yield from table(["configuration", "paper", "policy `paper`", "under S1, predicted"], rows)
     yield from paragraph(
-        """The light configurations fit under S1 and get nothing else, as in the paper. The heavy ones do not. They get
-        S2, S3 and S4 for their signals; S5 is added where the memory under these still exceeds the device (Table 4),
-        and our S3, which keeps no probabilities, makes 24 GiB enough without it. The seconds per epoch of Table 6 are
-        not simulated."""
+        """The light configurations fit under S1 and get nothing else, as in the paper. The heavy ones do not. They
+        get S2, S3 and S4 for their signals; S5 is added where the memory under these still exceeds the device
+        (Table 4), and our S3, which keeps no probabilities, makes 24 GiB enough without it. The seconds per
+        epoch of Table 6 are not simulated."""
     )
 
 

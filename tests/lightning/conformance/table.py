@@ -181,27 +181,29 @@ def _references(
     return {one: (single[one], feature.rtol)}
 
 
-HEAD = """# Conformance: Lightning's features under `strategy="amp"`
+HEAD = """# Lightning's features under `strategy="amp"`
 
-Made by `python -m tests.lightning.conformance.table --write`; `test_conformance.py` beside it runs
-everything and compares.
+Every feature runs with a tiny model with a stratified Hi-C decoder: under plain Lightning on one device, under
+`strategy="ddp"` on two CPU ranks, and under `strategy="amp"`.
 
-Every feature is run with a tiny model with a stratified Hi-C decoder: by plain Lightning on one device, by
-`strategy="ddp"` on two CPU ranks, and by `strategy="amp"`. "worked" means that results under "compared" were equal in
-double precision: one rank and one device to 1e-12; two ranks of the data axis and one device with the cells of both
-to 1e-9, and `ddp` to 1e-12; two ranks of the model axis and one device to 1e-9. Exceptions are in the notes.
-"refused" means that the run stopped, on every rank, with the given message.
+- **worked**: the results in the column "compared" are equal in double precision. One rank equals one device to
+  1e-12. Two ranks of the data axis equal one device with the samples of both to 1e-9, and `ddp` to 1e-12. Two ranks
+  of the model axis equal one device to 1e-9. Notes list exceptions.
+- **refused**: the run stopped on every rank, with the message below the table.
 
-Two things differ from a plain Trainer by design. `train_dataloader` is called before `configure_optimizers`, since the
-plan needs a batch, and once more where it draws random numbers, so that these are those of a plain run. Callbacks of
-the strategy are in `trainer.callbacks`.
+Three things differ from a plain Trainer by design:
 
-A fit first profiles one step on copies of the module and the data module, whose hooks are called. It leaves no trace
-in the process (`tests/lightning/first_look/test_guest.py`, for every hook of Lightning). What a step sends to other
-processes directly, such as by `wandb.log`, is not covered.
+- `train_dataloader` is called before `configure_optimizers`, because the plan requires a batch. If it draws random
+  numbers it is called again, so that the run draws the numbers of a plain run.
+- `trainer.callbacks` contains callbacks of the strategy.
+- A fit first profiles one step on copies of the module and the data module, and calls their hooks. This leaves no
+  trace in the process (tested for every hook of Lightning). This does not cover what a step sends to other
+  processes, such as by `wandb.log`.
 
-Plans of the model axis: W is {wide}, T is {strata}, N is {nodes}. Rows that begin with "stages" have a list of blocks
-in the place of the decoder; of their plans P is {pipeline}, R is {recomputed} and C is {chunked}.
+Plans of the model axis: W is {wide}, T is {strata}, N is {nodes}. In rows that begin with "stages" the module has a
+list of blocks instead of the decoder; there P is {pipeline}, R is {recomputed} and C is {chunked}.
+
+<!-- written by tests.lightning.conformance.table --write -->
 """
 ORDER = ("loop", "optimisation", "callbacks", "data", "modules", "pipelines")
 NAMES = {WIDE: "W", STRATA: "T", NODES: "N", PIPELINE: "P", RECOMPUTED: "R", CHUNKED: "C"}
@@ -218,7 +220,7 @@ def document(rows: list[Row]) -> str:
     refusals = [row for row in rows if row.messages]
     lines += ["", f"{len(rows)} rows, of which {len(refusals)} are refused somewhere:", ""]
     lines += [f"- {row.feature.name}: ``{message}``" for row in refusals for message in row.messages]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", "<!-- end of tests.lightning.conformance.table -->"]) + "\n"
 
 
 def _line(row: Row) -> str:
