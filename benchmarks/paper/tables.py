@@ -207,7 +207,7 @@ def heavy() -> Iterator[str]:
     yield from table(["configuration", "paper", "the paper's form, simulated", "ours, simulated"], rows)
     yield from paragraph(
         """Where the paper's form does not complete at 100 kb, our assumption on the graph is too large for it; ours
-        completes there. The seconds per epoch of Table 9 are not simulated."""
+        completes there. [AMP, table by table](paper/amp.md) predicts the seconds."""
     )
 
 
@@ -226,8 +226,7 @@ def light() -> Iterator[str]:
     yield from paragraph(
         """The light configurations fit under S1 and get nothing else, as in the paper. The heavy ones do not. They get
         S2, S3 and S4 for their signals; S5 is added where the memory under these still exceeds the device (Table 4),
-        and our S3, which keeps no probabilities, makes 24 GiB enough without it. The seconds per epoch of Table 6 are
-        not simulated."""
+        and our S3, which keeps no probabilities, makes 24 GiB enough without it. [AMP, table by table](paper/amp.md) predicts the seconds."""
     )
 
 
