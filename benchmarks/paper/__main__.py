@@ -2,8 +2,9 @@
 
     python -m benchmarks.paper [--only NAME ...] [--write]
 
-`--write` puts the tables into docs/paper/amp.md. About two minutes. Nothing is run: bytes are the memory model's, seconds
-the time model's at an RTX 3090's rates. `python -m benchmarks.paper.tables` simulates the steps, which takes 20 minutes.
+`--write` puts the tables into docs/paper/amp.md. Ten seconds of a processor. Nothing is run: bytes are those of the
+memory model, seconds those of the time model at the rates of an RTX 3090. `python -m benchmarks.paper.tables` simulates
+the steps, which takes 20 minutes.
 """
 
 import argparse

@@ -74,8 +74,10 @@ def planned(setting: Setting, policy: str, devices: int, cells: int) -> Plan:
 def paper_seconds(setting: Setting, ranks: int, rates: Rates = RATES) -> float:
     """Of a step under S1 to S5 as the paper describes them."""
     cells, decoder = CELLS[setting], replace(setting.decoder(), launched=True)
-    sizes = {"cells": cells, "element": 4, "rates": rates, "chunk": CHUNK[setting]}
-    strata = strata_of(ChunkSizes, decoder, PAPER_AXES, ranks=ranks, **sizes)
+    kind: type[TimedSizes] = ChunkSizes
+    strata = strata_of(
+        kind, decoder, PAPER_AXES, ranks=ranks, cells=cells, element=4, rates=rates, chunk=CHUNK[setting]
+    )
     region = region_traffic(decoder, PAPER_AXES, cells=cells, ranks=ranks)
     every = sum(sum(strata.column(term, PAPER_AXES)) for term in (*COMPUTING, SENDING))
     return every + sum(c.seconds(ranks, rates.links) for c in region)
@@ -174,4 +176,5 @@ def _per_cell(made: Plan) -> float:
 
 
 def _said(made: Plan) -> str:
-    return f"{made.predicted_step_seconds:.2f} ({', '.join(made.strategies)}; {made.mesh.data} x {made.mesh.model})"
+    strategies = ", ".join(made.strategies) or "none"
+    return f"{made.predicted_step_seconds:.2f} ({strategies}; {made.mesh.data} x {made.mesh.model})"

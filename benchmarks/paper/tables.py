@@ -226,7 +226,8 @@ def light() -> Iterator[str]:
     yield from paragraph(
         """The light configurations fit under S1 and get nothing else, as in the paper. The heavy ones do not. They get
         S2, S3 and S4 for their signals; S5 is added where the memory under these still exceeds the device (Table 4),
-        and our S3, which keeps no probabilities, makes 24 GiB enough without it. [AMP, table by table](paper/amp.md) predicts the seconds."""
+        and our S3, which keeps no probabilities, makes 24 GiB enough without it.
+        [AMP, table by table](paper/amp.md) predicts the seconds."""
     )
 
 
