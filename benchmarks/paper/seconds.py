@@ -14,6 +14,7 @@ from benchmarks.paper.runs import (
     COARSE,
     FINE,
     GENES,
+    GIB,
     LIGHT_COARSE,
     LIGHT_FINE,
     Setting,
@@ -177,4 +178,5 @@ def _per_cell(made: Plan) -> float:
 
 def _said(made: Plan) -> str:
     strategies = ", ".join(made.strategies) or "none"
-    return f"{made.predicted_step_seconds:.2f} ({strategies}; {made.mesh.data} x {made.mesh.model})"
+    placed = f"{made.mesh.data} x {made.mesh.model}, {made.predicted_peak_bytes / GIB:.1f} GiB"
+    return f"{made.predicted_step_seconds:.2f} ({strategies}; {placed})"
