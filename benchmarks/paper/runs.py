@@ -38,6 +38,7 @@ class Setting:
     features: int
     strata: int = 32
     dim: int = 128
+    window: int = WINDOW
 
     def decoder(self) -> DecoderShape:
         """Its decoder."""
@@ -48,7 +49,7 @@ class Setting:
             features=(self.features,) * self.strata,
             distances=tuple(range(self.strata)),
             attention=True,
-            window=WINDOW,
+            window=self.window,
         )
 
 

@@ -1,4 +1,4 @@
-"""Tables 6 to 9, Figure 4 and Section 4.3 of the AMP paper from `simulate`, written to docs/paper_tables.md.
+"""Tables 7 to 9, Figure 4 and Section 4.3 of the AMP paper from `simulate`, written to docs/paper_tables.md.
 
     python -m benchmarks.paper.tables [--out docs]
 
@@ -17,14 +17,10 @@ from benchmarks.paper.runs import (
     ALL,
     COARSE,
     FINE,
-    GIB,
-    LIGHT_COARSE,
-    LIGHT_FINE,
     OURS,
     THEIRS,
     WINDOW,
     Form,
-    Setting,
     make_plan,
     outcome,
     slope,
@@ -205,33 +201,9 @@ def heavy() -> Iterator[str]:
             rows.append([f"{setting.name}, {devices} GPUs, S1-S5", published[setting, devices], *found])
     yield from table(["configuration", "paper", "the paper's form, simulated", "ours, simulated"], rows)
     yield from paragraph(
-        """Where the paper's form does not complete at 100 kb, our assumption on the graph is too large for it;
-        ours completes there. The seconds per epoch of Table 9 are not simulated."""
+        """Where the paper's form does not complete at 100 kb, our assumption on the graph is too large for it; ours
+        completes there. [AMP, table by table](paper/amp.md) predicts the seconds."""
     )
-
-
-def light() -> Iterator[str]:
-    """Table 6."""
-    yield "## Table 6: light configurations"
-    yield ""
-    rows = []
-    for setting in (LIGHT_COARSE, LIGHT_FINE):
-        made = make_plan(setting, None, 4, OURS)
-        rows.append([f"{setting.name}, 4 GPUs", "S1 only", ", ".join(made.strategies), _peak(setting)])
-    for setting in (COARSE, FINE):
-        made = make_plan(setting, None, 4, OURS)
-        rows.append([f"{setting.name}, 4 GPUs", "S1-S5", ", ".join(made.strategies), _peak(setting)])
-    yield from table(["configuration", "paper", "policy `paper`", "under S1, predicted"], rows)
-    yield from paragraph(
-        """The light configurations fit under S1 and get nothing else, as in the paper. The heavy ones do not. They
-        get S2, S3 and S4 for their signals; S5 is added where the memory under these still exceeds the device
-        (Table 4), and our S3, which keeps no probabilities, makes 24 GiB enough without it. The seconds per
-        epoch of Table 6 are not simulated."""
-    )
-
-
-def _peak(setting: Setting) -> str:
-    return f"{make_plan(setting, 'S1', 1, OURS).predicted_peak_bytes / GIB:.1f} GiB"
 
 
 def main() -> None:
@@ -241,7 +213,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("docs"))
     out = parser.parse_args().out
-    lines = [*introduction(), *light(), *ablation(), *slopes(out), *heavy()]
+    lines = [*introduction(), *ablation(), *slopes(out), *heavy()]
     (out / "paper_tables.md").write_text("\n".join(lines).rstrip() + "\n")
     print(f"wrote {out / 'paper_tables.md'} and {out / FIGURE}")
 

@@ -190,5 +190,5 @@ def test_ranks_share_the_cells():
 @pytest.mark.release
 @pytest.mark.ranks
 def test_a_process_that_fails_says_why():
-    with pytest.raises(CaseFailed, match="PlanError: a plan of schema"):
+    with pytest.raises(CaseFailed, match="PlanError: the plan has schema"):
         run_ranks(Case(size=TINY, method=EAGER), "{}")

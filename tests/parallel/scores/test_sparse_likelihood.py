@@ -144,9 +144,7 @@ def test_single_precision_loses_no_more_than_the_reference(name: str) -> None:
     for count in (0.0, 1.0, 400.0):
         truth = run(ZINB(), torch.float64, count)
         assert_close([run(SparseZINB(), torch.float64, count)], [truth])
-        lost, expected = (
-            (run(leaf, torch.float32, count) - truth).abs() for leaf in (SparseZINB(), ZINB())
-        )
+        lost, expected = ((run(leaf, torch.float32, count) - truth).abs() for leaf in (SparseZINB(), ZINB()))
         assert (lost <= 3 * expected + 1e-6 * truth.abs() + 1e-20).all(), (count, lost, expected, truth)
 
 

@@ -1,0 +1,49 @@
+"""Every table and figure of the AMP paper's evaluation that can be predicted without a GPU, next to ours.
+
+    python -m benchmarks.paper [--only NAME ...] [--write]
+
+`--write` puts the tables into docs/paper/amp.md. Ten seconds of a processor. Nothing is run: bytes are those of the
+memory model, seconds those of the time model at the rates of an RTX 3090. `python -m benchmarks.paper.tables` simulates
+the steps, which takes 20 minutes.
+"""
+
+import argparse
+
+from benchmarks.page import ROOT, origin, paragraph, write_part
+from benchmarks.paper.growth import gathered, outcomes, settings, solved
+from benchmarks.paper.seconds import heavy, light, scale, scaling
+
+PAGE, PART = ROOT / "docs" / "paper" / "amp.md", "paper"
+SECTIONS = {
+    "Table 6, light configurations": light,
+    "Tables 8 and 9, seconds": heavy,
+    "Table 9, speed-up": scaling,
+    "Tables 7 to 9 and Figure 4, memory": outcomes,
+    "Growth by stratum, a + b / R": solved,
+    "Growth by stratum, settings tried": settings,
+    "Table 7, without S4": gathered,
+    "Scale of computation, Hi-C to RNA": scale,
+}
+"""Heading of every part, and its table."""
+
+
+def main() -> None:
+    """Print or write the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="some of the tables, printed")
+    parser.add_argument("--write", action="store_true", help="put all tables into docs/paper/amp.md")
+    asked = parser.parse_args()
+    if asked.only and asked.write:
+        parser.error("--write puts all tables into the page: leave out --only")
+    lines = list(paragraph(origin("python -m benchmarks.paper --write")))
+    for name in asked.only or SECTIONS:
+        lines += [f"### {name}", "", *SECTIONS[name]()]
+    if asked.write:
+        write_part(PAGE, PART, lines)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
