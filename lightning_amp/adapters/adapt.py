@@ -205,9 +205,9 @@ def _by_name(given: tuple[Any, ...], named: dict[str, Any], names: tuple[str, ..
     fits = len(found) == len(given) + len(named) and set(INPUTS) <= set(found) <= set(names)
     if not fits:
         raise InstallError(
-            f"a decoder of HiGLUE's shape was called with {len(given)!r} arguments and {sorted(named)!r} by name;"
-            f" allowed are {names!r}, which are all that the plan's decoder knows: leave out the others, or train with"
-            " strategies='S1', which runs the decoder's own forward"
+            f"a decoder of HiGLUE's shape was called with {len(given)!r} arguments and {sorted(named)!r} by"
+            f" name; allowed are {names!r}, the only ones that the plan's decoder takes: leave out the"
+            " others, or train with strategies='S1', which runs the decoder's own forward"
         )
     return found
 

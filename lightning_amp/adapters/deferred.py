@@ -62,10 +62,11 @@ class Deferred:
             ]
         if changes:
             raise InstallError(
-                f"{what} was asked for, and since its call {', '.join(changes[:SHOWN])}"
-                f"{f' and {len(changes) - SHOWN} more' if len(changes) > SHOWN else ''}; a decoder under a plan"
-                " computes when log_prob(x) is summed, and would compute something else now than at the call: take"
-                " log_prob(x).mean() or .sum() before anything changes, or train with strategies='S1'"
+                f"{what} cannot be computed: since its call"
+                f" {', '.join(changes[:SHOWN])}{f' and {len(changes) - SHOWN} more' if len(changes) > SHOWN else ''};"
+                " a decoder under a plan computes when log_prob(x) is summed, and its result would now"
+                " differ from that of the call: take log_prob(x).mean() or .sum() before anything changes,"
+                " or train with strategies='S1'"
             )
 
 

@@ -60,15 +60,15 @@ def plan_of_configuration(
         module, batch = named
     if find_decoders(module):
         raise PlanError(
-            f"{model} was asked for, whose model has a decoder of strata, which is planned by its"
-            " data: name their folder, lightning-amp plan DIR"
+            f"{model} is not supported: its model has a decoder of strata, which is planned by its data:"
+            " name their folder, lightning-amp plan DIR"
         )
     told = _asked(arguments, options)
     request = request_of(told)
     if told.plan is not None:
         raise PlanError(
-            f"{model} was asked for, whose strategy carries out plan={told.plan!r}: there is"
-            " nothing to plan; name --policy or --strategies to plan it otherwise"
+            f"{model} has a strategy that carries out plan={told.plan!r}: there is nothing to plan; name"
+            " --policy or --strategies to plan it otherwise"
         )
     grid = getattr(arguments, "tensor_grid", None)
     if grid is not None:

@@ -84,7 +84,7 @@ def rates_asked(arguments: argparse.Namespace) -> "Rates":
 
     if arguments.rates is not None and arguments.device is not None:
         raise PlanError(
-            f"--rates {arguments.rates!r} was asked for together with --device {arguments.device!r}; give one of them"
+            f"--rates {arguments.rates!r} cannot be used with --device {arguments.device!r}; give one of them"
         )
     if arguments.rates is not None:
         return Rates.read(arguments.rates)
@@ -107,8 +107,8 @@ def decoder_asked(arguments: argparse.Namespace) -> "ShapeRequest | None":
     if (shape is None) == (data_dir is None):
         both = f"both DIR={data_dir!r} and shape={shape!r}"
         raise PlanError(
-            f"a model was asked for with {'neither DIR nor --shape' if shape is None else both}; give one of them: a"
-            f" data directory for the reference model, or --shape {EXAMPLE} for a decoder by itself"
+            f"got {'neither DIR nor --shape' if shape is None else both}; give one of them: a data directory"
+            f" for the reference model, or --shape {EXAMPLE} for a decoder by itself"
         )
     if shape is None:
         return None
@@ -118,8 +118,8 @@ def decoder_asked(arguments: argparse.Namespace) -> "ShapeRequest | None":
     found = parse_shape(shape)
     if None not in (found.batch_size, arguments.batch_size):
         raise PlanError(
-            f"batch={found.batch_size!r} was asked for in --shape, and --batch-size {arguments.batch_size!r} beside"
-            " it; give one of them"
+            f"batch={found.batch_size!r} in --shape cannot be used with --batch-size"
+            f" {arguments.batch_size!r}; give one of them"
         )
     return found
 
@@ -128,4 +128,4 @@ def refuse(arguments: argparse.Namespace, asked: str, options: dict[str, str], w
     """Refuse options that were given though they do not go with another one."""
     given = [name for name, attribute in options.items() if getattr(arguments, attribute) is not None]
     if given:
-        raise PlanError(f"{asked} was asked for together with {', '.join(given)}, {why}; leave them out")
+        raise PlanError(f"{asked} cannot be used with {', '.join(given)}, {why}; leave them out")

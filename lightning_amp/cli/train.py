@@ -26,8 +26,8 @@ def train(words: Sequence[str]) -> CommandLine:
     _quieten()
     if words[0] == "predict" and not any(word.startswith(("--ckpt_path", "--help", "-h")) for word in words):
         raise PlanError(
-            "predict was asked for without --ckpt_path; predictions of untrained weights mean nothing: add"
-            " --ckpt_path last for the checkpoint that fit of this configuration wrote, or name a file"
+            "predict requires --ckpt_path; predictions of untrained weights mean nothing: add --ckpt_path"
+            " last for the checkpoint that fit of this configuration wrote, or name a file"
         )
     cli = CommandLine(prog=PROGRAM, help_of={words[0]: _help(words[0])})
     _print_results(cli)

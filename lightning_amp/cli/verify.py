@@ -30,8 +30,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 def _verify(arguments: argparse.Namespace) -> None:
     if not Path(arguments.config).is_file():
         raise PlanError(
-            f"--config {arguments.config!r} was asked of verify and is no file; give the YAML that"
-            " `lightning-amp fit` is given"
+            f"verify found no file --config {arguments.config!r}; give the YAML of `lightning-amp fit`"
         )
 
     # late: torch takes seconds to load, and mistakes are told before

@@ -189,7 +189,7 @@ def reference_shape(
     parts = [m.decomposition for m in profile.modalities if m.decomposition is not None]
     local = any(one.attention and not one.full for one in parts)
     if window is not None and any(one.full for one in parts):
-        raise PlanError(f"window={window!r} was asked for, and full attention has no window; leave it out")
+        raise PlanError(f"window={window!r} is not supported: full attention has no window; leave it out")
     check_model(latent_dim=latent_dim, window=window, attention=local)
     network = NetworkShape()
     decoder = decoder_shape(profile, latent_dim=latent_dim, window=window)

@@ -110,8 +110,9 @@ class ShardedTensor(Tensor):
         dim = range(local.dim())[dim]
         if sizes is None and axis.group is None:
             raise ShardError(
-                "from_local was called without sizes before the fit, where the step is counted and nothing is sent;"
-                " give the size of every rank's part, or use lightning_amp.as_sharded, which knows them"
+                "from_local was called without sizes before the fit, where the step is counted and nothing"
+                " is sent; give the size of every rank's part, or use lightning_amp.as_sharded, which has"
+                " them"
             )
         if sizes is None:
             found: list[Any] = [None] * axis.size

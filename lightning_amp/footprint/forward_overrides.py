@@ -91,7 +91,7 @@ def add_override(fqn: str, module: nn.Module, new: Override) -> None:
     before = overrides_of(module)
     if before is None:
         raise InstallError(
-            f"{new.strategy} is to change how {fqn!r} runs, whose `forward` is set on the instance to"
+            f"{new.strategy} cannot change how {fqn!r} runs, whose `forward` is set on the instance to"
             f" {vars(module)['forward']!r}; leave it as its class has it, or leave {new.strategy} out"
         )
     for other in before:

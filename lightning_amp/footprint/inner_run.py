@@ -137,8 +137,8 @@ def run_two_steps(
         with suppress(EnoughSeen):
             trainer._fit_impl(module, _Repeated(batch))
             raise ModelError(
-                f"a profile was asked for of {type(module).__name__!r}, whose training_step was not called: the batch"
-                " is None, or on_train_batch_start returned -1; give a batch with which it is called"
+                f"cannot profile {type(module).__name__!r}, whose training_step was not called: the batch is"
+                " None, or on_train_batch_start returned -1; give a batch with which it is called"
             )
     return recorder
 

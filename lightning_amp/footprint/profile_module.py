@@ -124,8 +124,9 @@ def counted_step(
             makers.pop(0)
         if with_values and isinstance(failed, StepOverBudget):
             raise PlanError(
-                f"the step of {name!r} cannot be counted without values: {reason}. It was run with values on a copy of"
-                f" the module, and the memory it may take has no room for it beside the module itself: {failed}"
+                f"the step of {name!r} cannot be counted without values: {reason}. It was run with values on"
+                " a copy of the module, and the memory it may take has no room for it together with the"
+                f" module itself: {failed}"
             ) from failed
         if not with_values:
             reason = why_values(failed)

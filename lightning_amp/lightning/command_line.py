@@ -120,7 +120,7 @@ class CommandLine(LightningCLI):
         if found := re.search(r"given class_path '([\w.]+)':\s+module '([\w.]+)' has no", message):
             path, module = found.groups()
             name = path.rpartition(".")[2]
-            return f"the class {path!r} was asked for; {module!r} has none{meant(name, _names_in(module))}"
+            return f"the class {path!r} does not exist; {module!r} has none{meant(name, _names_in(module))}"
         return message
 
 

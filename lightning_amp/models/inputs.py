@@ -83,8 +83,8 @@ class ModelInputs:
         unknown = sorted(set(self.modalities) - set(LIKELIHOODS))
         if unknown or not self.modalities:
             raise ModelError(
-                f"GLUE was asked for the modalities {list(self.modalities)!r}; it has decoders for "
-                f"{list(LIKELIHOODS)!r}, choose at least one of these"
+                f"GLUE got the modalities {list(self.modalities)!r}; it has decoders for"
+                f" {list(LIKELIHOODS)!r}, choose at least one of these"
             )
         if (HIC in self.modalities) != (self.strata is not None):
             raise ModelError(

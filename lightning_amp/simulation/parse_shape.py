@@ -112,5 +112,5 @@ def _check_sizes(text: str, numbers: dict[str, int], choices: dict[str, str]) ->
 
 def _refusal(text: str, found: str, allowed: str) -> PlanError:
     return PlanError(
-        f"shape={text!r} was asked for; {found}; allowed is {allowed}; write for example {EXAMPLE!r}"
+        f"shape={text!r} is not supported; {found}; allowed is {allowed}; write for example {EXAMPLE!r}"
     )

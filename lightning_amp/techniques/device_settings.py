@@ -47,7 +47,7 @@ def settings_of(device_type: str) -> Iterator[None]:
     """
     if not device_type:
         raise InstallError(
-            f"the settings of {device_type!r} were asked for; name a type of device, such as 'cpu' or 'cuda'"
+            f"settings of {device_type!r} do not exist; name a type of device, such as 'cpu' or 'cuda'"
         )
     token = _DEVICE_TYPE.set(device_type)
     try:

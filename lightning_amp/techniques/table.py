@@ -133,8 +133,8 @@ def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...
     unknown = [i for i in ids if i not in STRATEGIES]
     if unknown or not ids:
         raise PlanError(
-            f"strategies={asked!r} was asked for, {unknown or 'nothing'!r} is not in the library; allowed are"
-            f" {', '.join(STRATEGIES)}, as a list or separated by commas"
+            f"strategies={asked!r} is not supported: {unknown or 'nothing'!r} is not in the library; allowed"
+            f" are {', '.join(STRATEGIES)}, as a list or separated by commas"
         )
     found = in_order({"S1", *ids})
     refuse_apart(found)

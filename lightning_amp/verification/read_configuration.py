@@ -87,8 +87,8 @@ def _prepared(path: str, *, values: bool) -> tuple[LightningModule, Any, Around,
             module.configure_model()
     except Exception as error:
         raise ModelError(
-            f"the training step of {path!r} was asked for, whose {type(module).__name__} fails to make its layers in"
-            f" `setup` or `configure_model`: {type(error).__name__}: {error}"
+            f"the training step of {path!r} cannot be read: {type(module).__name__} fails to make its layers"
+            f" in `setup` or `configure_model`: {type(error).__name__}: {error}"
         ) from error
     finally:
         module.trainer = None

@@ -12,8 +12,8 @@ NAMED = 4
 """Places of a suspect that are named."""
 SUSPECTS = "Suspects; none is proved, and one difference can hide another: change one, then verify again."
 UNCLEAR = (
-    "? Cannot tell: one process by itself makes as much of a single rounding in its weights, so the error says nothing;"
-    " in float64, where there is less rounding, the same quantity can be told."
+    "? Cannot tell: a single rounding of weights in one process has an effect as large, so the error says"
+    " nothing; in float64, where there is less rounding, the same quantity can be judged."
 )
 
 

@@ -263,7 +263,7 @@ def test_times_are_those_of_the_device_or_the_file(data_dir, capsys, tmp_path) -
         (["absent", "--recommend-devices"], "absent"),
         (["absent", "--device", "A100", "--rates", "r.json"], "give one of them"),
         (["absent", "--rates", "absent.json"], "absent.json"),
-        (["absent", "--device", "abacus"], "rates of 'abacus' were asked for"),
+        (["absent", "--device", "abacus"], "rates of 'abacus' are not known"),
         (["absent", "--shape", "anchors=9,dim=4,strata=2"], "both DIR='absent' and shape='anchors=9"),
         (["--shape", "anchors=9,dim=4,strata=2", "--window", "4"], "together with --window"),
         (["--shape", "anchors=9,dim=4,strata=2,batch=1", "--batch-size", "4"], "give one of them"),

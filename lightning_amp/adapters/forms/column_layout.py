@@ -69,7 +69,8 @@ def read_layout(decoder: nn.Module) -> Layout:
     runs = [name for name, lists in found.items() if _are_runs(lists)]
     if not runs:
         raise NotRecognised(
-            f"has columns in neither of {LISTS!r}: those of a stratum are to follow those of the one before, from 0 on"
+            f"has columns in neither of {LISTS!r}: those of a stratum must follow those of the stratum"
+            " before, from 0 on"
         )
     # where both count up there is one stratum, and both are the same
     columns = "strata_masks" if "strata_masks" in runs else "feature_masks"

@@ -98,7 +98,7 @@ def _adapted(module: nn.Module) -> AdaptedDecoder:
     family = SEVERAL if resembles_multires(module) else ONE_RESOLUTION
     layout = family.read(module)
     if "forward" in vars(module) or module._compiled_call_impl is not None:
-        raise NotRecognised("has a forward of its own on the instance, or was compiled")
+        raise NotRecognised("has a forward that is set on the instance, or was compiled")
     try:
         inspect.signature(module.forward).bind("u", "v", "b", "l")
     except TypeError as error:

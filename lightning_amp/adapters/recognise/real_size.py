@@ -69,7 +69,7 @@ class FirstBatch:
         least = fixed + LEAST_CELLS * each
         if free is not None and least > free:
             left = format_bytes(max(free, 0))
-            return f"needs {format_bytes(least)} beside the rest of a step, and {left} are left"
+            return f"needs {format_bytes(least)} in addition to the rest of a step, and {left} are left"
         self.cells = max(LEAST_CELLS, (max(usual, ALWAYS_BYTES) - fixed) // each)
         return ""
 

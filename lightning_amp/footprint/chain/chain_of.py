@@ -27,7 +27,7 @@ from lightning_amp.footprint.profile_module import FAKE, REAL, counted_step, pro
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
 """Of one core of a server's processor (costs/device_rates.py)."""
 TRANSFORMED = (
-    "the step calls torch.func.grad or another of its kind, beside which it is not known what blocks keep"
+    "the step calls torch.func.grad or a similar function, with which it is not known what blocks keep"
 )
 NO_BLOCKS = "it has no ModuleList or Sequential of two modules and more that could be stages"
 

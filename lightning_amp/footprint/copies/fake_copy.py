@@ -60,8 +60,9 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
         twin = copy.deepcopy(module, memo)
     except Exception as error:
         raise ModelError(
-            f"a profile was asked for of {type(module).__name__!r}, which cannot be copied: {error!r}; a profile runs"
-            " a step on a copy, so that the module stays as it is; take what cannot be copied out of its attributes"
+            f"cannot profile {type(module).__name__!r}, which cannot be copied: {error!r}; a profile runs a"
+            " step on a copy, so that the module stays as it is; take what cannot be copied out of its"
+            " attributes"
         ) from error
     for child in twin.modules():
         for key in ("_trainer", "_fabric"):

@@ -141,15 +141,15 @@ def _cannot_write(target: Path, error: OSError) -> str:
     there = next((folder for folder in target.parents if folder.exists()), Path())
     before = "the one that was there is untouched" if target.is_file() else "no file of that name was left"
     return (
-        f"checkpoint {str(target)!r} was asked for and cannot be written: {error}; {before},"
-        f" {format_bytes(shutil.disk_usage(there).free)} are free on that disk{_others(target)}. Make room or choose"
-        " another folder, then resume from the last complete checkpoint"
+        f"checkpoint {str(target)!r} cannot be written: {error}; {before},"
+        f" {format_bytes(shutil.disk_usage(there).free)} are free on that disk{_others(target)}. Make room"
+        " or choose another folder, then resume from the last complete checkpoint"
     )
 
 
 def _incomplete(path: Path, error: Exception) -> str:
     return (
-        f"checkpoint {str(path)!r} was asked for, found {path.stat().st_size:,} bytes that are not a complete one"
+        f"checkpoint {str(path)!r} is not complete, found {path.stat().st_size:,} bytes"
         f" ({type(error).__name__}){_others(path)}. Resume from a complete one"
     )
 
@@ -160,4 +160,4 @@ def _others(path: Path) -> str:
         file for file in path.parent.glob(f"*{path.suffix}") if file != path and zipfile.is_zipfile(file)
     ]
     files.sort(key=lambda file: -file.stat().st_mtime)
-    return f"; complete beside it: {[file.name for file in files[:5]]!r}" if files else ""
+    return f"; complete in the same folder: {[file.name for file in files[:5]]!r}" if files else ""

@@ -327,9 +327,10 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
             coupled = mixes_elements(optimizer, flat=any(parameter.in_place for parameter in sharded))
         if coupled is None:
             rank_zero_warn(
-                f"The optimizer {type(optimizer).__name__!r} was given parameters that {_who(sharded)} splits over"
-                " ranks, and it could not be tried whether it mixes a parameter's elements: if it does, it trains"
-                f" otherwise than on one device. Leave {_who(sharded)} out if you do not know it."
+                f"The optimizer {type(optimizer).__name__!r} was given parameters that {_who(sharded)}"
+                " splits over ranks, and it could not be tried whether it mixes a parameter's elements: if"
+                f" it does, the result differs from that on one device. Leave {_who(sharded)} out if you do"
+                " not know."
             )
         if coupled:
             raise InstallError(

@@ -46,9 +46,10 @@ Difference = tuple[str, float, list[int]]
 """Name, largest difference relative to the first such rank's largest entry, and ranks that differ from it."""
 
 SHARE_STATISTIC = (
-    "Before a running statistic is changed, sum what it is made of and its number of samples over the ranks, with"
-    " torch.distributed.all_reduce, or in a LightningModule self.trainer.strategy.reduce(..., reduce_op='sum'); or let"
-    " all ranks read the same samples, with model_parallel_size=devices where the model has a decomposed decoder"
+    "Before a running statistic is changed, sum its terms and its number of samples over the ranks, with"
+    " torch.distributed.all_reduce, or in a LightningModule self.trainer.strategy.reduce(...,"
+    " reduce_op='sum'); or let all ranks read the same samples, with model_parallel_size=devices where the"
+    " model has a decomposed decoder"
 )
 """What to do about a buffer of the rank's own cells."""
 
@@ -90,18 +91,18 @@ def warn_of_differences(
         named |= rows
     if parameters := [row for row in found if row[0] in named]:
         rank_zero_warn(
-            f"{_told('parameters', parameters, step)} A rank changes parameters by something that only it knows: a"
-            " norm of gradients taken by hand where the plan splits parameters (trainer.strategy.gradient_norm() is the"
-            " same on all), torch.autograd.grad inside a split decoder, or its own samples or random numbers."
-            " lightning-amp verify compares with one device"
+            f"{_told('parameters', parameters, step)} A rank changes parameters by values that the other"
+            " ranks do not have: a norm of gradients taken by hand where the plan splits parameters"
+            " (trainer.strategy.gradient_norm() is the same on all), torch.autograd.grad inside a split"
+            " decoder, or its own samples or random numbers. lightning-amp verify compares with one device"
         )
     parts_of = dict(module.named_modules())
     shared = [row for row in found if row[0] not in named and is_shared(parts_of[row[0].rpartition(".")[0]])]
     if shared:
         rank_zero_warn(
-            f"{_told('batch statistics', shared, step)} Ranks share them, and nothing that a training step computes"
-            " tells them apart: unless your code writes into these buffers on some ranks only, this is a fault of"
-            " lightning_amp; please report it, and train with strategies='S1' until then"
+            f"{_told('batch statistics', shared, step)} Ranks share them, and nothing that a training step"
+            " computes makes them differ: unless your code writes into these buffers on some ranks only,"
+            " this is a fault of lightning_amp; please report it, and train with strategies='S1' until then"
         )
     if buffers := [row for row in found if row[0] not in named and row not in shared]:
         rank_zero_warn(

@@ -212,7 +212,7 @@ class DrySteps:
         whole = format_bytes(sum(one.n_bytes for one in self.sent))
         if STRATEGIES[self.name].data_axis:
             return f"over its grid a rank sends {whole} a batch ({told}){most}"
-        return f"over the model axis a rank sends {whole} a batch beside gradients ({told}){most}"
+        return f"over the model axis a rank sends {whole} a batch in addition to gradients ({told}){most}"
 
 
 def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Callable[[], None]:

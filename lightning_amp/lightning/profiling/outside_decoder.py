@@ -98,8 +98,9 @@ def _again(made: Made, chain: Chain, decoder: str) -> Plan:
     saved = saved_bytes(chain)
     if not saved:
         raise PlanError(
-            f"recompute was asked for beside {', '.join(made.whole.strategies)}, which say what is kept of the strata"
-            f" of {decoder!r}, and outside of it no block keeps less when it runs again; leave recompute out"
+            f"recompute cannot be used with {', '.join(made.whole.strategies)}, which decide what is kept of"
+            f" the strata of {decoder!r}, and outside of it no block keeps less when it runs again; leave"
+            " recompute out"
         )
     rules = recomputed(saved, f"{BY_USER} (outside of the decoder; it keeps {{}} less)")
     return with_rules(made.whole, rules, seconds=extra_seconds(chain, tuple(saved)))
@@ -120,9 +121,10 @@ def _in_chunks(made: Made, seen: ProfiledStep, chain: Chain, decoder: str, *, ag
     chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
     if not chunked:
         raise PlanError(
-            f"chunk was asked for beside {', '.join(made.whole.strategies)}, and outside of {decoder!r} no block takes"
-            f" less of the step's peak in chunks{' than where it runs again' * again}"
-            f"{f': {forms.reason}' if forms.reason else ''}; leave chunk out"
+            f"chunk cannot be used with {', '.join(made.whole.strategies)}: outside of {decoder!r} no block"
+            " takes less of the step's peak in"
+            f" chunks{' than where it runs again' * again}{f': {forms.reason}' if forms.reason else ''};"
+            " leave chunk out"
         )
     whole = (*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again))
     saved = {name: n_bytes for name, n_bytes in saved_bytes(chain).items() if name in whole}

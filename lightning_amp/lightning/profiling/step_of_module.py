@@ -281,7 +281,7 @@ class StepOfModule:
             raise
         except Exception as error:
             raise ModelError(
-                f"a profile was asked for of {type(self.module).__name__!r}, which failed in a way that it should not:"
+                f"cannot profile {type(self.module).__name__!r}, an unexpected error occurred:"
                 f" {type(error).__name__}: {error}"
             ) from error
         finally:

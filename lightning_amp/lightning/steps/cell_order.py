@@ -70,9 +70,9 @@ class OwnCells(DistributedSampler[Any]):
             len(order)
         except TypeError as error:
             raise DataError(
-                f"{num_replicas} ranks are to share the samples of a loader, but its sampler has no length ({error});"
-                " give it a __len__, or Trainer(use_distributed_sampler=False) with a sampler that makes the shares"
-                " itself, by trainer.distributed_sampler_kwargs"
+                f"{num_replicas} ranks cannot share the samples of a loader whose sampler has no length"
+                f" ({error}); give it a __len__, or Trainer(use_distributed_sampler=False) with a sampler"
+                " that makes the shares itself, by trainer.distributed_sampler_kwargs"
             ) from None
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         super().__init__(order, num_replicas=num_replicas, rank=rank, shuffle=False, seed=seed)

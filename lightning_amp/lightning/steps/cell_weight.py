@@ -80,9 +80,9 @@ class CellWeight:
         if unknown and not self._warned:
             self._warned = True
             rank_zero_warn(
-                "The number of samples in the batch cannot be told from its tensors (none found, or their first"
-                " axes differ), so gradients are averaged with every rank counted equally. This is exact only"
-                " when all ranks have equally many samples in every step."
+                "The number of samples in the batch cannot be read from its tensors (none found, or their"
+                " first axes differ), so gradients are averaged with every rank counted equally. This is"
+                " exact only when all ranks have equally many samples in every step."
             )
         if unknown or n is None or not total:
             return 1.0

@@ -62,7 +62,7 @@ class FiniteCheck:
             raise ModelError(f"{self._seen(what)}{_stratum(self._gradient)}{self._origin()}")
 
     def _seen(self, what: str) -> str:
-        return f"finite numbers were asked for (check_finite=True); rank {self._rank} found {what}"
+        return f"check_finite=True requires finite numbers; rank {self._rank} found {what}"
 
     def _origin(self) -> str:
         if self._reader and not self._first:

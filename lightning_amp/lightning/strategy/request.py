@@ -192,8 +192,8 @@ class Request:
             others = ("tensor3d",) if name == "sequence_dim" else ()
             if getattr(self, name) != getattr(Request, name) and not {of, *others} & {*chosen}:
                 raise PlanError(
-                    f"{name}={getattr(self, name)!r} was asked for, which is of {of}; ask for strategies={of!r} too, or"
-                    " leave it out"
+                    f"{name}={getattr(self, name)!r} is an option of {of}; add strategies={of!r}, or leave"
+                    " it out"
                 )
         if self.plan is None:
             return
@@ -201,7 +201,8 @@ class Request:
         beside = {name: value for name, value in decided.items() if value != "auto"}
         if beside:
             raise PlanError(
-                f"plan={self.plan!r} was asked for beside {beside!r}, which a plan decides; leave one of the two out"
+                f"plan={self.plan!r} cannot be used with {beside!r}, which a plan decides; leave one of the"
+                " two out"
             )
         if not isinstance(self.plan, str | Path | Plan):
             raise PlanError(
@@ -209,8 +210,8 @@ class Request:
             )
         if self.strategies is not None:
             raise PlanError(
-                f"plan={self.plan!r} and strategies={self.strategies!r} were asked for; a plan names its strategies."
-                " Give one of the two"
+                f"plan={self.plan!r} and strategies={self.strategies!r} cannot be used together; a plan"
+                " names its strategies. Give one of the two"
             )
 
 

@@ -168,8 +168,8 @@ def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> C
     refuse_apart(plan.strategies)
     if decoders := list(find_decoders(module)):
         raise PlanError(
-            f"{name} was asked for, and {decoders[0]!r} is a decomposed decoder; ask for 'nodes', which splits its"
-            " anchors over the model axis"
+            f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"
+            " its anchors over the model axis"
         )
     return put_steps(module, name, _rule_of(name, plan.rules).spec, mesh["model"])
 

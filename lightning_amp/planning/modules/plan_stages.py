@@ -36,7 +36,7 @@ def with_stages(base: Plan, seen: ProfiledStep, asked: PipelineOptions, *, must:
     """The plan of a pipeline that was asked for; where nothing is known of its stages they are cut evenly and its peak
     is not known, or it must be known and is refused.
     """
-    assert asked.model is not None, "a pipeline that is asked for has ranks"
+    assert asked.model is not None, "a requested pipeline has ranks"
     found = staged(seen, asked.model, data=base.mesh.data, budget=base.budget_bytes, asked=asked)
     if isinstance(found, str) and must:
         raise PlanError(

@@ -54,7 +54,7 @@ def plan_step(
     seen, shape = counted.seen, counted.shape
     if shape.decoder is not None:
         raise PlanError(
-            f"a plan of a module's step was asked for, and {shape.decoder.fqn!r} is a decoder of strata, which is"
+            f"cannot plan the step of this module: {shape.decoder.fqn!r} is a decoder of strata, which is"
             " planned by its data; plan their folder: lightning_amp.plan(lightning_amp.profile(DIR))"
         )
     asked, named = split_by_planner(strategies, policy=policy)

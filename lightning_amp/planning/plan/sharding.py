@@ -35,7 +35,7 @@ def with_sharding(plan: Plan, asked: FullyShard | None, *, launches: bool) -> Pl
     if asked is None:
         return plan
     if why := asked.no_groups_of(plan.gradient_ranks):
-        raise PlanError(f"fsdp_ranks={asked.shard_ranks!r} was asked for, {why}")
+        raise PlanError(f"fsdp_ranks={asked.shard_ranks!r} is not supported, {why}")
     rules = tuple(
         replace(rule, spec=asked) if isinstance(rule.spec, FullyShard) else rule for rule in plan.rules
     )

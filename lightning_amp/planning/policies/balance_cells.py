@@ -38,6 +38,6 @@ def too_few_cells(profile: Profile, mesh: MeshShape, batch_size: int) -> list[st
     if not few:
         return []
     return [
-        f"a step of {mesh.data:,} x {batch_size:,} = {step:,} cells was asked for, and {', '.join(few)}: some cells"
-        " come more than once in a step; choose fewer cells per rank, or fewer ranks on the data axis"
+        f"a step has {mesh.data:,} x {batch_size:,} = {step:,} cells, and {', '.join(few)}: some cells come"
+        " more than once in a step; choose fewer cells per rank, or fewer ranks on the data axis"
     ]

@@ -25,7 +25,7 @@ _SHARED = Rule(
 )
 
 
-BY_USER = "asked for by the user"
+BY_USER = "requested by the user"
 
 
 def build_rules(
@@ -54,8 +54,8 @@ def build_rules(
         targets = [t for t in targets_of(strategy, shape) if _belongs(t[1], axes)]
         if not targets:
             raise PlanError(
-                f"{strategy} ({STRATEGIES[strategy].title}) was asked for and finds nothing to change in this model;"
-                f" leave {strategy} out"
+                f"{strategy} ({STRATEGIES[strategy].title}) finds nothing to change in this model; leave"
+                f" {strategy} out"
             )
         saved = _saved(strategy, chosen, shape, mesh)
         for n, (fqn, spec) in enumerate(targets):

@@ -103,8 +103,8 @@ def recommend_devices(
         )
     if shape_of(cells).decoder is None:
         raise PlanError(
-            "a recommendation of devices was asked for, and the data have no modality with strata (Hi-C), whose decoder"
-            " it is about; name a directory with one, or use as many devices as there are cells for"
+            "cannot recommend devices: the data have no modality with strata (Hi-C), whose decoder it is"
+            " about; name a directory with one, or use as many devices as there are cells for"
         )
     numbers = [2**i for i in range(MOST_DEVICES.bit_length())]
     scales: list[Scale] = []

@@ -195,15 +195,16 @@ class _Ready(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise InstallError(
-                "a second derivative of a loss was asked for (create_graph=True), and its strata are streamed: their"
-                " gradients are numbers by then; leave 'stream' out, which 'recompute' can stand in for"
+                "a second derivative of a loss is not supported (create_graph=True): its strata are"
+                " streamed: their gradients are numbers by then; leave 'stream' out, which 'recompute' can"
+                " stand in for"
             )
         # taken out, not copied: they are scaled in place, and a second pass would scale them again
         ready, ctx.ready = ctx.ready, None
         if ready is None:
             raise InstallError(
-                "a second backward pass through a loss was asked for, and its strata are streamed: their gradients were"
-                " handed out by the first; compute the loss again, or leave 'stream' out"
+                "a second backward pass through a loss is not supported: its strata are streamed: their"
+                " gradients were handed out by the first; compute the loss again, or leave 'stream' out"
             )
         _scale(ready, grad)
         return None, None, *ready

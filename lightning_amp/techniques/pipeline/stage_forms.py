@@ -271,8 +271,11 @@ def targets_in_chunks(run: StagesInChunks, again: Collection[int]) -> tuple[Rule
             strategy="chunk",
             fqn=name,
             spec=chunks[name],
-            why=f"{of_all}, this one within {format_bytes(chunks[name].budget_bytes)} beside its arguments, for"
-            f" {format_seconds(max(float(more[i]), LEAST_SECONDS))} more of every micro-batch",
+            why=(
+                f"{of_all}, this one within {format_bytes(chunks[name].budget_bytes)} in addition to its"
+                f" arguments, for {format_seconds(max(float(more[i]), LEAST_SECONDS))} more of every"
+                " micro-batch"
+            ),
             saves_bytes=0 if i in again else max(0, saved_bytes(plain, i) - saved_bytes(part, i)),
         )
         for name, i in places.items()

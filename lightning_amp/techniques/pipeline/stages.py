@@ -171,7 +171,7 @@ def staged(
         if isinstance(part, str):
             return part
         if asked.again and not repeatable(seen, part, asked.again):
-            return "no block of those that are to be computed again can run a second time"
+            return "no block of those chosen for recomputation can run a second time"
         parts.append(part)
         run = _run(seen, part, asked)
         if isinstance(run, str):

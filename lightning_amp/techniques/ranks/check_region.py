@@ -55,7 +55,7 @@ def check_region(
                 _name(leaf, module),
                 "reads outside of the decoder or layer that is split over the model axis, where every rank would count"
                 " it once more, or read its own shard for the whole",
-                "for a penalty use the optimizer's weight_decay, for another use a parameter of its own",
+                "for a penalty use the optimizer's weight_decay, for another use a separate parameter",
             )
         if inside and id(leaf) not in split:
             raise _refusal(

@@ -123,16 +123,16 @@ def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
         strategies = (*region.strategies, strategy)
         if not TOGETHER.issuperset(strategies):
             raise InstallError(
-                f"{strategy} was asked for on a decoder that {', '.join(region.strategies)} has split already; it would"
-                " be split in two ways, which add up to another loss: only S2 and S5 can be together, leave one out"
+                f"{strategy} does not support a decoder that {', '.join(region.strategies)} has split"
+                " already; two splits add up to another loss: only S2 and S5 can be together, leave one out"
             )
         channels, summed = new.channels or region.channels, new.summed or region.summed
         return SharedRegion(new.mesh, strategies, channels=channels, summed=summed)
     problem = mismatch(region, {"its arguments unchanged:": True}, _pass)
     if problem:
         raise InstallError(
-            f"{strategy} was asked for on a decoder whose child `region` {problem}; only a region"
-            " without state whose enter(u, v, log_weights) and leave(total) return what they were given can be"
+            f"{strategy} does not support a decoder whose child `region` {problem}; only a region without"
+            " state whose enter(u, v, log_weights) and leave(total) return what they were given can be"
             f" replaced: move the rest to the decoder, or leave {strategy} out"
         )
     return new

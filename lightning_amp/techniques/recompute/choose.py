@@ -114,7 +114,7 @@ class _FormSearch:
                 self._by_place[moment.after].append(moment)
             else:
                 assert moment.after == moment.block, (
-                    "a form of a block is at work beside the blocks before it"
+                    "a form of a block needs memory together with the blocks before it"
                 )
                 self._by_form[moment.block, moment.form].append(moment)
         self._starts = {moment.first for moment in chain.moments}

@@ -116,8 +116,8 @@ class RecomputedForward:
 
 def _refusal(name: str, reason: str) -> str:
     return (
-        f"recompute was asked for on {name}, which cannot be computed a second time exactly: {reason}; leave the block"
-        " out of the plan's rules of recompute, or change it"
+        f"recompute does not support {name}, which cannot be computed a second time exactly: {reason}; leave"
+        " the block out of the plan's rules of recompute, or change it"
     )
 
 

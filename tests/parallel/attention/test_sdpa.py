@@ -173,7 +173,7 @@ def test_refuses_what_has_no_kernel(kind: str, dim: int, dtype: torch.dtype) -> 
 
 
 def test_it_says_what_it_is_and_what_it_cannot_replace() -> None:
-    with pytest.raises(InstallError, match="'sdpa' was asked for on 'Linear'.*leave 'sdpa' out"):
+    with pytest.raises(InstallError, match="'sdpa' does not support 'Linear'.*leave 'sdpa' out"):
         fuse_attention(torch.nn.Linear(2, 2), kernel="sdpa")
     ours = fuse_attention(LocalAttention(DIM, WINDOW), kernel="sdpa")
     assert repr(copy.deepcopy(ours)) == "FusedAttention(dim=8, window=5, kernel='sdpa')"

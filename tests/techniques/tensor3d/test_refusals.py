@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     ),
     "some values": (Mixed, (2, 1, 1), {}, "'net.weight' is on the device 'meta', and 'more.weight' is not"),
     "no reset": (NoReset, (2, 1, 1), {}, "'the module' .NoReset. has tensors .* no method reset_parameters"),
-    "averages": (Small, (2, 1, 1), {"callbacks": [EMAWeightAveraging()]}, "which averages whole parameters"),
+    "averages": (Small, (2, 1, 1), {"callbacks": [EMAWeightAveraging()]}, "it averages whole parameters"),
 }
 
 

@@ -216,7 +216,7 @@ def resolve_plan(
     plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
     if plan.mesh.data * plan.mesh.model != here.n_ranks:
         raise PlanError(
-            f"a plan for {plan.mesh.data} x {plan.mesh.model} ranks (data x model) was asked for, the run"
+            f"a plan for {plan.mesh.data} x {plan.mesh.model} ranks (data x model) is not supported, the run"
             f" has {here.n_ranks} ranks; make a plan for as many, or change `devices` of the Trainer"
         )
     if not request.share_batch_statistics:
@@ -323,12 +323,13 @@ def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
         return []
     needing = [name for name in named if PREDICTIONS[name].counted]
     if needing and why:
-        raise PlanError(f"{', '.join(needing)} was asked for, and {why}")
+        raise PlanError(f"{', '.join(needing)} is not supported: {why}")
     if "chunk" in needing and not facts.in_chunks and facts.evaluation is None:
         raise PlanError(
-            "chunk was asked for in a run that does not train, and how much follows from a budget or a fit's plan:"
-            " give AMPStrategy(device_memory=...), fit with this Trainer first, give AMPStrategy(plan='plan.json'), or"
-            " run the module that lightning_amp.chunk(module, batch, budget=...) returns, without naming chunk"
+            "chunk requires, in a run that does not train, a budget or the plan of a fit: give"
+            " AMPStrategy(device_memory=...), fit with this Trainer first, give"
+            " AMPStrategy(plan='plan.json'), or run the module that lightning_amp.chunk(module, batch,"
+            " budget=...) returns, without naming chunk"
         )
     # outside of a fit nothing is kept for a backward pass
     return [name for name in named if name not in needing]
@@ -346,7 +347,7 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
             found = facts.evaluation.within(facts.budget)
         except AmpError as error:
             if named is not None:
-                raise PlanError(f"chunk was asked for, and its bytes are not known: {error}") from error
+                raise PlanError(f"chunk is not supported: its bytes are not known: {error}") from error
             return replace(made, notes=(*made.notes, f"the peak is not known: {error}"))
         rules = found.rules
         whole = f": {format_bytes(found.whole_bytes)} without chunks" if rules else ""

@@ -161,7 +161,7 @@ def _problems(table: Table, region: Region) -> Iterator[str]:
     for i in region.before:
         read = own.intersection(rows[i].inputs)
         if read:
-            yield f"{_name(rows, i)} is to be computed before the pieces and reads {_name(rows, min(read))}"
+            yield f"{_name(rows, i)} must be computed before the pieces and reads {_name(rows, min(read))}"
     for i in sorted(own):
         yield from _row(table, region, i, own)
     yield from _reads(table, region, own)
@@ -180,7 +180,7 @@ def _kinds(table: Table, region: Region) -> Iterator[str]:
     for i in sorted(run):
         kinds = (i in before) + (i in sums) + (i in region.dims and i not in before)
         if kinds != 1:
-            yield f"{_name(table.rows, i)} is to be one of cut, summed and before"
+            yield f"{_name(table.rows, i)} must be one of cut, summed and before"
     if not run - before:
         yield "nothing is cut"
 
@@ -259,7 +259,10 @@ def _sizes(table: Table, region: Region) -> Iterator[str]:
         yield f"the sizes of its cut dims are in {found} units, at least 2, and not in {region.units}"
     needed = reach_of(table.rows, region) if found == region.units else 0
     if region.reach != needed or (needed and region.sums):
-        yield f"its rows need {needed} units beside a piece, not {region.reach}, and then no row may be a sum"
+        yield (
+            f"its rows need {needed} units in addition to a piece, not {region.reach}, and then no row may"
+            " be a sum"
+        )
     if not 2 <= region.n_chunks <= max(found, 2):
         yield f"{region.n_chunks} pieces of {found} units"
 

@@ -79,9 +79,9 @@ class AfterBlocksInChunks(InChunks):
             for hook in hooks:
                 hook.remove()
         raise InstallError(
-            f"what follows the blocks of {self.fqn or type(module).__name__!r} was to run in chunks, for which its"
-            f" forward pass is to call {self._n_calls!r} blocks; it has called {len(before)!r}; leave the rule of chunk"
-            " for it out, or plan for the step that is run"
+            f"what follows the blocks of {self.fqn or type(module).__name__!r} cannot run in chunks: its"
+            f" forward pass must call {self._n_calls!r} blocks; it has called {len(before)!r}; leave the"
+            " rule of chunk for it out, or plan for the step that is run"
         )
 
 

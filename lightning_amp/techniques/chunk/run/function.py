@@ -163,9 +163,9 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ModelError(
-                "a second derivative was asked for (create_graph=True) of a region that runs in chunks"
-                f" ({', '.join(repr(output.name) for output in ctx.region.outputs)}); its gradients are added up chunk"
-                " by chunk and are numbers by then: leave chunks out of this module"
+                "a second derivative is not supported (create_graph=True) in a region that runs in chunks"
+                f" ({', '.join(repr(output.name) for output in ctx.region.outputs)}); its gradients are"
+                " added up chunk by chunk and are numbers by then: leave chunks out of this module"
             )
         inputs = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]

@@ -98,8 +98,8 @@ class InChunks:
                     else "leave it out of the rules"
                 )
                 raise ModelError(
-                    f"chunk was asked for on {type(module).__name__!r} in training, which cannot be captured:"
-                    f" {found.reason}; {hint}"
+                    f"chunk does not support {type(module).__name__!r} in training, which cannot be"
+                    f" captured: {found.reason}; {hint}"
                 )
             return plan_blocks(module, args, kwargs, self._budget_bytes, found.reason, costs)
 

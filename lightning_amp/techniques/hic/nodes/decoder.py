@@ -100,8 +100,8 @@ def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | No
         raise _refusal(
             decoder,
             f"has {fqn!r} {key!r}",
-            f"a key without state of its own, with the children {ATTENTION_KEY!r}, all but attention of the types"
-            f" {[kind.__name__ for kind in ROW_BY_ROW]!r} and without hooks",
+            f"a key that has no state itself, with the children {ATTENTION_KEY!r}, all but attention of the"
+            f" types {[kind.__name__ for kind in ROW_BY_ROW]!r} and without hooks",
         )
     outer = cast(nn.Module, children["attention"])
     named = (
@@ -121,7 +121,7 @@ def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | No
         raise _refusal(
             decoder,
             f"has {fqn!r} {type(key).__name__!r} that {problem}",
-            "a key without hooks that, beside attention, computes row by row",
+            "a key without hooks that computes row by row, except for attention",
         )
     return ".".join(part for part in (fqn, "attention", found[0]) if part), cast(nn.Module, found[1])
 
@@ -178,8 +178,8 @@ def _buckets(attention: BucketedAttention, window: int) -> list[int]:
 
 def _refusal(decoder: object, found: str, allowed: str) -> InstallError:
     return InstallError(
-        f"nodes was asked for on {type(decoder).__name__!r}, which {found}; allowed is {allowed}: change it, or leave"
-        " 'nodes' out"
+        f"nodes does not support {type(decoder).__name__!r}, which {found}; allowed is {allowed}: change it,"
+        " or leave 'nodes' out"
     )
 
 

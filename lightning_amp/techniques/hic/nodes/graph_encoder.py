@@ -53,9 +53,9 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
     problem = _problem(encoder, spec)
     if problem or not is_vertex_encoder(encoder):
         raise InstallError(
-            f"nodes was asked for on the graph encoder {type(encoder).__name__!r}, which {problem}; allowed is one with"
-            " the leaves `vertices` and `rows` and the layers `loc` and `std` of the reference model: change it, or"
-            " leave 'nodes' out"
+            f"nodes does not support the graph encoder {type(encoder).__name__!r}, which {problem}; allowed"
+            " is one with the leaves `vertices` and `rows` and the layers `loc` and `std` of the reference"
+            " model: change it, or leave 'nodes' out"
         )
     ids = {name: cast(Tensor, child.on_host) for name, child in encoder.rows.items()}
     anchors = shard_anchors(len(ids[spec.modality]), spec.window, mesh["model"])
@@ -90,7 +90,7 @@ def _problem(encoder: nn.Module, spec: VertexParallel) -> str:
     if isinstance(getattr(encoder, "vertices", None), SharedVertices):
         return "has its vertices shared already"
     if not is_vertex_encoder(encoder):
-        return "is not recognised"
+        return "is not supported"
     if spec.modality not in encoder.rows:
         return f"has the modalities {list(encoder.rows)!r}, not {spec.modality!r}"
     for name in ("loc", "std"):

@@ -29,9 +29,9 @@ def key_first(decode: nn.Module) -> nn.Module:
     problem = decode_problem(decode)
     if problem:
         raise InstallError(
-            f"S4 was asked for on {type(decode).__name__!r}, which {problem}; only a module without state"
-            " for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor] can be replaced: move the"
-            " rest to the stratum, or leave S4 out"
+            f"S4 does not support {type(decode).__name__!r}, which {problem}; only a module without state"
+            " for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor] can be replaced:"
+            " move the rest to the stratum, or leave S4 out"
         )
     return KeyFirst()
 

@@ -72,9 +72,10 @@ def sparse_likelihood(leaf: nn.Module) -> nn.Module:
     problem = found_out(leaf, _problem)
     if problem:
         raise InstallError(
-            f"sparse was asked for on {type(leaf).__name__!r}, which {problem}; only a module without state that"
-            " returns the summed log-probability of zero-inflated negative binomial counts, when called as"
-            " leaf(x, log_mu, log_theta, zi_logits), can be replaced: leave 'sparse' out, as for binarized strata"
+            f"sparse does not support {type(leaf).__name__!r}, which {problem}; only a module without state"
+            " that returns the summed log-probability of zero-inflated negative binomial counts, when"
+            " called as leaf(x, log_mu, log_theta, zi_logits), can be replaced: leave 'sparse' out, as for"
+            " binarized strata"
         )
     return _like(leaf)
 
@@ -152,8 +153,8 @@ class _WithGradients(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise InstallError(
-                "a second derivative of a loss was asked for (create_graph=True), and its likelihood is sparse, whose"
-                " gradients are numbers by then; leave 'sparse' out"
+                "a second derivative of a loss is not supported (create_graph=True): its likelihood is"
+                " sparse, whose gradients are numbers by then; leave 'sparse' out"
             )
         return None, None, *times_each(ctx.saved_tensors, grad)
 

@@ -49,14 +49,15 @@ def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise InstallError(
-            f"stream was asked for with cells={size!r}; a micro-batch has a whole number of cells, at least 1"
+            f"stream got cells={size!r}; a micro-batch has a whole number of cells, at least 1"
         )
     taken = "takes micro-batches of cells already" if isinstance(sum_over_cells, CellMicrobatches) else ""
     problem = taken or mismatch(sum_over_cells, {"": torch.tensor(63.0)}, _run)
     if problem:
         raise InstallError(
-            f"stream was asked for on a stratum whose child `sum_over_cells` {problem}; only a module without state"
-            " that returns nll(key, u, **cells) can be replaced: move the rest to the stratum, or leave 'stream' out"
+            f"stream does not support a stratum whose child `sum_over_cells` {problem}; only a module"
+            " without state that returns nll(key, u, **cells) can be replaced: move the rest to the"
+            " stratum, or leave 'stream' out"
         )
     return CellMicrobatches(size, known=getattr(sum_over_cells, "known", True))
 

@@ -331,11 +331,11 @@ def _compare(loss: Tensor, losses: list[Tensor], weights: Any) -> Exception | No
     if found != found and mean != mean:
         return None
     return DataError(
-        f"a batch was trained on in {len(losses)!r} micro-batches, whose losses have a mean over samples of {mean!r},"
-        f" and the loss of the batch is {found!r}: it is no mean over samples. A mean over entries that are not masked"
-        " has other weights; a sum, a contrastive loss and one with random numbers of its own cannot be cut."
-        " Nothing was changed: take schedule='gpipe', which computes the loss of the whole batch at once, or"
-        " micro_batches=1, or leave 'pipeline' out"
+        f"a batch was trained on in {len(losses)!r} micro-batches, whose losses have a mean over samples of"
+        f" {mean!r}, and the loss of the batch is {found!r}: it is no mean over samples. A mean over entries"
+        " that are not masked has other weights; a sum, a contrastive loss and one that draws random"
+        " numbers cannot be cut. Nothing was changed: take schedule='gpipe', which computes the loss of the"
+        " whole batch at once, or micro_batches=1, or leave 'pipeline' out"
     )
 
 
@@ -359,7 +359,7 @@ def refuse_hooks(parameter: nn.Parameter) -> None:
     watched = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
     if parameter._backward_hooks or watched > 1:
         raise InstallError(
-            f"pipeline was asked for, and a parameter of shape {tuple(parameter.shape)!r} has hooks on its gradient,"
-            " which would be called for every micro-batch and once more for the batch; do what they do in"
-            " on_after_backward, or leave 'pipeline' out"
+            f"pipeline is not supported: a parameter of shape {tuple(parameter.shape)!r} has hooks on its"
+            " gradient, which would be called for every micro-batch and once more for the batch; do what"
+            " they do in on_after_backward, or leave 'pipeline' out"
         )
