@@ -1,4 +1,4 @@
-"""Errors a user can cause; each says what was asked, what was found, what is allowed and what to do."""
+"""Define the errors that a user can cause; each states what was found, what is allowed and what to do."""
 
 
 class AmpError(Exception):

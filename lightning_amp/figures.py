@@ -1,4 +1,4 @@
-"""Every picture: memory per stratum and over a step, embedding of cells, contact maps.
+"""Draw all figures: memory per stratum and over a step, embedding of cells, contact maps.
 
 Drawn through matplotlib's object interface: no window system, no global state, so it is safe on any rank and
 in any notebook. Pictures are PNG at 150 dots per inch.

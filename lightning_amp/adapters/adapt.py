@@ -1,4 +1,4 @@
-"""Find decoders written elsewhere in a module, and let ours stand in for their forward until `undo`.
+"""Find decoders written elsewhere in a module, and replace their forward by ours until `undo`.
 
 Parameters, names, children and state_dict stay what they are: `forward` is set on the instance. A decoder that no rule
 of the plan has changed gets its own forward back by `keep`, and computes bit for bit what it did before. One that is

@@ -1,4 +1,4 @@
-"""A computation that a call asked for and that runs later, with the result that it would have had at the call.
+"""Defer a computation, and return later the result that it would have had at the call.
 
 That is so only if no tensor was changed in place since, if gradients are made only where they were enabled all the
 time, and if the same tensors need them.

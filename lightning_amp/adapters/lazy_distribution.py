@@ -1,4 +1,4 @@
-"""What a foreign decoder returns while ours computes: a distribution whose log-probability waits to be summed.
+"""Return a distribution for a foreign decoder whose log-probability is computed when it is summed.
 
     decoder(u, v, b, l).log_prob(x)                      [cell, feature], nothing computed yet
         .mean(), .sum(), torch.mean, torch.sum, minus    a scalar: the loss of our decoder, in one call

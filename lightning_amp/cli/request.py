@@ -1,4 +1,4 @@
-"""What `profile`, `plan` and `simulate` are asked: data or a decoder, devices, strategies, rates."""
+"""Parse the arguments of `profile`, `plan` and `simulate`: data or a decoder, devices, strategies, rates."""
 
 import argparse
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The peak and the extra time of a training step of which some blocks run in another form (footprint/chain/)."""
+"""Compute the peak and the extra time of a step in which some blocks run in another form (footprint/chain/)."""
 
 from collections.abc import Collection, Mapping
 

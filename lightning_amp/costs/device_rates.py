@@ -1,4 +1,4 @@
-"""What devices reach, for the cost model: rates of products and of memory, and the links between them.
+"""Define device rates for the cost model: rates of products and of memory, and the links between devices.
 
 Figures of GPUs are those of the vendor's data sheets (NVIDIA GeForce RTX 3090; A100, H100 and H200 in the SXM form):
 products (dense) in float32, TF32, bfloat16 and float16, memory bandwidth, and NVLink in one direction, of the RTX 3090

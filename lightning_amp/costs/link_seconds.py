@@ -1,4 +1,4 @@
-"""Seconds of ring collectives over links whose bandwidth depends on where the ranks are.
+"""Compute the seconds of ring collectives over links whose bandwidth depends on where the ranks are.
 
 A group of G ranks, alpha seconds per message, beta bytes per second to the next rank of the ring:
 

@@ -1,4 +1,4 @@
-"""The numbers that the memory model needs of a model: no tensors, no torch.
+"""Define the sizes of a model that the memory model needs: no tensors, no torch.
 
 Legend (as in the reference): B cells in a rank's batch, N anchors, D latent dimension, K strata, F_k features of
 stratum k, w attention window, V vertices of the guidance graph.

@@ -1,4 +1,4 @@
-"""Ordered strata in contiguous runs, one for each rank, so that the slowest rank is as fast as possible.
+"""Partition ordered strata into contiguous runs, one per rank, so that the slowest rank is as fast as possible.
 
     minimise   max over r of   sum of c_k over the run of r, and of p_k before it, divided by the speed of r
 

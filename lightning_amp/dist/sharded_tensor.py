@@ -1,4 +1,4 @@
-"""A tensor whose parts lie on several ranks; code that uses it sees the whole: global shapes, global positions.
+"""Define a tensor whose parts lie on several ranks and that behaves like the whole: global shapes and positions.
 
 The part carries autograd, the wrapper does not. A call enters at `__torch_function__`, and goes down to
 `__torch_dispatch__` with the keys of autograd and autocast excluded, so that an operator arrives whole and with its

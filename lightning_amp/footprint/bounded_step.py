@@ -1,4 +1,4 @@
-"""A training step that is counted while it runs, and refused where it needs more bytes than it may."""
+"""Count the bytes of a training step while it runs, and raise an error where it exceeds a budget."""
 
 import time
 from collections.abc import Collection, Iterable

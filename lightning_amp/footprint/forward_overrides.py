@@ -1,4 +1,4 @@
-"""Overrides of a module's `forward`, set on the instance by techniques, and run in one order.
+"""Manage overrides of a module's `forward`, set on the instance by techniques, and run in one order.
 
     INSTEAD      computes in place of the class's forward, as `run(module, *args, **kwargs)`: chunk, compile, stream, a
                  registered technique

@@ -1,4 +1,4 @@
-"""Two training steps of a copy in a Trainer that runs nothing else; the second one is counted.
+"""Run two training steps of a copy in a Trainer without callbacks or loggers; the second one is counted.
 
 Lightning's own loop runs both, so hooks, logging, schedulers, automatic and manual optimisation do what they do in
 training. It handles neither signals nor errors: Ctrl-C, SIGTERM and whatever the step raises are for the caller.

@@ -1,4 +1,4 @@
-"""Exact bytes of the tensors that are alive, on any device, counted storage by storage.
+"""Count the exact bytes of live tensors on any device, storage by storage.
 
 A storage that an operator returned and did not receive is new and counts until it dies, however many tensors view it.
 Views, in-place operators and `out=` into an existing storage are free. Backward passes are seen too,

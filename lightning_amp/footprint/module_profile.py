@@ -1,4 +1,4 @@
-"""What a training step of a module needs, as inert data: a ModuleProfile is printed, stored as JSON and compared.
+"""Define `ModuleProfile`: what a training step of a module needs, printable and stored as JSON.
 
 Legend: sizes end in `_bytes`; a module is named as `named_modules` names it, the LightningModule itself is "".
 """

@@ -1,4 +1,4 @@
-"""LightningModule + batch -> ModuleProfile: two steps of Lightning's own loop, on a copy without values.
+"""Profile a LightningModule and a batch: two steps of Lightning's loop on a copy with fake tensors.
 
 The second step is counted, because the optimiser's state and the last step's gradients exist then; where batches add up
 their gradients, its last batch, which has those of the others beside its own (inner_run.py). Where the step needs

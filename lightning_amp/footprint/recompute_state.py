@@ -1,4 +1,4 @@
-"""What a block was like when its forward pass began, so that it can run a second time as if it were the first.
+"""Save the state before a block's forward pass, so that it can run a second time with the same result.
 
 A second pass is the same function only if it reads the same. It finds
 

@@ -1,4 +1,4 @@
-"""What a module computes after its last block, as a block by itself: the head of a language model, with its loss.
+"""Treat what a module computes after its last block as a block: the head of a language model, with its loss.
 
     forward(tokens, labels):  embedding -> block 1 -> ... -> block n -> norm -> head -> loss
                                                              |-------- AfterBlocks ---------|

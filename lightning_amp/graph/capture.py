@@ -1,4 +1,4 @@
-"""Blocks of a module -> graphs of operators, captured once per class and signature, and run in the block's place.
+"""Capture blocks of a module as graphs of operators, once per class and signature, and run them in place of the block.
 
 A block is a child of a ModuleList or Sequential. It is run once on fake tensors while every operator is written down
 above autograd, so the graph is differentiated as the block's own forward is. Parameters and buffers are arguments of

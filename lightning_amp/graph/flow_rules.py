@@ -1,4 +1,4 @@
-"""The rules of the operators that models are made of, by kind; importing this file registers them."""
+"""Register the dim rules of common operators, by kind."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""The rules of further operators: by value, along some dims, and by places that are looked up.
+"""Register the dim rules of further operators: elementwise, along some dims, and by index.
 
 `embedding_bag` has none: which rows are in one bag is told by values.
 """

@@ -1,4 +1,4 @@
-"""A captured block as a table of operators, without torch: what each holds, saves, costs and where its dims come from.
+"""Define a captured block as a table of operators, without torch: memory, saved tensors, costs and dims of each.
 
 Legend: `n_bytes` of new memory, 0 for a view; an operator is referred to by its index; sizes end in `_bytes`.
 """

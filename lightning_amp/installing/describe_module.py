@@ -1,4 +1,4 @@
-"""Module -> ModelShape: what the memory model needs to know of a module, read from its structure."""
+"""Read the ModelShape of a module, which the memory model needs, from its structure."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Put a plan's rules into a module, one after the other in the order of the plan; the first refusal undoes all.
+"""Install a plan's rules in a module, in the order of the plan; the first refusal undoes all.
 
 A technique is a function `(module, spec, mesh) -> Change`, found by the type of the rule's spec: new modules for the
 module itself or for children of it, which own the same parameter objects under the same names (this is checked). A

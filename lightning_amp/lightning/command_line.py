@@ -1,4 +1,4 @@
-"""Lightning's command line whose mistakes are told in one message, with the name that may have been meant."""
+"""Define Lightning's command line with one message per mistake, and a suggestion for a misspelt name."""
 
 import argparse
 import difflib

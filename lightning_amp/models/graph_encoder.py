@@ -1,4 +1,4 @@
-"""Vertices of the guidance graph: their latent v, and the likelihood of the graph's edges given v.
+"""Encode vertices of the guidance graph as latents v, with the likelihood of the graph's edges given v.
 
     h = A embedding,  A_st = sign w / sqrt(d_s d_t),  d_s = sum of w over the edges of s
     v ~ Normal(h W_loc^T + b, softplus(h W_std^T + b) + 1e-7)

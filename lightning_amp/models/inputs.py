@@ -1,4 +1,4 @@
-"""What the reference model must know of the data to build its networks: sizes, strata and the guidance graph.
+"""Define the sizes, strata and guidance graph that the reference model needs to build its networks.
 
 Kept in checkpoints as plain tensors, numbers and lists, so that a checkpoint can be loaded without the data.
 """

@@ -1,4 +1,4 @@
-"""The bytes of a step that is run without values: how many, of what kind, and where they exceed a budget.
+"""Count the bytes of a step on fake tensors: how many, of what kind, and where they exceed a budget.
 
     kind               counts
     parameters         parameters and buffers

@@ -1,4 +1,4 @@
-"""A decoder as text, such as "anchors=113505,dim=128,strata=32,batch=1".
+"""Parse a decoder from text, such as "anchors=113505,dim=128,strata=32,batch=1".
 
 anchors, dim, strata      N, D, K; must be given, K up to 10,000
 batch                     cells per rank and step

@@ -1,4 +1,4 @@
-"""A plan, and a module without values -> what a training step needs on every rank."""
+"""Simulate a plan: what a training step needs on every rank, with a module on fake tensors."""
 
 import sys
 from collections.abc import Callable, Iterator

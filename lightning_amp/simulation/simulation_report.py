@@ -1,4 +1,4 @@
-"""A simulation as text of at most 80 columns: whether it fits, what memory holds, what could help; and as a picture."""
+"""Print a simulation in at most 80 columns: whether it fits, what memory holds, what could help; or draw it."""
 
 import re
 from collections.abc import Iterable

@@ -255,9 +255,9 @@ def test_times_are_those_of_the_device_or_the_file(data_dir, capsys, tmp_path) -
         (["--what-if", "--config", "absent.yaml"], "lightning-amp plan --shape anchors=5400,dim=64"),
         (
             ["absent", "--recommend-devices", "--model-parallel-size", "2"],
-            "together with --model-parallel-size",
+            "cannot be used with --model-parallel-size",
         ),
-        (["absent", "--recommend-devices", "--shape", "x"], "together with --shape"),
+        (["absent", "--recommend-devices", "--shape", "x"], "cannot be used with --shape"),
         (["--recommend-devices"], "requires DIR"),
         (["absent", "--recommend-devices", "--device-memory", "8 apples"], "'8 apples'"),
         (["absent", "--recommend-devices"], "absent"),
@@ -265,7 +265,7 @@ def test_times_are_those_of_the_device_or_the_file(data_dir, capsys, tmp_path) -
         (["absent", "--rates", "absent.json"], "absent.json"),
         (["absent", "--device", "abacus"], "rates of 'abacus' are not known"),
         (["absent", "--shape", "anchors=9,dim=4,strata=2"], "both DIR='absent' and shape='anchors=9"),
-        (["--shape", "anchors=9,dim=4,strata=2", "--window", "4"], "together with --window"),
+        (["--shape", "anchors=9,dim=4,strata=2", "--window", "4"], "cannot be used with --window"),
         (["--shape", "anchors=9,dim=4,strata=2,batch=1", "--batch-size", "4"], "give one of them"),
         (
             ["absent", "--device-memory", "8"],

@@ -1,4 +1,4 @@
-"""The decoder that computes what a foreign one returns, with the foreign one's layers and tables.
+"""Compute what a foreign decoder returns, with its layers and tables.
 
 Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
 """

@@ -1,4 +1,4 @@
-"""Which anchors and which columns of the data a foreign decoder's strata have, read from its two lists of indices.
+"""Read the anchors and data columns of a foreign decoder's strata from its two lists of indices.
 
 One of `feature_masks` and `strata_masks` lists anchors, the other columns of the tables. Which is which is told by the
 numbers: columns count up from 0 through all strata, one run after the other.

@@ -1,4 +1,4 @@
-"""A decoder of HiGLUE's shape: how it is known, and our decoder made of its layers.
+"""Detect a decoder of HiGLUE's shape, and build our decoder from its layers.
 
     feature_masks, strata_masks                 lists of indices, one per stratum (column_layout.py)
     scale_lin, bias                             tables [experiment, feature]

@@ -1,4 +1,4 @@
-"""Which form an instance has, found by running a small copy of it (small_copy.py) and comparing it with ours.
+"""Detect the form of a decoder by running a small copy of it (small_copy.py) and comparing it with ours.
 
     nothing else    its forward changes no attribute, parameter, buffer or child of it, which ours would leave alone
     least           exp(logits + log theta) for cells without contacts

@@ -1,4 +1,4 @@
-"""A foreign decoder compared with ours at its real size, on the first batch of training and of evaluation.
+"""Compare a foreign decoder with ours at its real size, on the first batch of training and of evaluation.
 
     copies       both with the same parameters in float64; the real lists, buckets and buffers, no hooks
     compared     every stratum's log-probability, summed; then once more near these parameters, together with its

@@ -1,4 +1,4 @@
-"""How a block was called in a step, without any tensor of the step: shapes, types, which of them are one tensor."""
+"""Describe how a step called a block, without its tensors: shapes, types, and which of them are the same tensor."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""A recorded step -> Chain: which bytes of which block are there when, in each of its two forms.
+"""Build a Chain from a recorded step: the live bytes of each block over time, in each of its two forms.
 
 A storage is alive from its birth for as long as Python or an operator outside of blocks holds it, and beyond that while
 a block holds it. It is one of three:

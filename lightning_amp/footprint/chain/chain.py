@@ -1,4 +1,4 @@
-"""What the bytes and the time of a training step follow from, for every choice of what is made of its blocks.
+"""Define `Chain`, from which the bytes and the time of a step follow for every choice of forms of its blocks.
 
 A block is recomputed if nothing of its forward pass is kept but its inputs, and its forward pass runs again in the
 backward pass. Blocks stand in the order of their forward passes; backward passes run in reverse order, so that what is

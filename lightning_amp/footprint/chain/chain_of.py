@@ -1,4 +1,4 @@
-"""LightningModule + batch -> Chain: which blocks could be computed again, and what a step's peak and time follow from.
+"""Profile a LightningModule and a batch into a Chain: which blocks can be recomputed, and the peak that follows.
 
 Blocks are those that were named, else the children of the outermost lists and sequences (find_blocks.py), in the order
 in which the step calls them: of a U-Net those of its way down, its middle and its way up. A list inside a block is part

@@ -1,4 +1,4 @@
-"""A counted step from which every choice of recomputed blocks follows: who keeps each storage, and until when.
+"""Record who keeps each storage of a counted step and until when, for every choice of recomputed blocks.
 
 What autograd saves is let go of at once and only written down: a storage then lives as long as Python holds it, and it
 is known beside this which block keeps it for the backward pass, until when. A backward pass on fake tensors needs no

@@ -1,4 +1,4 @@
-"""A copy of a module and of a batch whose tensors have shapes and no values.
+"""Copy a module and a batch to fake tensors, which have shapes and no values.
 
 The module is copied with its tensors replaced, so its parameters are never held twice. It is built before the fake mode
 is entered: a module that is constructed or copied under the mode may keep a reference to the mode.

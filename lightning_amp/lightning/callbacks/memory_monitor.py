@@ -1,4 +1,4 @@
-"""Measured memory after every stratum of a training step, beside the plan's prediction.
+"""Measure memory after every stratum of a training step, and compare it with the plan's prediction.
 
 A row holds: rank, step (training batches so far), decoder (its name in the module), stratum (0-based, or "step"
 for the whole step), current_bytes (alive when the stratum, or the step, was done), peak_bytes (since the step

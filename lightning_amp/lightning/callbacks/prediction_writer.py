@@ -1,4 +1,4 @@
-"""Writes the predictions of all ranks as files: embeddings, imputed contacts and expression, and pictures.
+"""Write the predictions of all ranks as files: embeddings, imputed contacts and expression, and pictures.
 
 The model's part is two methods:
 

@@ -1,4 +1,4 @@
-"""A measured step of a module without a decoder: who held what, when, and beside it what was predicted."""
+"""Measure a step of a module without a decoder: which tensors are held when, together with the prediction."""
 
 import json
 from collections.abc import Iterable

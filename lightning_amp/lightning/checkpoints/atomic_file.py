@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or not there: written aside, flushed to the disk, then renamed.
+"""Write checkpoints atomically: to a temporary file, flushed to the disk, then renamed.
 
     save    a new file beside the target, locked while it is written, fsync, rename over the target (one step for the
             file system); an error, of whichever kind, removes the file aside and leaves the target as it was

@@ -1,4 +1,4 @@
-"""The checkpoint that `--ckpt_path last`, `best` or `hpc` of the command line means.
+"""Find the checkpoint that `--ckpt_path last`, `best` or `hpc` of the command line means.
 
 Lightning looks for `last` in the folder of the run that is about to start, which is a new one where a logger numbers
 its runs. It finds nothing there, warns, and goes on with untrained weights. Here `last` is the newest checkpoint that

@@ -1,4 +1,4 @@
-"""Try whether an optimiser updates every element of a parameter by that element's gradient and state alone."""
+"""Test whether an optimiser updates every element of a parameter by that element's gradient and state alone."""
 
 from collections import OrderedDict, defaultdict
 from typing import Any

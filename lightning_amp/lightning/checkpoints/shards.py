@@ -1,4 +1,4 @@
-"""Sharded parameters in one run: whole in checkpoints, own on the ranks, one norm over both.
+"""Handle sharded parameters in a run: whole in checkpoints, local on the ranks, one norm over both.
 
 They lie over the model axis, by S2 or nodes, or over the data axis, by fsdp, which reduces their gradients itself.
 

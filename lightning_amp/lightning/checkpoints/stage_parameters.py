@@ -1,4 +1,4 @@
-"""Parameters of a pipeline's stages in one run: on the ranks that use them, whole in checkpoints and afterwards.
+"""Handle parameters of pipeline stages: on the ranks that use them, whole in checkpoints and after the run.
 
 A parameter of the blocks is on the ranks of these blocks. Of those beside the blocks, or of a module that is in a block
 and beside them too, nothing says in advance which stages use them: all ranks hold them until a backward pass has

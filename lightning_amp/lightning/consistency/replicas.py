@@ -1,4 +1,4 @@
-"""What makes ranks start as equal replicas: one decision, one model, one stream of random numbers."""
+"""Make ranks start as equal replicas: one decision, one model, one stream of random numbers."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""What ranks hold in common is still equal: compared before validations, in saves, and at the end of a fit.
+"""Check that replicated state is equal on all ranks: before validations, in saves, and at the end of a fit.
 
 Where the policy has chosen the plan, buffers are compared after the first step too, and a difference ends the run.
 

@@ -1,4 +1,4 @@
-"""What a strategy does about failures: its ranks end together, each with a message that names the rank at fault."""
+"""End all ranks together after a failure, each with a message that names the rank at fault."""
 
 import atexit
 import gc

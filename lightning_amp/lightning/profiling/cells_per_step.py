@@ -1,4 +1,4 @@
-"""Cells per rank and step, read before training from what the training loader will come from."""
+"""Determine cells per rank and step before training, from the source of the training loader."""
 
 import pickle
 import random

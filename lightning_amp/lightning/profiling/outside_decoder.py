@@ -1,4 +1,4 @@
-"""Blocks outside of a Hi-C decoder that run again or in chunks, beside the decoder's own techniques.
+"""Plan recomputed or chunked blocks outside a Hi-C decoder, together with the decoder's techniques.
 
 The decoder's own prediction knows little of what encoders and a graph keep. So a step of one device is counted with the
 plan's techniques for one device and with the blocks, and what it takes beyond the decoder's prediction is added:

@@ -1,4 +1,4 @@
-"""The plan of a module with a Hi-C decoder within a budget: its own techniques inside, blocks that run again outside.
+"""Plan a module with a Hi-C decoder within a budget: techniques inside the decoder, recomputation outside.
 
 A policy chooses a plan of the decoder by its prediction, which knows little of what lies outside. With a budget that a
 person has named the step is counted with that plan, and where it takes more:

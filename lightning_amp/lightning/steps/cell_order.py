@@ -1,4 +1,4 @@
-"""The cells that a rank reads through loaders of the user's own: those of a plain run.
+"""Assign the cells of user-defined loaders to ranks in the order of a plain run.
 
 Lightning puts a distributed sampler, which shuffles in training, into every loader of a strategy of several ranks, also
 where there is one. Here a single data rank reads the loader as it is. Of one that does not shuffle, rank r of R reads

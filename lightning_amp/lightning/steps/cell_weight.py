@@ -1,4 +1,4 @@
-"""How much a rank's mean loss counts: in proportion to its cells, so that unequal ranks stay exact.
+"""Weight a rank's mean loss in proportion to its cells, so that unequal ranks stay exact.
 
 w_r = n_r R / sum n,        (1 / R) sum_r w_r L_r = mean loss over the union of the ranks' batches
 """

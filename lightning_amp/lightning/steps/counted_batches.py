@@ -1,4 +1,4 @@
-"""Batches are counted on a CPU, storage by storage, and one that needs more than the budget of its plan is refused.
+"""Count batches on a CPU, storage by storage, and refuse one that needs more than the budget of its plan.
 
 On a CPU nobody says that memory has ended before the machine does. There the budget that a person has named stands
 for it. To count takes time, so it is done where bytes may be others than those of the batches before:

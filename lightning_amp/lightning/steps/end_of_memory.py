@@ -1,4 +1,4 @@
-"""Where memory has ended in a training step, for a person to read: module, line, and what was held.
+"""Describe an out-of-memory error of a training step: module, line, and what was held.
 
 Nothing watches the operators of a step while it trains, for that takes time. What is known is read from the error
 itself, whose traceback has the functions that ran:

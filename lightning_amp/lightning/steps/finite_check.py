@@ -1,4 +1,4 @@
-"""Where the first NaN or infinity came from: module, stratum and rank, in the step in which a loss or gradient has one.
+"""Find the source of the first NaN or infinity: module, stratum and rank.
 
     forward     of every module, the first call whose output is not finite although its inputs are
     loss        looked at before backward, on the rank that has it and before any rank has averaged with it

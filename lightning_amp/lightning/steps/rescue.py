@@ -1,4 +1,4 @@
-"""A training batch runs again with a leaner plan where memory has ended in its forward or backward pass.
+"""Retry a training batch with a plan of less memory after an out-of-memory error in its forward or backward pass.
 
 What such a pass leaves behind is put back first: random streams, buffers, states of metrics, what was logged, counters
 of the loop; gradients are deleted, which automatic optimisation has zeroed anyway. Parameters and the optimiser's state

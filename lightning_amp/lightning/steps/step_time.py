@@ -1,4 +1,4 @@
-"""Measured time of training steps beside the plan's prediction, told at the end of every fit.
+"""Measure the time of training steps, and print it with the plan's prediction at the end of every fit.
 
 A step is a training batch: forward, backward, averaging and update, from the moment that its batch is on the device.
 The first two are not counted, for they also load kernels and fill caches; of the others the median is taken, so that

@@ -1,4 +1,4 @@
-"""A training step over all ranks: the rank's share of the loss, averaged gradients, one optimiser step.
+"""Run a training step over all ranks: the rank's share of the loss, averaged gradients, one optimiser step.
 
 Known limit: an optimiser from `self.optimizers(use_pl_optimizer=False)` steps without the check for gradients that were
 not reduced.

@@ -1,4 +1,4 @@
-"""Where a run takes place: this rank among the others, what its device can hold, and the mesh of all ranks."""
+"""Describe where a run takes place: this rank, the memory of its device, and the mesh of all ranks."""
 
 import os
 from collections.abc import Callable

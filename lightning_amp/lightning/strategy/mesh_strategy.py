@@ -1,4 +1,4 @@
-"""A strategy over a mesh of data and model ranks: data ranks read different cells, a model group the same ones.
+"""Define a strategy over a mesh: data ranks read different cells, ranks of a model group the same ones.
 
 Ranks are row-major in (data, model), so a model group lies inside a node. Its ranks draw the same numbers; sums that
 are logged with sync_dist count them once. Of a plan it only knows how batches are split.

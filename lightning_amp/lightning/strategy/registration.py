@@ -1,4 +1,4 @@
-"""The names under which Lightning finds the strategy: `Trainer(strategy="amp")`."""
+"""Register the strategy with Lightning: `Trainer(strategy="amp")`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol

@@ -1,4 +1,4 @@
-"""What a person asks of the strategy, checked before any process is started."""
+"""Define and check the options of the strategy, before any process is started."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Install a technique whose steps take the place of the module's: its options, what it does not go together with."""
+"""Install a technique that replaces the module's steps: its options, and what it does not support."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress

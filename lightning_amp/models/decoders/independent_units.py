@@ -1,4 +1,4 @@
-"""Your own decoder, if its loss is a sum over independent units; you write only the loss of a unit.
+"""Define a decoder whose loss is a sum over independent units; the user writes only the loss of a unit.
 
     loss = sum over units k of nll_k(v, u, cells)
 

@@ -1,4 +1,4 @@
-"""What one stratum keeps for the backward pass, in bytes of one rank by name of the tensor.
+"""Compute what one stratum keeps for the backward pass, in bytes of one rank by name of the tensor.
 
 The factors count the tensors of the reference decoder; tests compare the sums with the bytes of simulated steps.
 Legend: sizes/rank_sizes.py.

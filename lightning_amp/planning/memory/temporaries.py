@@ -1,4 +1,4 @@
-"""The most that one stratum holds in its forward and in its backward pass, in bytes of one rank by name of the moment.
+"""Compute the peak of one stratum in its forward and backward pass, in bytes of one rank by name of the moment.
 
 A moment counts all that the stratum holds then, its kept tensors included, and nothing of other strata. Which is the
 highest depends on the shape: with many cells the likelihood, with wide windows attention, with many ranks under S5 the

@@ -1,4 +1,4 @@
-"""All plans of a module's step that the techniques of the table give, and the fastest of them that fits.
+"""Enumerate technique sets of a module's step, and pick the fastest that fits.
 
     1. every set of techniques, each added in the order of the table with as much of it as the budget asks for
     2. without the sets in which one of them cannot be added

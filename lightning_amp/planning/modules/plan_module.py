@@ -1,4 +1,4 @@
-"""Profile of a module's step -> Plan: diagnosis, techniques, candidates, on top of what the data axis asks for.
+"""Plan a module from the profile of its step: diagnosis, techniques, candidates, on top of the data axis.
 
 The plan without a profile (policies/make_plan.py) comes first: S1, batch statistics, and what was registered from
 outside. What the techniques of the table add to it is chosen by the bytes of the step; a plan with rules that change

@@ -1,4 +1,4 @@
-"""Plan a pipeline that a request or a given plan has."""
+"""Plan the pipeline that a request or a given plan contains."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A counted step of a module -> its plan: that without a profile first, then what the techniques of a step add."""
+"""Plan a counted step of a module: first without a profile, then with techniques of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

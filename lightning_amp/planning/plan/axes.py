@@ -1,4 +1,4 @@
-"""The choices of a plan: ranks along the two axes of the mesh, and one technique on each axis of the decoder."""
+"""Define the choices of a plan: ranks along the two axes of the mesh, one technique per axis of the decoder."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A Plan is inert, frozen, JSON-round-trippable data: what to install where, why, and the memory it will take.
+"""Define `Plan`, frozen data that round-trips through JSON: what to install where, why, and its predicted memory.
 
 Legend: bytes are per rank; `strata_bytes[k]` is the memory held right after stratum k of the forward pass.
 """

@@ -1,4 +1,4 @@
-"""How the fsdp of a plan splits: among which ranks, and where their parts lie; the same in all its rules.
+"""Define how fsdp shards: over which ranks, and where the shards lie; the same in all rules of a plan.
 
 Legend: D ranks that average gradients, S of a group among which parameters are split; all D / S groups have the same.
 """

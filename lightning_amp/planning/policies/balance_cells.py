@@ -1,4 +1,4 @@
-"""Whether cells should be balanced over the ranks, from the spread of their contacts, and whether they are enough."""
+"""Decide whether to balance cells over the ranks, by the spread of their contacts, and whether there are enough."""
 
 from statistics import NormalDist
 

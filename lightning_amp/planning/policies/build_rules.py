@@ -1,4 +1,4 @@
-"""Strategies -> rules: which modules each chosen strategy changes, why, and what it is predicted to save."""
+"""Build rules from strategies: which modules each changes, why, and what it is predicted to save."""
 
 from dataclasses import replace
 

@@ -191,8 +191,8 @@ def _of_paper(best: Candidate, request: PlanRequest) -> list[str]:
 def _check_divides(model_parallel_size: int | str, devices: int) -> None:
     if isinstance(model_parallel_size, int) and devices % model_parallel_size:
         raise PlanError(
-            f"model_parallel_size={model_parallel_size!r} got {devices} devices; it must divide them, choose"
-            f" one of {[n for n in range(1, devices + 1) if devices % n == 0]}"
+            f"model_parallel_size={model_parallel_size!r} is not supported with {devices} devices; it must divide"
+            f" them, choose one of {[n for n in range(1, devices + 1) if devices % n == 0]}"
         )
 
 

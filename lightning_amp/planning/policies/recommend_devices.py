@@ -1,4 +1,4 @@
-"""How many devices are worth having: plans of policy "auto" for 1, 2, 4, ... devices, with the cells of a step fixed.
+"""Recommend a number of devices: compare plans of policy "auto" for 1, 2, 4, ... with a fixed number of cells.
 
     B cells in a step, shared by the ranks of the data axis: ceil(B / data) each      (strong scaling)
     speed-up(n)   = seconds(n0) / seconds(n)          n0 = the fewest devices on which the model fits

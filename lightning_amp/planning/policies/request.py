@@ -1,4 +1,4 @@
-"""What is asked of a plan: checked before any data are read, and then completed with what they say."""
+"""Check a planning request before data are read, and complete it from the data."""
 
 from dataclasses import dataclass
 

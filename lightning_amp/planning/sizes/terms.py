@@ -1,4 +1,4 @@
-"""Terms of the strata of a decoder on one rank, each computed once for all plans that cannot tell it apart.
+"""Compute terms of a decoder's strata on one rank, once for all plans that share them.
 
 A term is what a model counts of one stratum, such as the bytes that its likelihood keeps. It names the axes of a plan
 that it reads and is shown no others, so that one which reads more fails at once instead of handing out another plan's

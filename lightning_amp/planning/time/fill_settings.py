@@ -1,4 +1,4 @@
-"""Settings of a technique that depend on the mesh, the device and the other choices, filled in when rules are made."""
+"""Fill in settings of a technique that depend on the mesh, the device and the other choices."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a training step of a decoder takes: operations, bytes, kernels and collectives, and from these its seconds.
+"""Predict the seconds of a decoder's step from its operations, bytes, kernels and collectives.
 
     seconds of a part      flops / matmul rate  +  bytes / memory rate  +  kernels * overhead
     seconds of a stratum   its parts (operator_costs.py), a second forward pass under recompute, views and Python

@@ -72,7 +72,10 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
             "rates=3 is not supported; allowed is the path of a file that `lightning-amp calibrate`",
         ),
         ({"bucket_mb": float("inf")}, "bucket_mb=inf"),
-        ({"plan": "plan.json", "policy": "paper"}, "beside {'policy': 'paper'}, which a plan decides"),
+        (
+            {"plan": "plan.json", "policy": "paper"},
+            "cannot be used with {'policy': 'paper'}, which a plan decides",
+        ),
     ],
 )
 def test_wrong_values_are_refused_at_once(options: dict[str, Any], text: str) -> None:

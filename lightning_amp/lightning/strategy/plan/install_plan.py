@@ -1,4 +1,4 @@
-"""The plan of a run, installed in its module; made anew where a decoder is given other anchors than its features have.
+"""Install the plan of a run in its module; plan again where the anchors differ from those of the features.
 
 In `setup`, where a plan is made because optimisers do not exist yet, nothing tells how many rows the v of a foreign
 decoder will have (adapters/adapt.py); its features' anchors are the least. When it is called for the first time with

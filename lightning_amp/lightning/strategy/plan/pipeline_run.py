@@ -1,4 +1,4 @@
-"""A run whose blocks are stages of a pipeline: what it refuses, and what takes the place of the module's steps."""
+"""Run a module whose blocks are pipeline stages: what it does not support, and what replaces the module's steps."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Trainer, data and module -> Plan, made on rank 0 in `setup`, before optimisers exist."""
+"""Make the plan of a run from Trainer, data and module, on rank 0 in `setup`, before optimisers exist."""
 
 import copy
 from collections.abc import Sequence
