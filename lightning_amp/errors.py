@@ -14,7 +14,7 @@ class PlanError(AmpError):
 
 
 class InstallError(AmpError):
-    """A plan does not fit the module it is to be installed on; the module is left as it was."""
+    """A plan does not fit the module it is installed on; the module is left as it was."""
 
 
 class ModelError(AmpError):

@@ -56,7 +56,7 @@ class Adapted:
         self.stand_in()
 
     def stand_in(self) -> None:
-        """Let ours stand in for all that were recognised, also where nothing was changed."""
+        """Let ours stand in for all that were detected, also where nothing was changed."""
         for fqn, (module, forward) in self._forwards.items():
             cast(Any, module).forward = forward
             self.decoders[fqn] = module
@@ -106,7 +106,7 @@ class Adapted:
 
 
 def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
-    """Let our decoders stand in for all that are recognised in a LightningModule.
+    """Let our decoders stand in for all that are detected in a LightningModule.
 
     Known limit: one that is such a decoder itself is not taken for one; a note says so.
 
@@ -175,7 +175,7 @@ class _Forward(StandIn):
         self.first_batch = FirstBatch(module, decoder)
 
     def __call__(self, *given: Any, **named: Any) -> LazyDistribution:
-        """The distribution of the cells' counts, computed when it is asked for; takes u, v, b and l.
+        """The distribution of the cells' counts, computed when it is requested; takes u, v, b and l.
 
         The values of b are looked at on the CPU only, for nothing here is to wait for another device.
 

@@ -18,10 +18,10 @@ SHOWN = 3
 
 
 class Deferred:
-    """A computation that runs when its result is first asked for; one result with gradients, and one without.
+    """A computation that runs when its result is first requested; one result with gradients, and one without.
 
     Args:
-        compute: The computation; is told what was asked for.
+        compute: The computation; receives what was requested.
         tensors: What it will read, by name; what is no tensor is left out.
         after: A deferred computation that it reads the result of, or the tensors of.
     """

@@ -131,7 +131,7 @@ class LazyLogProb(Tensor):
     Its own values are NaN: whatever else torch does with it is done with those that `each` computes.
 
     Attributes:
-        total: Computes their sum by our decoder; is told what was asked for.
+        total: Computes their sum by our decoder; receives what was requested.
         each: Computes all of them by the foreign one.
     """
 

@@ -28,7 +28,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     check_target("--out", arguments.out, "rates.json", overwrite=arguments.overwrite)
 
-    # late: torch takes seconds to load, and mistakes are told before
+    # late: torch takes seconds to load, and mistakes are reported before
     from lightning_amp.simulation.calibrate import calibrate, calibration_report
 
     links = None

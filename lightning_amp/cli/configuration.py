@@ -39,7 +39,7 @@ def plan_of_configuration(
         named: The module and the batch that were named instead of a configuration.
 
     Returns:
-        Beside it, what its blocks in chunks run, as Python; "" where there are none, and where it is not asked for.
+        Besides, what its blocks in chunks run, as Python; "" where there are none, and where it is not asked for.
 
     Raises:
         AmpError: The module has a Hi-C decoder, its step cannot be profiled, or nothing can be planned as asked.
@@ -97,7 +97,7 @@ def _grid(text: str, strategies: Any) -> tuple[int, ...]:
 
 
 def _asked(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:
-    """What is asked for on the command line, else by the configuration's AMPStrategy."""
+    """What is requested on the command line, else by the configuration's AMPStrategy."""
     asked = argparse.Namespace(**vars(arguments))
     chosen = arguments.policy is not None or arguments.strategies is not None
     others = {"policy", "strategies"} if chosen else set()

@@ -23,7 +23,7 @@ def _run(arguments: argparse.Namespace) -> None:
     directory, out = Path(arguments.directory), Path(arguments.out)
     _check(directory, out, overwrite=arguments.overwrite)
 
-    # late: torch takes seconds to load, and mistakes are told before
+    # late: torch takes seconds to load, and mistakes are reported before
     from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
 
     convert_checkpoint(directory, out, weights_only=not arguments.trust)

@@ -72,14 +72,14 @@ def request_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def latent_dim(arguments: argparse.Namespace) -> int:
-    """The latent dimension that was asked for, else the reference model's."""
+    """The latent dimension that was requested, else the reference model's."""
     from lightning_amp.costs.model_shape import LATENT_DIM
 
     return LATENT_DIM if arguments.latent_dim is None else int(arguments.latent_dim)
 
 
 def rates_asked(arguments: argparse.Namespace) -> "Rates":
-    """Of the device or the file that was asked for, else of one CPU core."""
+    """Of the device or the file that was requested, else of one CPU core."""
     from lightning_amp.costs.device_rates import CPU_CORE, Rates, rates_for
 
     if arguments.rates is not None and arguments.device is not None:
@@ -100,7 +100,7 @@ def read(arguments: argparse.Namespace) -> "Profile":
 
 
 def decoder_asked(arguments: argparse.Namespace) -> "ShapeRequest | None":
-    """The decoder by itself that was asked for instead of a data directory; None where that was named."""
+    """The decoder by itself that was requested instead of a data directory; None where that was named."""
     from lightning_amp.simulation.parse_shape import EXAMPLE, parse_shape
 
     shape, data_dir = arguments.shape, arguments.data_dir

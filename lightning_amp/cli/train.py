@@ -67,7 +67,7 @@ def _print_results(cli: CommandLine) -> None:
 
 
 def memory_table(rows: Sequence[dict[str, Any]], *, of: str = "stratum") -> str:
-    """Predicted beside measured memory, one row per stratum, or of what else the rows are."""
+    """Predicted and measured memory, one row per stratum, or of what else the rows are."""
     cells = [
         [
             str(row[of]) or "(the module itself)",

@@ -165,7 +165,7 @@ def _known(device_name: str) -> str | None:
 def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) -> Rates:
     """Rates under which the prediction for one device is what was measured.
 
-    All that a device's own time consists of is scaled alike; the links are left as they are, and so is whose rates
+    All parts of a device's own time are scaled by one factor; the links are left as they are, and so is whose rates
     they are.
 
     Args:

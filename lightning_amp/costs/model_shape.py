@@ -116,7 +116,7 @@ class ModelShape:
     """A model as the memory model sees it; sizes in bytes are those of one whole, unsharded copy.
 
     Attributes:
-        decoder: The decomposed decoder, None when no module was recognised.
+        decoder: The decomposed decoder, None when no module was detected.
         batch_size: B.
         parameter_bytes: All parameters.
         buffer_bytes: All buffers, among them the guidance graph.
@@ -128,7 +128,7 @@ class ModelShape:
         wide_layers: Names of the Linear layers that read all features of the decoder's modality.
         wide_weight_bytes: Weights of these layers, which are among the parameters.
         wide_input_bytes: What these layers keep of their inputs, which is among the base activations.
-        vertices: The graph's encoder, None when no module was recognised.
+        vertices: The graph's encoder, None when no module was detected.
         vertex_bytes: What it keeps of its vertices, which is among the base activations.
         batch_norms: Whether it has layers that normalise by the statistics of a batch.
         blocks: Names of the blocks whose parameters can be gathered one block at a time.

@@ -33,7 +33,7 @@ def deal(
     Args:
         costs: c_k of every stratum, finite and 0 or more, in any unit.
         ranks: No more than there are strata.
-        speeds: What every rank does in a unit of time, above 0; none: they are alike. A rank so slow that an optimum
+        speeds: What every rank does in a unit of time, above 0; none: they are equal. A rank so slow that an optimum
             would leave it without a stratum has one all the same, and may be the slowest then.
         passing: p_k of every stratum, no more than its c_k; none: nothing.
     """

@@ -201,7 +201,7 @@ _ACTIVE: list[LiveBytes] = []
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-    """`UntypedStorage.resize_`, told to the modes that are active."""
+    """`UntypedStorage.resize_`, reported to the active modes."""
     was_empty = storage.nbytes() == 0
     super(torch.UntypedStorage, storage).resize_(size)
     for mode in _ACTIVE:

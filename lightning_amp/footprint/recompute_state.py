@@ -93,7 +93,7 @@ class FirstPass:
         self._tensors: dict[Place, Tensor] = {}
         objects: dict[Place, Any] = {("", f"argument {k}"): a for k, a in enumerate(self.arguments)}
         for name, _, values in self._tables:
-            # torch keeps state of its own under names with two underscores, such as that of fully_shard
+            # torch keeps its own state under names with two underscores, such as that of fully_shard
             for key in (k for k in values if k not in OF_EVERY_MODULE and not k.startswith("__")):
                 value = values[key]
                 if isinstance(value, Tensor):

@@ -95,7 +95,7 @@ class _StandIn:
 def _without(module: nn.Module, blocks: set[int], known: dict[int, nn.Module]) -> nn.Module:
     """The module with its own parameters and settings, and with blocks that have nothing but settings.
 
-    Hooks of the module itself run around whatever its forward is; those of what it has beside blocks stay, and are in
+    Hooks of the module itself run around whatever its forward is; those of what it has outside blocks stay, and are in
     the way of a capture.
     """
     if id(module) in known:

@@ -103,7 +103,7 @@ def dims_of(call: OperatorCall) -> Dims | None:
 
 
 def sums_over(*ops: str) -> Callable[[Rule], Rule]:
-    """Add the rule of what operators sum over, beside their rule of dims."""
+    """Add the rule of what operators sum over, besides their rule of dims."""
 
     def add(rule: Rule) -> Rule:
         SUM_RULES.update(dict.fromkeys(ops, rule))

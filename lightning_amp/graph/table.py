@@ -10,7 +10,7 @@ INPUT, PARAMETER, OPERATOR = "input", "parameter", "operator"
 Dims = tuple[tuple[tuple[int, int], ...], ...]
 """For every dim of a result, the (argument, dim of it) that it follows; () for a dim that follows none."""
 Sums = tuple[tuple[tuple[int, int], ...], ...]
-"""Groups of (argument, dim of it): pieces of all of a group, cut alike, have results that add up to the result."""
+"""Groups of (argument, dim of it): pieces of all of a group, cut equally, have results that add up to the result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from lightning_amp.lightning.checkpoints.find_checkpoint import find_checkpoint
 from lightning_amp.lightning.strategy.registration import START_METHODS
 
 CONFIG_USED = "config_used.yaml"
-"""The configuration of a run, beside its logs."""
+"""The configuration of a run, with its logs."""
 OPTION = "--trainer.strategy."
 RAISE = {"exit_on_error": False}
 """Of a parser that would print its usage, a screenful, and end the process."""
@@ -140,7 +140,7 @@ def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -
             others.append(word)
     if not options:
         return words
-    # a configuration that is to be printed ends the parser
+    # a configuration that is printed ends the parser
     config = parser.parse_args([word for word in others if not word.startswith("--print_config")])
     name = config[config.subcommand].trainer.strategy
     if not isinstance(name, str):

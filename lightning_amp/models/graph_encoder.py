@@ -126,7 +126,7 @@ class GraphEncoder(nn.Module):
 
     def _cumulative(self) -> Float[Tensor, " edge"]:
         """Sums of the weights up to each edge."""
-        # torch sums so on a GPU in an order that may change, and refuses to where runs are to be equal
+        # torch sums so on a GPU in an order that may change, and refuses to where runs must be equal
         on_host = self.weight.is_cuda and torch.are_deterministic_algorithms_enabled()
         weight = self.weight.cpu() if on_host else self.weight
         return weight.cumsum(0, dtype=torch.float64).to(self.weight.device)

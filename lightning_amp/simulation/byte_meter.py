@@ -263,7 +263,7 @@ _KIND_AND_INPUT = {
     "all_to_all_single": ("all_to_all", 0),
     "alltoall_base_": ("all_to_all", 1),
 }
-"""Operator -> kind of collective, and which argument goes in; with and without a result of its own."""
+"""Operator -> kind of collective, and which argument goes in; with and without its own result."""
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 

@@ -26,7 +26,7 @@ HERE = (
 )
 """Settings of the Trainer that are another machine's, or open connections."""
 OWN = "precision=32-true"
-"""Of a computation that has precisions of its own."""
+"""Of a computation that has its own precisions."""
 
 
 class _Idle(Trainer):

@@ -35,7 +35,7 @@ class Row:
 
     @property
     def worst(self) -> str:
-        """Where the error is largest beside what is allowed, of what is wrong first; what is no number comes before."""
+        """The largest error relative to its tolerance, failures first; NaN comes before all."""
         names = self.wrong or self.unclear or self.errors
         return max(names, key=lambda name: _or_infinite(self.errors[name] / self.tolerances[name]))
 

@@ -1,6 +1,6 @@
 """Read the anchors and data columns of a foreign decoder's strata from its two lists of indices.
 
-One of `feature_masks` and `strata_masks` lists anchors, the other columns of the tables. Which is which is told by the
+One of `feature_masks` and `strata_masks` lists anchors, the other columns of the tables. Which is which depends on the
 numbers: columns count up from 0 through all strata, one run after the other.
 
 Legend: cell (B), anchor (N), stratum (K), feature (F in all, F_k of stratum k, stratum-major).

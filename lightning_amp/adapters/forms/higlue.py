@@ -59,7 +59,7 @@ class Form:
         normalised: Without logits, the weights of the strata are 1 / K each, else 1.
         least: What is added to the means.
         kind: Class of the distribution that is returned.
-        ours: Whether our likelihood is to be used, which is the same and has a sparse form.
+        ours: Whether our likelihood is used, which is the same and has a sparse form.
     """
 
     attention: bool = True

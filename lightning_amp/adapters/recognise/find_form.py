@@ -135,7 +135,7 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
 
 
 def _seen(small: Small) -> Form:
-    """What can be told without trying."""
+    """What is known without a trial."""
     given = small.run()
     kind = _kind_of(given)
     binarized = issubclass(kind, torch.distributions.Bernoulli)

@@ -12,7 +12,7 @@ a block holds it. It is one of three:
     recomputed       private ones go as Python     once it asks for the first of them, the forward pass runs again up to
                      lets go of them               the last one; from then on as above, and the inputs are alive
 
-What its own recomputation makes of a tensor that somebody else still holds is there twice.
+What its own recomputation makes of a tensor that other code still holds is there twice.
 
 Known limit: where backward passes do not run in the reverse order of forward passes, more is counted than there is.
 """

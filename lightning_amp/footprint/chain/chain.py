@@ -25,7 +25,7 @@ class ChunkForm:
     """A block of which some operators run in chunks.
 
     Attributes:
-        budget_bytes: That the block was given, in its two passes, beside its arguments and parameters.
+        budget_bytes: That the block was given, in its two passes, besides its arguments and parameters.
         saved_bytes: What it alone keeps from its forward to its backward pass.
         keeps: Tensors (places in `Chain.tensors`) that it holds too.
         extra_seconds: What it takes more than the block as it is.

@@ -91,7 +91,7 @@ def count_step(
     rates: OperatorRates = CPU_CORE,
     around: Around = BY_ITSELF,
 ) -> CountedStep:
-    """Count a step once for all that is to be known of it.
+    """Count a step once for everything needed.
 
     Arguments and errors as for `chain_of`; `names` are those of the blocks that could be stages, in order.
 

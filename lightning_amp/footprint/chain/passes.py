@@ -29,7 +29,7 @@ class Parameter:
 
     Attributes:
         segments: With those that read what earlier segments have made of it without a block.
-        block: Segment of the block that it belongs to, None beside the blocks.
+        block: Segment of the block that it belongs to, None outside the blocks.
     """
 
     name: str

@@ -81,7 +81,7 @@ class _Before:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
-        # by its type, for a lazy object would be made if it was asked for its class
+        # by its type, for a lazy object would be made if its class was requested
         kind = type(value)
         if issubclass(kind, staticmethod | classmethod):
             self.keep(value.__func__, depth)

@@ -53,11 +53,11 @@ class StratumMemoryMonitor(pl.Callback):
     rank 0's when the fit ended with an exception. `written` names them, on rank 0.
 
     Of a module without a decoder `measured_step` is the last measured step of this rank as a ModuleProfile, and
-    `modules()` has its modules beside the prediction; memory_step.json has both steps, and memory.png draws them, by
+    `modules()` has its modules with the prediction; memory_step.json has both steps, and memory.png draws them, by
     kind over the step. Who holds what is counted on CUDA too, as on a CPU.
 
     Of a pipeline schedule.csv has the begin and end of every pass of the last training step that was not measured
-    otherwise, which takes longer, beside the plan's; schedule.png draws both.
+    otherwise, which takes longer, with the plan's; schedule.png draws both.
 
     Args:
         every_n_steps: Distance of measured steps; steps are training batches. With `accumulate_grad_batches` the last

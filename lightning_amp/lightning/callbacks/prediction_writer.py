@@ -81,7 +81,7 @@ class PredictionWriter(pl.Callback):
 
     Raises:
         DataError: an argument is out of range, the trainer has no SingleCellDataModule, no modality has the column or
-            the cells that were asked for, or `out_dir` cannot be made
+            the cells that were requested, or `out_dir` cannot be made
         ModelError: the model does not return or do what is said above
     """
 

@@ -76,7 +76,7 @@ def write_step(
     budget_bytes: int | None,
     plot: bool,
 ) -> list[Path]:
-    """Write memory_step.json, and memory.png if asked for; returns their paths."""
+    """Write memory_step.json, and memory.png if requested; returns their paths."""
     plain = {
         "measured": measured.to_dict(),
         "predicted": None if predicted is None else predicted.to_dict(),

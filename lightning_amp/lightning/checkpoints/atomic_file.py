@@ -1,8 +1,8 @@
 """Write checkpoints atomically: to a temporary file, flushed to the disk, then renamed.
 
-    save    a new file beside the target, locked while it is written, fsync, rename over the target (one step for the
+    save    a new file next to the target, locked while it is written, fsync, rename over the target (one step for the
             file system); an error, of whichever kind, removes the file aside and leaves the target as it was
-    load    an incomplete file is refused by name, with the complete ones beside it
+    load    an incomplete file is refused by name, with the complete ones in its folder
 
 Tensors go to the file one after the other: no second copy of the checkpoint in memory. A file aside that a killed
 process has left, which nobody has locked any more, is removed by the next save of the same machine in that folder.
@@ -79,7 +79,7 @@ def write_state(checkpoint: Any, file: Any) -> None:
     try:
         torch.save(checkpoint, file)
     except RuntimeError as error:
-        # torch's writer raises one of its own after a write that failed
+        # torch's writer raises another one after a write that failed
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -155,7 +155,7 @@ def _incomplete(path: Path, error: Exception) -> str:
 
 
 def _others(path: Path) -> str:
-    """The complete checkpoints beside a path, the newest first."""
+    """The complete checkpoints in the folder of a path, the newest first."""
     files = [
         file for file in path.parent.glob(f"*{path.suffix}") if file != path and zipfile.is_zipfile(file)
     ]

@@ -19,7 +19,7 @@ SHOWN = 5
 
 
 def find_checkpoint(asked: str, trainer: Trainer, same_configuration: Callable[[Path], bool]) -> str:
-    """The path of the checkpoint that is asked for; a word that Lightning can resolve, and a path, stay as they are.
+    """The path of the checkpoint that is requested; a word that Lightning can resolve, and a path, stay as they are.
 
     Args:
         same_configuration: Whether the run whose logs are in a folder had the model and the data of this one.

@@ -48,7 +48,7 @@ class Shards:
     Attributes:
         sharded: Those that were replaced by this rank's shard.
         partial: Whole ones of which a rank's gradient is a part.
-        apart: Whether ranks of the model axis have parameters of their own, whose gradients the step itself completes.
+        apart: Whether ranks of the model axis have their own parameters, whose gradients the step itself completes.
         units: What fsdp, or a technique with steps, has installed; None without it.
     """
 

@@ -71,7 +71,7 @@ def set_random_state(state: tuple[Any, ...], device: torch.device) -> None:
 
 
 def seed_workers(loader: object, *, data_rank: int) -> None:
-    """Let the loader workers of a model group draw alike, where `seed_everything(workers=True)` was called."""
+    """Let the loader workers of a model group draw the same, where `seed_everything(workers=True)` was called."""
     if not isinstance(loader, DataLoader) or not int(os.environ.get("PL_SEED_WORKERS", "0")):
         return
     if loader.worker_init_fn is None:

@@ -4,13 +4,13 @@ Where the policy has chosen the plan, buffers are compared after the first step 
 
 A replicated parameter or a buffer is compared over all ranks, a shard over the data axis, and rows of fsdp over the
 groups of ranks that have the same. Gradients are made equal, so
-only what a rank writes by itself can tell parameters apart; buffers are told apart by running statistics of the rank's
+only what a rank writes by itself makes parameters differ; buffers differ by running statistics of the rank's
 own cells. Then ranks train different models without an error, and a checkpoint has rank 0's. It is a warning, for a
 plain strategy would go on too. Unlike devices may round an optimiser's step in unlike ways: below `TOLERANCE` nothing
 is said.
 
 Buffers that may lawfully differ are left out: those that no checkpoint has, integers (counters, states of generators),
-states of metrics, and statistics that BatchNorm keeps per rank where `share_batch_statistics=False` was asked for.
+states of metrics, and statistics that BatchNorm keeps per rank where `share_batch_statistics=False` was requested.
 
 Collectives per look: one all-gather of a number per tensor; and for tensors whose number differs, broadcasts of them
 and another all-gather. Known limit: changes whose bits add up to nothing are not seen.
@@ -180,7 +180,7 @@ def differing(
     """What differs by more than rounding, the largest difference first; a collective of all ranks.
 
     Args:
-        parts: `id` of what is to be equal over the first of its axes only.
+        parts: `id` of what must be equal over the first of its axes only.
     """
     named = list(held.items())
     if not named:

@@ -63,7 +63,7 @@ class Doing:
         hook: Hook that it is in.
         where: File, line and function of the innermost frame of the user's code inside the hook.
         place: Stage, epoch and batch.
-        batches: Batches begun so far; with the hook, what progress is told by.
+        batches: Batches begun so far; with the hook, the measure of progress.
         unwinding: Whether an error has been raised, and callbacks and loggers hear of it before the run ends.
     """
 

@@ -309,7 +309,7 @@ class Detector:
                 for process in psutil.Process().children(recursive=True):
                     with contextlib.suppress(psutil.Error):
                         process.kill()
-            # beside this thread, for whoever holds the stream's lock may be what is stuck
+            # in another thread, for whoever holds the stream's lock may be what is stuck
             flush = threading.Thread(target=_flush, daemon=True)
             flush.start()
             flush.join(timeout=FLUSH_S)

@@ -49,7 +49,7 @@ class DrySteps:
         chosen: Whether the spec says how it is done; else `choose` finds it.
         sent: Collectives that rank 0 would have issued for the last batch.
         axis: The model axis of a dry run, in which nothing is sent.
-        notes: What is to be said of the choice.
+        notes: Notes on the choice.
 
     Args:
         name, spec, ranks, run_ranks, budget, chosen: As above.

@@ -75,7 +75,7 @@ def with_blocks_outside(
         step: Of the module.
         decoder: Its name.
         rates: Of the device.
-        named: Of recompute and chunk, what was asked for.
+        named: Of recompute and chunk, what was requested.
         share_statistics: Whether ranks of a data axis exchange the statistics of batches.
 
     Raises:

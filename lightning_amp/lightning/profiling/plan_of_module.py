@@ -45,7 +45,7 @@ class ModulePlan:
         seen_at: Counts it with a batch of another length.
         naming: Lets the module's blocks be those of `blocks`, while it is counted.
         named: Whether its techniques were named, rather than chosen by the policy.
-        steps: Of a technique with steps of its own, of which the questions cannot be answered.
+        steps: Of a technique with its own steps, of which the questions cannot be answered.
     """
 
     plan: Plan

@@ -46,7 +46,7 @@ class CellOrder(DataConnector):
             return super()._prepare_dataloader(dataloader, shuffle, mode)
         own = OwnCells(dataloader, **self._share())
         read = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
-        # as `sampler` it is told the epoch
+        # as `sampler` it receives the epoch
         return _with(dataloader, **{"sampler": own, read: own})
 
     def _share(self) -> dict[str, int]:

@@ -60,7 +60,7 @@ class CellWeight:
         self._warned = False
 
     def start(self, batch: object) -> None:
-        """A new training step begins: a collective, which is not waited for before the weight is asked for."""
+        """A new training step begins: a collective, which is not waited for before the weight is requested."""
         if self._mesh.size() > 1:
             # a step without a backward pass, such as one that returns None, has not asked
             self.value()

@@ -45,7 +45,7 @@ class CountedBatches:
 
     @contextmanager
     def counting(self, batch: Any) -> Iterator[None]:
-        """Count what is made of a batch, if it may be more than was made of those before.
+        """Count the bytes of a batch, if they may exceed those of batches before.
 
         Raises:
             StepOverBudget: By the operator whose result is too much.

@@ -104,7 +104,7 @@ class StepTimer(pl.Callback):
         self._steps.append((self._begin, TimedMoment(pl_module.device)))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell the measured beside the predicted time; the plan may have been made anew."""
+        """Print the measured and the predicted time; the plan may have been made anew."""
         if self._plan is None:
             return
         measured, predicted = self.median_seconds, self._plan.predicted_step_seconds

@@ -114,7 +114,7 @@ class MeshStrategy(DDPStrategy):
         )
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let a model group read the same cells: loader workers draw alike, and so do samplers."""
+        """Let a model group read the same cells: loader workers draw the same, and so do samplers."""
         seed_workers(dataloader, data_rank=self.distributed_sampler_kwargs["rank"])
         dataloader = super().process_dataloader(dataloader)
         return dataloader if self._model_ranks == 1 else with_same_draws(dataloader, self._share_draws)

@@ -6,7 +6,7 @@ before the first step.
     compiled modules      replacing leaves of what torch.compile has wrapped, or of a whole module that it traces
 
 Optimisers are looked at in checkpoints/shards.py.
-Known limit: callbacks are recognised by the name of one of their classes.
+Known limit: callbacks are detected by the name of one of their classes.
 """
 
 from collections.abc import Sequence

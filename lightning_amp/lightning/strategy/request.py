@@ -41,7 +41,7 @@ OPTIONS_OF = {
     "tensor_overlap": "tensor3d",
     "tensor_cache": "tensor3d",
 }
-"""Options that say how one strategy is done, which has to be asked for by name."""
+"""Options that say how one strategy is done, which has to be named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +121,13 @@ class Request:
 
     @property
     def sharding(self) -> FullyShard | None:
-        """How fsdp is to split where it was asked for; None leaves it to the policy."""
+        """How fsdp is to split where it was requested; None leaves it to the policy."""
         if self.strategies is None or "fsdp" not in parse_strategies(self.strategies):
             return None
         return FullyShard(shard_ranks=self.fsdp_ranks, offload=self.fsdp_offload)
 
     def data_dir_or(self, data: object) -> str | Path | None:
-        """The data directory that was asked for, else the data module's; None without either."""
+        """The data directory that was requested, else the data module's; None without either."""
         found: str | Path | None = getattr(data, "data_dir", None)
         return found if self.data_dir is None else self.data_dir
 

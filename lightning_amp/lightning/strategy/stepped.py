@@ -175,7 +175,7 @@ def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> C
 
 
 def _given(request: Request) -> Plan | None:
-    """The plan that is to be carried out."""
+    """The plan to carry out."""
     given = request.plan
     return given if given is None or isinstance(given, Plan) else Plan.read(given)
 

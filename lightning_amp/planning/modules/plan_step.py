@@ -17,7 +17,7 @@ from lightning_amp.techniques.fsdp.predict import facts_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
-    """What a plan of a module is made of.
+    """Inputs of a plan of a module.
 
     Attributes:
         seen: Its step.

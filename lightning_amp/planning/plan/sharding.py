@@ -18,7 +18,7 @@ ON_HOST = (
 
 
 def sharding_of(rules: Iterable[Rule]) -> FullyShard | None:
-    """What a plan's rules say of fsdp, all of them alike; None where there is none."""
+    """What a plan's rules say of fsdp, the same in all rules; None where there is none."""
     return next((rule.spec for rule in rules if isinstance(rule.spec, FullyShard)), None)
 
 

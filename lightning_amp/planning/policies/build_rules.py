@@ -78,7 +78,7 @@ def _belongs(spec: Spec, axes: Axes) -> bool:
 
 
 def _saved(strategy: str, chosen: tuple[str, ...], shape: ModelShape, mesh: MeshShape) -> int:
-    """Predicted bytes per rank that a strategy saves beside the others."""
+    """Predicted bytes per rank that a strategy saves besides the others."""
     others = tuple(s for s in chosen if s != strategy)
     peaks = [predict(shape, s, model_ranks=mesh.model).peak_bytes for s in (others, chosen)]
     return max(0, peaks[0] - peaks[1])
@@ -116,7 +116,7 @@ def with_schedule(plan: Plan, shape: ModelShape, *, micro_batches: int | None, s
 
 
 def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Plan:
-    """The same plan for ranks of these speeds, none where they are alike: strata are dealt by them; of stages
+    """The same plan for ranks of these speeds, none where they are equal: strata are distributed by them; of stages
     techniques/pipeline/stages.py takes them.
     """
     if not speeds:

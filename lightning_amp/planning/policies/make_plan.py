@@ -306,7 +306,7 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
 
 
 def _check_pipeline(chosen: tuple[str, ...], shape: ModelShape) -> None:
-    """Refuse, with a PlanError, stages without a list of blocks, and beside what was not tried with them."""
+    """Refuse, with a PlanError, stages without a list of blocks, or with a technique that was not tested with them."""
     if "pipeline" not in chosen:
         return
     beside = [strategy for strategy in chosen if strategy not in ("S1", "pipeline")]

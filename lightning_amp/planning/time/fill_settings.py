@@ -36,7 +36,7 @@ def strata_ends(
     shape: ModelShape, axes: Axes, *, ranks: int, speeds: tuple[float, ...] = ()
 ) -> tuple[int, ...]:
     """One past the last stratum of every rank of the model axis, balanced by the modelled time of the strata, and by
-    the speeds of the ranks where these are not alike.
+    the speeds of the ranks where these are not equal.
 
     Raises:
         PlanError: More ranks than strata.

@@ -74,7 +74,7 @@ def gradients(
             " them parameters of the stratum, detach them, or leave 'stream' out"
         )
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    # the pass of a loss under autocast runs outside of it too; the meta device has no autocast of its own
+    # the pass of a loss under autocast runs outside of it too; the meta device has no autocast itself
     device = outputs[0].device.type
     with torch.autocast(device if torch.amp.is_autocast_available(device) else "cpu", enabled=False):
         found = iter(torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True) if wanted else ())

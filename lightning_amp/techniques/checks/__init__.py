@@ -1,1 +1,1 @@
-"""Whether a part of somebody's module computes what a technique would compute in its place."""
+"""Whether a part of a user's module computes what a technique would compute in its place."""

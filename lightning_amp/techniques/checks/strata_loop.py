@@ -1,7 +1,7 @@
 """What techniques that replace a decoder's strata loop, its child `walk`, ask of the decoder and of that loop.
 
 walk(strata, u, v, log_weights, own=..., **cells)      negative log-likelihood of the own strata, all if None
-stratum.arguments(k, log_weights, **cells)             what a stratum is called with beside v and u
+stratum.arguments(k, log_weights, **cells)             what a stratum is called with besides v and u
 stratum.spine(v)                                       only v for the next stratum
 """
 

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class StratumInputs(NamedTuple, Generic[T]):
-    """What strata read beside their parameters and may have a gradient: tensors, or the gradient of each."""
+    """What strata read besides their parameters and may have a gradient: tensors, or the gradient of each."""
 
     u: T
     v: T

@@ -82,7 +82,7 @@ def _refuse_computed(outer: str, block: nn.Module, layers: Container[nn.Module])
     for one in overrides_of(block) or ():
         if one.position is not Position.INSTEAD:
             continue
-        # what follows the blocks in chunks has a look of its own at what it captures
+        # what follows the blocks in chunks checks what it captures itself
         whole = type(one.run) is InChunks and one.run.train
         inside = block.named_modules() if whole else [("", block)]
         for name, layer in inside:

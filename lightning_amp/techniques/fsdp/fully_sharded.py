@@ -172,7 +172,7 @@ class FullySharded:
             raise ModelError(STRAY)
         for parameter, whole, shown in self._shown:
             if whole.grad is not shown:
-                # somebody has put another one in its place
+                # it has been replaced
                 parameter.shard.grad = whole.grad
 
     def after_update(self) -> None:
@@ -344,7 +344,7 @@ class FullySharded:
                 )
 
     def _refuse_old(self, loss: Tensor) -> None:
-        """Refuse, with a ModelError, a loss that reads a parameter that was split, by a reference of somebody's own."""
+        """Refuse, with a ModelError, a loss that reads a parameter that was split, by a reference in user code."""
         replaced = {id(parameter.whole): parameter.name for parameter in self.parameters}
         found = next((replaced[id(leaf)] for leaf, _ in leaves_of(loss) if id(leaf) in replaced), None)
         if found is not None:

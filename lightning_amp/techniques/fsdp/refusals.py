@@ -23,7 +23,7 @@ def refuse(
 
     Args:
         module: Whole.
-        units: Its blocks that are to be gathered by themselves, by name.
+        units: Its blocks that are gathered separately, by name.
         by_hand: Whether a step of manual optimisation can have the gradients of what is gathered.
         values: Whether parameters are to have their values by now; a plan needs none.
     """

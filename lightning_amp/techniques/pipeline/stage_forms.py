@@ -3,7 +3,7 @@ a step is then.
 
 A recorded step in which they keep everything becomes that in which they keep their inputs: what autograd keeps of such
 a block is let go of after its forward pass, and before the first operator of its backward pass all operators of its
-forward pass come once more, with storages of their own. So every stage's bytes and seconds follow as without.
+forward pass come once more, with their own storages. So every stage's bytes and seconds follow as without.
 
     which    of each rank over the budget the fewest blocks with which it fits, those first that give back the most
              bytes for a second; all of them where that is not enough
@@ -283,7 +283,7 @@ def targets_in_chunks(run: StagesInChunks, again: Collection[int]) -> tuple[Rule
 
 
 def saved_bytes(passes: Passes, block: int) -> int:
-    """What a block keeps of one micro-batch if it is not computed again, beside what it is given."""
+    """What a block keeps of one micro-batch if it is not computed again, besides what it is given."""
     kept = passes.uses[passes.uses[:, 1] == block, 0]
     own = _made_by(passes, block)
     return int(passes.n_bytes[np.unique(kept[own[kept]])].sum())

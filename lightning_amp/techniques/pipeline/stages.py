@@ -240,7 +240,7 @@ def _run(seen: ProfiledStep, part: Passes, asked: PipelineOptions) -> StagesInCh
 
 
 def _drafts(shape: _Shape, run: StagesInChunks, asked: PipelineOptions) -> Iterator[Draft]:
-    """With the blocks that are to be computed again; left open, with none, and with as few as are needed to fit."""
+    """With the blocks that are recomputed; left open, with none, and with as few as are needed to fit."""
     again = repeatable(shape.seen, run.part, ("*",) if asked.again is None else asked.again)
     if asked.again is not None:
         yield _draft(shape, run, ends=asked.ends, again=again)
@@ -273,7 +273,7 @@ def _drafts_in_chunks(shape: _Shape, part: Passes, asked: PipelineOptions) -> It
 
 
 def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: PipelineOptions) -> list[tuple[int, ...]]:
-    """Those that were asked for; else the fastest as it is, and the fastest that fits in its form of least bytes."""
+    """Those that were requested; else the fastest as it is, and the fastest that fits in its form of least bytes."""
     if asked.ends is not None:
         return [asked.ends]
     fastest = _cut(replace(shape, budget=None), part, shape.seconds(part))

@@ -1,7 +1,7 @@
 """Whether a loss reads every parameter on the right side of what the ranks of the model axis share.
 
     outside    every rank computes the same                from whole parameters
-    inside     every rank computes a part of the whole     from split ones: partial, or shards of their own
+    inside     every rank computes a part of the whole     from split ones: partial, or their own shards
 
 A split parameter that the loss also reads outside (a penalty on weights, a table tied to another layer) would count
 once per rank, or be read in part; a whole one that is read inside (a library size that is learned) would get a part of

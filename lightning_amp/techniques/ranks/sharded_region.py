@@ -84,7 +84,7 @@ class SharedRegion(nn.Module):
         return u, v, log_weights
 
     def n_rows(self, n_anchors: int) -> int:
-        """Rows of v that the decoder is to be given."""
+        """Rows of v that the decoder receives."""
         return len(self.anchors.own) if self.anchors is not None and self.given else n_anchors
 
     def _enter_own(self, u: Tensor, v: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,7 +32,7 @@ class HowToSplit:
         """The batch with its tensors split; those that are split already, and all others, are as they were.
 
         Raises:
-            ShardError: None of the tensors that are to be split is in the batch, or one is split over other ranks.
+            ShardError: None of the tensors to split is in the batch, or one is split over other ranks.
         """
         found = list[str]()
 

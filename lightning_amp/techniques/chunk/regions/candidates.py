@@ -76,7 +76,7 @@ class RegionCandidate:
         return written_over(self._table, self.region)
 
     def cut(self, budget: int | None, forward: int, backward: int) -> tuple[int, int] | None:
-        """The fewest pieces within a budget beside so many bytes, and the peak; without a budget the most pieces."""
+        """The fewest pieces within a budget besides so many bytes, and the peak; without a budget the most pieces."""
         lengths = self._lengths
         if budget is None:
             return self.region.units, self._peak(1, forward, backward)

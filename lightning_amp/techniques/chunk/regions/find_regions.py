@@ -261,7 +261,7 @@ class _Flow:
             n_chunks=units,
         )
         reach = reach_of(self.block.rows, region)
-        # entries beside a piece would count twice in a sum
+        # entries besides a piece would count twice in a sum
         return None if reach and self.summed else replace(region, reach=reach)
 
     def _try(self, i: int, dim: int) -> bool:

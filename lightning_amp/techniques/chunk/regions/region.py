@@ -115,7 +115,7 @@ def pieces(units: int, n_chunks: int) -> tuple[tuple[int, int], ...]:
 
 
 def reach_of(rows: Sequence[OperatorRow], region: Region) -> int:
-    """Units beside a piece that a region needs: those of its rows added up along the longest way through it."""
+    """Units besides a piece that a region needs: those of its rows added up along the longest way through it."""
     reach: dict[int, int] = {}
     skipped = {*region.before, *region.sums}
     for i in sorted(region.dims):

@@ -221,7 +221,7 @@ class _Gradient:
         """What a chunk reads: a leaf, whose gradient is added to the sum and let go of as soon as it is whole.
 
         Autograd is handed the piece in its place, which costs nothing and is never read: the gradients of all
-        parameters would else wait for the chunk's end, beside their sums.
+        parameters would else wait for the chunk's end, besides their sums.
         """
         piece = region.piece(self._of.detach(), self._dim, start, size)
         leaf = piece.detach().requires_grad_()

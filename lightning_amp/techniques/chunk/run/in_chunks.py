@@ -24,7 +24,7 @@ from lightning_amp.techniques.rates_of import rates_of
 
 MANY = 8
 """Blocks of several parts above which a module is planned block by block where that keeps it within the budget: blocks
-that are alike are planned once, while the time to plan one graph grows with the square of its operators."""
+that are equal are planned once, while the time to plan one graph grows with the square of its operators."""
 
 
 class InChunks:

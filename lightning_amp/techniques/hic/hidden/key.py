@@ -1,7 +1,7 @@
-"""The children of a stratum's key, recognised by name and structure, for the own channels of a rank (S5).
+"""The children of a stratum's key, detected by name and structure, for the own channels of a rank (S5).
 
-What is not recognised is refused: a part left as it is would compute with some channels as if they were all. What a key
-does beside its children is probed (checks/key.py).
+What is not detected is refused: a part left as it is would compute with some channels as if they were all. What a key
+does besides its children is probed (checks/key.py).
 Legend: D dim.
 """
 

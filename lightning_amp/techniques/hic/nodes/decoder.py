@@ -22,8 +22,8 @@ the softmax once for every micro-batch. What shrinks to a part of 1 / R: everyth
 time. Parameters stay whole; their gradients are parts (`Change.partial`).
 
 Legend: B cells, N anchors, n own anchors, w anchors of a bucket, D dim, K strata, R ranks.
-Known limits: second derivatives are refused; what a key does beside its children is probed on an example
-(checks/key.py), what a stratum does beside its parts is not; v and its gradient are whole outside of the decoder,
+Known limits: second derivatives are refused; what a key does besides its children is probed on an example
+(checks/key.py), what a stratum does besides its parts is not; v and its gradient are whole outside of the decoder,
 unless the graph's vertices are sharded too; random draws inside of the strata are each rank's own.
 """
 

@@ -18,7 +18,7 @@ What shrinks to a part of 1 / R: everything [V, D]. The lists of edges, [E], sta
 
 Legend: V vertices, D dim, E edges, g ghosts of a rank, P sampled edges with m negatives each, F_m features of another
 modality, R ranks.
-Known limits: second derivatives are refused; encoders are recognised by their children (protocol.py), what their
+Known limits: second derivatives are refused; encoders are detected by their children (protocol.py), what their
 forward does with these is not checked; who indexes v by vertex and not through the leaves gets other rows.
 """
 

@@ -47,7 +47,7 @@ def find_entries(before: Any, after: Any, likelihoods: type[nn.Module], module: 
 
 
 def known_entries(x: Num[Tensor, "cell feature"]) -> SparseCounts | None:
-    """The entries of counts, or of some cells and columns of counts; None where they are to be looked for here."""
+    """The entries of counts, or of some cells and columns of counts; None where they are not known yet."""
     whole = whole_of(x)
     if not launches_operators(x) or whole is x or whole.dim() != 2 or whole.stride() != x.stride():
         return None

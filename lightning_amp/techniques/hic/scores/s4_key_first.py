@@ -3,7 +3,7 @@
     (u key^T)[:, feature_anchor] = u key[feature_anchor]^T
 
 Exact: every entry is the same inner product (the matrix product may round its sums in another order). No
-collectives. What shrinks: the products [B, N] of all anchors become the [B, F_k] that are asked for. The
+collectives. What shrinks: the products [B, N] of all anchors become the [B, F_k] that are requested. The
 selected keys [F_k, D] are the price; when the feature_anchor are a run of anchors they are a view and cost nothing.
 With fewer cells than dimensions and F_k near N the price is the higher of the two.
 

@@ -6,7 +6,7 @@ Exact: every cell's log-likelihood is computed from the key, its own u and its o
 sums over cells. What shrinks: scores and likelihood [B, F_k] exist for one micro-batch only. The gradient of the key
 [N, D] is made for every micro-batch and added up; that of its rows of u is its own.
 
-Collectives of the decode and of the softmax (S2, S5, nodes) come once for every micro-batch, on all ranks alike: how
+Collectives of the decode and of the softmax (S2, S5, nodes) come once for every micro-batch, the same on all ranks: how
 many there are depends on the number of cells, which a model group shares.
 
 What a stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, None.
@@ -38,7 +38,7 @@ from lightning_amp.techniques.autograd.precomputed_gradients import (
 from lightning_amp.techniques.checks.same_function import mismatch
 
 PER_CELL = ("library", "log_weight")
-"""What may need a gradient beside u, of all that has a row for every cell."""
+"""What may need a gradient besides u, of all that has a row for every cell."""
 
 
 def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:

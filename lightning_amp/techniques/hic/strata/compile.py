@@ -10,7 +10,7 @@ on without compiling, always are. Where operators only tell their sizes (a simul
 
 No collectives. mode="reduce-overhead" records what is launched on CUDA as graphs, torch's CUDA graph trees; they own
 the memory of what a stratum returns until the next step, so that `stream` and `recompute`, which run a backward pass
-between two strata, are refused beside it.
+between two strata, are not supported with it.
 
 Known limits: what a compiled stratum keeps and needs at most is the compiler's choice, and not predicted; `mean` and
 `spine` are not compiled.

@@ -87,7 +87,7 @@ class _Project(torch.autograd.Function):
             if found is None:
                 found = g @ weight
             else:
-                # the gradient that came in may be somebody else's too
+                # the gradient that came in may be used elsewhere too
                 found = torch.addmm(found, g, weight) if i == 0 else found.addmm_(g, weight)
         needed = ctx.needs_input_grad[1:]
         of_weights = (

@@ -38,7 +38,7 @@ WITHOUT_VALUES = ("FakeTensor", "meta tensor", "device meta", "_local_scalar_den
 """What errors of torch say of tensors without values."""
 
 UNUSED = "Set allow_unused=True"
-"""What torch says of a gradient that does not reach what was asked for."""
+"""What torch says of a gradient that does not reach what was requested."""
 
 
 class Leave(BaseException):

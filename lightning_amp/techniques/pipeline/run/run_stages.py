@@ -37,7 +37,7 @@ class Rest:
 
     Attributes:
         step: Calls the user's step with the batch.
-        silently: The same without what it does beside its loss.
+        silently: The same without what it does besides its loss.
         seed: Of its random numbers.
     """
 

@@ -11,7 +11,7 @@ parts have other weights. So in every step the last stage then runs what follows
 and for the whole batch, from what the blocks have returned for its micro-batches; where the loss is another one, the
 step is refused on all ranks, before any parameter changes. That run is also what logs, updates metrics and returns
 outputs, as one run of the step would. Where random numbers are drawn after the blocks (dropout in a head), the two are
-compared in evaluation mode instead, and what is logged is of a draw of its own.
+compared in evaluation mode instead, and what is logged is of its own draw.
 
 What comes before the loss has to compute every sample by itself. In the first step two micro-batches pass the blocks,
 of which half the samples are the same: where these have another result the step is refused, and so it is where a block
@@ -239,7 +239,7 @@ class PipelinedSteps:
     def _whole(
         self, whole: Step, part: Callable[[int], Any], ran: Ran, work: Work, record: StepRecord
     ) -> None:
-        """On the last stage: what one run of the step does beside its gradients, if it has the same loss."""
+        """On the last stage: what one run of the step does besides its gradients, if it has the same loss."""
         with draws_stay():
             with self._recorder.recording(record):
                 record.returned = _without_graph(self._stages.run_rest(whole, ran.results))
@@ -267,7 +267,7 @@ class PipelinedSteps:
         return self._share(record).returned
 
     def _share(self, record: StepRecord) -> StepRecord:
-        """Of the last stage, on all ranks, which then log alike."""
+        """Of the last stage, on all ranks, which then log the same."""
         shared = self._broadcast(record)
         self._recorder.play(shared, recorded_here=self._stages.is_last)
         device = self._stages.device
