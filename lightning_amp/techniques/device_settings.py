@@ -1,4 +1,4 @@
-"""Whose settings a computation takes: those of a CPU, or those of a device that operators are launched on.
+"""Choose the settings of a computation: those of a CPU, or of a device to which kernels are launched.
 
 A CPU is fastest with tensors that stay in its cache, and with no more work than is needed. An accelerator waits for
 every launch of an operator, and for every number that the host wants to see: few operators on large tensors are

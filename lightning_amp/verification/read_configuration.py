@@ -1,4 +1,4 @@
-"""Model, data module and plan of a configuration of `lightning-amp fit`, without a run."""
+"""Read model, data module and plan from a configuration of `lightning-amp fit`, without a run."""
 
 import warnings
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a verification found, as inert data and as text: errors with tolerances, and suspects."""
+"""Define the result of a verification, as data and as text: errors with tolerances, and suspects."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,5 +1,5 @@
-"""What does not go together with what was installed, because it would train wrongly, and a plan that does not fit; said
-before the first step.
+"""Refuse, before the first step, a plan that does not fit, and features that would train wrongly with the techniques
+that were installed.
 
     sharded parameters    loss scaling, which lets a rank skip a step by what its own shard holds; averaged models
     replaced modules      callbacks that have chosen layers already, such as pruning, or copy replaced buffers

@@ -1,4 +1,4 @@
-"""A scalar whose gradients are computed together with it, so that nothing but them waits for the backward pass.
+"""Define a scalar whose gradients are computed together with it, so that only they are kept for the backward pass.
 
     forward     total, and d total / d input for every input that needs it
     backward    these gradients, times the gradient of the total

@@ -1,4 +1,4 @@
-"""Whether a key, besides what its children compute, needs channels or rows that another rank has.
+"""Check whether a key needs channels or rows of other ranks, besides what its children compute.
 
 Under S5 and nodes a key's own forward runs on a part of v. It is probed on one: a copy of the key, with stand-ins for
 its children that scale single numbers, has to give

@@ -1,4 +1,4 @@
-"""What techniques that replace a decoder's strata loop, its child `walk`, ask of the decoder and of that loop.
+"""Check what techniques that replace a decoder's strata loop, its child `walk`, require of the decoder and the loop.
 
 walk(strata, u, v, log_weights, own=..., **cells)      negative log-likelihood of the own strata, all if None
 stratum.arguments(k, log_weights, **cells)             what a stratum is called with besides v and u

@@ -1,4 +1,4 @@
-"""What every replacement of a module has to keep: the parameters, hooks, and what is set as a `forward`."""
+"""Check what every replacement of a module must keep: the parameters, hooks, and an overridden `forward`."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""A parameter of which every rank of a mesh axis owns a shard: gradient and optimiser state exist there only."""
+"""Define a parameter of which every rank of a mesh axis owns a shard, with its gradient and optimiser state."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The loop over a decoder's strata, as a technique that replaces it sees it; the reference is models' EveryStratum."""
+"""Define the interface of a decoder's loop over strata for techniques; the reference is models' EveryStratum."""
 
 from typing import Generic, NamedTuple, TypeVar
 

@@ -1,4 +1,4 @@
-"""Gradients of a step over the mesh after backward: averaged over the data axis, parts summed over the model axis.
+"""Reduce gradients over the mesh after backward: averaged over the data axis, parts summed over the model axis.
 
     replicated p   grad(p) <- (1 / D) sum over data ranks d of grad_d(p)            a model group has the same
     sharded p      the same, for the rank's own shard

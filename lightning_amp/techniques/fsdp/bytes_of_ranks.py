@@ -1,4 +1,4 @@
-"""Peak bytes of a rank when parameters, gradients and optimiser state are split over the data axis by torch's FSDP2.
+"""Predict the peak bytes of a rank whose parameters, gradients and optimiser state are split by torch's FSDP2.
 
 A step on one device is walked through once more, with activations and temporaries as they are, and of a rank
 

@@ -1,4 +1,4 @@
-"""Any module with parameters, gradients and optimiser state split over the data axis, by torch's `fully_shard`.
+"""Apply torch's `fully_shard` to any module: parameters, gradients and optimiser state over the data axis.
 
     a rank has        ceil(rows / R) rows of every parameter, of its gradient and of its optimiser state
     forward           a unit (units.py) gathers its parameters before its forward, and drops them after it

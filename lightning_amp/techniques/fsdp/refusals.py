@@ -1,4 +1,4 @@
-"""What `fully_shard` cannot split, or would split into something else than the module was; said before anything is."""
+"""Refuse modules that `fully_shard` cannot split, or cannot split exactly, before anything is split."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What fsdp sends in a step, in the place of one average of all gradients.
+"""Predict the seconds of fsdp's collectives, which replace one average of all gradients.
 
     among S ranks           of every unit two all-gathers of its parameters, one reduce-scatter of their gradients
     between D / S groups    of every unit one all-reduce of a rank's rows of gradients

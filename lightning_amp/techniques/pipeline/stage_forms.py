@@ -1,5 +1,4 @@
-"""Blocks of a pipeline's stages that are computed again in their backward pass, or run in chunks: which ones, and what
-a step is then.
+"""Choose which blocks of a pipeline's stages are recomputed or run in chunks, and predict the step with them.
 
 A recorded step in which they keep everything becomes that in which they keep their inputs: what autograd keeps of such
 a block is let go of after its forward pass, and before the first operator of its backward pass all operators of its

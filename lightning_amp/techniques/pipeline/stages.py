@@ -1,4 +1,4 @@
-"""A module's step as a pipeline: where its blocks are cut, into how many micro-batches, and what a step then takes.
+"""Plan a module's step as a pipeline: the cut of its blocks, the number of micro-batches, and the step's time.
 
     1. seconds of every segment, forward and backward, for micro-batch and batch (footprint/chain/passes.py)
     2. the cut of least rho_1 + rho_2 (pipeline/cut.py), under a cap of bytes per stage that depends on how many

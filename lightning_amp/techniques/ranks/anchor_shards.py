@@ -1,4 +1,4 @@
-"""Which anchors each rank holds, and how v [N, D] becomes the own rows of it.
+"""Assign anchors to ranks, and cut v [N, D] to a rank's rows.
 
 Anchors are sharded in whole buckets of attention, so that a bucket and its two neighbours lie on three ranks at most
 (with full attention, which has no buckets, in buckets of one):

@@ -1,4 +1,4 @@
-"""Which channels of the hidden dimension each rank holds, and how values [row, D] become parts of them.
+"""Assign channels of the hidden dimension to ranks, and cut values [row, D] accordingly.
 
 Rotary mixes channel i with channel i + D/2, so both are held by one rank: rank r has the pairs [p_r, p_{r+1}), that is
 the channels p_r .. p_{r+1} - 1 and the same + D/2, in this order. Pairs are sharded as evenly as possible; ranks may

@@ -1,4 +1,4 @@
-"""Whether a loss reads every parameter on the right side of what the ranks of the model axis share.
+"""Check that a loss reads every parameter on the right side of the region that the model axis shares.
 
     outside    every rank computes the same                from whole parameters
     inside     every rank computes a part of the whole     from split ones: partial, or their own shards

@@ -1,4 +1,4 @@
-"""The region of a decoder that ranks share under S2, S5, strata and nodes: inside, a rank has its share of the work.
+"""Define the region of a decoder that ranks share under S2, S5, strata and nodes.
 
     S5         u and v become the own channels; backward, one all-gather of their gradients
     S2         the loss of the own features is summed over the ranks (one all-reduce, forward)

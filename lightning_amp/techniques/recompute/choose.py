@@ -1,4 +1,4 @@
-"""Which blocks are computed again or run in chunks: the least extra time under a budget of bytes, exactly.
+"""Choose which blocks are recomputed or run in chunks: the least extra time under a byte budget, exactly.
 
 Dynamic programming over the blocks in the order of their forward passes. What the blocks so far hold is one number of
 bytes, and bounds on the bytes at a moment are bounds on it from above: of two choices for the blocks so far, one that

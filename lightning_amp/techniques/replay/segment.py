@@ -1,4 +1,4 @@
-"""The operators of a stretch of a training step, and the tensors that they make when they run again."""
+"""Define the operators of a part of a training step, and recompute the tensors that they make."""
 
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A parameter of which a rank of the grid holds one part: its entries of the split dims, flat over all other axes.
+"""Define a parameter of which a rank of the grid holds one part, flat over all other axes.
 
     own part     the entries along dims that are split over x and y; of these a run, cut over the axes that split no dim
     gathered     the runs of those axes, when a layer reads the parameter; the backward pass gathers again

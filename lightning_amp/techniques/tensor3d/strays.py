@@ -1,4 +1,4 @@
-"""Refuse what reads a parameter by another way than its module: it would see this rank's part, or old values.
+"""Refuse reads of a parameter outside its module, which would see this rank's part, or old values.
 
 memory       another tensor lies in a parameter's memory, which the parameter leaves: refused before a fit
 in a step    a reference to the parameter itself: looked for in the first step of each kind

@@ -1,4 +1,4 @@
-"""Regions that are worth choosing from, with what the choice reads of them.
+"""List regions worth choosing from, with the numbers that the choice needs.
 
 Rows above the budget are the paper's peak nodes: a region has at least one. It is left out if a shorter one does the
 same: if it begins earlier than another, though no fewer bytes are alive there (`find_regions`), or ends later, though

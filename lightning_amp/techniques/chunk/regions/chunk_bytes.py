@@ -1,4 +1,4 @@
-"""Bytes alive, row by row, while a captured block runs with some regions piece by piece; forward and backward.
+"""Count live bytes, row by row, of a captured block with some regions in pieces; forward and backward.
 
 Two tables say it, both counted by `graph/peak.py`:
 

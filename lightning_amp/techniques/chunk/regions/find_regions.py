@@ -1,4 +1,4 @@
-"""Every run of operators that can be computed piece by piece, found from its last row upwards.
+"""Find every run of operators that can be computed piece by piece, from the last row upwards.
 
 For a last row and a dim of it (or a sum that it is), rows are passed in reverse order. A row that a cut row reads
 cut is cut itself, if its own dim follows its arguments' and if whoever else reads it inside the run can be cut along

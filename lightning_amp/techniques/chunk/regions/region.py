@@ -1,4 +1,4 @@
-"""A run of operators that is computed piece by piece along one dim of every tensor, and when that changes nothing.
+"""Define `Region`, a run of operators computed piece by piece along one dim, and check that results stay the same.
 
 Legend: a row is an operator or argument of `graph/table.py`, named by its index; a region is the run [first, last] of
 rows. Rows of the run are of three kinds:

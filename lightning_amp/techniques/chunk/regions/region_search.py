@@ -1,4 +1,4 @@
-"""The best set of regions on the line of a block's rows: dynamic programming with a beam.
+"""Search the best set of regions of a block's rows by dynamic programming with a beam.
 
 A label says how the rows before a place can be computed: which memory the rows live in that are still to be read, what
 is saved for the backward pass, what it costs. From a label the line goes on by one row computed whole, or by a region

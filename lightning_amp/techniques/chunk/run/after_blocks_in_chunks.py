@@ -1,4 +1,4 @@
-"""What a module computes after its last block, in chunks: the head of a language model, with its loss.
+"""Run what a module computes after its last block in chunks: the head of a language model, with its loss.
 
 The module's own forward runs up to its last block, with everything that is installed there, and is left when that has
 returned. What it would have computed of the result is then computed by a plan (graph/after_blocks.py).

@@ -1,4 +1,4 @@
-"""Chunks for a module that is no graph as a whole: each block by itself, in what the rest leaves of the budget.
+"""Run a module that cannot be captured as a whole in chunks, block by block, within one budget.
 
 The module's forward is run once on fake tensors. What is alive when a block begins stays alive while it runs, so the
 block may take the budget less that. Between its blocks the module runs as it is written; a block that is called in

@@ -1,4 +1,4 @@
-"""The check of generated code before anything is trained with it: against the block's own forward, in float64.
+"""Check generated code before training with it: against the block's own forward, in float64.
 
     compared    results, changed buffers, and the gradients of all arguments and parameters, of numbers drawn for every
                 result; with the values of the first batch, and the same random numbers

@@ -1,4 +1,4 @@
-"""`lightning_amp.chunk`, and the technique of that name: a forward pass stays within a byte budget, by parts in chunks.
+"""Define `lightning_amp.chunk`, and the technique: a forward pass in chunks stays within a byte budget.
 
 The module is captured as one graph where that is possible, otherwise block by block (the children of its lists and
 sequences); regions of the graph are chosen that keep it within the budget in the least time (regions/), and what

@@ -1,4 +1,4 @@
-"""A region of a block chunk by chunk: only one chunk's inner tensors are alive at a time, in either pass.
+"""Run a region of a block chunk by chunk: only one chunk's inner tensors are alive at a time, in either pass.
 
     forward     for every chunk c:  y[c] = f(x[c], w)            s += g(x[c], w)
     backward    for every chunk c:  f and g of x[c], w again;    dx[c] += x'(dy[c], ds)    dw += w'(dy[c], ds)

@@ -1,4 +1,4 @@
-"""What a module runs in place of its class's forward, so that it takes no more than some bytes."""
+"""Replace a module's forward by one that stays within a byte budget."""
 
 import copy
 import warnings

@@ -1,4 +1,4 @@
-"""Which results may be written over an argument that nothing reads later, in inference: those of operators by entry.
+"""Find results that may be written over an argument in inference, for elementwise operators.
 
 An operator by entry (torch tags it `pointwise`) reads of every argument the entry that it writes, so it may write into
 one of them. It does so by its variant with `out=`, where that has its own kernel: another one would make a copy.

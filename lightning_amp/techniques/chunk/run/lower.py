@@ -1,4 +1,4 @@
-"""A captured block and a chunk plan -> a forward written in Python, which is what runs.
+"""Generate the Python forward of a captured block with a chunk plan.
 
     def region_0(put, size, softmax_input, value):      one chunk of `size` positions
         softmax = aten.softmax.int(softmax_input, -1); del softmax_input

@@ -1,4 +1,4 @@
-"""Chunks within chunks, in inference: a whole block sample by sample, and regions of what one sample computes.
+"""Nest chunks in inference: a whole block sample by sample, and regions within one sample.
 
 Where every row of a block can be cut along one dim, one piece of it is a separate block: it is captured with the
 sizes of a piece, and chunks are planned for it in what the results of the whole leave of the budget.

@@ -1,4 +1,4 @@
-"""Which rows meet which keys in fused attention, and which buckets are computed together; no tensors.
+"""Group buckets of fused attention that are computed together; no tensors.
 
     bucket p: rows [p w, (p + 1) w), keys [b + (p - 1) w, b + (p + 2) w)       b keys before the first row's
 

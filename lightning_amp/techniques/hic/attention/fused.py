@@ -1,4 +1,4 @@
-"""The reference's local attention without scores, weights or gathered neighbours of the whole sequence.
+"""Replace the reference's local attention by one without scores or gathered neighbours of the whole sequence.
 
     rows = softmax(mask(R(q D^-0.5) R(k / |k|)^T)) values
 

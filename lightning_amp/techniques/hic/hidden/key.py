@@ -1,4 +1,4 @@
-"""The children of a stratum's key, detected by name and structure, for the own channels of a rank (S5).
+"""Shard the children of a stratum's key, detected by name and structure, over channels (S5).
 
 What is not detected is refused: a part left as it is would compute with some channels as if they were all. What a key
 does besides its children is probed (checks/key.py).

@@ -1,4 +1,4 @@
-"""nodes, outside of the decoder: every rank of the model axis holds the vertices of its own anchors, and some others.
+"""nodes in the graph encoder: every rank of the model axis holds the vertices of its anchors, and some others.
 
     embedding      a shard on its owner: values, gradient, optimiser state (sharded_parameter.py)
     vertices       messages with ghosts, noise of the own rows, sums over ranks (sharded_vertices.py)

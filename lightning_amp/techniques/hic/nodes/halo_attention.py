@@ -1,4 +1,4 @@
-"""Local attention of the own anchors, with one bucket of a neighbouring rank's rows on each side.
+"""Compute local attention of a rank's anchors, with one bucket of a neighbouring rank's rows on each side.
 
     own buckets that see own ones only     attend(prepare(own q, k, values))
     the first and the last own bucket      attend(prepare(three buckets, the neighbour's among them)), one bucket of it

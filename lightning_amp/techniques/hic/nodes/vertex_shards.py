@@ -1,4 +1,4 @@
-"""Which vertices of the guidance graph each rank holds, and which rows ranks need of each other for its messages.
+"""Assign vertices of the guidance graph to ranks, and list the rows that ranks need of each other.
 
     an anchor         its rank under `nodes` (ranks/anchor_shards.py), so that own rows of v enter the decoder as they
                       are

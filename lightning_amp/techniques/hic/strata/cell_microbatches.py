@@ -1,4 +1,4 @@
-"""The cells of a stratum in micro-batches, forward and backward of one after the other; part of `stream`.
+"""Run the cells of a stratum in micro-batches, forward and backward of one after the other; part of `stream`.
 
     nll(key, u, all cells) = sum over micro-batches of nll(key, u of its cells, its cells)
 

@@ -1,4 +1,4 @@
-"""A parameter that another rank holds: a shape without values, which nothing can be computed from by mistake.
+"""Define a placeholder for a parameter that another rank holds: a shape without values that cannot be misused.
 
 A plain tensor on the device "meta" would not do: torch gives numbers that mean nothing for `x @ meta`, and adds nothing
 where one is added in place (`loss += meta`). So every operator that reads an absent parameter and a tensor with

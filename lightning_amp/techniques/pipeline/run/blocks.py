@@ -1,4 +1,4 @@
-"""Which blocks of a module can be the stages of a pipeline, and the technique that lets them be run so."""
+"""Find the blocks of a module that can be pipeline stages, and define the technique that runs them so."""
 
 import re
 from collections import Counter

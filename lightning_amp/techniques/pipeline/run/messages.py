@@ -1,4 +1,4 @@
-"""What stages send each other: activations and the state of the random numbers forward, gradients back.
+"""Send activations and random states forward between stages, and gradients back.
 
 A receiver knows the shapes, for it has placeholders of what it waits for; so nothing but values is sent, and
 micro-batches may differ in size. That sender and receiver mean the same is compared (`_print_of`): a block whose result

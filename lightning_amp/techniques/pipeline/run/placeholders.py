@@ -1,4 +1,4 @@
-"""Tensors with a shape and no values, in place of what is computed from parameters that other ranks hold.
+"""Define tensors with a shape and no values, for what is computed from parameters of other ranks.
 
 A rank runs the user's whole step up to its own blocks. What comes from the batch alone (targets, masks, positions) is
 computed there; what reads a parameter that is not here (on the device "meta"), or a placeholder, becomes one itself.

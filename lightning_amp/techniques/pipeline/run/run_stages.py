@@ -1,4 +1,4 @@
-"""The micro-batches of one step through the stages of this rank, forward and backward, in the order of a schedule.
+"""Run the micro-batches of one step through the stages of this rank, in the order of a schedule.
 
     loss of the batch = sum over micro-batches of weight_j loss_j           weight_j = samples of j / samples
 

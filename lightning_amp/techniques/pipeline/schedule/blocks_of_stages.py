@@ -1,4 +1,4 @@
-"""What a cut of a pipeline needs besides its seconds: bytes of every block in every stage, and blocks on every rank."""
+"""Compute bytes and blocks of every stage, which a cut of a pipeline needs besides its seconds."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise

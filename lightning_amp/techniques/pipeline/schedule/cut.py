@@ -1,4 +1,4 @@
-"""Layers in order, cut into the stages of a pipeline over devices in order that need not be equal (Zhou et al. 2025).
+"""Cut ordered layers into the stages of a pipeline over ordered, possibly unequal devices (Zhou et al. 2025).
 
     minimise   rho_1 + rho_2                                                                            Eq. 9
     rho_1 = max over stages of max( sum of backward over the stage / speed, sending the gradient back )     Eq. 8

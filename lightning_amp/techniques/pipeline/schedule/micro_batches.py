@@ -1,4 +1,4 @@
-"""How many micro-batches a pipeline takes, and with it where its layers are cut (Zhou et al. 2025, ODPA and CSIMD).
+"""Choose the number of micro-batches together with the cut of layers (Zhou et al. 2025, ODPA and CSIMD).
 
     T(cut, p) = sum over layers of (forward + backward) + sum over cuts of both sendings
                 + (p - 1) (rho_1 + rho_2)                                                                 Eq. 8

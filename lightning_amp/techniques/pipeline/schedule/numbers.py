@@ -1,4 +1,4 @@
-"""Times, bytes and counts as callers hand them over, checked."""
+"""Check times, bytes and counts given by callers."""
 
 from collections.abc import Iterable
 from typing import Any, SupportsFloat, TypeAlias

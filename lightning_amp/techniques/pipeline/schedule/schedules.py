@@ -1,4 +1,4 @@
-"""Which micro-batch a device of a pipeline computes when: GPipe, 1F1B and interleaved 1F1B, and what is in flight.
+"""Order the micro-batches on each device: GPipe, 1F1B and interleaved 1F1B, and what is in flight.
 
 Stage s is on device s mod N. A device computes its passes in the order given here, each as soon as its input is there.
 

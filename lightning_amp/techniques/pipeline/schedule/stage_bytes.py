@@ -1,4 +1,4 @@
-"""Peak bytes of every rank of a pipeline in its second training step, pass by pass, in the order of the schedule.
+"""Predict peak bytes of every rank of a pipeline in its second training step, in the order of the schedule.
 
     always          parameters and optimiser state of the rank's blocks, and of what it reads besides them; buffers;
                     the whole batch; gradients of the last step, which are put aside until this one has its loss

@@ -1,4 +1,4 @@
-"""When every pass of a schedule begins and ends, from the times of its stages, and what devices wait (bubbles).
+"""Compute begin and end of every pass of a schedule from the times of its stages, and idle time (bubbles).
 
     begin of a pass    = max( end of the device's pass before, arrival of its input )
     begin of a sending = max( end of the pass, end of the link's sending before )

@@ -1,4 +1,4 @@
-"""A step that optimises by hand (`automatic_optimization = False`), as stages run it: one that returns its loss.
+"""Run a step with manual optimisation (`automatic_optimization = False`) as stages: as one that returns its loss.
 
     recorded    every run of the step notes what it asks for, `self.manual_backward(loss)`, `self.clip_gradients`, steps
                 and zero_grad of the optimiser, steps of schedulers, and does none of it

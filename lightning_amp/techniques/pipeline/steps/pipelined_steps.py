@@ -1,4 +1,4 @@
-"""The steps of a module whose blocks are stages of a pipeline, in place of its own; the Trainer calls them as ever.
+"""Replace the steps of a module by pipelined ones; the Trainer calls them as before.
 
 A training step cuts the batch into micro-batches and runs the user's step with each of them, forward and backward, in
 the order of the schedule. It returns the loss of the batch with its gradients ready, so that all that follows (scaling,

@@ -1,4 +1,4 @@
-"""Whether every sample passes the blocks by itself, so that micro-batches compute what their batch does.
+"""Check that samples pass the blocks independently, so that micro-batches compute what their batch does.
 
     first        n samples                       f(x_1 .. x_k, x_k+1 .. x_n)
     second       the first k of them, others     f(x_1 .. x_k, y_k+1 .. y_n)
