@@ -166,7 +166,7 @@ def test_cuda_s_kernels_are_called_as_they_are_declared(n: int, monkeypatch: pyt
 )
 def test_refuses_what_has_no_kernel(kind: str, dim: int, dtype: torch.dtype) -> None:
     device: Any = SimpleNamespace(device=SimpleNamespace(type=kind), shape=(3, dim))
-    with pytest.raises(InstallError, match=f"found {dim} channels .* on '{kind}'.*choose 'fused'"):
+    with pytest.raises(InstallError, match=f"support {dim} channels .* on '{kind}'.*choose 'fused'"):
         sdpa._check(device, dtype)
     if kind == "cuda":
         sdpa._check(SimpleNamespace(device=device.device, shape=(3, 8)), torch.float32)  # type: ignore[arg-type]

@@ -383,7 +383,7 @@ def test_refuses_decoders_that_cannot_be_dealt() -> None:
         change_of(small(), DomainParallel(), None, strategy="nodes")
     mesh = fake_mesh(rank=0, ranks=4)
     for decoder, message in (
-        (nn.Linear(2, 2), "on 'Linear', which is no decomposed decoder"),
+        (nn.Linear(2, 2), "support 'Linear', which is no decomposed decoder"),
         (small(key="convolution"), r"has 'strata.1.key' ConvolutionKey"),
         (small(), r"4 ranks on the model axis, and N=9 anchors fill 3 buckets of 3"),
         (small(stratum_index=[0, 0]), r"has buckets of \[\] anchors; allowed is strata with attention"),
