@@ -48,7 +48,7 @@ def build_rules(
     axes = Axes.of(chosen)
     for strategy in (s for s in chosen if s != "S1"):
         finding = diagnosis.finding(STRATEGIES[strategy].signal)
-        why = f"{finding.signal}: {finding.evidence}" if finding else "no signal asks for it"
+        why = f"{finding.signal}: {finding.evidence}" if finding else "no signal suggests it"
         if policy == "auto" and STRATEGIES[strategy].install is None:
             why = "part of the fastest plan that fits"
         targets = [t for t in targets_of(strategy, shape) if _belongs(t[1], axes)]

@@ -118,7 +118,7 @@ def test_what_cannot_be_planned_or_answered_is_refused(whole: Any) -> None:
             PlanError, match="requires a plan with a budget, found none; give device_memory='24GiB'"
         ):
             question()
-    with pytest.raises(ModelError, match="of a 'Linear' and a batch; give a LightningModule"):
+    with pytest.raises(ModelError, match="cannot plan a 'Linear' and a batch; give a LightningModule"):
         lightning_amp.plan(nn.Linear(2, 2), SHAPE)  # type: ignore[call-overload]
     with pytest.raises(PlanError, match="node_devices was given with a module and a batch"):
         lightning_amp.plan(Deep(), SHAPE, node_devices=2)  # type: ignore[call-overload]
