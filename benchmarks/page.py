@@ -98,8 +98,9 @@ def _cut(page: Path, name: str) -> tuple[str, str, str]:
     text = page.read_text() if page.exists() else ""
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise SystemExit(
-            f"{page}: a page with the lines {begin!r} and {end!r}, once each and in this order, was asked for, found"
-            f" {text.count(begin)!r} and {text.count(end)!r} of them; write them where the part is to stand"
+            f"{page}: the page requires the lines {begin!r} and {end!r}, once each and in this"
+            f" order, found {text.count(begin)!r} and {text.count(end)!r} of them; write them where the"
+            " part is to stand"
         )
     before, rest = text.split(begin)
     between, after = rest.split(end)

@@ -46,8 +46,8 @@ def install(layer: nn.Module, spec: SparseInput, mesh: object) -> nn.Module:
     """The replacement of a layer. It shares the parameters, so optimisers and checkpoints see no difference."""
     if type(layer) is not nn.Linear or layer.bias is None:
         raise lightning_amp.InstallError(
-            f"S6 was asked for on {type(layer).__name__!r}; it replaces torch.nn.Linear with a bias only: leave S6"
-            " out, or S2, which splits the same layers"
+            f"S6 does not support {type(layer).__name__!r}; it replaces torch.nn.Linear with a bias only:"
+            " leave S6 out, or S2, which splits the same layers"
         )
     sparse = copy.copy(layer)
     sparse.__class__ = SparseLinear

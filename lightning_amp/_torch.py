@@ -242,7 +242,7 @@ def whole_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def has_kernel(operator: OpOverload, key: str) -> bool:
-    """Whether an operator has a kernel of its own under a dispatch key."""
+    """Whether an operator has its own kernel under a dispatch key."""
     name = f"{operator._schema.name}.{operator._overloadname}".removesuffix(".default")
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
@@ -280,7 +280,7 @@ def values_are_checked() -> bool:
 
 
 def multiplies_in_tf32() -> bool:
-    """Whether float32 products may run in TF32 on CUDA, by whichever of torch's two settings it was asked for."""
+    """Whether float32 products may run in TF32 on CUDA, by whichever of torch's two settings it was requested."""
     asked = torch.backends.cuda.matmul.fp32_precision
     # "none" leaves it to the setting of all backends
     of_all = torch.backends.fp32_precision  # type: ignore[attr-defined]
@@ -305,7 +305,7 @@ def begin_gathered(root: Any) -> None:
 
 
 def _drop_received(root: Any) -> None:
-    """Let go of what the last unit was received as, beside its parameters; torch does at the end of the root's forward.
+    """Release what the last unit was received as, besides its parameters; torch does at the end of the root's forward.
 
     A backward pass that is begun within a training step comes before that.
     """

@@ -1,4 +1,4 @@
-"""Errors a user can cause; each says what was asked, what was found, what is allowed and what to do."""
+"""Define the errors that a user can cause; each states what was found, what is allowed and what to do."""
 
 
 class AmpError(Exception):
@@ -14,7 +14,7 @@ class PlanError(AmpError):
 
 
 class InstallError(AmpError):
-    """A plan does not fit the module it is to be installed on; the module is left as it was."""
+    """A plan does not fit the module it is installed on; the module is left as it was."""
 
 
 class ModelError(AmpError):

@@ -1,4 +1,4 @@
-"""Every picture: memory per stratum and over a step, embedding of cells, contact maps.
+"""Draw all figures: memory per stratum and over a step, embedding of cells, contact maps.
 
 Drawn through matplotlib's object interface: no window system, no global state, so it is safe on any rank and
 in any notebook. Pictures are PNG at 150 dots per inch.
@@ -52,7 +52,7 @@ def memory_curve(
     Args:
         predicted_bytes: [stratum], or None when nothing was predicted
         measured_bytes: [stratum], or None when nothing was measured
-        budget_bytes: memory that may be used; beyond 20 times the data it is told in the legend only
+        budget_bytes: memory that may be used; beyond 20 times the data only the legend shows it
     """
     # The prediction is drawn last and thin: a good one lies on the measurement and must stay visible.
     curves = [
@@ -74,14 +74,14 @@ def simulated_memory(
     title: str,
     rank_label: str,
 ) -> None:
-    """Draw memory after each stratum of a simulated step beside the prediction, its peak, and the budget.
+    """Draw memory after each stratum of a simulated step with the prediction, its peak, and the budget.
 
     Args:
         simulated_bytes: [stratum], as far as the step came
         predicted_bytes: [stratum]
         peak_bytes: most bytes alive at once; what was alive or asked for where the budget was exceeded
         failed_at: where the budget was exceeded, None where it was not
-        budget_bytes: memory that may be used; beyond 20 times the data it is told in the legend only
+        budget_bytes: memory that may be used; beyond 20 times the data only the legend shows it
     """
     curves = [
         (simulated_bytes, f"simulated, {rank_label}", "o-", PALETTE[0], 2.4),
@@ -154,12 +154,12 @@ def step_memory(
     budget_bytes: float | None,
     title: str,
 ) -> None:
-    """Draw memory over a training step as an area by kind, and beside it the modules that hold most at the peak.
+    """Draw memory over a training step as an area by kind, and next to it the modules that hold most at the peak.
 
     Args:
         predicted: the same step before it was run, drawn as a line and as marks
         at: where in the step the peak is
-        budget_bytes: memory that may be used; beyond 20 times the data it is told in the legend only
+        budget_bytes: memory that may be used; beyond 20 times the data only the legend shows it
     """
     top = max(int(one.total.max()) for one in (step, predicted) if one is not None)
     unit, size = _unit(top)
@@ -370,7 +370,7 @@ def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_])
 
 
 def _legend_inches(classes: Sequence[str]) -> float:
-    """Return the width that a legend takes, so that the panel beside it stays as wide as it is high."""
+    """Return the width that a legend takes, so that the panel next to it stays as wide as it is high."""
     names = {str(name) for name in classes}
     n_columns = -(-len(names) // LEGEND_ROWS)
     return n_columns * (0.5 + 0.085 * max(map(len, names), default=0))

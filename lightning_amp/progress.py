@@ -1,4 +1,4 @@
-"""Progress of long work that is not Lightning's own, on standard error: a bar, or a line now and then in a file."""
+"""Report the progress of long work outside Lightning on standard error: a bar, or lines in a log file."""
 
 import sys
 import time

@@ -190,7 +190,7 @@ def plan(
         "model_parallel_size": model_parallel_size,
     }
     if blocks is not None and batch is None:
-        raise PlanError(f"blocks={blocks!r} was given, which goes with a module and a batch; leave it out")
+        raise PlanError(f"blocks={blocks!r} requires a module and a batch; leave it out")
     if isinstance(what, Profile):
         _refuse("a directory's profile, whose plan is one of float32", precision=precision)
         return plan_data(

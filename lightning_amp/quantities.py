@@ -1,4 +1,4 @@
-"""Numbers as people hand them over, byte sizes and durations as they write them: "24GiB", 25769803776; "1.73 s"."""
+"""Parse and print numbers, byte sizes and durations: "24GiB", 25769803776; "1.73 s"."""
 
 import re
 from typing import TypeGuard

@@ -1,4 +1,4 @@
-"""The global random streams of Python, NumPy and torch: where they are, and going on from there."""
+"""Save and restore the global random streams of Python, NumPy and torch."""
 
 import random
 from collections.abc import Iterator

@@ -78,7 +78,7 @@ def main() -> None:
     names = arguments.only.split(",") if arguments.only else [part.name for part in PARTS]
     unknown = sorted(set(names) - {part.name for part in PARTS})
     if unknown:
-        parser.error(f"--only {unknown!r} was asked for; parts are {[part.name for part in PARTS]!r}")
+        parser.error(f"--only {unknown!r} is not supported; parts are {[part.name for part in PARTS]!r}")
     parts = [part for part in PARTS if part.name in names]
     arguments.out.mkdir(parents=True, exist_ok=True)
     # a time limit from outside ends the run as Ctrl-C does

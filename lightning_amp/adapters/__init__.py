@@ -1,1 +1,1 @@
-"""Decoders written elsewhere, recognised by their structure and computed by ours with the same parameter objects."""
+"""Detect decoders written elsewhere by their structure, and compute them by ours with the same parameter objects."""

@@ -1,4 +1,4 @@
-"""Find decoders written elsewhere in a module, and let ours stand in for their forward until `undo`.
+"""Find decoders written elsewhere in a module, and replace their forward by ours until `undo`.
 
 Parameters, names, children and state_dict stay what they are: `forward` is set on the instance. A decoder that no rule
 of the plan has changed gets its own forward back by `keep`, and computes bit for bit what it did before. One that is
@@ -56,7 +56,7 @@ class Adapted:
         self.stand_in()
 
     def stand_in(self) -> None:
-        """Let ours stand in for all that were recognised, also where nothing was changed."""
+        """Let ours stand in for all that were detected, also where nothing was changed."""
         for fqn, (module, forward) in self._forwards.items():
             cast(Any, module).forward = forward
             self.decoders[fqn] = module
@@ -106,7 +106,7 @@ class Adapted:
 
 
 def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
-    """Let our decoders stand in for all that are recognised in a LightningModule.
+    """Let our decoders stand in for all that are detected in a LightningModule.
 
     Known limit: one that is such a decoder itself is not taken for one; a note says so.
 
@@ -175,7 +175,7 @@ class _Forward(StandIn):
         self.first_batch = FirstBatch(module, decoder)
 
     def __call__(self, *given: Any, **named: Any) -> LazyDistribution:
-        """The distribution of the cells' counts, computed when it is asked for; takes u, v, b and l.
+        """The distribution of the cells' counts, computed when it is requested; takes u, v, b and l.
 
         The values of b are looked at on the CPU only, for nothing here is to wait for another device.
 
@@ -205,9 +205,9 @@ def _by_name(given: tuple[Any, ...], named: dict[str, Any], names: tuple[str, ..
     fits = len(found) == len(given) + len(named) and set(INPUTS) <= set(found) <= set(names)
     if not fits:
         raise InstallError(
-            f"a decoder of HiGLUE's shape was called with {len(given)!r} arguments and {sorted(named)!r} by name;"
-            f" allowed are {names!r}, which are all that the plan's decoder knows: leave out the others, or train with"
-            " strategies='S1', which runs the decoder's own forward"
+            f"a decoder of HiGLUE's shape was called with {len(given)!r} arguments and {sorted(named)!r} by"
+            f" name; allowed are {names!r}, the only ones that the plan's decoder takes: leave out the"
+            " others, or train with strategies='S1', which runs the decoder's own forward"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""A computation that a call asked for and that runs later, with the result that it would have had at the call.
+"""Defer a computation, and return later the result that it would have had at the call.
 
 That is so only if no tensor was changed in place since, if gradients are made only where they were enabled all the
 time, and if the same tensors need them.
@@ -18,10 +18,10 @@ SHOWN = 3
 
 
 class Deferred:
-    """A computation that runs when its result is first asked for; one result with gradients, and one without.
+    """A computation that runs when its result is first requested; one result with gradients, and one without.
 
     Args:
-        compute: The computation; is told what was asked for.
+        compute: The computation; receives what was requested.
         tensors: What it will read, by name; what is no tensor is left out.
         after: A deferred computation that it reads the result of, or the tensors of.
     """
@@ -62,10 +62,11 @@ class Deferred:
             ]
         if changes:
             raise InstallError(
-                f"{what} was asked for, and since its call {', '.join(changes[:SHOWN])}"
-                f"{f' and {len(changes) - SHOWN} more' if len(changes) > SHOWN else ''}; a decoder under a plan"
-                " computes when log_prob(x) is summed, and would compute something else now than at the call: take"
-                " log_prob(x).mean() or .sum() before anything changes, or train with strategies='S1'"
+                f"{what} cannot be computed: since its call"
+                f" {', '.join(changes[:SHOWN])}{f' and {len(changes) - SHOWN} more' if len(changes) > SHOWN else ''};"
+                " a decoder under a plan computes when log_prob(x) is summed, and its result would now"
+                " differ from that of the call: take log_prob(x).mean() or .sum() before anything changes,"
+                " or train with strategies='S1'"
             )
 
 

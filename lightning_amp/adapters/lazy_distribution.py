@@ -1,4 +1,4 @@
-"""What a foreign decoder returns while ours computes: a distribution whose log-probability waits to be summed.
+"""Return a distribution for a foreign decoder whose log-probability is computed when it is summed.
 
     decoder(u, v, b, l).log_prob(x)                      [cell, feature], nothing computed yet
         .mean(), .sum(), torch.mean, torch.sum, minus    a scalar: the loss of our decoder, in one call
@@ -36,7 +36,7 @@ from lightning_amp.errors import InstallError
 
 Values = Callable[[str], Tensor]
 EAGER = (
-    "{what} was asked for with gradients, and is computed by the module's own forward: exact, but nothing of what the"
+    "{what} requires gradients and is computed by the module's own forward: exact, but nothing of what the"
     " plan has installed in its decoder is used; log_prob(x).mean() and .sum() use it"
 )
 
@@ -75,7 +75,7 @@ class LazyDistribution:
         return self._decoder.kind
 
     def __repr__(self) -> str:
-        return f"{self._decoder.kind.__name__}(computed when it is asked for)"
+        return f"{self._decoder.kind.__name__}(computed on access)"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -111,10 +111,10 @@ class LazyDistribution:
             return self._eager(*self._inputs)
         if torch.is_grad_enabled():
             raise InstallError(
-                f"{what} was asked for with gradients, and the decoder's strata are shared by several ranks, which sum"
-                " a loss over all cells and features; allowed are log_prob(x).mean() and .sum(), of which multiples"
-                " may be taken, and everything under torch.no_grad(): write the loss with these, or leave out what"
-                " shares the strata (S2, S5, nodes, strata)"
+                f"{what} requires gradients, and the decoder's strata are shared by several ranks, which sum"
+                " a loss over all cells and features; allowed are log_prob(x).mean() and .sum(), of which"
+                " multiples may be taken, and everything under torch.no_grad(): write the loss with these,"
+                " or leave out what shares the strata (S2, S5, nodes, strata)"
             )
         u, v, b, l = self._inputs  # noqa: E741
         self._look(None)
@@ -131,7 +131,7 @@ class LazyLogProb(Tensor):
     Its own values are NaN: whatever else torch does with it is done with those that `each` computes.
 
     Attributes:
-        total: Computes their sum by our decoder; is told what was asked for.
+        total: Computes their sum by our decoder; receives what was requested.
         each: Computes all of them by the foreign one.
     """
 
@@ -177,9 +177,10 @@ class LazyLogProb(Tensor):
         result = func(*map(whole, args), **{key: whole(value) for key, value in named.items()})
         if name in REFUSED or any(version(one) != old for one, old in computed):
             raise InstallError(
-                f"{name!r} was asked for of log_prob(x), which a decoder under a plan has not computed: what is set or"
-                " changed in place there would be lost; allowed is all that makes a new tensor: use such a one, or"
-                " train with strategies='S1', which runs the decoder's own forward"
+                f"{name!r} is not supported on log_prob(x), which a decoder under a plan has not computed:"
+                " what is set or changed in place there would be lost; allowed are functions that return a"
+                " new tensor: use one of these, or train with strategies='S1', which runs the decoder's own"
+                " forward"
             )
         return result
 

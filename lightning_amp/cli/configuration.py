@@ -39,7 +39,7 @@ def plan_of_configuration(
         named: The module and the batch that were named instead of a configuration.
 
     Returns:
-        Beside it, what its blocks in chunks run, as Python; "" where there are none, and where it is not asked for.
+        Besides, what its blocks in chunks run, as Python; "" where there are none, and where it is not asked for.
 
     Raises:
         AmpError: The module has a Hi-C decoder, its step cannot be profiled, or nothing can be planned as asked.
@@ -60,15 +60,15 @@ def plan_of_configuration(
         module, batch = named
     if find_decoders(module):
         raise PlanError(
-            f"{model} was asked for, whose model has a decoder of strata, which is planned by its"
-            " data: name their folder, lightning-amp plan DIR"
+            f"{model} is not supported: its model has a decoder of strata, which is planned by its data:"
+            " name their folder, lightning-amp plan DIR"
         )
     told = _asked(arguments, options)
     request = request_of(told)
     if told.plan is not None:
         raise PlanError(
-            f"{model} was asked for, whose strategy carries out plan={told.plan!r}: there is"
-            " nothing to plan; name --policy or --strategies to plan it otherwise"
+            f"{model} has a strategy that carries out plan={told.plan!r}: there is nothing to plan; name"
+            " --policy or --strategies to plan it otherwise"
         )
     grid = getattr(arguments, "tensor_grid", None)
     if grid is not None:
@@ -97,7 +97,7 @@ def _grid(text: str, strategies: Any) -> tuple[int, ...]:
 
 
 def _asked(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:
-    """What is asked for on the command line, else by the configuration's AMPStrategy."""
+    """What is requested on the command line, else by the configuration's AMPStrategy."""
     asked = argparse.Namespace(**vars(arguments))
     chosen = arguments.policy is not None or arguments.strategies is not None
     others = {"policy", "strategies"} if chosen else set()

@@ -1,7 +1,7 @@
 """`lightning-amp`: demo, prepare, profile, plan, simulate, calibrate, tune, convert, verify, and Lightning's four.
 
 The first four need no torch and start at once; the last four are Lightning's own command line and take its flags.
-`simulate` and `calibrate` load torch once what was asked for is known to make sense.
+`simulate` and `calibrate` load torch once what was requested is known to make sense.
 """
 
 import argparse

@@ -75,7 +75,7 @@ def _made(name: str, init: list[str]) -> "LightningModule":
 
     module, _, attribute = name.partition(":")
     if not module or not attribute.isidentifier():
-        raise ModelError(f"a class was asked for as {name!r}; write MODULE:CLASS, for example my.model:Net")
+        raise ModelError(f"expected MODULE:CLASS, got {name!r}; write for example my.model:Net")
     # as `python -m` does: a console script finds its own folder only
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -84,11 +84,11 @@ def _made(name: str, init: list[str]) -> "LightningModule":
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             raise ModelError(
-                f"{name!r} was asked for, and there is no module {error.name!r} in the current folder or among the"
-                " installed packages; write the module as `import` does, without .py"
+                f"{name!r} cannot be imported: there is no module {error.name!r} in the current folder or"
+                " among the installed packages; write the module as `import` does, without .py"
             ) from error
         raise ModelError(
-            f"{name!r} was asked for, and importing {module!r} fails: {type(error).__name__}: {error}"
+            f"{name!r} cannot be imported: importing {module!r} fails: {type(error).__name__}: {error}"
         ) from error
     kind = getattr(found, attribute, None)
     if not isinstance(kind, type) or not issubclass(kind, LightningModule):
@@ -98,15 +98,15 @@ def _made(name: str, init: list[str]) -> "LightningModule":
             if isinstance(value, type) and issubclass(value, LightningModule) and value.__module__ == module
         ]
         what = f"{module!r} has no {attribute!r}" if kind is None else f"{attribute!r} is no LightningModule"
-        raise ModelError(f"{name!r} was asked for, and {what}; its LightningModules are {there!r}")
+        raise ModelError(f"{name!r} is not supported: {what}; its LightningModules are {there!r}")
     try:
         return kind(**dict(map(_argument, init)))
     except PlanError:
         raise
     except Exception as error:
         raise ModelError(
-            f"{name!r} was asked for, and cannot be made: {type(error).__name__}: {error}; give arguments of its"
-            " constructor as --init NAME=VALUE"
+            f"{name!r} cannot be made: {type(error).__name__}: {error}; give arguments of its constructor as"
+            " --init NAME=VALUE"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What `profile`, `plan` and `simulate` are asked: data or a decoder, devices, strategies, rates."""
+"""Parse the arguments of `profile`, `plan` and `simulate`: data or a decoder, devices, strategies, rates."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -72,19 +72,19 @@ def request_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def latent_dim(arguments: argparse.Namespace) -> int:
-    """The latent dimension that was asked for, else the reference model's."""
+    """The latent dimension that was requested, else the reference model's."""
     from lightning_amp.costs.model_shape import LATENT_DIM
 
     return LATENT_DIM if arguments.latent_dim is None else int(arguments.latent_dim)
 
 
 def rates_asked(arguments: argparse.Namespace) -> "Rates":
-    """Of the device or the file that was asked for, else of one CPU core."""
+    """Of the device or the file that was requested, else of one CPU core."""
     from lightning_amp.costs.device_rates import CPU_CORE, Rates, rates_for
 
     if arguments.rates is not None and arguments.device is not None:
         raise PlanError(
-            f"--rates {arguments.rates!r} was asked for together with --device {arguments.device!r}; give one of them"
+            f"--rates {arguments.rates!r} cannot be used with --device {arguments.device!r}; give one of them"
         )
     if arguments.rates is not None:
         return Rates.read(arguments.rates)
@@ -100,15 +100,15 @@ def read(arguments: argparse.Namespace) -> "Profile":
 
 
 def decoder_asked(arguments: argparse.Namespace) -> "ShapeRequest | None":
-    """The decoder by itself that was asked for instead of a data directory; None where that was named."""
+    """The decoder by itself that was requested instead of a data directory; None where that was named."""
     from lightning_amp.simulation.parse_shape import EXAMPLE, parse_shape
 
     shape, data_dir = arguments.shape, arguments.data_dir
     if (shape is None) == (data_dir is None):
         both = f"both DIR={data_dir!r} and shape={shape!r}"
         raise PlanError(
-            f"a model was asked for with {'neither DIR nor --shape' if shape is None else both}; give one of them: a"
-            f" data directory for the reference model, or --shape {EXAMPLE} for a decoder by itself"
+            f"got {'neither DIR nor --shape' if shape is None else both}; give one of them: a data directory"
+            f" for the reference model, or --shape {EXAMPLE} for a decoder by itself"
         )
     if shape is None:
         return None
@@ -118,8 +118,8 @@ def decoder_asked(arguments: argparse.Namespace) -> "ShapeRequest | None":
     found = parse_shape(shape)
     if None not in (found.batch_size, arguments.batch_size):
         raise PlanError(
-            f"batch={found.batch_size!r} was asked for in --shape, and --batch-size {arguments.batch_size!r} beside"
-            " it; give one of them"
+            f"batch={found.batch_size!r} in --shape cannot be used with --batch-size"
+            f" {arguments.batch_size!r}; give one of them"
         )
     return found
 
@@ -128,4 +128,4 @@ def refuse(arguments: argparse.Namespace, asked: str, options: dict[str, str], w
     """Refuse options that were given though they do not go with another one."""
     given = [name for name, attribute in options.items() if getattr(arguments, attribute) is not None]
     if given:
-        raise PlanError(f"{asked} was asked for together with {', '.join(given)}, {why}; leave them out")
+        raise PlanError(f"{asked} cannot be used with {', '.join(given)}, {why}; leave them out")

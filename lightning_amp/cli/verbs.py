@@ -1,4 +1,4 @@
-"""The commands in words: what each is for, what it does, and an example."""
+"""Describe the commands: purpose, behaviour and an example of each."""
 
 from textwrap import fill
 from typing import Any

@@ -1,4 +1,4 @@
-"""The peak and the extra time of a training step of which some blocks run in another form (footprint/chain/)."""
+"""Compute the peak and the extra time of a step in which some blocks run in another form (footprint/chain/)."""
 
 from collections.abc import Collection, Mapping
 
@@ -57,7 +57,7 @@ def _by_name(chain: Chain, forms: Forms) -> Mapping[str, int]:
         fixed = {block.fqn: block.fixed for block in chain.blocks if block.fixed}
         why = fixed.get(unknown[0], "no block of that name was called in the step")
         raise PlanError(
-            f"recomputing {unknown[0]!r} was asked for, which is not possible: {why}; allowed are"
+            f"recomputing {unknown[0]!r} is not possible: {why}; allowed are"
             f" {', '.join(chain.names) or 'none'}"
         )
     return found

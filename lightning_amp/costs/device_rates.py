@@ -1,4 +1,4 @@
-"""What devices reach, for the cost model: rates of products and of memory, and the links between them.
+"""Define device rates for the cost model: rates of products and of memory, and the links between devices.
 
 Figures of GPUs are those of the vendor's data sheets (NVIDIA GeForce RTX 3090; A100, H100 and H200 in the SXM form):
 products (dense) in float32, TF32, bfloat16 and float16, memory bandwidth, and NVLink in one direction, of the RTX 3090
@@ -61,12 +61,12 @@ class Rates:
         rates = (self.matmul_flops, self.memory_bytes, self.host_bandwidth, *shares)
         if not all(is_number(n) and 0 < n < inf for n in rates) or not max(shares) <= 1:
             raise PlanError(
-                f"{self!r} was asked for; rates are above 0, and shares of them are no more than 1: correct them"
+                f"{self!r} is invalid; rates are above 0, and shares of them are no more than 1: correct them"
             )
         if not (is_number(self.overhead_seconds) and 0 <= self.overhead_seconds < inf):
-            raise PlanError(f"{self!r} was asked for; overhead_seconds is 0 or more: correct it")
+            raise PlanError(f"{self!r} is invalid; overhead_seconds is 0 or more: correct it")
         if not isinstance(self.device, str) or not self.device.strip():
-            raise PlanError(f"{self!r} was asked for; device is whose rates they are, in words: correct it")
+            raise PlanError(f"{self!r} is invalid; device is whose rates they are, in words: correct it")
 
     def on_nodes_of(self, devices: int | None) -> "Rates":
         """The same rates where a node has so many devices; as they are where that is not known."""
@@ -86,11 +86,11 @@ class Rates:
         try:
             plain: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"rates as JSON were asked for, {source} is not JSON: {error}") from error
+            raise PlanError(f"expected rates as JSON, {source} is not JSON: {error}") from error
         schema = plain.get("schema") if isinstance(plain, dict) else plain
         if schema != SCHEMA:
             raise PlanError(
-                f"rates of schema {SCHEMA} were asked for, {source} has schema {schema!r}; calibrate again"
+                f"expected rates of schema {SCHEMA}, {source} has schema {schema!r}; calibrate again"
             )
         plain.pop("schema")
         try:
@@ -110,8 +110,8 @@ class Rates:
             text = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                f"rates={str(path)!r} were asked for and cannot be read: {error}; write them with"
-                " `lightning-amp calibrate --out FILE.json`"
+                f"rates={str(path)!r} cannot be read: {error}; write them with `lightning-amp calibrate"
+                " --out FILE.json`"
             ) from error
         return cls.from_json(text, source=str(path))
 
@@ -134,8 +134,8 @@ def rates_for(device_name: str, *, products: str = "float32") -> Rates:
     found = _known(device_name)
     if found is None:
         raise PlanError(
-            f"rates of {device_name!r} were asked for; known are names that contain one of {', '.join(DEVICES)}:"
-            " choose the one most like it and calibrate"
+            f"rates of {device_name!r} are not known; supported are names that contain one of"
+            f" {', '.join(DEVICES)}: choose the one most like it and calibrate"
         )
     rates = DEVICES[found]
     flops = PRODUCTS.get(products, {}).get(found)
@@ -165,7 +165,7 @@ def _known(device_name: str) -> str | None:
 def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) -> Rates:
     """Rates under which the prediction for one device is what was measured.
 
-    All that a device's own time consists of is scaled alike; the links are left as they are, and so is whose rates
+    All parts of a device's own time are scaled by one factor; the links are left as they are, and so is whose rates
     they are.
 
     Args:

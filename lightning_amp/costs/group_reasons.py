@@ -1,4 +1,4 @@
-"""Reasons of many blocks as one text: each reason once, with the names of its blocks, runs of numbers together."""
+"""Join the reasons of many blocks into one text: each reason once, with the names of its blocks."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The numbers that the memory model needs of a model: no tensors, no torch.
+"""Define the sizes of a model that the memory model needs: no tensors, no torch.
 
 Legend (as in the reference): B cells in a rank's batch, N anchors, D latent dimension, K strata, F_k features of
 stratum k, w attention window, V vertices of the guidance graph.
@@ -116,7 +116,7 @@ class ModelShape:
     """A model as the memory model sees it; sizes in bytes are those of one whole, unsharded copy.
 
     Attributes:
-        decoder: The decomposed decoder, None when no module was recognised.
+        decoder: The decomposed decoder, None when no module was detected.
         batch_size: B.
         parameter_bytes: All parameters.
         buffer_bytes: All buffers, among them the guidance graph.
@@ -128,7 +128,7 @@ class ModelShape:
         wide_layers: Names of the Linear layers that read all features of the decoder's modality.
         wide_weight_bytes: Weights of these layers, which are among the parameters.
         wide_input_bytes: What these layers keep of their inputs, which is among the base activations.
-        vertices: The graph's encoder, None when no module was recognised.
+        vertices: The graph's encoder, None when no module was detected.
         vertex_bytes: What it keeps of its vertices, which is among the base activations.
         batch_norms: Whether it has layers that normalise by the statistics of a batch.
         blocks: Names of the blocks whose parameters can be gathered one block at a time.
@@ -189,7 +189,7 @@ def reference_shape(
     parts = [m.decomposition for m in profile.modalities if m.decomposition is not None]
     local = any(one.attention and not one.full for one in parts)
     if window is not None and any(one.full for one in parts):
-        raise PlanError(f"window={window!r} was asked for, and full attention has no window; leave it out")
+        raise PlanError(f"window={window!r} is not supported: full attention has no window; leave it out")
     check_model(latent_dim=latent_dim, window=window, attention=local)
     network = NetworkShape()
     decoder = decoder_shape(profile, latent_dim=latent_dim, window=window)

@@ -1,4 +1,4 @@
-"""Ordered strata in contiguous runs, one for each rank, so that the slowest rank is as fast as possible.
+"""Partition ordered strata into contiguous runs, one per rank, so that the slowest rank is as fast as possible.
 
     minimise   max over r of   sum of c_k over the run of r, and of p_k before it, divided by the speed of r
 
@@ -33,7 +33,7 @@ def deal(
     Args:
         costs: c_k of every stratum, finite and 0 or more, in any unit.
         ranks: No more than there are strata.
-        speeds: What every rank does in a unit of time, above 0; none: they are alike. A rank so slow that an optimum
+        speeds: What every rank does in a unit of time, above 0; none: they are equal. A rank so slow that an optimum
             would leave it without a stratum has one all the same, and may be the slowest then.
         passing: p_k of every stratum, no more than its c_k; none: nothing.
     """

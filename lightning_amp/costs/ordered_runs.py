@@ -1,4 +1,4 @@
-"""Ordered layers in contiguous runs, one for each of several ordered devices, under a bound on forward and backward.
+"""Partition ordered layers into contiguous runs over ordered devices, under a bound on forward and backward.
 
     time of a run forward      forward costs of its layers, summed, times the device's time for a unit of cost
     a cut is legal             where what is sent over it takes no longer than the bound, there and back

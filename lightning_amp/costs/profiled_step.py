@@ -81,7 +81,7 @@ class ProfiledStep:
         return max(alone + self.agreed_bytes(ranks), self.averaging_bytes(ranks))
 
     def averaging_bytes(self, ranks: int) -> int:
-        """What is there when gradients are whole, beside it a byte for each of them, and the small ones' copies; of one
+        """What is there when gradients are whole, with a byte for each of them, and the small ones' copies; of one
         rank, which averages nothing, 0."""
         if ranks == 1:
             return 0

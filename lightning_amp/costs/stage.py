@@ -1,4 +1,4 @@
-"""What a plan says of the stages of a pipeline, as inert data: their blocks, their times, and the bytes of their ranks.
+"""Define what a plan records of pipeline stages: their blocks, their times, and the bytes of their ranks.
 
 Legend: seconds are predicted, of one micro-batch; stage s is on rank s mod the ranks of the model axis.
 """

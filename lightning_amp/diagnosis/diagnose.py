@@ -1,4 +1,4 @@
-"""The bottleneck signals, read from a profile: AMP's three (Zhang et al. 2026, Table 3), then those from outside.
+"""Derive bottleneck signals from a profile: AMP's three (Zhang et al. 2026, Table 3), then registered ones.
 
     HIGH_INPUT_DIMENSIONALITY   n_features >> other modalities                    10 times the next largest
     ATTENTION_DECODER           decoder uses attention                            its keys are built with attention

@@ -1,4 +1,4 @@
-"""A Diagnosis is a list of findings: each signal of the vocabulary, raised or not, with the numbers behind it."""
+"""Define `Diagnosis`, a list of findings: each known signal, raised or not, with the numbers behind it."""
 
 from dataclasses import dataclass
 

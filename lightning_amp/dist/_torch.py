@@ -27,7 +27,7 @@ from torch._functorch import utils as functorch_utils
 # all overloads of one operator
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 
-# shapes are found beside what counts the operators of a step
+# shapes are found besides what counts the operators of a step
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode

@@ -134,7 +134,7 @@ def batch_normalised(
 
     Args:
         x, weight, bias, eps: As of torch's batch_norm.
-        over: Axes whose ranks have other samples, beside those that the tensor is split over.
+        over: Axes whose ranks have other samples, besides those that the tensor is split over.
         once: Returns what its argument returns, or has returned in a pass before.
         track: Called with the whole mean, sum of squared deviations and number of values, before anything is saved for
             the backward pass: a second pass may end there.

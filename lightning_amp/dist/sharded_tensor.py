@@ -1,4 +1,4 @@
-"""A tensor whose parts lie on several ranks; code that uses it sees the whole: global shapes, global positions.
+"""Define a tensor whose parts lie on several ranks and that behaves like the whole: global shapes and positions.
 
 The part carries autograd, the wrapper does not. A call enters at `__torch_function__`, and goes down to
 `__torch_dispatch__` with the keys of autograd and autocast excluded, so that an operator arrives whole and with its
@@ -110,8 +110,9 @@ class ShardedTensor(Tensor):
         dim = range(local.dim())[dim]
         if sizes is None and axis.group is None:
             raise ShardError(
-                "from_local was called without sizes before the fit, where the step is counted and nothing is sent;"
-                " give the size of every rank's part, or use lightning_amp.as_sharded, which knows them"
+                "from_local was called without sizes before the fit, where the step is counted and nothing"
+                " is sent; give the size of every rank's part, or use lightning_amp.as_sharded, which has"
+                " them"
             )
         if sizes is None:
             found: list[Any] = [None] * axis.size

@@ -1,4 +1,4 @@
-"""A training step that is counted while it runs, and refused where it needs more bytes than it may."""
+"""Count the bytes of a training step while it runs, and raise an error where it exceeds a budget."""
 
 import time
 from collections.abc import Collection, Iterable
@@ -56,8 +56,9 @@ class BoundedStep(StepRecorder):  # type: ignore[no-untyped-call]
             # one refusal: what follows it is the caller's
             self.unbound()
             raise StepOverBudget(
-                f"{life.name} in {life.fqn or 'the module itself'} made a tensor {list(life.shape)} {life.dtype} of"
-                f" {format_bytes(n_bytes)} beside {self._held(key)}; allowed are {format_bytes(self._budget)}"
+                f"{life.name} in {life.fqn or 'the module itself'} made a tensor {list(life.shape)}"
+                f" {life.dtype} of {format_bytes(n_bytes)} in addition to {self._held(key)}; allowed are"
+                f" {format_bytes(self._budget)}"
             )
 
     def _exceeds(self, n_bytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""Why a step failed that was to be counted, and at which line of the user's: in words for a person."""
+"""Describe why a step could not be counted, and at which line of the user's code."""
 
 import linecache
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The blocks of a module: those that a person has named, else the children of its lists and sequences."""
+"""Find the blocks of a module: those that the user names, else the children of its lists and sequences."""
 
 import pkgutil
 from collections.abc import Iterator, Sequence

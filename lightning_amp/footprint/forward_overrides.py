@@ -1,4 +1,4 @@
-"""Overrides of a module's `forward`, set on the instance by techniques, and run in one order.
+"""Manage overrides of a module's `forward`, set on the instance by techniques, and run in one order.
 
     INSTEAD      computes in place of the class's forward, as `run(module, *args, **kwargs)`: chunk, compile, stream, a
                  registered technique
@@ -91,7 +91,7 @@ def add_override(fqn: str, module: nn.Module, new: Override) -> None:
     before = overrides_of(module)
     if before is None:
         raise InstallError(
-            f"{new.strategy} is to change how {fqn!r} runs, whose `forward` is set on the instance to"
+            f"{new.strategy} cannot change how {fqn!r} runs, whose `forward` is set on the instance to"
             f" {vars(module)['forward']!r}; leave it as its class has it, or leave {new.strategy} out"
         )
     for other in before:

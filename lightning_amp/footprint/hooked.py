@@ -1,4 +1,4 @@
-"""The hooks that hang on a module, in words for a person."""
+"""List the hooks of a module for error messages."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Two training steps of a copy in a Trainer that runs nothing else; the second one is counted.
+"""Run two training steps of a copy in a Trainer without callbacks or loggers; the second one is counted.
 
 Lightning's own loop runs both, so hooks, logging, schedulers, automatic and manual optimisation do what they do in
 training. It handles neither signals nor errors: Ctrl-C, SIGTERM and whatever the step raises are for the caller.
@@ -137,8 +137,8 @@ def run_two_steps(
         with suppress(EnoughSeen):
             trainer._fit_impl(module, _Repeated(batch))
             raise ModelError(
-                f"a profile was asked for of {type(module).__name__!r}, whose training_step was not called: the batch"
-                " is None, or on_train_batch_start returned -1; give a batch with which it is called"
+                f"cannot profile {type(module).__name__!r}, whose training_step was not called: the batch is"
+                " None, or on_train_batch_start returned -1; give a batch with which it is called"
             )
     return recorder
 

@@ -1,4 +1,4 @@
-"""Exact bytes of the tensors that are alive, on any device, counted storage by storage.
+"""Count the exact bytes of live tensors on any device, storage by storage.
 
 A storage that an operator returned and did not receive is new and counts until it dies, however many tensors view it.
 Views, in-place operators and `out=` into an existing storage are free. Backward passes are seen too,
@@ -201,7 +201,7 @@ _ACTIVE: list[LiveBytes] = []
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-    """`UntypedStorage.resize_`, told to the modes that are active."""
+    """`UntypedStorage.resize_`, reported to the active modes."""
     was_empty = storage.nbytes() == 0
     super(torch.UntypedStorage, storage).resize_(size)
     for mode in _ACTIVE:

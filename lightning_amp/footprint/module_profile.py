@@ -1,4 +1,4 @@
-"""What a training step of a module needs, as inert data: a ModuleProfile is printed, stored as JSON and compared.
+"""Define `ModuleProfile`: what a training step of a module needs, printable and stored as JSON.
 
 Legend: sizes end in `_bytes`; a module is named as `named_modules` names it, the LightningModule itself is "".
 """
@@ -83,7 +83,7 @@ class ModuleProfile:
         batch_size: Length of the batch's first dimension, None where its tensors have none in common.
         added_bytes: Gradients that are there when the backward pass begins, to which it adds its own.
         first_bytes: Most bytes alive at once in the first step.
-        left_bytes: Made by that step and kept for others, beside gradients and optimiser state, such as what is logged;
+        left_bytes: Made by that step and kept, without gradients and optimiser state, such as what is logged;
             it is none of the second step's bytes.
         counted: What `lightning_amp.plan` plans by, None of a profile that it cannot plan by; not stored.
     """
@@ -124,7 +124,7 @@ class ModuleProfile:
 
         Args:
             path: PNG to write; returned.
-            predicted: The same step as it was predicted, drawn as a line, and beside the modules of this one.
+            predicted: The same step as it was predicted, drawn as a line, next to the modules of this one.
             budget_bytes: Memory that may be used.
             title: What was run.
         """

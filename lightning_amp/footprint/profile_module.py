@@ -1,7 +1,7 @@
-"""LightningModule + batch -> ModuleProfile: two steps of Lightning's own loop, on a copy without values.
+"""Profile a LightningModule and a batch: two steps of Lightning's loop on a copy with fake tensors.
 
 The second step is counted, because the optimiser's state and the last step's gradients exist then; where batches add up
-their gradients, its last batch, which has those of the others beside its own (inner_run.py). Where the step needs
+their gradients, its last batch, which has those of the others besides its own (inner_run.py). Where the step needs
 values, the same two steps run with values, on a copy with the module's weights. Both are run as a guest (guest.py): the
 hooks of the module and of the data module are called on copies, and nothing of the user's notices it.
 
@@ -124,8 +124,9 @@ def counted_step(
             makers.pop(0)
         if with_values and isinstance(failed, StepOverBudget):
             raise PlanError(
-                f"the step of {name!r} cannot be counted without values: {reason}. It was run with values on a copy of"
-                f" the module, and the memory it may take has no room for it beside the module itself: {failed}"
+                f"the step of {name!r} cannot be counted without values: {reason}. It was run with values on"
+                " a copy of the module, and the memory it may take has no room for it together with the"
+                f" module itself: {failed}"
             ) from failed
         if not with_values:
             reason = why_values(failed)

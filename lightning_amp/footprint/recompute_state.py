@@ -1,4 +1,4 @@
-"""What a block was like when its forward pass began, so that it can run a second time as if it were the first.
+"""Save the state before a block's forward pass, so that it can run a second time with the same result.
 
 A second pass is the same function only if it reads the same. It finds
 
@@ -93,7 +93,7 @@ class FirstPass:
         self._tensors: dict[Place, Tensor] = {}
         objects: dict[Place, Any] = {("", f"argument {k}"): a for k, a in enumerate(self.arguments)}
         for name, _, values in self._tables:
-            # torch keeps state of its own under names with two underscores, such as that of fully_shard
+            # torch keeps its own state under names with two underscores, such as that of fully_shard
             for key in (k for k in values if k not in OF_EVERY_MODULE and not k.startswith("__")):
                 value = values[key]
                 if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Operators that run once and stand for several alike ones: of tensors without values not every chunk is run."""
+"""Count repeated operators once, with a multiplier: on fake tensors not every chunk needs to run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Every storage of a training step: who made it, when it was born and when it died.
+"""Record every storage of a training step: its creator, creation and release.
 
 A storage that an operator makes belongs to the module whose forward is running. In the backward pass, autograd numbers
 its nodes in the order of the forward pass: the number of the node that runs tells the module in which it was made. A

@@ -1,4 +1,4 @@
-"""Births and deaths of storages -> ModuleProfile.
+"""Summarise creations and releases of storages as a ModuleProfile.
 
 The clock counts operators. A storage is alive at t if it was born at or before the t-th operator and had not died
 before that operator's results were counted; bytes over time are a running sum of births and deaths.

@@ -1,1 +1,1 @@
-"""Captured blocks of any module, and what their operators do to memory and to dimensions."""
+"""Capture blocks of any module, and analyse what their operators do to memory and to dimensions."""

@@ -1,4 +1,4 @@
-"""What a module computes after its last block, as a block by itself: the head of a language model, with its loss.
+"""Treat what a module computes after its last block as a block: the head of a language model, with its loss.
 
     forward(tokens, labels):  embedding -> block 1 -> ... -> block n -> norm -> head -> loss
                                                              |-------- AfterBlocks ---------|
@@ -95,7 +95,7 @@ class _StandIn:
 def _without(module: nn.Module, blocks: set[int], known: dict[int, nn.Module]) -> nn.Module:
     """The module with its own parameters and settings, and with blocks that have nothing but settings.
 
-    Hooks of the module itself run around whatever its forward is; those of what it has beside blocks stay, and are in
+    Hooks of the module itself run around whatever its forward is; those of what it has outside blocks stay, and are in
     the way of a capture.
     """
     if id(module) in known:

@@ -1,4 +1,4 @@
-"""A captured graph -> Table: every operator is run once by itself, on fake tensors, and its memory is looked at.
+"""Build a Table from a captured graph: run every operator alone on fake tensors and measure its memory.
 
 Of a loop over time, equal operators on equal arguments are looked at once: those behind the first only run.
 """

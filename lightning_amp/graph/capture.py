@@ -1,4 +1,4 @@
-"""Blocks of a module -> graphs of operators, captured once per class and signature, and run in the block's place.
+"""Capture blocks of a module as graphs of operators, once per class and signature, and run them in place of the block.
 
 A block is a child of a ModuleList or Sequential. It is run once on fake tensors while every operator is written down
 above autograd, so the graph is differentiated as the block's own forward is. Parameters and buffers are arguments of
@@ -166,7 +166,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         # two arguments that are one tensor stay one
         given_tensors = [*state.values(), *(values[i] for i in at)]
         tensors = [fresh.setdefault(id(t), _fresh(t)) for t in given_tensors]
-    # what the forward changes beside tensors, it changes in a copy
+    # what the forward changes besides tensors, it changes in a copy
     twin, objects = copy_of(block, fake), _copied(values)
     held = {i: described(value) for i, value in objects.items()}
     before = settings_of(twin), random.getstate(), np.random.get_state()
@@ -283,7 +283,7 @@ def _fresh(tensor: Tensor) -> Tensor:
 
 
 def without_values(values: Any, fake: FakeTensorMode) -> Any:
-    """The same arguments as fake tensors of their own."""
+    """The same arguments as separate fake tensors."""
     flat, spec = tree_flatten(values)
     found: Iterator[Any] = (_leaf(value, fake) if isinstance(value, Tensor) else value for value in flat)
     return tree_unflatten(list(found), spec)

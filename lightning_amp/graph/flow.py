@@ -1,4 +1,4 @@
-"""Which dim of an operator's result follows which dim of its arguments: one rule per operator, without torch.
+"""Define which dim of an operator's result follows which dim of its arguments: one rule per operator, no torch.
 
 A dim of a result follows a dim of an argument if a piece of the result needs only the same piece of the argument. What
 no rule says, does not flow: a sum over a dim ends it, and so does an operator that no rule knows. It is never guessed.
@@ -103,7 +103,7 @@ def dims_of(call: OperatorCall) -> Dims | None:
 
 
 def sums_over(*ops: str) -> Callable[[Rule], Rule]:
-    """Add the rule of what operators sum over, beside their rule of dims."""
+    """Add the rule of what operators sum over, besides their rule of dims."""
 
     def add(rule: Rule) -> Rule:
         SUM_RULES.update(dict.fromkeys(ops, rule))

@@ -1,4 +1,4 @@
-"""The rules of the operators that models are made of, by kind; importing this file registers them."""
+"""Register the dim rules of common operators, by kind."""
 
 from math import prod
 
@@ -141,7 +141,7 @@ def _attention(call: OperatorCall) -> Follows:
     if mask is not None:
         rows = (*call.result[:-1], call.shapes[1][-2])
         pairs += [(d, source) for d, source in broadcast(call.shapes[mask], mask, rows) if d < last]
-    # a causal row is told by its number, which a piece of the rows does not know
+    # a causal row is determined by its number, which a piece of the rows does not know
     return [
         [] if call.arguments.get("is_causal") and d == last - 1 else f
         for d, f in enumerate(collect(call.result, pairs))
@@ -283,7 +283,7 @@ def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
     "slice", "narrow", "split", "split_with_sizes", "chunk", "cat", "unbind", "select", "stack", "getitem"
 )
 def _parts(call: OperatorCall) -> Follows:
-    """All dims but the one that is cut or put together; the results of several are alike."""
+    """All dims but the one that is cut or put together; the results of several are equal."""
     if call.op == "getitem":
         return same_but(call, [])
     dim = call.arguments.get("dim") or 0

@@ -1,4 +1,4 @@
-"""What the graph of a block depends on, as a key: another key asks for another graph.
+"""Compute the key of a block's graph: a new key requires a new graph.
 
 Shapes, strides, dtypes, devices and gradients of arguments, parameters and buffers; which of them are one tensor; other
 arguments; training mode and all plain attributes of the block and its submodules, their classes, and whether they have

@@ -1,4 +1,4 @@
-"""The rules of losses: by value or by row without reduction, sums of pieces with reduction="sum".
+"""Register the dim rules of losses: by value or by row without reduction, sums of pieces with reduction="sum".
 
 A mean is none of these: a capture writes it down as a sum that is divided once (`rewrites.py`).
 """

@@ -1,4 +1,4 @@
-"""Bytes alive while a captured block runs, row by row, forward and backward; without torch.
+"""Compute the live bytes of a captured block, row by row, forward and backward; without torch.
 
 Counted are what the block makes: its arguments and parameters are there before it and after it. Forward: a result lives
 until its last reader has run, or until its backward if that reader keeps it. Backward, in reverse order: the gradient

@@ -1,6 +1,6 @@
-"""The rules of further operators: by value, along some dims, and by places that are looked up.
+"""Register the dim rules of further operators: elementwise, along some dims, and by index.
 
-`embedding_bag` has none: which rows are in one bag is told by values.
+`embedding_bag` has none: which rows are in one bag depends on values.
 """
 
 from lightning_amp.graph.flow import (
@@ -50,7 +50,7 @@ register_flow(
 
 @register_flow("glu", "topk", "sort", "argsort", "cumprod", "logcumsumexp", "cummax", "cummin")
 def _along_one(call: OperatorCall) -> Follows:
-    """All dims but the one that they go along, the last if none is named; the results of several are alike."""
+    """All dims but the one that they go along, the last if none is named; the results of several are equal."""
     return same_but(call, [call.arguments.get("dim", -1)])
 
 
@@ -77,7 +77,7 @@ def _roll(call: OperatorCall) -> Follows:
 
 @register_flow("tril", "triu")
 def _triangle(call: OperatorCall) -> Follows:
-    """Rows and columns are told by their numbers."""
+    """Rows and columns are determined by their numbers."""
     return same_but(call, [-2, -1])
 
 

@@ -1,4 +1,4 @@
-"""Operators that a capture writes down as others, of the same values, because those can be cut into pieces.
+"""Rewrite captured operators as others with the same values that can be cut into pieces.
 
     several views of several tensors    each by itself: a table has one memory for all results of an operator
     a mean of everything                the sum, divided once by how many values there are

@@ -1,4 +1,4 @@
-"""A captured block as a table of operators, without torch: what each holds, saves, costs and where its dims come from.
+"""Define a captured block as a table of operators, without torch: memory, saved tensors, costs and dims of each.
 
 Legend: `n_bytes` of new memory, 0 for a view; an operator is referred to by its index; sizes end in `_bytes`.
 """
@@ -10,7 +10,7 @@ INPUT, PARAMETER, OPERATOR = "input", "parameter", "operator"
 Dims = tuple[tuple[tuple[int, int], ...], ...]
 """For every dim of a result, the (argument, dim of it) that it follows; () for a dim that follows none."""
 Sums = tuple[tuple[tuple[int, int], ...], ...]
-"""Groups of (argument, dim of it): pieces of all of a group, cut alike, have results that add up to the result."""
+"""Groups of (argument, dim of it): pieces of all of a group, cut equally, have results that add up to the result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Module -> ModelShape: what the memory model needs to know of a module, read from its structure."""
+"""Read the ModelShape of a module, which the memory model needs, from its structure."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ PARTS = ("key", "feature_anchor", "scale", "decode")
 def describe(
     module: nn.Module, *, batch_size: int, base_activation_bytes: int = 0, optimizer_slots: int = 1
 ) -> ModelShape:
-    """Read a module's shape; the largest recognised decoder is described, the others count as parameters.
+    """Read a module's shape; the largest detected decoder is described, the others count as parameters.
 
     Args:
         module: The whole LightningModule.
@@ -43,7 +43,7 @@ def describe(
         wide_weight_bytes=sum(layer.weight.nbytes for layer in wide.values()),
         vertices=None if decoder is None else _vertices(module, decoder),
         batch_norms=has_batch_norms(module),
-        # a decoder's strata have techniques of their own
+        # a decoder's strata have their own techniques
         blocks=() if decoder else tuple(find_units(module)),
         block_list=None if decoder else longest_list(module),
     )
@@ -83,7 +83,7 @@ def _wide_layers(module: nn.Module, decoder: DecoderShape) -> dict[str, nn.Linea
 
 
 def _describable(decoder: DecomposedDecoder) -> bool:
-    """Whether all strata have the parts that a memory model and techniques need; else it counts as unrecognised."""
+    """Whether all strata have the parts that a memory model and techniques need; else it counts as undetected."""
     parts = all(hasattr(s, part) for s in decoder.strata for part in PARTS)
     return len(decoder.strata) > 0 and (parts or _is_of_units(decoder))
 

@@ -1,4 +1,4 @@
-"""Put a plan's rules into a module, one after the other in the order of the plan; the first refusal undoes all.
+"""Install a plan's rules in a module, in the order of the plan; the first refusal undoes all.
 
 A technique is a function `(module, spec, mesh) -> Change`, found by the type of the rule's spec: new modules for the
 module itself or for children of it, which own the same parameter objects under the same names (this is checked). A
@@ -50,13 +50,14 @@ def change_of(
     assert installer or row.install, f"{type(spec).__name__} has no installer, which install has checked"
     if installer and row.model_axis and mesh is None:
         raise InstallError(
-            f"{strategy} was asked for on one device, found no mesh; it splits {row.shrinks} over the"
-            f" ranks of a model axis: set model_parallel_size to 2 or more, or leave {strategy} out"
+            f"{strategy} requires several devices, found no mesh; it splits {row.shrinks} over the ranks of"
+            f" a model axis: set model_parallel_size to 2 or more, or leave {strategy} out"
         )
     if installer and installer.on_decoder and not is_decomposed(module):
         raise InstallError(
-            f"{strategy} was asked for on {type(module).__name__!r}, which is no decomposed decoder (`strata`,"
-            f" `chained`, `n_anchors`, `dim`); name the decoder in the rule, or leave {strategy} out"
+            f"{strategy} does not support {type(module).__name__!r}, which is no decomposed decoder"
+            f" (`strata`, `chained`, `n_anchors`, `dim`); name the decoder in the rule, or leave {strategy}"
+            " out"
         )
     function = row.install or function_at(installer.path if installer else "")
     made = function(module, spec, mesh)
@@ -119,9 +120,9 @@ def install_rules(
         overlaps = any(overlap(fqn, decoder) for decoder in decoders)
         if overlaps and _installer(rule).on_blocks:
             raise InstallError(
-                f"{rule.strategy} was asked for on the block {fqn!r}, which is a part of the decoder"
-                f" {', '.join(map(repr, decoders))} or holds it: its strata have techniques of their own; name blocks"
-                " outside of it"
+                f"{rule.strategy} does not support the block {fqn!r}, which is a part of the decoder"
+                f" {', '.join(map(repr, decoders))} or holds it: its strata have separate techniques; name"
+                " blocks outside of it"
             )
     installed = Installed(chunks)
     try:
@@ -156,7 +157,7 @@ def _refuse_shared(module: nn.Module, installed: Installed) -> None:
                 f"{parameter.name!r} of a layer was to be split over ranks, but {use}, which would be trained apart;"
                 " take the layer's rule out of the plan"
             )
-        uses[id(parameter.whole)] = "another layer that is to be split has it too"
+        uses[id(parameter.whole)] = "another layer that the plan splits has it too"
 
 
 def _installer(rule: Rule) -> Installer:
@@ -170,7 +171,7 @@ def _matches(rule: Rule, module: nn.Module) -> list[str]:
     matches = [fqn for fqn, _ in named_parts(module) if fqn and fnmatchcase(fqn, rule.fqn)]
     if not matches:
         raise InstallError(
-            f"{rule.strategy} is to change {rule.fqn!r}, which matches no module of"
+            f"{rule.strategy} cannot change {rule.fqn!r}, which matches no module of"
             f" {type(module).__name__}; its children are {[name for name, _ in module.named_children()]!r}"
         )
     if _installer(rule).on_blocks:

@@ -1,4 +1,4 @@
-"""Which techniques a module's decoder would refuse, found by trying: installed on it, and undone.
+"""Find which techniques a module's decoder does not support, by installing and undoing each.
 
 Only techniques without a mesh are probed; of the others the parts are looked at that they replace. One that a module
 refuses after all is an InstallError, and nothing is installed.

@@ -1,4 +1,4 @@
-"""Lightning's command line whose mistakes are told in one message, with the name that may have been meant."""
+"""Define Lightning's command line with one message per mistake, and a suggestion for a misspelt name."""
 
 import argparse
 import difflib
@@ -22,7 +22,7 @@ from lightning_amp.lightning.checkpoints.find_checkpoint import find_checkpoint
 from lightning_amp.lightning.strategy.registration import START_METHODS
 
 CONFIG_USED = "config_used.yaml"
-"""The configuration of a run, beside its logs."""
+"""The configuration of a run, with its logs."""
 OPTION = "--trainer.strategy."
 RAISE = {"exit_on_error": False}
 """Of a parser that would print its usage, a screenful, and end the process."""
@@ -120,7 +120,7 @@ class CommandLine(LightningCLI):
         if found := re.search(r"given class_path '([\w.]+)':\s+module '([\w.]+)' has no", message):
             path, module = found.groups()
             name = path.rpartition(".")[2]
-            return f"the class {path!r} was asked for; {module!r} has none{meant(name, _names_in(module))}"
+            return f"the class {path!r} does not exist; {module!r} has none{meant(name, _names_in(module))}"
         return message
 
 
@@ -140,7 +140,7 @@ def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -
             others.append(word)
     if not options:
         return words
-    # a configuration that is to be printed ends the parser
+    # a configuration that is printed ends the parser
     config = parser.parse_args([word for word in others if not word.startswith("--print_config")])
     name = config[config.subcommand].trainer.strategy
     if not isinstance(name, str):

@@ -1,1 +1,1 @@
-"""The reference model of the GLUE family: plain single-device modules that know nothing of parallelism."""
+"""The reference model of the GLUE family: plain single-device modules, independent of parallelism."""

@@ -1,4 +1,4 @@
-"""From a cell's data to the mean and the deviation of its latent u.
+"""Encode a cell's data as the mean and the deviation of its latent u.
 
     x -> log1p(total x / library) -> depth x (Linear, LeakyReLU 0.2, BatchNorm, Dropout) -> h
     loc = Linear(h)      std = softplus(Linear(h)) + 1e-7

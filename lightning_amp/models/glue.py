@@ -35,7 +35,7 @@ BURN_IN_NOISE = 1.5
 
 
 class GLUE(LinkedAutoencoders):
-    """Graph-linked autoencoders of Hi-C, RNA, ATAC and methylation cells; knows nothing of devices and ranks.
+    """Graph-linked autoencoders of Hi-C, RNA, ATAC and methylation cells; independent of devices and ranks.
 
     Networks are built from the trainer's data module before `fit`, from a checkpoint, or by `build(inputs)`. What is
     drawn for the graph depends on `seed`, torch's when the model was made, and on the step; of a cell see its `draw`.

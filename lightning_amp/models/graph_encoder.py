@@ -1,4 +1,4 @@
-"""Vertices of the guidance graph: their latent v, and the likelihood of the graph's edges given v.
+"""Encode vertices of the guidance graph as latents v, with the likelihood of the graph's edges given v.
 
     h = A embedding,  A_st = sign w / sqrt(d_s d_t),  d_s = sum of w over the edges of s
     v ~ Normal(h W_loc^T + b, softplus(h W_std^T + b) + 1e-7)
@@ -126,7 +126,7 @@ class GraphEncoder(nn.Module):
 
     def _cumulative(self) -> Float[Tensor, " edge"]:
         """Sums of the weights up to each edge."""
-        # torch sums so on a GPU in an order that may change, and refuses to where runs are to be equal
+        # torch sums so on a GPU in an order that may change, and refuses to where runs must be equal
         on_host = self.weight.is_cuda and torch.are_deterministic_algorithms_enabled()
         weight = self.weight.cpu() if on_host else self.weight
         return weight.cumsum(0, dtype=torch.float64).to(self.weight.device)

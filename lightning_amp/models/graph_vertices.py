@@ -1,4 +1,4 @@
-"""Leaves of the graph encoder that know which vertices a device holds: by themselves all of them.
+"""Leaves of the graph encoder that hold the vertices of a device: all of them by default.
 
     AllVertices        what needs other vertices than the one at hand: messages, noise, means, ends of edges
     FeatureVertices    rows of v for the decoder of one modality

@@ -1,4 +1,4 @@
-"""What the reference model must know of the data to build its networks: sizes, strata and the guidance graph.
+"""Define the sizes, strata and guidance graph that the reference model needs to build its networks.
 
 Kept in checkpoints as plain tensors, numbers and lists, so that a checkpoint can be loaded without the data.
 """
@@ -83,8 +83,8 @@ class ModelInputs:
         unknown = sorted(set(self.modalities) - set(LIKELIHOODS))
         if unknown or not self.modalities:
             raise ModelError(
-                f"GLUE was asked for the modalities {list(self.modalities)!r}; it has decoders for "
-                f"{list(LIKELIHOODS)!r}, choose at least one of these"
+                f"GLUE got the modalities {list(self.modalities)!r}; it has decoders for"
+                f" {list(LIKELIHOODS)!r}, choose at least one of these"
             )
         if (HIC in self.modalities) != (self.strata is not None):
             raise ModelError(

@@ -1,1 +1,1 @@
-"""Which techniques a training run needs, from the data, the model and the devices; imports no torch."""
+"""Choose the techniques of a training run from the data, the model and the devices; imports no torch."""

@@ -1,4 +1,4 @@
-"""The bytes of a step that is run without values: how many, of what kind, and where they exceed a budget.
+"""Count the bytes of a step on fake tensors: how many, of what kind, and where they exceed a budget.
 
     kind               counts
     parameters         parameters and buffers
@@ -263,7 +263,7 @@ _KIND_AND_INPUT = {
     "all_to_all_single": ("all_to_all", 0),
     "alltoall_base_": ("all_to_all", 1),
 }
-"""Operator -> kind of collective, and which argument goes in; with and without a result of its own."""
+"""Operator -> kind of collective, and which argument goes in; with and without its own result."""
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 

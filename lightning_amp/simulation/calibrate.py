@@ -161,8 +161,8 @@ def _device(device: str | None, index: int) -> torch.device:
         raise PlanError(f"device={device!r} is not supported; allowed are 'cpu' and 'cuda'")
     if kind == "cuda" and not 0 <= index < there:
         raise PlanError(
-            f"GPU {index!r} was asked for, and torch finds {there} of them here; allowed are indices below that, and"
-            " device 'cpu'"
+            f"GPU {index!r} is not supported: torch finds {there} of them here; allowed are indices below"
+            " that, and device 'cpu'"
         )
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", index)
 

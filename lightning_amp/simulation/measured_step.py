@@ -1,4 +1,4 @@
-"""The second training step of one rank, phase by phase, with every byte counted.
+"""Measure the second training step of one rank, phase by phase, with every byte counted.
 
 The second, because then the optimiser's state and the last step's gradients are there. The first is not run: every
 parameter is given a gradient in its own memory, and the optimiser steps once. A backward pass may leave other

@@ -1,4 +1,4 @@
-"""What is simulated: a module that trains by hand, and a batch; both of the right sizes and without values.
+"""Build the simulated module and batch, of the right sizes on fake tensors.
 
 Everything is made on the meta device but the anchors of the strata's features: S4 looks whether they are a run, of
 which it needs no copy. A profile has their number F_k only; they are taken as a run where F_k >= N - k, as on one

@@ -1,4 +1,4 @@
-"""A decoder as text, such as "anchors=113505,dim=128,strata=32,batch=1".
+"""Parse a decoder from text, such as "anchors=113505,dim=128,strata=32,batch=1".
 
 anchors, dim, strata      N, D, K; must be given, K up to 10,000
 batch                     cells per rank and step
@@ -112,5 +112,5 @@ def _check_sizes(text: str, numbers: dict[str, int], choices: dict[str, str]) ->
 
 def _refusal(text: str, found: str, allowed: str) -> PlanError:
     return PlanError(
-        f"shape={text!r} was asked for; {found}; allowed is {allowed}; write for example {EXAMPLE!r}"
+        f"shape={text!r} is not supported; {found}; allowed is {allowed}; write for example {EXAMPLE!r}"
     )

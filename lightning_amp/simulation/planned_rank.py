@@ -1,4 +1,4 @@
-"""A module with a plan carried out on it."""
+"""Install a plan in a simulated module."""
 
 from collections.abc import Mapping
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""What a person asks to be simulated -> how to make it, and its plan."""
+"""Define a simulation request, and build its module and plan."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A plan, and a module without values -> what a training step needs on every rank."""
+"""Simulate a plan: what a training step needs on every rank, with a module on fake tensors."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -110,8 +110,8 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str =
     """
     if plan.mesh.model > MOST_MODEL_RANKS:
         raise PlanError(
-            f"a model axis of {plan.mesh.model:,} ranks was asked for; simulated are {MOST_MODEL_RANKS:,} or fewer:"
-            " choose a smaller model_parallel_size, or fewer devices"
+            f"a model axis of {plan.mesh.model:,} ranks is not supported; simulated are {MOST_MODEL_RANKS:,}"
+            " or fewer: choose a smaller model_parallel_size, or fewer devices"
         )
     # a rank of the data axis has other cells, but as many
     ranks = range(plan.mesh.model)
@@ -144,9 +144,9 @@ def fake_world(shape: MeshShape, *, rank: int) -> Iterator[DeviceMesh]:
     """
     if dist.is_initialized():
         raise PlanError(
-            f"a simulation was asked for in a process that is rank {dist.get_rank()!r} of {dist.get_world_size()!r}"
-            " already; a fake process group cannot stand beside a real one: simulate before training starts, or in"
-            " a process of its own"
+            f"cannot simulate in a process that is rank {dist.get_rank()!r} of {dist.get_world_size()!r}"
+            " already; a fake process group cannot exist together with a real one: simulate before training"
+            " starts, or in a separate process"
         )
     ranks, hook = shape.data * shape.model, sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

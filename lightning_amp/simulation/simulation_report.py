@@ -1,4 +1,4 @@
-"""A simulation as text of at most 80 columns: whether it fits, what memory holds, what could help; and as a picture."""
+"""Print a simulation in at most 80 columns: whether it fits, what memory holds, what could help; or draw it."""
 
 import re
 from collections.abc import Iterable
@@ -94,7 +94,7 @@ def _prediction(simulation: Simulation) -> str:
     peak, predicted = simulation.worst.peak_bytes, plan.predicted_peak_bytes
     found = f"peak: simulated {format_bytes(peak)}"
     if not plan.strata_bytes:
-        return f"{found}, predicted unknown: no decomposed decoder was recognised"
+        return f"{found}, predicted unknown: no decomposed decoder was detected"
     if simulation.worst.failed_at is not None:
         return f"the plan predicts a peak of {format_bytes(predicted)} for a whole step"
     return f"{found}, predicted {format_bytes(predicted)} ({100 * (predicted / peak - 1):+.1f} %)"

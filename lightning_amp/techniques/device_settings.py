@@ -1,4 +1,4 @@
-"""Whose settings a computation takes: those of a CPU, or those of a device that operators are launched on.
+"""Choose the settings of a computation: those of a CPU, or of a device to which kernels are launched.
 
 A CPU is fastest with tensors that stay in its cache, and with no more work than is needed. An accelerator waits for
 every launch of an operator, and for every number that the host wants to see: few operators on large tensors are
@@ -47,7 +47,7 @@ def settings_of(device_type: str) -> Iterator[None]:
     """
     if not device_type:
         raise InstallError(
-            f"the settings of {device_type!r} were asked for; name a type of device, such as 'cpu' or 'cuda'"
+            f"settings of {device_type!r} do not exist; name a type of device, such as 'cpu' or 'cuda'"
         )
     token = _DEVICE_TYPE.set(device_type)
     try:

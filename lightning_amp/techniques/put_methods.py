@@ -1,4 +1,4 @@
-"""Put functions in the place of a module's methods, on the instance, so that its class stays as it is."""
+"""Override a module's methods on the instance, so that its class stays as it is."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

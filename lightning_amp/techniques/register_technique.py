@@ -1,4 +1,4 @@
-"""`register_technique`: a strategy from outside joins the library (AMP's fifth principle, Section 3.1).
+"""Define `register_technique`, which adds a user's technique to the table (AMP's fifth principle, Section 3.1).
 
 What is registered is data and functions that planning does not look into: nothing here imports torch.
 """

@@ -81,14 +81,14 @@ def special_choice(spec: Spec) -> tuple[str, str] | None:
 
 
 def without_blocks(strategies: Iterable[str], asked: Iterable[Spec]) -> list[str]:
-    """Strategies but recompute, if it is asked for blocks alone: they may run again beside any choice of a decoder."""
+    """Strategies but recompute, if it is only for blocks: they may run again with any choice of a decoder."""
     kinds = set(map(type, asked))
     blocks_alone = RecomputeBlock in kinds and RecomputeStrata not in kinds
     return [strategy for strategy in strategies if strategy != "recompute" or not blocks_alone]
 
 
 def of_blocks_alone(strategies: Sequence[str]) -> bool:
-    """Whether recompute, beside a decoder, is of blocks outside of it: others say what is kept of its strata."""
+    """Whether recompute, with a decoder, is of blocks outside of it: others say what is kept of its strata."""
     others = [strategy for strategy in strategies if strategy != "recompute"]
     return len(others) < len(strategies) and any(conflicts(strategies)) and not any(conflicts(others))
 
@@ -133,8 +133,8 @@ def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...
     unknown = [i for i in ids if i not in STRATEGIES]
     if unknown or not ids:
         raise PlanError(
-            f"strategies={asked!r} was asked for, {unknown or 'nothing'!r} is not in the library; allowed are"
-            f" {', '.join(STRATEGIES)}, as a list or separated by commas"
+            f"strategies={asked!r} is not supported: {unknown or 'nothing'!r} is not in the library; allowed"
+            f" are {', '.join(STRATEGIES)}, as a list or separated by commas"
         )
     found = in_order({"S1", *ids})
     refuse_apart(found)

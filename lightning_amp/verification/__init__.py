@@ -1,1 +1,1 @@
-"""One process against several ranks, on a model and a batch of the user's own."""
+"""Compare one process with several ranks, on the user's model and batch."""

@@ -1,4 +1,4 @@
-"""Relative errors of what ranks have recorded, and how large rounding may make them.
+"""Compute relative errors of what ranks have recorded, and bounds from rounding.
 
 Rounding is amplified where a step divides by what is nearly zero: an adaptive optimiser makes a whole step of a
 gradient that is zero but for rounding, such as that of a bias in front of batch normalisation. So one process trains a

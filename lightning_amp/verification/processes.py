@@ -52,7 +52,7 @@ def run_processes(
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise AmpError(
-            "verify was called while one of its own processes was starting; it starts processes that import the"
+            "verify was called while one of its processes was starting; it starts processes that import the"
             ' script again: put the call under `if __name__ == "__main__":`'
         )
     forked = _is_interactive()

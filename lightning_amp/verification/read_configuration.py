@@ -1,4 +1,4 @@
-"""Model, data module and plan of a configuration of `lightning-amp fit`, without a run."""
+"""Read model, data module and plan from a configuration of `lightning-amp fit`, without a run."""
 
 import warnings
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ HERE = (
 )
 """Settings of the Trainer that are another machine's, or open connections."""
 OWN = "precision=32-true"
-"""Of a computation that has precisions of its own."""
+"""Of a computation that has its own precisions."""
 
 
 class _Idle(Trainer):
@@ -87,8 +87,8 @@ def _prepared(path: str, *, values: bool) -> tuple[LightningModule, Any, Around,
             module.configure_model()
     except Exception as error:
         raise ModelError(
-            f"the training step of {path!r} was asked for, whose {type(module).__name__} fails to make its layers in"
-            f" `setup` or `configure_model`: {type(error).__name__}: {error}"
+            f"the training step of {path!r} cannot be read: {type(module).__name__} fails to make its layers"
+            f" in `setup` or `configure_model`: {type(error).__name__}: {error}"
         ) from error
     finally:
         module.trainer = None

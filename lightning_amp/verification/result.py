@@ -1,4 +1,4 @@
-"""What a verification found, as inert data and as text: errors with tolerances, and suspects."""
+"""Define the result of a verification, as data and as text: errors with tolerances, and suspects."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,8 +12,8 @@ NAMED = 4
 """Places of a suspect that are named."""
 SUSPECTS = "Suspects; none is proved, and one difference can hide another: change one, then verify again."
 UNCLEAR = (
-    "? Cannot tell: one process by itself makes as much of a single rounding in its weights, so the error says nothing;"
-    " in float64, where there is less rounding, the same quantity can be told."
+    "? Cannot tell: a single rounding of weights in one process has an effect as large, so the error says"
+    " nothing; in float64, where there is less rounding, the same quantity can be judged."
 )
 
 
@@ -35,7 +35,7 @@ class Row:
 
     @property
     def worst(self) -> str:
-        """Where the error is largest beside what is allowed, of what is wrong first; what is no number comes before."""
+        """The largest error relative to its tolerance, failures first; NaN comes before all."""
         names = self.wrong or self.unclear or self.errors
         return max(names, key=lambda name: _or_infinite(self.errors[name] / self.tolerances[name]))
 

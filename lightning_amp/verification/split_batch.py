@@ -1,4 +1,4 @@
-"""One global batch, and each data rank's cells of it: contiguous parts whose sizes differ by one at most.
+"""Split a global batch over data ranks: contiguous parts whose sizes differ by one at most.
 
 Every tensor's first axis is the cell. In a batch {modality: mapping} every modality has its own number of cells and is
 split by itself; anywhere else all tensors must agree. What is no tensor, array or sparse counts is given whole.

@@ -1,4 +1,4 @@
-"""`verify`: the user's own module on a real batch, one process against several CPU ranks under the plan.
+"""Define `verify`: train the user's module on a real batch, in one process and on several CPU ranks, and compare.
 
     one process    Trainer(devices=1) without this package, on the global batch
     ranks          Trainer(strategy=AMPStrategy(...), devices=N), each data rank on its part of the same batch

@@ -274,7 +274,9 @@ STRUCTURES: dict[str, Any] = {
     "has one stratum only": lambda self: vars(self).update(vars(Decoder(Copy(strata=1)).double())),
     "has 4 strata and lists of [3, 4] layers": lambda self: self.ff_layers.append(nn.Linear(1, 1)),
     "hooks on modules of": lambda self: self.attn_layers[1].register_forward_hook(lambda *_: None),
-    "forward of its own": lambda self: setattr(self, "forward", lambda *given: Decoder.forward(self, *given)),
+    "forward that is set on the instance": lambda self: setattr(
+        self, "forward", lambda *given: Decoder.forward(self, *given)
+    ),
     "not a table of": lambda self: setattr(self, "bias", nn.Parameter(self.bias[:, 1:])),
     "neither the lists of layers": lambda self: [
         delattr(self, name) for name in ("value_layers", "key_convs")

@@ -260,7 +260,7 @@ def test_what_is_computed_in_full_with_gradients_is_said_and_exact() -> None:
     module, given, x = example(BASE)
     expected = torch.autograd.grad(module.decoder(*given).log_prob(x).sum(1).square().sum(), given[0])[0]
     adapt(module)
-    with pytest.warns(UserWarning, match=r"'sum' was taken, was asked for with gradients.*own forward"):
+    with pytest.warns(UserWarning, match=r"'sum' was taken, requires gradients.*own forward"):
         found = module.decoder(*given).log_prob(x).sum(1).square().sum()
     assert torch.equal(torch.autograd.grad(found, given[0])[0], expected)
 
@@ -281,7 +281,7 @@ def test_where_ranks_share_the_strata_the_rest_is_exact_or_refused(on_two_ranks:
             assert mean <= 1e-10
             assert shape
             refused = found[f"{placement} refuses"]
-            assert "asked for with gradients" in refused
+            assert "requires gradients" in refused
             assert "allowed are log_prob(x).mean()" in refused
         assert "23 anchors, and v has 24 rows" in found["anchors"]
 

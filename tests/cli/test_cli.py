@@ -166,7 +166,7 @@ def test_a_mistake_inside_yaml_is_found_under_jsonargparse(data_dir, tmp_path, c
 def test_predictions_need_a_checkpoint(capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-amp"])
     assert main(["predict", "--config", "config.yaml"]) == 2
-    assert "predict was asked for without --ckpt_path" in capsys.readouterr().err
+    assert "predict requires --ckpt_path" in capsys.readouterr().err
 
 
 def test_the_shipped_demo_config_is_the_one_that_the_demo_writes() -> None:

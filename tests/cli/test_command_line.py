@@ -34,7 +34,7 @@ MISTAKES = {
         "'batchsize' was given to lightning_amp.SingleCellDataModule",
         "'batch_size'",
     ),
-    "lightning_amp.GLUE": ("lightning_amp.GLEU", "the class 'lightning_amp.GLEU' was asked for", "'GLUE'"),
+    "lightning_amp.GLUE": ("lightning_amp.GLEU", "the class 'lightning_amp.GLEU' does not exist", "'GLUE'"),
     "amp\n": (
         "\n    class_path: lightning_amp.AMPStrategy\n    init_args: {polcy: paper}\n",
         "'polcy' was given to lightning_amp.AMPStrategy",

@@ -132,7 +132,7 @@ def test_what_is_wrong_with_a_class_or_its_batch_is_said_in_one_message(
         ),
         (["wide_model:Wid", *batch], "'wide_model' has no 'Wid'; its LightningModules are ['Wide']"),
         (["wide_model:Rows", *batch], "'Rows' is no LightningModule; its LightningModules are ['Wide']"),
-        (["wide_model", *batch], "write MODULE:CLASS, for example"),
+        (["wide_model", *batch], "expected MODULE:CLASS, got 'wide_model'; write for example"),
         (["words_model:Words", *batch], "cannot be made: TypeError: Words.__init__() missing 2 required"),
         (["wide_model:Wide", *batch, "--init", "width"], "write --init NAME=VALUE"),
         (["wide_model:Wide"], "was named without --batch"),

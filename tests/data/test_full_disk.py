@@ -268,7 +268,7 @@ def test_a_read_only_disk_is_told_before_the_work(
     monkeypatch.setattr("os.access", lambda path, mode: False)
     monkeypatch.setattr("lightning_amp.simulation.calibrate.calibrate", None)
     assert main(["calibrate", "--out", "r.json"]) == 2
-    assert "--out 'r.json' was asked for, and may not be written" in capsys.readouterr().err
+    assert "--out 'r.json' cannot be written" in capsys.readouterr().err
 
 
 def test_a_file_aside_that_cannot_be_made_or_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

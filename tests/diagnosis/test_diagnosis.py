@@ -46,7 +46,7 @@ def test_each_signal_depends_on_its_own_criterion_only(modality, absent) -> None
         ),
         ({"window": 640}, "local attention, of an anchor to 1,920 in 3 buckets of 640"),
         ({"window": 2000}, "local attention, of an anchor to 5,400 in 3 buckets of 2,000"),
-        ({"known_from": "as it was asked for"}, "local attention (as it was asked for)"),
+        ({"known_from": "as it was requested"}, "local attention (as it was requested)"),
     ],
 )
 def test_attention_is_local_or_full_with_its_width_and_from_where_that_is_known(parts, evidence) -> None:

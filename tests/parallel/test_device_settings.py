@@ -27,7 +27,7 @@ def test_an_error_leaves_no_settings_behind() -> None:
 
 def test_a_device_has_a_name() -> None:
     with (
-        pytest.raises(InstallError, match=r"settings of '' were asked for; name a type of device"),
+        pytest.raises(InstallError, match=r"settings of '' do not exist; name a type of device"),
         settings_of(""),
     ):
         pass

@@ -85,7 +85,7 @@ def test_a_rule_that_matches_nothing_leaves_the_module_as_it_was() -> None:
     made = planned("S1,S3,S4")
     stray = replace(made.rules[-1], fqn="decoders.atac.decode")
     with pytest.raises(
-        InstallError, match="S4 is to change 'decoders.atac.decode', which matches no module of Model"
+        InstallError, match="S4 cannot change 'decoders.atac.decode', which matches no module of Model"
     ):
         install(model, replace(made, rules=(*made.rules[:-1], stray)))
     assert unchanged(model, before)
@@ -146,7 +146,7 @@ def test_a_forward_that_somebody_has_set_is_not_overwritten() -> None:
     module, installed = nn.Sequential(nn.Linear(3, 3)), Installed()
     module[0].forward = theirs = lambda x: x
     with pytest.raises(
-        InstallError, match="S6 is to change how '0' runs, whose `forward` is set on the instance"
+        InstallError, match="S6 cannot change how '0' runs, whose `forward` is set on the instance"
     ):
         installed.apply("0", Change({}, forwards={"": _Twice()}), module, strategy="S6")
     installed.undo()

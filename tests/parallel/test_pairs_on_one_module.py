@@ -74,15 +74,15 @@ REFUSED = [
     *(
         (
             [("chunk", kind)],
-            rf"chunk and share_batch_statistics were asked for on '{NAMES[kind]}': chunk computes it, and ranks"
-            rf" exchange the statistics of '{NAMES[kind]}{inside}'",
+            rf"chunk and share_batch_statistics cannot be used together on '{NAMES[kind]}': chunk computes"
+            rf" it, and ranks exchange the statistics of '{NAMES[kind]}{inside}'",
         )
         for kind, inside in {"1d": "", "2d": "", "3d": "", "untracked": "", "convolution": ".1"}.items()
     ),
-    ([("S7", "1d")], r"S7 and share_batch_statistics were asked for on 'blocks\.0': S7 computes it"),
-    ([("S7", "frozen")], r"S7 and share_batch_statistics were asked for on 'blocks\.4'"),
+    ([("S7", "1d")], r"S7 and share_batch_statistics cannot be used together on 'blocks\.0': S7 computes it"),
+    ([("S7", "frozen")], r"S7 and share_batch_statistics cannot be used together on 'blocks\.4'"),
     ([("chunk", "tied"), ("S7", "tied")], r"S7 and chunk are both to compute 'blocks\.11' \(Linear\)"),
-    ([("S7", "tied"), ("S6", "tied")], r"S6 is to replace .*'blocks\.11' is set on the instance by S7"),
+    ([("S7", "tied"), ("S6", "tied")], r"S6 cannot replace .*'blocks\.11' is set on the instance by S7"),
 ]
 
 
@@ -110,6 +110,6 @@ def test_a_module_with_a_forward_of_its_own_is_not_replaced() -> None:
     module = Zoo(0)
     layer = module.blocks[11]
     layer.forward = lambda x: 2 * nn.Linear.forward(layer, x)
-    with pytest.raises(InstallError, match=r"S6 is to replace 'blocks\.11'.*by <function"):
+    with pytest.raises(InstallError, match=r"S6 cannot replace 'blocks\.11'.*by <function"):
         install_rules(module, rules("S6", module, ["tied"]))
     assert type(module.blocks[11]) is nn.Linear

@@ -184,7 +184,7 @@ def test_full_attention_gets_what_does_not_need_buckets() -> None:
             PlanError, match=rf"local attention is required by {strategy}.*is full \(as asked\).*use 'nodes'"
         ):
             plan(FULL, devices=4, strategies=strategy)
-    with pytest.raises(PlanError, match="window=20 was asked for, and full attention has no window"):
+    with pytest.raises(PlanError, match="window=20 is not supported: full attention has no window"):
         reference_shape(FULL, batch_size=4, window=20)
     # anchors are split one by one
     assert plan(FULL, devices=1024, node_devices=1024, strategies="nodes").mesh.model == 1024

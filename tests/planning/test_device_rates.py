@@ -105,9 +105,7 @@ def test_rates_are_read_from_a_file(tmp_path) -> None:
     file = tmp_path / "rates.json"
     file.write_text(CPU_CORE.to_json())
     assert Rates.read(file) == CPU_CORE
-    with pytest.raises(
-        PlanError, match=r"rates='.*absent.json' were asked for and cannot be read.*calibrate"
-    ):
+    with pytest.raises(PlanError, match=r"rates='.*absent.json' cannot be read.*calibrate"):
         Rates.read(tmp_path / "absent.json")
     file.write_text("{")
     with pytest.raises(PlanError, match=r"rates.json is not JSON"):
@@ -138,7 +136,7 @@ def edited(**changes: Any) -> str:
     ("text", "message"),
     [
         ("{", "here is not JSON"),
-        ("[1]", r"schema 1 were asked for, here has schema \[1\]"),
+        ("[1]", r"schema 1, here has schema \[1\]"),
         (edited(schema=2), "here has schema 2; calibrate again"),
         (edited(speed=1), "here does not read as rates: .*'speed'.*their fields are"),
         (edited(links=None), "here does not read as rates"),

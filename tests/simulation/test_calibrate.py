@@ -107,8 +107,8 @@ def test_a_busy_machine_is_not_calibrated(monkeypatch, seconds, worked, found) -
     ("device", "index", "message"),
     [
         ("tpu", 0, "device='tpu' is not supported; allowed are 'cpu' and 'cuda'"),
-        ("cuda", 99, "GPU 99 was asked for, and torch finds"),
-        ("cuda", -1, "GPU -1 was asked for"),
+        ("cuda", 99, "GPU 99 is not supported: torch finds"),
+        ("cuda", -1, "GPU -1 is not supported"),
     ],
 )
 def test_devices_that_are_not_there(device, index, message) -> None:

@@ -261,7 +261,7 @@ def test_the_command_reads_the_configuration_of_fit(
     assert {one["suspect"] for one in found["suspects"]} == {"batch statistics"}
     assert found["schema"] == 2
     assert main(["verify", "--config", str(tmp_path / "none.yaml")]) == 2
-    assert "none.yaml' was asked of verify and is no file" in capsys.readouterr().err
+    assert "none.yaml'; give the YAML of" in capsys.readouterr().err
 
 
 def test_another_plan_than_the_configurations_leaves_out_how_that_is_done() -> None:
@@ -369,7 +369,7 @@ def test_a_row_is_as_good_as_its_worst_tensor() -> None:
         found = Verification(module="M", strategies=(), mesh=(1, 2), cells=0, steps=1, rows=rows)
         assert found.ok is ok
         assert words in str(found)
-        assert "? Cannot tell: one process by itself" in str(found)
+        assert "? Cannot tell: a single rounding of weights" in str(found)
         assert "1e-02    ?      encoders.hic." in str(found)
         assert found.to_dict()["rows"][0]["unclear"] == ["encoders.hic.first.bias"]
     broken = Row(quantity="loss", precision="float64", errors={"a": math.nan}, tolerances={"a": 1.0})

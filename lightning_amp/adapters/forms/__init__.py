@@ -1,1 +1,1 @@
-"""Our parts in place of those of a decoder of HiGLUE's shape: layout, keys, strata, the forms that copies have."""
+"""Replace the parts of a decoder of HiGLUE's shape by ours: layout, keys and strata, for each supported form."""

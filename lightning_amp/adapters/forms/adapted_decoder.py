@@ -1,4 +1,4 @@
-"""The decoder that computes what a foreign one returns, with the foreign one's layers and tables.
+"""Compute what a foreign decoder returns, with its layers and tables.
 
 Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
 """
@@ -138,7 +138,7 @@ class AdaptedDecoder(StratifiedDecoder):
         rows = self.region.anchors if isinstance(self.region, SharedRegion) else None
         if rows is not None and len(v) != rows.bounds[-1]:
             raise ModelError(
-                f"nodes was asked for on a decoder whose features have {rows.bounds[-1]!r} anchors, and v has"
-                f" {len(v)!r} rows; ranks can share the anchors only if the last one has a feature: hand in as many"
-                " rows as there are anchors, or leave 'nodes' out"
+                f"nodes does not support a decoder whose features have {rows.bounds[-1]!r} anchors, and v"
+                f" has {len(v)!r} rows; ranks can share the anchors only if the last one has a feature: pass"
+                " as many rows as there are anchors, or leave 'nodes' out"
             )

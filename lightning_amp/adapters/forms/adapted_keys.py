@@ -1,4 +1,4 @@
-"""Keys of a stratum made of a foreign decoder's layers: those of stratum_keys.py in every mixture that copies have.
+"""Define keys of a stratum that use a foreign decoder's layers, for every supported form (stratum_keys.py).
 
     attention      p = prenorm(v), qk = p W_qk^T, val = p W_val^T
                    key = val + LocalAttention(qk, qk, p or val)

@@ -1,4 +1,4 @@
-"""A stratum whose tables are columns of tables that all strata of a foreign decoder share.
+"""Define a stratum whose tables are columns of tables that all strata of a foreign decoder share.
 
     log mu = log(softmax(logit) library weight + least)        `least` keeps the logarithm of copies that add it finite
 

@@ -1,6 +1,6 @@
-"""Which anchors and which columns of the data a foreign decoder's strata have, read from its two lists of indices.
+"""Read the anchors and data columns of a foreign decoder's strata from its two lists of indices.
 
-One of `feature_masks` and `strata_masks` lists anchors, the other columns of the tables. Which is which is told by the
+One of `feature_masks` and `strata_masks` lists anchors, the other columns of the tables. Which is which depends on the
 numbers: columns count up from 0 through all strata, one run after the other.
 
 Legend: cell (B), anchor (N), stratum (K), feature (F in all, F_k of stratum k, stratum-major).
@@ -69,7 +69,8 @@ def read_layout(decoder: nn.Module) -> Layout:
     runs = [name for name, lists in found.items() if _are_runs(lists)]
     if not runs:
         raise NotRecognised(
-            f"has columns in neither of {LISTS!r}: those of a stratum are to follow those of the one before, from 0 on"
+            f"has columns in neither of {LISTS!r}: those of a stratum must follow those of the stratum"
+            " before, from 0 on"
         )
     # where both count up there is one stratum, and both are the same
     columns = "strata_masks" if "strata_masks" in runs else "feature_masks"

@@ -1,4 +1,4 @@
-"""A decoder of HiGLUE's shape: how it is known, and our decoder made of its layers.
+"""Detect a decoder of HiGLUE's shape, and build our decoder from its layers.
 
     feature_masks, strata_masks                 lists of indices, one per stratum (column_layout.py)
     scale_lin, bias                             tables [experiment, feature]
@@ -59,7 +59,7 @@ class Form:
         normalised: Without logits, the weights of the strata are 1 / K each, else 1.
         least: What is added to the means.
         kind: Class of the distribution that is returned.
-        ours: Whether our likelihood is to be used, which is the same and has a sparse form.
+        ours: Whether our likelihood is used, which is the same and has a sparse form.
     """
 
     attention: bool = True

@@ -1,4 +1,4 @@
-"""HiGLUE's newest decoder, of one or several resolutions: how it is known, and ours made of its layers.
+"""Detect HiGLUE's newest decoder, of one or several resolutions, and build ours from its layers.
 
     res_specs                                   of every resolution n_strata, n_anchors and anchor_offset, its part of v
     band_idx_0, band_idx_1, ...                 [stratum, anchor] of a resolution: column in the data, -1 without one

@@ -1,1 +1,1 @@
-"""Whether a foreign decoder computes what ours would: small copies, the real size, settings, hooks."""
+"""Check that a foreign decoder computes what ours does: small copies, the real size, settings, hooks."""

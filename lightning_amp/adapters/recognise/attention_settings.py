@@ -1,4 +1,4 @@
-"""Settings of a foreign decoder's attention that ours does not have: what a refusal names."""
+"""List settings of a foreign decoder's attention that ours does not support, for the error message."""
 
 from collections.abc import Iterator
 from typing import Any

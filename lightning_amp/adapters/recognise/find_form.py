@@ -1,4 +1,4 @@
-"""Which form an instance has, found by running a small copy of it (small_copy.py) and comparing it with ours.
+"""Detect the form of a decoder by running a small copy of it (small_copy.py) and comparing it with ours.
 
     nothing else    its forward changes no attribute, parameter, buffer or child of it, which ours would leave alone
     least           exp(logits + log theta) for cells without contacts
@@ -98,7 +98,7 @@ def _adapted(module: nn.Module) -> AdaptedDecoder:
     family = SEVERAL if resembles_multires(module) else ONE_RESOLUTION
     layout = family.read(module)
     if "forward" in vars(module) or module._compiled_call_impl is not None:
-        raise NotRecognised("has a forward of its own on the instance, or was compiled")
+        raise NotRecognised("has a forward that is set on the instance, or was compiled")
     try:
         inspect.signature(module.forward).bind("u", "v", "b", "l")
     except TypeError as error:
@@ -135,7 +135,7 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
 
 
 def _seen(small: Small) -> Form:
-    """What can be told without trying."""
+    """What is known without a trial."""
     given = small.run()
     kind = _kind_of(given)
     binarized = issubclass(kind, torch.distributions.Bernoulli)

@@ -1,4 +1,4 @@
-"""What a foreign module was when ours was made of it, to tell whether it still is.
+"""Take a snapshot of a foreign module when ours is built from it, to detect later changes.
 
     by identity     parameters and children by name, and the lists of indices or resolutions
     by value        numbers and texts that are attributes of the module or of one in it; buffers, and tensors that are

@@ -1,4 +1,4 @@
-"""A foreign decoder compared with ours at its real size, on the first batch of training and of evaluation.
+"""Compare a foreign decoder with ours at its real size, on the first batch of training and of evaluation.
 
     copies       both with the same parameters in float64; the real lists, buckets and buffers, no hooks
     compared     every stratum's log-probability, summed; then once more near these parameters, together with its
@@ -69,7 +69,7 @@ class FirstBatch:
         least = fixed + LEAST_CELLS * each
         if free is not None and least > free:
             left = format_bytes(max(free, 0))
-            return f"needs {format_bytes(least)} beside the rest of a step, and {left} are left"
+            return f"needs {format_bytes(least)} in addition to the rest of a step, and {left} are left"
         self.cells = max(LEAST_CELLS, (max(usual, ALWAYS_BYTES) - fixed) // each)
         return ""
 

@@ -1,4 +1,4 @@
-"""A small copy of a foreign decoder, on which its form is found.
+"""Make a small copy of a foreign decoder, on which its form is detected.
 
     the copy    the same class and settings, all parameters drawn anew in float64, tables and lists of a few anchors,
                 buckets of 3 anchors, no hooks; every stratum is there

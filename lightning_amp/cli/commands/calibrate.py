@@ -28,7 +28,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     check_target("--out", arguments.out, "rates.json", overwrite=arguments.overwrite)
 
-    # late: torch takes seconds to load, and mistakes are told before
+    # late: torch takes seconds to load, and mistakes are reported before
     from lightning_amp.simulation.calibrate import calibrate, calibration_report
 
     links = None
@@ -54,13 +54,13 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def check_target(option: str, name: str, example: str, *, overwrite: bool) -> None:
     """Refuse a file that cannot be written, before the work that it would show."""
-    path, asked, suffix = Path(name), f"{option} {name!r} was asked for", Path(example).suffix
+    path, asked, suffix = Path(name), f"{option} {name!r}", Path(example).suffix
     if path.is_dir() or path.suffix.lower() != suffix:
         kind = suffix[1:].upper()
-        raise PlanError(f"{asked}; allowed is the name of a {kind} file, such as {example}")
+        raise PlanError(f"{asked} is not supported; allowed is the name of a {kind} file, such as {example}")
     if not path.parent.is_dir():
-        raise PlanError(f"{asked}, and its folder does not exist; make it first")
+        raise PlanError(f"{asked} cannot be written: its folder does not exist; make it first")
     if not all(os.access(place, os.W_OK) for place in (path.parent, path) if place.exists()):
-        raise PlanError(f"{asked}, and may not be written; choose another place")
+        raise PlanError(f"{asked} cannot be written; choose another place")
     if path.exists() and not overwrite:
-        raise PlanError(f"{asked} and exists; choose another name, or add --overwrite")
+        raise PlanError(f"{asked} exists; choose another name, or add --overwrite")

@@ -23,7 +23,7 @@ def _run(arguments: argparse.Namespace) -> None:
     directory, out = Path(arguments.directory), Path(arguments.out)
     _check(directory, out, overwrite=arguments.overwrite)
 
-    # late: torch takes seconds to load, and mistakes are told before
+    # late: torch takes seconds to load, and mistakes are reported before
     from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
 
     convert_checkpoint(directory, out, weights_only=not arguments.trust)
@@ -34,13 +34,11 @@ def _check(directory: Path, out: Path, *, overwrite: bool) -> None:
     if not directory.is_dir():
         found = "a file" if directory.exists() else "nothing"
         raise DataError(
-            f"DIR {str(directory)!r} was asked for, found {found}; give a directory that a run with"
+            f"cannot convert DIR {str(directory)!r}, found {found}; give a directory that a run with"
             " AMPStrategy(save_distributed_checkpoint=True) has written. A file needs no conversion"
         )
     if out.is_dir() or not out.parent.is_dir():
         found = "is a directory" if out.is_dir() else "lies in a folder that does not exist"
-        raise DataError(f"--out {str(out)!r} was asked for, which {found}; give the name of a file to write")
+        raise DataError(f"--out {str(out)!r} {found}; give the name of a file to write")
     if out.exists() and not overwrite:
-        raise DataError(
-            f"--out {str(out)!r} was asked for and exists; choose another name, or add --overwrite"
-        )
+        raise DataError(f"--out {str(out)!r} exists; choose another name, or add --overwrite")

@@ -77,7 +77,8 @@ def run_demo(out: Path, *, devices: int = 2, epochs: int = 40) -> Iterator[str]:
 
     if out.exists() and not (out / MARK).exists() and any(out.iterdir()):
         raise DataError(
-            f"--out {str(out)!r} was asked for; it holds files that no demo wrote; choose an empty or new folder"
+            f"--out {str(out)!r} is not supported: it holds files that no demo wrote; choose an empty or new"
+            " folder"
         )
     out.mkdir(parents=True, exist_ok=True)
     (out / MARK).touch()

@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise PlanError(WHAT_IF)
     if arguments.show_code and arguments.format == "json":
         raise PlanError(
-            "--show-code was asked for with --format json, which holds the plan alone; leave one out"
+            "--show-code cannot be used with --format json, which holds the plan alone; leave one out"
         )
     named = named_step(arguments)
     if named is not None or arguments.config is not None:
@@ -91,7 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     if arguments.show_code:
         raise PlanError(
-            "--show-code was asked for without --config FILE.yaml or MODULE:CLASS, whose blocks it would show; name one"
+            "--show-code requires --config FILE.yaml or MODULE:CLASS, whose blocks it would show; name one"
         )
     if arguments.recommend_devices:
         return _recommend(arguments)

@@ -35,14 +35,15 @@ def _run(arguments: argparse.Namespace) -> None:
     named = named_step(arguments)
     if named is None and (arguments.config is None) == (arguments.data_dir is None):
         raise PlanError(
-            f"a profile was asked for of DIR={arguments.data_dir!r} and --config {arguments.config!r}; give one of"
-            " them: a data directory, or a configuration of `lightning-amp fit`; or MODULE:CLASS with --batch"
+            f"profile got both DIR={arguments.data_dir!r} and --config {arguments.config!r}; give one of"
+            " them: a data directory, or a configuration of `lightning-amp fit`; or MODULE:CLASS with"
+            " --batch"
         )
     of_data = named is None and arguments.config is None
     if arguments.plot is not None and of_data:
         raise PlanError(
-            f"--plot {arguments.plot!r} was asked for of a data directory, which has no training step to draw; give"
-            " --config, or leave --plot out"
+            f"--plot {arguments.plot!r} does not support a data directory, which has no training step to"
+            " draw; give --config, or leave --plot out"
         )
     if arguments.plot is not None:
         check_target("--plot", arguments.plot, "step.png", overwrite=True)

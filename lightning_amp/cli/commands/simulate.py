@@ -46,7 +46,7 @@ def _run(arguments: argparse.Namespace) -> None:
         check_target("--plot", arguments.plot, "memory.png", overwrite=True)
     profile = read(arguments) if decoder is None else None
 
-    # late: torch takes seconds to load, and mistakes are told before
+    # late: torch takes seconds to load, and mistakes are reported before
     from lightning_amp.simulation.request import request_decoder, request_reference
     from lightning_amp.simulation.simulate import simulate_plan
     from lightning_amp.simulation.simulation_report import draw, simulation_report

@@ -26,8 +26,8 @@ def train(words: Sequence[str]) -> CommandLine:
     _quieten()
     if words[0] == "predict" and not any(word.startswith(("--ckpt_path", "--help", "-h")) for word in words):
         raise PlanError(
-            "predict was asked for without --ckpt_path; predictions of untrained weights mean nothing: add"
-            " --ckpt_path last for the checkpoint that fit of this configuration wrote, or name a file"
+            "predict requires --ckpt_path; predictions of untrained weights mean nothing: add --ckpt_path"
+            " last for the checkpoint that fit of this configuration wrote, or name a file"
         )
     cli = CommandLine(prog=PROGRAM, help_of={words[0]: _help(words[0])})
     _print_results(cli)
@@ -67,7 +67,7 @@ def _print_results(cli: CommandLine) -> None:
 
 
 def memory_table(rows: Sequence[dict[str, Any]], *, of: str = "stratum") -> str:
-    """Predicted beside measured memory, one row per stratum, or of what else the rows are."""
+    """Predicted and measured memory, one row per stratum, or of what else the rows are."""
     cells = [
         [
             str(row[of]) or "(the module itself)",

@@ -1,5 +1,5 @@
-"""`lightning-amp tune`: train a few steps on each of the grids that are predicted to be fastest, and write the plan of
-the one that is.
+"""`lightning-amp tune`: train a few steps on each of the grids predicted to be fastest, and write the plan of
+the fastest.
 """
 
 import argparse

@@ -30,11 +30,10 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 def _verify(arguments: argparse.Namespace) -> None:
     if not Path(arguments.config).is_file():
         raise PlanError(
-            f"--config {arguments.config!r} was asked of verify and is no file; give the YAML that"
-            " `lightning-amp fit` is given"
+            f"verify found no file --config {arguments.config!r}; give the YAML of `lightning-amp fit`"
         )
 
-    # late: torch takes seconds to load, and mistakes are told before
+    # late: torch takes seconds to load, and mistakes are reported before
     from lightning_amp.verification.read_configuration import read_configuration
     from lightning_amp.verification.verify import verify
 
@@ -54,8 +53,8 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _decided(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The configuration's plan, unless one is asked for here; the two do not mix."""
-    # late: beside what imports torch
+    """The configuration's plan, unless one is requested here; the two do not mix."""
+    # late: with what imports torch
     from lightning_amp.lightning.strategy.request import OPTIONS_OF
 
     asked = {name: getattr(arguments, name) for name in OF_THE_PLAN if getattr(arguments, name) is not None}

@@ -64,7 +64,7 @@ def rule_plan(
         *enumerate(dims_of(call) or ()),
         *((-1 - i, group) for i, group in enumerate(sums_of(call))),
     ]:
-        # two dims of one tensor, as of a diagonal, cannot be split alike
+        # two dims of one tensor, as of a diagonal, cannot be split in the same way
         if len({k for k, _ in places}) == len(places):
             labels |= {place: j for place in places if not (place[0] == 0 and place[1] in but)}
     return plan_of(func, tensors, labels, results)
@@ -79,7 +79,7 @@ def call_of(
     if op not in RULES:
         if torch.Tag.pointwise not in func.tags and name not in IN_PLACE:
             return None, []
-        # a result that is computed value by value needs no rule of its own
+        # a result that is computed value by value needs no separate rule
         op = "add"
     shapes = tuple(tuple(shape_of(t)) for t in tensors)
     results = [shapes[0]] if mutable else result_shapes(func, args, kwargs)
@@ -195,7 +195,7 @@ def _chosen(
     taken: dict[int, MeshAxis],
     result: tuple[int, ...],
 ) -> tuple[int, Owners] | None:
-    """The label that is split over an axis, and its owners; None if all tensors are to be whole on the axis."""
+    """The label that is split over an axis, and its owners; None if all tensors must be whole on the axis."""
     split = [(k, s) for k, t in enumerate(tensors) if (s := splits_of(t).on(axis)) is not None]
     mutable = func._schema.is_mutable
     if mutable and split[0][0] != 0:

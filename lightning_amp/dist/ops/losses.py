@@ -44,7 +44,7 @@ def _over_classes(given: dict[str, Any]) -> Tensor:
     """The loss of logits whose classes are split: a few numbers per row are sent, never the logits."""
     x, target, weight, ignored = given["self"], given["target"], given["weight"], given["ignore_index"]
     if torch.is_autocast_enabled(x.device.type):
-        # autocast does not see what this is made of
+        # autocast does not see the parts of this
         x = x.to(torch.promote_types(x.dtype, torch.float32))
     n_dims = len(shape_of(x))
     dim = min(1, n_dims - 1)

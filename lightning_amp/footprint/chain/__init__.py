@@ -1,1 +1,1 @@
-"""A step as a chain of blocks: what each would keep and take, in time and bytes, whatever is computed again or cut."""
+"""Model a step as a chain of blocks: bytes and time of each, recomputed or in chunks."""

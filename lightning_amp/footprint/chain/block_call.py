@@ -1,4 +1,4 @@
-"""How a block was called in a step, without any tensor of the step: shapes, types, which of them are one tensor."""
+"""Describe how a step called a block, without its tensors: shapes, types, and which of them are the same tensor."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -58,7 +58,7 @@ class BlockCall:
         args: What it was called with, with a `Like` in the place of every tensor.
         kwargs: The same by name.
         autocast: As `autocast_now` said.
-        sparse: Whether an argument is a tensor that is not dense, and cannot be told by its shape.
+        sparse: Whether an argument is a tensor that is not dense, and cannot be described by its shape.
         before: None for a block; for what a module computes after its last block the calls before that one, by name
             with their results, and `args` are the module's, its keywords, and what the last block returned.
     """

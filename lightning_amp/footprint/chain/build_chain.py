@@ -1,4 +1,4 @@
-"""A recorded step -> Chain: which bytes of which block are there when, in each of its two forms.
+"""Build a Chain from a recorded step: the live bytes of each block over time, in each of its two forms.
 
 A storage is alive from its birth for as long as Python or an operator outside of blocks holds it, and beyond that while
 a block holds it. It is one of three:
@@ -12,7 +12,7 @@ a block holds it. It is one of three:
     recomputed       private ones go as Python     once it asks for the first of them, the forward pass runs again up to
                      lets go of them               the last one; from then on as above, and the inputs are alive
 
-What its own recomputation makes of a tensor that somebody else still holds is there twice.
+What its own recomputation makes of a tensor that other code still holds is there twice.
 
 Known limit: where backward passes do not run in the reverse order of forward passes, more is counted than there is.
 """

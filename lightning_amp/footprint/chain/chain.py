@@ -1,4 +1,4 @@
-"""What the bytes and the time of a training step follow from, for every choice of what is made of its blocks.
+"""Define `Chain`, from which the bytes and the time of a step follow for every choice of forms of its blocks.
 
 A block is recomputed if nothing of its forward pass is kept but its inputs, and its forward pass runs again in the
 backward pass. Blocks stand in the order of their forward passes; backward passes run in reverse order, so that what is
@@ -25,7 +25,7 @@ class ChunkForm:
     """A block of which some operators run in chunks.
 
     Attributes:
-        budget_bytes: That the block was given, in its two passes, beside its arguments and parameters.
+        budget_bytes: That the block was given, in its two passes, besides its arguments and parameters.
         saved_bytes: What it alone keeps from its forward to its backward pass.
         keeps: Tensors (places in `Chain.tensors`) that it holds too.
         extra_seconds: What it takes more than the block as it is.

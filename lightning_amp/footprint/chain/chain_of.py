@@ -1,4 +1,4 @@
-"""LightningModule + batch -> Chain: which blocks could be computed again, and what a step's peak and time follow from.
+"""Profile a LightningModule and a batch into a Chain: which blocks can be recomputed, and the peak that follows.
 
 Blocks are those that were named, else the children of the outermost lists and sequences (find_blocks.py), in the order
 in which the step calls them: of a U-Net those of its way down, its middle and its way up. A list inside a block is part
@@ -28,7 +28,7 @@ from lightning_amp.footprint.profile_module import FAKE, REAL, counted_step, pro
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
 """Of one core of a server's processor (costs/device_rates.py)."""
 TRANSFORMED = (
-    "the step calls torch.func.grad or another of its kind, beside which it is not known what blocks keep"
+    "the step calls torch.func.grad or a similar function, with which it is not known what blocks keep"
 )
 NO_BLOCKS = "it has no ModuleList or Sequential of two modules and more that could be stages"
 
@@ -92,7 +92,7 @@ def count_step(
     rates: OperatorRates = CPU_CORE,
     around: Around = BY_ITSELF,
 ) -> CountedStep:
-    """Count a step once for all that is to be known of it.
+    """Count a step once for everything needed.
 
     Arguments and errors as for `chain_of`; `names` are those of the blocks that could be stages, in order.
 

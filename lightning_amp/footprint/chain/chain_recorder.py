@@ -1,7 +1,7 @@
-"""A counted step from which every choice of recomputed blocks follows: who keeps each storage, and until when.
+"""Record who keeps each storage of a counted step and until when, for every choice of recomputed blocks.
 
 What autograd saves is let go of at once and only written down: a storage then lives as long as Python holds it, and it
-is known beside this which block keeps it for the backward pass, until when. A backward pass on fake tensors needs no
+is known besides this which block keeps it for the backward pass, until when. A backward pass on fake tensors needs no
 values, and gets new tensors of the same shape. A step with values has to keep them; there a storage counts as held by
 Python until an operator of a forward pass reads it for the last time.
 """
@@ -108,7 +108,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         reads, writes: Operators of forward passes that have read, and written, each of the others, by its id.
         drawn: Ids of those that random numbers went into.
         decides: Whether random numbers were drawn that Python can read, and decide by which blocks run: by Python or
-            NumPy, or by torch where their value was asked for.
+            NumPy, or by torch where their value was requested.
         transformed: Blocks that torch.func has transformed, by vmap, grad, jvp or another; they are not looked at.
         swapped: Blocks that were called with other parameters than their own, by torch.func.functional_call.
 
@@ -116,7 +116,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         module: Whose step is counted.
         rates: For the time of a block.
         stages: Names of the blocks that could be stages of a pipeline.
-        watches_saved: Whether to watch what autograd saves, beside which torch.func.grad cannot run: without, no block
+        watches_saved: Whether to watch what autograd saves, with which torch.func.grad cannot run: without, no block
             is looked at.
     """
 
@@ -194,7 +194,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         super().stop()
 
     def _call(self, fqn: str, fixed: str, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass of a block; one inside a backward pass is somebody's recomputation, and is not looked at."""
+        """A forward pass of a block; one inside a backward pass is a recomputation, and is ignored."""
         if not self._own.issuperset(map(id, block.parameters())):
             self.swapped.add(fqn)
         if in_transform():
@@ -268,7 +268,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         return self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
 
     def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator of the step and note it, or one beside the step."""
+        """Run an operator of the step and note it, or one outside the step."""
         return func(*args, **kwargs) if self._aside else super().dispatched(func, types, args, kwargs)
 
     def begins(self, func: Any, args: Any, read: Read) -> None:

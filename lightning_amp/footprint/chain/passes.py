@@ -1,4 +1,4 @@
-"""A recorded step, cut at the blocks of one list: what every run of them needs as a stage of a pipeline follows.
+"""Cut a recorded step at the blocks of one list into passes, from which pipeline stages are predicted.
 
 A step of K blocks has K + 1 segments. Segment i < K ends with block i, so that what lies between two blocks belongs to
 the later one, as a stage runs it (block_walk.py); the last segment is what follows all blocks. Its
@@ -29,7 +29,7 @@ class Parameter:
 
     Attributes:
         segments: With those that read what earlier segments have made of it without a block.
-        block: Segment of the block that it belongs to, None beside the blocks.
+        block: Segment of the block that it belongs to, None outside the blocks.
     """
 
     name: str

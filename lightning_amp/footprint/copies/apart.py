@@ -1,4 +1,4 @@
-"""Copy what an object remembers of itself, and share the rest."""
+"""Copy an object's mutable state, and share the rest."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""Put back what a step changes beside its copy: globals of its files, class attributes, what its functions close over.
+"""Restore what a step changes outside its copy: globals of its files, class attributes, closure variables.
 
 The module that trains would read a counter of all instances, a list of features or a cache, and tensors in these may
 have no values. Containers, random generators and objects of the user's classes are put back with what they hold.
@@ -81,7 +81,7 @@ class _Before:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
-        # by its type, for a lazy object would be made if it was asked for its class
+        # by its type, for a lazy object would be made if its class was requested
         kind = type(value)
         if issubclass(kind, staticmethod | classmethod):
             self.keep(value.__func__, depth)

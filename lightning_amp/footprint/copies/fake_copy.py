@@ -1,4 +1,4 @@
-"""A copy of a module and of a batch whose tensors have shapes and no values.
+"""Copy a module and a batch to fake tensors, which have shapes and no values.
 
 The module is copied with its tensors replaced, so its parameters are never held twice. It is built before the fake mode
 is entered: a module that is constructed or copied under the mode may keep a reference to the mode.
@@ -60,8 +60,9 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
         twin = copy.deepcopy(module, memo)
     except Exception as error:
         raise ModelError(
-            f"a profile was asked for of {type(module).__name__!r}, which cannot be copied: {error!r}; a profile runs"
-            " a step on a copy, so that the module stays as it is; take what cannot be copied out of its attributes"
+            f"cannot profile {type(module).__name__!r}, which cannot be copied: {error!r}; a profile runs a"
+            " step on a copy, so that the module stays as it is; take what cannot be copied out of its"
+            " attributes"
         ) from error
     for child in twin.modules():
         for key in ("_trainer", "_fabric"):

@@ -1,4 +1,4 @@
-"""Run a step of a copy as a guest in the user's process: what it says is not heard, and what it changes is put back.
+"""Run a step of a copy in the user's process: suppress its output, and restore what it changes.
 
     messages    warnings, log records, prints and questions of this thread; what a library says once, it can say later
     files       written anew they are in memory, and are read from there; no folder is changed

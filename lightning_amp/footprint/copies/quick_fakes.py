@@ -1,4 +1,4 @@
-"""Fake tensors on which the second of equal operators costs little: its result is made by what was found of the first.
+"""Run repeated operators on fake tensors quickly, by reusing the result metadata of the first one.
 
 A training step has the same operators on the same shapes once per layer, and again in its second run. torch's own cache
 of results takes several times as long to describe an operator's arguments, for it serves symbolic shapes too.

@@ -1,4 +1,4 @@
-"""The default type of a step holds in its backward pass too, in which parts of the step may run again.
+"""Keep the default type of a step in its backward pass, in which parts of the step may run again.
 
 Lightning's precisions "64-true", "16-true" and "bf16-true" set it for the step alone: a tensor that a block makes
 without a type would be of another type when the block is computed again.

@@ -1,4 +1,4 @@
-"""Gathers the predictions of all ranks, as AnnData in memory or for those who write them."""
+"""Gather the predictions of all ranks, as AnnData in memory or for writers."""
 
 import json
 from importlib import import_module, metadata

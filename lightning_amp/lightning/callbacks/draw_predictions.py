@@ -1,4 +1,4 @@
-"""Pictures of predictions: cells in the plane, and the contact map of a cell, measured and expected."""
+"""Draw predictions: cells in the plane, and the measured and expected contact map of a cell."""
 
 from collections.abc import Mapping
 from pathlib import Path

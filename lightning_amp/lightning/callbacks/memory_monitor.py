@@ -1,4 +1,4 @@
-"""Measured memory after every stratum of a training step, beside the plan's prediction.
+"""Measure memory after every stratum of a training step, and compare it with the plan's prediction.
 
 A row holds: rank, step (training batches so far), decoder (its name in the module), stratum (0-based, or "step"
 for the whole step), current_bytes (alive when the stratum, or the step, was done), peak_bytes (since the step
@@ -53,11 +53,11 @@ class StratumMemoryMonitor(pl.Callback):
     rank 0's when the fit ended with an exception. `written` names them, on rank 0.
 
     Of a module without a decoder `measured_step` is the last measured step of this rank as a ModuleProfile, and
-    `modules()` has its modules beside the prediction; memory_step.json has both steps, and memory.png draws them, by
+    `modules()` has its modules with the prediction; memory_step.json has both steps, and memory.png draws them, by
     kind over the step. Who holds what is counted on CUDA too, as on a CPU.
 
     Of a pipeline schedule.csv has the begin and end of every pass of the last training step that was not measured
-    otherwise, which takes longer, beside the plan's; schedule.png draws both.
+    otherwise, which takes longer, with the plan's; schedule.png draws both.
 
     Args:
         every_n_steps: Distance of measured steps; steps are training batches. With `accumulate_grad_batches` the last

@@ -1,4 +1,4 @@
-"""Writes the predictions of all ranks as files: embeddings, imputed contacts and expression, and pictures.
+"""Write the predictions of all ranks as files: embeddings, imputed contacts and expression, and pictures.
 
 The model's part is two methods:
 
@@ -81,7 +81,7 @@ class PredictionWriter(pl.Callback):
 
     Raises:
         DataError: an argument is out of range, the trainer has no SingleCellDataModule, no modality has the column or
-            the cells that were asked for, or `out_dir` cannot be made
+            the cells that were requested, or `out_dir` cannot be made
         ModelError: the model does not return or do what is said above
     """
 
@@ -97,12 +97,13 @@ class PredictionWriter(pl.Callback):
     ) -> None:
         if isinstance(contact_map_cells, int) and contact_map_cells < 0:
             raise DataError(
-                f"contact_map_cells={contact_map_cells!r} was asked; give names of cells, or a number of at least 0"
+                f"contact_map_cells={contact_map_cells!r} is not supported; give names of cells, or a number"
+                " of at least 0"
             )
         if projection not in PROJECTIONS or (projection == "umap" and find_spec("umap") is None):
             raise DataError(
-                f"projection={projection!r} was asked; allowed are {PROJECTIONS!r}, and 'umap' needs the package"
-                " umap-learn: pip install umap-learn"
+                f"projection={projection!r} is not supported; allowed are {PROJECTIONS!r}, and 'umap' needs"
+                " the package umap-learn: pip install umap-learn"
             )
         self.out_dir = Path(out_dir)
         self.projection: Literal["pca", "umap"] = projection
@@ -129,8 +130,8 @@ class PredictionWriter(pl.Callback):
         for option in (option for option, is_asked in asked.items() if is_asked):
             if not hasattr(pl_module, "impute"):
                 raise ModelError(
-                    f"{option} was asked, but {type(pl_module).__name__!r} has no method impute(modality, cells); "
-                    "add it, or give contact_map_cells=0 and leave impute_rna out"
+                    f"{option} is not supported: {type(pl_module).__name__!r} has no method impute(modality,"
+                    " cells); add it, or give contact_map_cells=0 and leave impute_rna out"
                 )
         try:
             self.out_dir.mkdir(parents=True, exist_ok=True)

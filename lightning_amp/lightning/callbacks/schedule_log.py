@@ -1,4 +1,4 @@
-"""When every rank of a pipeline has computed what in one training step, beside what the plan has predicted.
+"""Log the passes of every rank of a pipeline in one training step, together with the plan's prediction.
 
 A row holds: rank, step (training batches so far), pass ("forward", "backward", or "after the blocks": what follows
 these for the whole batch), stage, micro_batch (None after the blocks), and begin and end in seconds since the

@@ -1,4 +1,4 @@
-"""A measured step of a module without a decoder: who held what, when, and beside it what was predicted."""
+"""Measure a step of a module without a decoder: which tensors are held when, together with the prediction."""
 
 import json
 from collections.abc import Iterable
@@ -76,7 +76,7 @@ def write_step(
     budget_bytes: int | None,
     plot: bool,
 ) -> list[Path]:
-    """Write memory_step.json, and memory.png if asked for; returns their paths."""
+    """Write memory_step.json, and memory.png if requested; returns their paths."""
     plain = {
         "measured": measured.to_dict(),
         "predicted": None if predicted is None else predicted.to_dict(),

@@ -1,1 +1,1 @@
-"""Whole state <-> shards: reading, writing and converting checkpoints."""
+"""Read, write and convert checkpoints: whole state and shards."""

@@ -1,8 +1,8 @@
-"""Checkpoints that are complete or not there: written aside, flushed to the disk, then renamed.
+"""Write checkpoints atomically: to a temporary file, flushed to the disk, then renamed.
 
-    save    a new file beside the target, locked while it is written, fsync, rename over the target (one step for the
+    save    a new file next to the target, locked while it is written, fsync, rename over the target (one step for the
             file system); an error, of whichever kind, removes the file aside and leaves the target as it was
-    load    an incomplete file is refused by name, with the complete ones beside it
+    load    an incomplete file is refused by name, with the complete ones in its folder
 
 Tensors go to the file one after the other: no second copy of the checkpoint in memory. A file aside that a killed
 process has left, which nobody has locked any more, is removed by the next save of the same machine in that folder.
@@ -79,7 +79,7 @@ def write_state(checkpoint: Any, file: Any) -> None:
     try:
         torch.save(checkpoint, file)
     except RuntimeError as error:
-        # torch's writer raises one of its own after a write that failed
+        # torch's writer raises another one after a write that failed
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -141,23 +141,23 @@ def _cannot_write(target: Path, error: OSError) -> str:
     there = next((folder for folder in target.parents if folder.exists()), Path())
     before = "the one that was there is untouched" if target.is_file() else "no file of that name was left"
     return (
-        f"checkpoint {str(target)!r} was asked for and cannot be written: {error}; {before},"
-        f" {format_bytes(shutil.disk_usage(there).free)} are free on that disk{_others(target)}. Make room or choose"
-        " another folder, then resume from the last complete checkpoint"
+        f"checkpoint {str(target)!r} cannot be written: {error}; {before},"
+        f" {format_bytes(shutil.disk_usage(there).free)} are free on that disk{_others(target)}. Make room"
+        " or choose another folder, then resume from the last complete checkpoint"
     )
 
 
 def _incomplete(path: Path, error: Exception) -> str:
     return (
-        f"checkpoint {str(path)!r} was asked for, found {path.stat().st_size:,} bytes that are not a complete one"
+        f"checkpoint {str(path)!r} is not complete, found {path.stat().st_size:,} bytes"
         f" ({type(error).__name__}){_others(path)}. Resume from a complete one"
     )
 
 
 def _others(path: Path) -> str:
-    """The complete checkpoints beside a path, the newest first."""
+    """The complete checkpoints in the folder of a path, the newest first."""
     files = [
         file for file in path.parent.glob(f"*{path.suffix}") if file != path and zipfile.is_zipfile(file)
     ]
     files.sort(key=lambda file: -file.stat().st_mtime)
-    return f"; complete beside it: {[file.name for file in files[:5]]!r}" if files else ""
+    return f"; complete in the same folder: {[file.name for file in files[:5]]!r}" if files else ""

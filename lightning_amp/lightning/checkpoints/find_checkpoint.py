@@ -1,4 +1,4 @@
-"""The checkpoint that `--ckpt_path last`, `best` or `hpc` of the command line means.
+"""Find the checkpoint that `--ckpt_path last`, `best` or `hpc` of the command line means.
 
 Lightning looks for `last` in the folder of the run that is about to start, which is a new one where a logger numbers
 its runs. It finds nothing there, warns, and goes on with untrained weights. Here `last` is the newest checkpoint that
@@ -19,7 +19,7 @@ SHOWN = 5
 
 
 def find_checkpoint(asked: str, trainer: Trainer, same_configuration: Callable[[Path], bool]) -> str:
-    """The path of the checkpoint that is asked for; a word that Lightning can resolve, and a path, stay as they are.
+    """The path of the checkpoint that is requested; a word that Lightning can resolve, and a path, stay as they are.
 
     Args:
         same_configuration: Whether the run whose logs are in a folder had the model and the data of this one.

@@ -1,4 +1,4 @@
-"""Try whether an optimiser updates every element of a parameter by that element's gradient and state alone."""
+"""Test whether an optimiser updates every element of a parameter by that element's gradient and state alone."""
 
 from collections import OrderedDict, defaultdict
 from typing import Any
@@ -40,7 +40,7 @@ def _trained(optimizer: Optimizer, values: list[Tensor], gradients: list[list[Te
     """All elements after a few steps."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     other: Any = object.__new__(type(optimizer))
-    # a scheduler puts a step of its own on the instance, and hooks belong to the run
+    # a scheduler puts its own step on the instance, and hooks belong to the run
     other.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(other, name, OrderedDict())

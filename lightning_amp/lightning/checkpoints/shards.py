@@ -1,4 +1,4 @@
-"""Sharded parameters in one run: whole in checkpoints, own on the ranks, one norm over both.
+"""Handle sharded parameters in a run: whole in checkpoints, local on the ranks, one norm over both.
 
 They lie over the model axis, by S2 or nodes, or over the data axis, by fsdp, which reduces their gradients itself.
 
@@ -48,7 +48,7 @@ class Shards:
     Attributes:
         sharded: Those that were replaced by this rank's shard.
         partial: Whole ones of which a rank's gradient is a part.
-        apart: Whether ranks of the model axis have parameters of their own, whose gradients the step itself completes.
+        apart: Whether ranks of the model axis have their own parameters, whose gradients the step itself completes.
         units: What fsdp, or a technique with steps, has installed; None without it.
     """
 
@@ -327,9 +327,10 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
             coupled = mixes_elements(optimizer, flat=any(parameter.in_place for parameter in sharded))
         if coupled is None:
             rank_zero_warn(
-                f"The optimizer {type(optimizer).__name__!r} was given parameters that {_who(sharded)} splits over"
-                " ranks, and it could not be tried whether it mixes a parameter's elements: if it does, it trains"
-                f" otherwise than on one device. Leave {_who(sharded)} out if you do not know it."
+                f"The optimizer {type(optimizer).__name__!r} was given parameters that {_who(sharded)}"
+                " splits over ranks, and it could not be tried whether it mixes a parameter's elements: if"
+                f" it does, the result differs from that on one device. Leave {_who(sharded)} out if you do"
+                " not know."
             )
         if coupled:
             raise InstallError(

@@ -1,7 +1,7 @@
-"""Parameters of a pipeline's stages in one run: on the ranks that use them, whole in checkpoints and afterwards.
+"""Handle parameters of pipeline stages: on the ranks that use them, whole in checkpoints and after the run.
 
-A parameter of the blocks is on the ranks of these blocks. Of those beside the blocks, or of a module that is in a block
-and beside them too, nothing says in advance which stages use them: all ranks hold them until a backward pass has
+A parameter of the blocks is on the ranks of these blocks. For those outside, or of a module that is in a block
+and outside them too, nothing says in advance which stages use them: all ranks hold them until a backward pass has
 reached them, and then those ranks that it has reached.
 Elsewhere a parameter is a placeholder on the device "meta" in the module, without gradient and without state of the
 optimiser; its own object, emptied, is kept for the end of the run. A parameter on several ranks (a tied head) gets the
@@ -12,7 +12,7 @@ sum of their gradients, added in the order of the ranks and sent back, so that a
 Collectives: of a step, one all-gather of a byte for every parameter that several ranks hold, and two messages for the
 gradient of each of these; of a checkpoint, a broadcast of every parameter, and one all-gather of the optimiser's state.
 
-Known limits: all ranks hold the whole module until it is installed; buffers are on all of them; a parameter beside the
+Known limits: all ranks hold the whole module until it is installed; buffers are on all of them; a parameter outside the
 blocks that is reached by another stage later on is not there any more, and the step is refused.
 """
 
@@ -189,9 +189,9 @@ class StageParameters(Shards):
         for optimizer in optimizers:
             if any(kind.__name__ == "LBFGS" for kind in type(optimizer).__mro__):
                 raise InstallError(
-                    "the optimizer 'LBFGS' was asked for, whose step depends on all parameters at once, of which a rank"
-                    " of a pipeline has its stage's; use one that updates every parameter by itself (Adam, SGD), or"
-                    " leave 'pipeline' out"
+                    "the optimizer 'LBFGS' is not supported: its step depends on all parameters at once, of"
+                    " which a rank of a pipeline has its stage's; use one that updates every parameter by"
+                    " itself (Adam, SGD), or leave 'pipeline' out"
                 )
 
     def _gradients(self, among: Sequence[Held]) -> list[Tensor]:
@@ -255,7 +255,7 @@ def broadcast(value: Tensor, rank: int, mesh: DeviceMesh) -> Tensor:
 
 
 def _owners(module: nn.Module, ranks: Mapping[int, int]) -> dict[int, set[int | None]]:
-    """Of every module, by its id, the ranks of the blocks that it is in, with None where it is beside them too."""
+    """Of every module, by its id, the ranks of the blocks that it is in, with None where it is outside them too."""
     found: dict[int, set[int | None]] = {}
 
     def walk(part: nn.Module, rank: int | None) -> None:

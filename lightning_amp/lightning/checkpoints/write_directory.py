@@ -107,9 +107,9 @@ def write_directory(
     """
     if storage_options is not None or "://" in str(filepath):
         raise PlanError(
-            f"save_distributed_checkpoint=True was asked for, and a checkpoint {str(filepath)!r} with"
-            f" storage_options={storage_options!r}; shards are written to a folder of a file system, without"
-            " options: give a path, or leave save_distributed_checkpoint out"
+            f"save_distributed_checkpoint=True cannot be used with storage_options={storage_options!r},"
+            f" found both for the checkpoint {str(filepath)!r}; shards are written to a folder of a file"
+            " system, without options: give a path, or leave save_distributed_checkpoint out"
         )
     path = Path(broadcast(str(filepath)))
     aside = path.with_name(f".{path.name}.writing")

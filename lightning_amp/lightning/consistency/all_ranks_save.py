@@ -1,4 +1,4 @@
-"""Saving is for all ranks: if only one saves, it would wait for the others for ever, and they for it in the next step.
+"""Check that all ranks save together: a save by one rank alone would deadlock.
 
 Every rank counts its saves in the store of the process group and waits until all others have counted as many. Some
 requests to the store per save, no collective.

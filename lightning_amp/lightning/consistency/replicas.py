@@ -1,4 +1,4 @@
-"""What makes ranks start as equal replicas: one decision, one model, one stream of random numbers."""
+"""Make ranks start as equal replicas: one decision, one model, one stream of random numbers."""
 
 import os
 import random
@@ -71,7 +71,7 @@ def set_random_state(state: tuple[Any, ...], device: torch.device) -> None:
 
 
 def seed_workers(loader: object, *, data_rank: int) -> None:
-    """Let the loader workers of a model group draw alike, where `seed_everything(workers=True)` was called."""
+    """Let the loader workers of a model group draw the same, where `seed_everything(workers=True)` was called."""
     if not isinstance(loader, DataLoader) or not int(os.environ.get("PL_SEED_WORKERS", "0")):
         return
     if loader.worker_init_fn is None:
@@ -112,7 +112,7 @@ def check_replicas(
     if any_rank(mine != first):
         differing = sorted(set(mine) ^ set(first)) or "their order"
         raise InstallError(
-            "the same model is needed on every rank; rank 0 and another rank differ in parameters or buffers,"
-            f" seen from rank {rank}: {differing!r}. Build the model from what all ranks know, not from a"
-            " rank's data"
+            "the same model is needed on every rank; rank 0 and another rank differ in parameters or"
+            f" buffers, seen from rank {rank}: {differing!r}. Build the model from values that are the same"
+            " on all ranks, not from a rank's data"
         )

@@ -1,4 +1,4 @@
-"""Same-batch execution: the ranks of a model group read the same cells and draw the same random numbers.
+"""Make the ranks of a model group read the same cells and draw the same random numbers.
 
 Both are compared before every batch. Other cells stop the run: the ranks would add up parts of different losses. Other
 random numbers are put right, for rank 0 may have drawn some, as for a picture.

@@ -1,16 +1,16 @@
-"""What ranks hold in common is still equal: compared before validations, in saves, and at the end of a fit.
+"""Check that replicated state is equal on all ranks: before validations, in saves, and at the end of a fit.
 
 Where the policy has chosen the plan, buffers are compared after the first step too, and a difference ends the run.
 
 A replicated parameter or a buffer is compared over all ranks, a shard over the data axis, and rows of fsdp over the
 groups of ranks that have the same. Gradients are made equal, so
-only what a rank writes by itself can tell parameters apart; buffers are told apart by running statistics of the rank's
+only what a rank writes by itself makes parameters differ; buffers differ by running statistics of the rank's
 own cells. Then ranks train different models without an error, and a checkpoint has rank 0's. It is a warning, for a
 plain strategy would go on too. Unlike devices may round an optimiser's step in unlike ways: below `TOLERANCE` nothing
 is said.
 
 Buffers that may lawfully differ are left out: those that no checkpoint has, integers (counters, states of generators),
-states of metrics, and statistics that BatchNorm keeps per rank where `share_batch_statistics=False` was asked for.
+states of metrics, and statistics that BatchNorm keeps per rank where `share_batch_statistics=False` was requested.
 
 Collectives per look: one all-gather of a number per tensor; and for tensors whose number differs, broadcasts of them
 and another all-gather. Known limit: changes whose bits add up to nothing are not seen.
@@ -46,9 +46,10 @@ Difference = tuple[str, float, list[int]]
 """Name, largest difference relative to the first such rank's largest entry, and ranks that differ from it."""
 
 SHARE_STATISTIC = (
-    "Before a running statistic is changed, sum what it is made of and its number of samples over the ranks, with"
-    " torch.distributed.all_reduce, or in a LightningModule self.trainer.strategy.reduce(..., reduce_op='sum'); or let"
-    " all ranks read the same samples, with model_parallel_size=devices where the model has a decomposed decoder"
+    "Before a running statistic is changed, sum its terms and its number of samples over the ranks, with"
+    " torch.distributed.all_reduce, or in a LightningModule self.trainer.strategy.reduce(...,"
+    " reduce_op='sum'); or let all ranks read the same samples, with model_parallel_size=devices where the"
+    " model has a decomposed decoder"
 )
 """What to do about a buffer of the rank's own cells."""
 
@@ -90,18 +91,18 @@ def warn_of_differences(
         named |= rows
     if parameters := [row for row in found if row[0] in named]:
         rank_zero_warn(
-            f"{_told('parameters', parameters, step)} A rank changes parameters by something that only it knows: a"
-            " norm of gradients taken by hand where the plan splits parameters (trainer.strategy.gradient_norm() is the"
-            " same on all), torch.autograd.grad inside a split decoder, or its own samples or random numbers."
-            " lightning-amp verify compares with one device"
+            f"{_told('parameters', parameters, step)} A rank changes parameters by values that the other"
+            " ranks do not have: a norm of gradients taken by hand where the plan splits parameters"
+            " (trainer.strategy.gradient_norm() is the same on all), torch.autograd.grad inside a split"
+            " decoder, or its own samples or random numbers. lightning-amp verify compares with one device"
         )
     parts_of = dict(module.named_modules())
     shared = [row for row in found if row[0] not in named and is_shared(parts_of[row[0].rpartition(".")[0]])]
     if shared:
         rank_zero_warn(
-            f"{_told('batch statistics', shared, step)} Ranks share them, and nothing that a training step computes"
-            " tells them apart: unless your code writes into these buffers on some ranks only, this is a fault of"
-            " lightning_amp; please report it, and train with strategies='S1' until then"
+            f"{_told('batch statistics', shared, step)} Ranks share them, and nothing that a training step"
+            " computes makes them differ: unless your code writes into these buffers on some ranks only,"
+            " this is a fault of lightning_amp; please report it, and train with strategies='S1' until then"
         )
     if buffers := [row for row in found if row[0] not in named and row not in shared]:
         rank_zero_warn(
@@ -179,7 +180,7 @@ def differing(
     """What differs by more than rounding, the largest difference first; a collective of all ranks.
 
     Args:
-        parts: `id` of what is to be equal over the first of its axes only.
+        parts: `id` of what must be equal over the first of its axes only.
     """
     named = list(held.items())
     if not named:

@@ -1,1 +1,1 @@
-"""What happens when a rank fails: the others learn which one and why, and end within seconds."""
+"""Handle the failure of a rank: the others report which one and why, and end within seconds."""

@@ -1,4 +1,4 @@
-"""What a rank is doing: the hook and the batch that Lightning has noted, and the stack of its main thread.
+"""Report what a rank is doing: Lightning's current hook and batch, and the stack of its main thread.
 
 The hook is the innermost function on the stack that has the name of one of Lightning's hooks; a rank waits for others
 while the innermost frames are torch.distributed's, or that of our own wait for a collective that is on its way.
@@ -63,7 +63,7 @@ class Doing:
         hook: Hook that it is in.
         where: File, line and function of the innermost frame of the user's code inside the hook.
         place: Stage, epoch and batch.
-        batches: Batches begun so far; with the hook, what progress is told by.
+        batches: Batches begun so far; with the hook, the measure of progress.
         unwinding: Whether an error has been raised, and callbacks and loggers hear of it before the run ends.
     """
 

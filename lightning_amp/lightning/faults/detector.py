@@ -1,4 +1,4 @@
-"""Failure detector: heartbeats to rank 0 over TCP; when a rank ends, all others learn which and why, and end too.
+"""Detect failed ranks by heartbeats to rank 0 over TCP; all others report which rank ended and why, and end too.
 
     every rank <-> rank 0          a TCP connection with a daemon thread at either end
     once a second                  each says in which hook and batch it is, and for how long; after some seconds, where
@@ -309,7 +309,7 @@ class Detector:
                 for process in psutil.Process().children(recursive=True):
                     with contextlib.suppress(psutil.Error):
                         process.kill()
-            # beside this thread, for whoever holds the stream's lock may be what is stuck
+            # in another thread, for whoever holds the stream's lock may be what is stuck
             flush = threading.Thread(target=_flush, daemon=True)
             flush.start()
             flush.join(timeout=FLUSH_S)

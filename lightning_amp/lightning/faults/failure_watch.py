@@ -1,4 +1,4 @@
-"""What a strategy does about failures: its ranks end together, each with a message that names the rank at fault."""
+"""End all ranks together after a failure, each with a message that names the rank at fault."""
 
 import atexit
 import gc
@@ -286,7 +286,7 @@ def _link_to_first(address: str, port: int, *, rank: int) -> Link | None:
 
 def _what(exception: BaseException, doing: str) -> str:
     if isinstance(exception, SIGTERMException):
-        return f"was asked to end by SIGTERM {doing}"
+        return f"received SIGTERM {doing}"
     if isinstance(exception, KeyboardInterrupt):
         return f"was interrupted {doing}"
     return f"failed {doing}: {text_of(exception)}"

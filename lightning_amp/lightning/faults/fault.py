@@ -1,4 +1,4 @@
-"""A Fault: which rank ended the run, on which machine, and what it was doing. Plain values, sent between ranks."""
+"""Define `Fault`: which rank ended the run, on which machine, and what it was doing."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""How an interrupted run ends: by Ctrl-C with the way back as its last line, by SIGTERM also before it trains."""
+"""Handle interrupts: Ctrl-C prints how to resume as its last line; SIGTERM ends a run before it trains, too."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A connection between the detectors of two ranks: JSON objects, one a line.
+"""Connect the detectors of two ranks: JSON objects, one a line.
 
 Nothing received is ever executed or unpickled; a connection counts only once it has said the run's token.
 """

@@ -1,4 +1,4 @@
-"""Prints a user's mistake that ends all ranks once, by its message alone.
+"""Print a user's mistake that ends all ranks once, by its message alone.
 
 Every rank raises the same PlanError or InstallError, so rank 0 speaks for all. Ranks that the main process has started
 by multiprocessing raise it there too, where torch would raise their tracebacks as text.

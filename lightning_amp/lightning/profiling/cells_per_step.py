@@ -1,4 +1,4 @@
-"""Cells per rank and step, read before training from what the training loader will come from."""
+"""Determine cells per rank and step before training, from the source of the training loader."""
 
 import pickle
 import random
@@ -34,7 +34,7 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
     nothing, and the profile of its step counts them itself.
     """
     source = trainer.fit_loop._data_source
-    # a data module may be given for its plan beside loaders
+    # a data module may be given for its plan in addition to loaders
     for owner in (getattr(trainer, "datamodule", None), source.instance):
         if sizes := _sizes(owner):
             return max(sizes), ""
@@ -50,9 +50,9 @@ def training_loaders(trainer: "pl.Trainer") -> tuple[object, str]:
     """What the run will read in training; None and why, "" where nothing went wrong.
 
     A fit's hook `train_dataloader` is called, and the Trainer takes what it gave. It calls the hook again where that
-    draws random numbers, which are to be drawn where a plain run draws them; and where a sampler has been dealt to
+    draws random numbers, which must be drawn where a plain run draws them; and where a sampler has been distributed to
     ranks by now, for how many of them have a batch of their own is up to the plan. Every rank calls this, for the hook
-    may communicate. A hook that is to be called every few epochs may give other loaders each time: it is not called.
+    may communicate. A hook that is called every few epochs may give other loaders each time: it is not called.
     """
     return loaders_of(trainer.fit_loop._data_source, trainer)
 

@@ -66,10 +66,10 @@ def choose_grid(
     count: Callable[[], CountedStep],
     links: Links,
 ) -> tuple[CountedStep, tuple[str, ...]]:
-    """Set the spec and the model axis of `steps`; returns the step with it, and what is to be said of the choice.
+    """Set the spec and the model axis of `steps`; returns the step with it, and notes on the choice.
 
     Args:
-        steps: With a spec whose grid is given, or is to be chosen.
+        steps: With a spec whose grid is given, or is chosen.
         technique: The module of a technique with `layouts` and `on_grid`.
         look, count: As of `DrySteps.choose`.
         links: Between the ranks.

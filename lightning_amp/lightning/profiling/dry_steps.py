@@ -49,7 +49,7 @@ class DrySteps:
         chosen: Whether the spec says how it is done; else `choose` finds it.
         sent: Collectives that rank 0 would have issued for the last batch.
         axis: The model axis of a dry run, in which nothing is sent.
-        notes: What is to be said of the choice.
+        notes: Notes on the choice.
 
     Args:
         name, spec, ranks, run_ranks, budget, chosen: As above.
@@ -212,7 +212,7 @@ class DrySteps:
         whole = format_bytes(sum(one.n_bytes for one in self.sent))
         if STRATEGIES[self.name].data_axis:
             return f"over its grid a rank sends {whole} a batch ({told}){most}"
-        return f"over the model axis a rank sends {whole} a batch beside gradients ({told}){most}"
+        return f"over the model axis a rank sends {whole} a batch in addition to gradients ({told}){most}"
 
 
 def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Callable[[], None]:

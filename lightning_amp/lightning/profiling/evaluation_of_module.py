@@ -1,4 +1,4 @@
-"""A run that validates, tests or predicts with a module without a decoder -> its bytes, and chunks that hold a budget.
+"""Count the bytes of validate, test or predict of a module without a decoder, and choose chunks within a budget.
 
 One batch is taken as the run will make it, and the module's own step runs on a copy without values and without
 gradients. The modules that the step calls, and that are called by no other one, are what can run in chunks; rules are

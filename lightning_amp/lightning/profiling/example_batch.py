@@ -1,4 +1,4 @@
-"""One batch as the training loader would make it, without what the run notices: nothing drawn, nothing read ahead.
+"""Make one batch as the training loader would, without side effects on the run: no random draws, no read-ahead.
 
 The loader's own iterator is not touched, for it may draw, start workers or read from a stream. Of a data set whose
 items have numbers the first batch is made by hand, in this process, with the loader's `collate_fn`:

@@ -1,4 +1,4 @@
-"""Blocks outside of a Hi-C decoder that run again or in chunks, beside the decoder's own techniques.
+"""Plan recomputed or chunked blocks outside a Hi-C decoder, together with the decoder's techniques.
 
 The decoder's own prediction knows little of what encoders and a graph keep. So a step of one device is counted with the
 plan's techniques for one device and with the blocks, and what it takes beyond the decoder's prediction is added:
@@ -75,7 +75,7 @@ def with_blocks_outside(
         step: Of the module.
         decoder: Its name.
         rates: Of the device.
-        named: Of recompute and chunk, what was asked for.
+        named: Of recompute and chunk, what was requested.
         share_statistics: Whether ranks of a data axis exchange the statistics of batches.
 
     Raises:
@@ -98,8 +98,9 @@ def _again(made: Made, chain: Chain, decoder: str) -> Plan:
     saved = saved_bytes(chain)
     if not saved:
         raise PlanError(
-            f"recompute was asked for beside {', '.join(made.whole.strategies)}, which say what is kept of the strata"
-            f" of {decoder!r}, and outside of it no block keeps less when it runs again; leave recompute out"
+            f"recompute cannot be used with {', '.join(made.whole.strategies)}, which decide what is kept of"
+            f" the strata of {decoder!r}, and outside of it no block keeps less when it runs again; leave"
+            " recompute out"
         )
     rules = recomputed(saved, f"{BY_USER} (outside of the decoder; it keeps {{}} less)")
     return with_rules(made.whole, rules, seconds=extra_seconds(chain, tuple(saved)))
@@ -120,9 +121,10 @@ def _in_chunks(made: Made, seen: ProfiledStep, chain: Chain, decoder: str, *, ag
     chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
     if not chunked:
         raise PlanError(
-            f"chunk was asked for beside {', '.join(made.whole.strategies)}, and outside of {decoder!r} no block takes"
-            f" less of the step's peak in chunks{' than where it runs again' * again}"
-            f"{f': {forms.reason}' if forms.reason else ''}; leave chunk out"
+            f"chunk cannot be used with {', '.join(made.whole.strategies)}: outside of {decoder!r} no block"
+            " takes less of the step's peak in"
+            f" chunks{' than where it runs again' * again}{f': {forms.reason}' if forms.reason else ''};"
+            " leave chunk out"
         )
     whole = (*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again))
     saved = {name: n_bytes for name, n_bytes in saved_bytes(chain).items() if name in whole}

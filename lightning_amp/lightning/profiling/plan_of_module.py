@@ -45,7 +45,7 @@ class ModulePlan:
         seen_at: Counts it with a batch of another length.
         naming: Lets the module's blocks be those of `blocks`, while it is counted.
         named: Whether its techniques were named, rather than chosen by the policy.
-        steps: Of a technique with steps of its own, of which the questions cannot be answered.
+        steps: Of a technique with its own steps, of which the questions cannot be answered.
     """
 
     plan: Plan
@@ -77,7 +77,7 @@ class ModulePlan:
         """
         budget, start = self._budget("largest_batch"), self.profile.batch_size
         if start is None:
-            raise PlanError("largest_batch was asked of a batch whose tensors have no length in common")
+            raise PlanError("largest_batch requires a batch whose tensors have a common length, found none")
         with self.naming():
             most = largest_batches(self.seen_at, self.seen_at(start), budget=budget, **self._asked)
         return max(most.plain, most.lean)
@@ -112,11 +112,13 @@ class ModulePlan:
 
     def _budget(self, question: str) -> int:
         if self.plan.budget_bytes is None:
-            raise PlanError(f"{question} was asked of a plan without a budget; give device_memory='24GiB'")
+            raise PlanError(
+                f"{question} requires a plan with a budget, found none; give device_memory='24GiB'"
+            )
         if self.steps is not None:
             raise PlanError(
-                f"{question} was asked of a plan with {self.steps.name!r}, of which it is not known; plan batches of"
-                " several lengths, or on several numbers of devices"
+                f"{question} does not support a plan with {self.steps.name!r}; plan batches of several"
+                " lengths, or on several numbers of devices"
             )
         return self.plan.budget_bytes
 
@@ -144,7 +146,7 @@ def plan_of_module(
     """
     if not isinstance(module, LightningModule):
         raise ModelError(
-            f"a plan was asked for of a {type(module).__name__!r} and a batch; give a LightningModule with a batch, or"
+            f"cannot plan a {type(module).__name__!r} and a batch; give a LightningModule with a batch, or"
             " what lightning_amp.profile returns without one"
         )
     request = dict(request)
@@ -180,8 +182,8 @@ def plan_of_module(
     own = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
     if not around.prepared and profile.by_kind[PARAMETERS] > sum(own.values()):
         raise ModelError(
-            f"a plan was asked for of {type(module).__name__!r}, which makes layers in `setup` or `configure_model`,"
-            " and these were not called; call them before: module.configure_model()"
+            f"cannot plan {type(module).__name__!r}, which makes layers in `setup` or `configure_model`, and"
+            " these were not called; call them before: module.configure_model()"
         )
     if steps is not None and STRATEGIES[steps.name].data_axis:
         # of its grid, which may have been chosen

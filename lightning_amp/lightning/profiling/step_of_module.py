@@ -1,4 +1,4 @@
-"""A run's module without a decoder -> its training step, profiled on rank 0 before anything is installed.
+"""Profile one training step of a module without a decoder on rank 0, before anything is installed.
 
 It takes a second or two, and is done in every fit: what holds the memory is said also where everything fits. It is not
 done to validate, test or predict. A step that cannot be profiled is trained as on a plain Trainer, and the plan says
@@ -281,7 +281,7 @@ class StepOfModule:
             raise
         except Exception as error:
             raise ModelError(
-                f"a profile was asked for of {type(self.module).__name__!r}, which failed in a way that it should not:"
+                f"cannot profile {type(self.module).__name__!r}, an unexpected error occurred:"
                 f" {type(error).__name__}: {error}"
             ) from error
         finally:

@@ -1,10 +1,10 @@
-"""The plan of a module with a Hi-C decoder within a budget: its own techniques inside, blocks that run again outside.
+"""Plan a module with a Hi-C decoder within a budget: techniques inside the decoder, recomputation outside.
 
 A policy chooses a plan of the decoder by its prediction, which knows little of what lies outside. With a budget that a
 person has named the step is counted with that plan, and where it takes more:
 
     1. plans of the decoder that need less, down to the one that needs least: the fastest with which the step fits
-    2. beside that last one as many blocks outside run again as the budget asks for: the least extra time that fits,
+    2. besides that last one as many blocks outside run again as the budget asks for: the least extra time that fits,
        chosen for the chain of the step with the decoder's techniques in it (techniques/recompute/choose.py)
 
 A chain counts what the decoder's own functions keep a little differently than the step does, by the same bytes whatever

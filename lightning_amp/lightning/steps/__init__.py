@@ -1,1 +1,1 @@
-"""One training step: weights by cells, finite checks, metrics counted once, its time."""
+"""Run one training step: weights by cells, finite checks, metrics counted once, timing."""

@@ -1,4 +1,4 @@
-"""The cells that a rank reads through loaders of the user's own: those of a plain run.
+"""Assign the cells of user-defined loaders to ranks in the order of a plain run.
 
 Lightning puts a distributed sampler, which shuffles in training, into every loader of a strategy of several ranks, also
 where there is one. Here a single data rank reads the loader as it is. Of one that does not shuffle, rank r of R reads
@@ -46,7 +46,7 @@ class CellOrder(DataConnector):
             return super()._prepare_dataloader(dataloader, shuffle, mode)
         own = OwnCells(dataloader, **self._share())
         read = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
-        # as `sampler` it is told the epoch
+        # as `sampler` it receives the epoch
         return _with(dataloader, **{"sampler": own, read: own})
 
     def _share(self) -> dict[str, int]:
@@ -70,9 +70,9 @@ class OwnCells(DistributedSampler[Any]):
             len(order)
         except TypeError as error:
             raise DataError(
-                f"{num_replicas} ranks are to share the samples of a loader, but its sampler has no length ({error});"
-                " give it a __len__, or Trainer(use_distributed_sampler=False) with a sampler that makes the shares"
-                " itself, by trainer.distributed_sampler_kwargs"
+                f"{num_replicas} ranks cannot share the samples of a loader whose sampler has no length"
+                f" ({error}); give it a __len__, or Trainer(use_distributed_sampler=False) with a sampler"
+                " that makes the shares itself, by trainer.distributed_sampler_kwargs"
             ) from None
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         super().__init__(order, num_replicas=num_replicas, rank=rank, shuffle=False, seed=seed)

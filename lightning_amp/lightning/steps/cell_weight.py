@@ -1,4 +1,4 @@
-"""How much a rank's mean loss counts: in proportion to its cells, so that unequal ranks stay exact.
+"""Weight a rank's mean loss in proportion to its cells, so that unequal ranks stay exact.
 
 w_r = n_r R / sum n,        (1 / R) sum_r w_r L_r = mean loss over the union of the ranks' batches
 """
@@ -60,7 +60,7 @@ class CellWeight:
         self._warned = False
 
     def start(self, batch: object) -> None:
-        """A new training step begins: a collective, which is not waited for before the weight is asked for."""
+        """A new training step begins: a collective, which is not waited for before the weight is requested."""
         if self._mesh.size() > 1:
             # a step without a backward pass, such as one that returns None, has not asked
             self.value()
@@ -80,9 +80,9 @@ class CellWeight:
         if unknown and not self._warned:
             self._warned = True
             rank_zero_warn(
-                "The number of samples in the batch cannot be told from its tensors (none found, or their first"
-                " axes differ), so gradients are averaged with every rank counted equally. This is exact only"
-                " when all ranks have equally many samples in every step."
+                "The number of samples in the batch cannot be read from its tensors (none found, or their"
+                " first axes differ), so gradients are averaged with every rank counted equally. This is"
+                " exact only when all ranks have equally many samples in every step."
             )
         if unknown or n is None or not total:
             return 1.0

@@ -1,7 +1,7 @@
-"""Metrics on a mesh: the ranks of a model group have seen the same cells, so one of them counts.
+"""Count metrics once per model group, whose ranks see the same cells.
 
 A torchmetrics Metric gathers its states over the data axis instead of over all ranks: sums, counts and concatenations
-hold every cell once, and every rank computes the same value. It is told so by its `dist_sync_fn`, not by its
+hold every cell once, and every rank computes the same value. It learns this from its `dist_sync_fn`, not by its
 `process_group`, because a mesh can be deep-copied with the metric (`MetricTracker`, `clone`) and a process group
 cannot.
 

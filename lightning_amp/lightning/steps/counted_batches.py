@@ -1,4 +1,4 @@
-"""Batches are counted on a CPU, storage by storage, and one that needs more than the budget of its plan is refused.
+"""Count batches on a CPU, storage by storage, and refuse one that needs more than the budget of its plan.
 
 On a CPU nobody says that memory has ended before the machine does. There the budget that a person has named stands
 for it. To count takes time, so it is done where bytes may be others than those of the batches before:
@@ -45,7 +45,7 @@ class CountedBatches:
 
     @contextmanager
     def counting(self, batch: Any) -> Iterator[None]:
-        """Count what is made of a batch, if it may be more than was made of those before.
+        """Count the bytes of a batch, if they may exceed those of batches before.
 
         Raises:
             StepOverBudget: By the operator whose result is too much.

@@ -1,4 +1,4 @@
-"""Where memory has ended in a training step, for a person to read: module, line, and what was held.
+"""Describe an out-of-memory error of a training step: module, line, and what was held.
 
 Nothing watches the operators of a step while it trains, for that takes time. What is known is read from the error
 itself, whose traceback has the functions that ran:
@@ -9,7 +9,7 @@ itself, whose traceback has the functions that ran:
 
 Where a batch was counted (counted_batches.py), the error itself names operator, tensor and module, and every kind.
 
-Known limits: activations and temporaries are told apart only where a batch was counted; of a module whose parameters
+Known limits: activations and temporaries are distinguished only where a batch was counted; of a module whose parameters
 were made in another order than they are read in, the backward pass names another parameter. Not run on a GPU.
 """
 

@@ -1,4 +1,4 @@
-"""Where the first NaN or infinity came from: module, stratum and rank, in the step in which a loss or gradient has one.
+"""Find the source of the first NaN or infinity: module, stratum and rank.
 
     forward     of every module, the first call whose output is not finite although its inputs are
     loss        looked at before backward, on the rank that has it and before any rank has averaged with it
@@ -62,7 +62,7 @@ class FiniteCheck:
             raise ModelError(f"{self._seen(what)}{_stratum(self._gradient)}{self._origin()}")
 
     def _seen(self, what: str) -> str:
-        return f"finite numbers were asked for (check_finite=True); rank {self._rank} found {what}"
+        return f"check_finite=True requires finite numbers; rank {self._rank} found {what}"
 
     def _origin(self) -> str:
         if self._reader and not self._first:

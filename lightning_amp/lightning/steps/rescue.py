@@ -1,11 +1,11 @@
-"""A training batch runs again with a leaner plan where memory has ended in its forward or backward pass.
+"""Retry a training batch with a plan of less memory after an out-of-memory error in its forward or backward pass.
 
 What such a pass leaves behind is put back first: random streams, buffers, states of metrics, what was logged, counters
 of the loop; gradients are deleted, which automatic optimisation has zeroed anyway. Parameters and the optimiser's state
 have not changed by then. Where they may have, in the optimiser's step itself, the error is raised as it came.
 
     rank that has no memory     waits for the others at the end of their backward pass, and says so
-    other ranks                 are told there, before gradients are averaged, and run the batch again too
+    other ranks                 learn of it there, before gradients are averaged, and run the batch again too
 
 On a CPU the first batches of every plan are counted against the budget that was named (counted_batches.py).
 
@@ -43,7 +43,7 @@ class Rescue(pl.Callback):
 
     Args:
         module: The LightningModule.
-        leaner: Installs a plan that needs less, on all ranks alike, and says what it did; "" where there is none.
+        leaner: Installs a plan that needs less, the same on all ranks, and says what it did; "" where there is none.
         budget: Bytes beyond which a counted batch is refused; None counts none.
         device: Of this rank.
     """

@@ -1,4 +1,4 @@
-"""Measured time of training steps beside the plan's prediction, told at the end of every fit.
+"""Measure the time of training steps, and print it with the plan's prediction at the end of every fit.
 
 A step is a training batch: forward, backward, averaging and update, from the moment that its batch is on the device.
 The first two are not counted, for they also load kernels and fill caches; of the others the median is taken, so that
@@ -104,7 +104,7 @@ class StepTimer(pl.Callback):
         self._steps.append((self._begin, TimedMoment(pl_module.device)))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell the measured beside the predicted time; the plan may have been made anew."""
+        """Print the measured and the predicted time; the plan may have been made anew."""
         if self._plan is None:
             return
         measured, predicted = self.median_seconds, self._plan.predicted_step_seconds

@@ -1,4 +1,4 @@
-"""A training step over all ranks: the rank's share of the loss, averaged gradients, one optimiser step.
+"""Run a training step over all ranks: the rank's share of the loss, averaged gradients, one optimiser step.
 
 Known limit: an optimiser from `self.optimizers(use_pl_optimizer=False)` steps without the check for gradients that were
 not reduced.
@@ -37,9 +37,9 @@ RAW_BACKWARD = (
 )
 
 NO_VALUES = (
-    "the loss has no values: it was computed from a tensor of the step that was profiled on fake tensors, which"
-    " something beside the module has kept, such as a list or a cache in another file. Keep it in an attribute of the"
-    " module"
+    "the loss has no values: it was computed from a tensor of the step that was profiled on fake tensors,"
+    " which something outside the module has kept, such as a list or a cache in another file. Keep it in an"
+    " attribute of the module"
 )
 
 

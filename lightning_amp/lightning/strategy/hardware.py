@@ -1,4 +1,4 @@
-"""Where a run takes place: this rank among the others, what its device can hold, and the mesh of all ranks."""
+"""Describe where a run takes place: this rank, the memory of its device, and the mesh of all ranks."""
 
 import os
 from collections.abc import Callable
@@ -78,8 +78,8 @@ def make_mesh(device_type: str, *, n_ranks: int, model_ranks: int) -> DeviceMesh
     """
     if n_ranks % model_ranks:
         raise PlanError(
-            f"model_parallel_size={model_ranks!r} was asked for, the run has {n_ranks} ranks; it must divide them."
-            " Change `devices` or `num_nodes` of the Trainer, or model_parallel_size"
+            f"model_parallel_size={model_ranks!r} is not supported, the run has {n_ranks} ranks; it must"
+            " divide them. Change `devices` or `num_nodes` of the Trainer, or model_parallel_size"
         )
     shape = (n_ranks // model_ranks, model_ranks)
     return init_device_mesh(device_type, shape, mesh_dim_names=("data", "model"))

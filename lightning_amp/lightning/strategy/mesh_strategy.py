@@ -1,4 +1,4 @@
-"""A strategy over a mesh of data and model ranks: data ranks read different cells, a model group the same ones.
+"""Define a strategy over a mesh: data ranks read different cells, ranks of a model group the same ones.
 
 Ranks are row-major in (data, model), so a model group lies inside a node. Its ranks draw the same numbers; sums that
 are logged with sync_dist count them once. Of a plan it only knows how batches are split.
@@ -114,7 +114,7 @@ class MeshStrategy(DDPStrategy):
         )
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let a model group read the same cells: loader workers draw alike, and so do samplers."""
+        """Let a model group read the same cells: loader workers draw the same, and so do samplers."""
         seed_workers(dataloader, data_rank=self.distributed_sampler_kwargs["rank"])
         dataloader = super().process_dataloader(dataloader)
         return dataloader if self._model_ranks == 1 else with_same_draws(dataloader, self._share_draws)

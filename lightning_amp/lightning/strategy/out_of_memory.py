@@ -1,4 +1,4 @@
-"""What to say when a rank has run out of memory: where, predicted beside measured, and the next plan to try."""
+"""Compose the out-of-memory message: where, predicted and measured bytes, and the next plan to try."""
 
 import psutil
 import torch

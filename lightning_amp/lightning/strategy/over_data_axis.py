@@ -1,4 +1,4 @@
-"""What a plan asks for over the ranks that average gradients: shared batch statistics, and fsdp."""
+"""Install what a plan requires over the data axis: shared batch statistics, and fsdp."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -1,12 +1,12 @@
-"""What does not go together with what was installed, because it would train wrongly, and a plan that does not fit; said
-before the first step.
+"""Refuse, before the first step, a plan that does not fit, and features that would train wrongly with the techniques
+that were installed.
 
     sharded parameters    loss scaling, which lets a rank skip a step by what its own shard holds; averaged models
     replaced modules      callbacks that have chosen layers already, such as pruning, or copy replaced buffers
     compiled modules      replacing leaves of what torch.compile has wrapped, or of a whole module that it traces
 
 Optimisers are looked at in checkpoints/shards.py.
-Known limit: callbacks are recognised by the name of one of their classes.
+Known limit: callbacks are detected by the name of one of their classes.
 """
 
 from collections.abc import Sequence
@@ -70,8 +70,8 @@ def check_precision(installed: "Installed", precision: Precision, plan: Plan) ->
     who, what = _sharding(installed, plan)
     if who and getattr(precision, "scaler", None) is not None:
         raise PlanError(
-            f"precision={getattr(precision, 'precision', '16-mixed')!r} was asked for, whose loss scaling skips steps"
-            f" rank by rank, together with {who}, which has sharded {what}; use precision='bf16-mixed' or"
+            f"precision={getattr(precision, 'precision', '16-mixed')!r} is not supported: its loss scaling"
+            f" skips steps rank by rank, and {who} has sharded {what}; use precision='bf16-mixed' or"
             f" '32-true', or leave {who} out"
         )
 
@@ -104,24 +104,24 @@ def check_callbacks(installed: "Installed", callbacks: Sequence[object], plan: P
     for callback in callbacks:
         if who and is_named(callback, AVERAGED):
             raise PlanError(
-                f"{type(callback).__name__} was asked for, which averages whole parameters, together with {who}, which"
-                f" has sharded {what}; leave one of the two out"
+                f"{type(callback).__name__} is not supported: it averages whole parameters, and {who} has"
+                f" sharded {what}; leave one of the two out"
             )
         if what == ALL and is_named(callback, KEEPS_LAYERS):
             raise PlanError(
-                f"{type(callback).__name__} was asked for, which masks whole parameters, together with {who}, which has"
+                f"{type(callback).__name__} is not supported: it masks whole parameters, and {who} has"
                 f" sharded {what}; leave one of the two out"
             )
         if buffers and is_named(callback, COPIES_BUFFERS):
             raise PlanError(
-                f"{type(callback).__name__} was asked for, which copies buffers too, and the plan has replaced some, in"
-                f" {buffers[:3]!r}; leave it out, or what replaces them (S2, nodes)"
+                f"{type(callback).__name__} is not supported: it copies buffers too, and the plan has"
+                f" replaced some, in {buffers[:3]!r}; leave it out, or what replaces them (S2, nodes)"
             )
         if replaced and is_named(callback, KEEPS_LAYERS):
             raise PlanError(
-                f"{type(callback).__name__} was asked for, which has chosen its layers already, and the plan replaces"
-                f" {replaced[:3]!r}; it would change layers that are not trained, or not as on one device. Leave it"
-                " out, or ask for strategies='S1', which changes none"
+                f"{type(callback).__name__} is not supported: it has chosen its layers already, and the plan"
+                f" replaces {replaced[:3]!r}; it would change layers that are not trained, or not as on one"
+                " device. Leave it out, or ask for strategies='S1', which changes none"
             )
 
 
@@ -140,8 +140,8 @@ def check_rescue(plan: Plan, trainer: "pl.Trainer", *, n_ranks: int) -> None:
         reasons.append("ranks share batch statistics within a pass; share_batch_statistics=False does not")
     if reasons:
         raise PlanError(
-            f"rescue=True was asked for, and a batch of this run cannot run again: {'; '.join(reasons)}. Leave rescue"
-            " out, or change this"
+            f"rescue=True is not supported: a batch of this run cannot run again: {'; '.join(reasons)}."
+            " Leave rescue out, or change this"
         )
 
 

@@ -1,4 +1,4 @@
-"""The names under which Lightning finds the strategy: `Trainer(strategy="amp")`."""
+"""Register the strategy with Lightning: `Trainer(strategy="amp")`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -55,7 +55,7 @@ def _factory(start_method: StartMethod) -> Callable[[], "AMPStrategy"]:
 def _refusal(name: str) -> Callable[[], object]:
     def raise_advice() -> object:
         raise AmpError(
-            f"strategy={name!r} was asked of a pytorch_lightning.Trainer; it works with lightning.pytorch,"
+            f"strategy={name!r} does not support pytorch_lightning.Trainer; it works with lightning.pytorch,"
             " the same library under its newer name. Import Trainer, LightningModule and callbacks from"
             " lightning.pytorch"
         )

@@ -1,4 +1,4 @@
-"""What a person asks of the strategy, checked before any process is started."""
+"""Define and check the options of the strategy, before any process is started."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ OPTIONS_OF = {
     "tensor_overlap": "tensor3d",
     "tensor_cache": "tensor3d",
 }
-"""Options that say how one strategy is done, which has to be asked for by name."""
+"""Options that say how one strategy is done, which has to be named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +121,13 @@ class Request:
 
     @property
     def sharding(self) -> FullyShard | None:
-        """How fsdp is to split where it was asked for; None leaves it to the policy."""
+        """How fsdp is to split where it was requested; None leaves it to the policy."""
         if self.strategies is None or "fsdp" not in parse_strategies(self.strategies):
             return None
         return FullyShard(shard_ranks=self.fsdp_ranks, offload=self.fsdp_offload)
 
     def data_dir_or(self, data: object) -> str | Path | None:
-        """The data directory that was asked for, else the data module's; None without either."""
+        """The data directory that was requested, else the data module's; None without either."""
         found: str | Path | None = getattr(data, "data_dir", None)
         return found if self.data_dir is None else self.data_dir
 
@@ -192,8 +192,8 @@ class Request:
             others = ("tensor3d",) if name == "sequence_dim" else ()
             if getattr(self, name) != getattr(Request, name) and not {of, *others} & {*chosen}:
                 raise PlanError(
-                    f"{name}={getattr(self, name)!r} was asked for, which is of {of}; ask for strategies={of!r} too, or"
-                    " leave it out"
+                    f"{name}={getattr(self, name)!r} is an option of {of}; add strategies={of!r}, or leave"
+                    " it out"
                 )
         if self.plan is None:
             return
@@ -201,7 +201,8 @@ class Request:
         beside = {name: value for name, value in decided.items() if value != "auto"}
         if beside:
             raise PlanError(
-                f"plan={self.plan!r} was asked for beside {beside!r}, which a plan decides; leave one of the two out"
+                f"plan={self.plan!r} cannot be used with {beside!r}, which a plan decides; leave one of the"
+                " two out"
             )
         if not isinstance(self.plan, str | Path | Plan):
             raise PlanError(
@@ -209,8 +210,8 @@ class Request:
             )
         if self.strategies is not None:
             raise PlanError(
-                f"plan={self.plan!r} and strategies={self.strategies!r} were asked for; a plan names its strategies."
-                " Give one of the two"
+                f"plan={self.plan!r} and strategies={self.strategies!r} cannot be used together; a plan"
+                " names its strategies. Give one of the two"
             )
 
 

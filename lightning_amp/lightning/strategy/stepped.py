@@ -1,4 +1,4 @@
-"""Install a technique whose steps take the place of the module's: its options, what it does not go together with."""
+"""Install a technique that replaces the module's steps: its options, and what it does not support."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -168,14 +168,14 @@ def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> C
     refuse_apart(plan.strategies)
     if decoders := list(find_decoders(module)):
         raise PlanError(
-            f"{name} was asked for, and {decoders[0]!r} is a decomposed decoder; ask for 'nodes', which splits its"
-            " anchors over the model axis"
+            f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"
+            " its anchors over the model axis"
         )
     return put_steps(module, name, _rule_of(name, plan.rules).spec, mesh["model"])
 
 
 def _given(request: Request) -> Plan | None:
-    """The plan that is to be carried out."""
+    """The plan to carry out."""
     given = request.plan
     return given if given is None or isinstance(given, Plan) else Plan.read(given)
 

@@ -149,7 +149,7 @@ class AMPStrategy(WholeState):
             micro_batches, schedule: Of `strategies="pipeline"`: into how many parts a batch is cut, and their order.
             fsdp_ranks: Of `strategies="fsdp"`: ranks of a group that splits parameters, as a node's; None is all.
             fsdp_offload: Of `strategies="fsdp"`: whether a rank's parts of them lie in the host's memory.
-            device_speeds: "measure" deals stages and strata to ranks by what each reaches; None takes ranks as alike.
+            device_speeds: "measure" assigns stages and strata to ranks by measured speed; None takes ranks as equal.
             tensor_grid: Of `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
             tensor_overlap: Of `strategies="tensor3d"`: collectives that are under way while a rank computes.
             tensor_cache: Of `strategies="tensor3d"`: bytes of gathered parameters that are kept for the backward pass.
@@ -205,7 +205,7 @@ class AMPStrategy(WholeState):
         super()._configure_launcher()
         make_interruptible(self._launcher)
         raise_mistakes(self._launcher)
-        # not before, for the Trainer refuses a plugin beside one that the strategy has already
+        # not before, for the Trainer refuses a plugin in addition to one that the strategy has already
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
 

@@ -1,4 +1,4 @@
-"""Your own decoder, if its loss is a sum over independent units; you write only the loss of a unit.
+"""Define a decoder whose loss is a sum over independent units; the user writes only the loss of a unit.
 
     loss = sum over units k of nll_k(v, u, cells)
 
@@ -24,7 +24,7 @@ from lightning_amp.shapes import PerAnchor, PerCell, Scalar
 
 
 class UnitCells(AllCells):
-    """All cells at once, with a loss that somebody else has written: who takes some of them at a time looks first."""
+    """All cells at once, with a loss that other code provides: who takes some of them at a time looks first."""
 
     known = False
 
@@ -58,7 +58,7 @@ class Unit(nn.Module):
         return self.sum_over_cells(self.nll, v, u, parameters=self.parameters(), **cells), v
 
     def arguments(self, k: int, log_weights: Tensor, **cells: Tensor) -> dict[str, Tensor]:
-        """What this unit, the decoder's k-th, is called with beside v and u: all that the decoder was; may be less."""
+        """What this unit, the decoder's k-th, is called with besides v and u: all that the decoder was; may be less."""
         return {**cells, "log_weight": log_weights[:, k : k + 1]}
 
     def spine(self, v: PerAnchor) -> PerAnchor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_amp.shapes import Experiment
 
 FIRST_LOG_THETA, FIRST_ZI_LOGIT = 1.5, -2.0
-"""Where tables start that are not told by the data. A step of RMSprop moves an entry by about the learning rate: from
+"""Where tables start that the data do not determine. A step of RMSprop moves an entry by about the learning rate: from
 0 and 0 (variance mu + mu^2, half of the zeros unexplained) hundreds of steps go by in which a count says little of its
 mean, so that modalities align late and often wrongly."""
 

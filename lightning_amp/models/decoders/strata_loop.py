@@ -1,4 +1,4 @@
-"""How a decoder goes through its strata: a module, so that a technique can replace it."""
+"""Loop over a decoder's strata in a module, so that a technique can replace it."""
 
 from typing import cast
 

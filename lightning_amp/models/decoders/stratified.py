@@ -169,8 +169,8 @@ class StratifiedDecoder(nn.Module):
         n_rows = self.region.n_rows(self.n_anchors)
         if len(v) != n_rows:
             raise ModelError(
-                f"StratifiedDecoder got v with {len(v)!r} rows, but it was built for "
-                f"{n_rows!r} anchors; use the anchors of its own data"
+                f"StratifiedDecoder got v with {len(v)!r} rows, but it was built for {n_rows!r} anchors; use"
+                " the anchors of the data that the decoder was built for"
             )
 
 

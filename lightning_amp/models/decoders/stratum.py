@@ -153,7 +153,7 @@ class Stratum(nn.Module):
     def arguments(
         self, k: int, log_weights: LogWeights, *, x: Counts | SparseCounts, **cells: Tensor
     ) -> dict[str, Tensor | SparseCounts]:
-        """What this stratum, the decoder's k-th, is called with beside v and u, from what the decoder was given."""
+        """What this stratum, the decoder's k-th, is called with besides v and u, from what the decoder was given."""
         start, stop = self.columns
         return {**cells, "x": x[:, start:stop], "log_weight": log_weights[:, k : k + 1]}
 

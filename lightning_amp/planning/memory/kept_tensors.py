@@ -1,4 +1,4 @@
-"""What one stratum keeps for the backward pass, in bytes of one rank by name of the tensor.
+"""Compute what one stratum keeps for the backward pass, in bytes of one rank by name of the tensor.
 
 The factors count the tensors of the reference decoder; tests compare the sums with the bytes of simulated steps.
 Legend: sizes/rank_sizes.py.
@@ -55,7 +55,7 @@ def key_terms(s: RankSizes) -> Terms:
 
 
 def made_of_terms(s: RankSizes) -> Terms:
-    """All that the key is made of."""
+    """All parts of the key."""
     if s.attends:
         return layer_terms(s) | statistic_terms(s) | attention_terms(s)
     return {"anchors, convolution [N, d]": s.element * 2 * s.latents} if s.keyed else {}
@@ -77,7 +77,7 @@ def keeps_val(s: RankSizes) -> bool:
 
 
 def statistic_terms(s: RankSizes) -> Terms:
-    """What the layers keep beside tensors [N, d]."""
+    """What the layers keep besides tensors [N, d]."""
     terms = {"means, deviations and norms [N]": s.element * _rows(s) * s.anchors}
     if s.hidden:
         terms["own columns of four square weights [D, d]"] = s.element * 4 * s.decoder.dim * s.width
@@ -149,7 +149,7 @@ def _kernel_terms(s: RankSizes) -> Terms:
     """What attention in torch's kernels keeps; values that fill their buckets are where they were."""
     w, a, runs = s.decoder.window, s.attended, s.kernel_calls
     rows, keys = (w * sum(getattr(run, name) for run in runs) for name in ("rows", "keys"))
-    # the pieces that a rank's outer buckets meet are joined in memory of their own
+    # the pieces that a rank's outer buckets meet are joined in separate memory
     inner = 0 if s.ragged else runs[0].keys * w
     return {
         "turned rows and keys [P + M, a]": s.element * (rows + keys) * a,

@@ -11,7 +11,7 @@ the tensors that a stratum makes and drops (temporaries.py). The peak is the hig
 
 M_base is weights, optimiser state, the last step's gradients and base activations. The optimiser step holds less.
 
-Where a CPU runs streamed strata side by side, others stand beside each one at their most: an upper bound, for their
+Where a CPU runs streamed strata side by side, others exist with each one at their most: an upper bound, for their
 highest moments need not meet.
 
 Known limits: bytes of one rank, the widest under S5 and the first under S2, which may be two where sizes do not
@@ -201,7 +201,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
     """
     sizes = None
     if shape.decoder is not None:
-        # of the first stratum, for all that the strata have alike
+        # of the first stratum, for all that the strata share
         sizes = RankSizes(
             decoder=shape.decoder,
             axes=axes,
@@ -220,7 +220,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         parameters -= shape.wide_weight_bytes - -(-shape.wide_weight_bytes // model_ranks)
         inputs -= shape.wide_input_bytes - -(-shape.wide_input_bytes // model_ranks)
     if sizes is not None and (axes.features == "sharded" or axes.placement == "nodes"):
-        # the anchors of the rank's own features, beside the list of all
+        # the anchors of the rank's own features, besides the list of all
         buffers += NODE_BYTES * sum(_column(FEATURES, sizes))
     entered, region = _region(shape, axes, sizes)
     runs = _runs(shape, axes, model_ranks)
@@ -258,7 +258,7 @@ def _column(term: Term[RankSizes, Counted], s: RankSizes) -> tuple[Counted, ...]
 
 
 def _beside(s: RankSizes | None, found: tuple[StratumBytes, ...]) -> int:
-    """What strata hold beside another one: of all but one the most, and the gradients of one that waits to be added."""
+    """What strata hold besides one: the most of the others, and the gradients of one that waits to be added."""
     if s is None or s.side_by_side == 1:
         return 0
     waiting = s.element * (s.latents * (1 + s.decoder.chained) + s.cells * s.width) + max(
@@ -316,7 +316,7 @@ def _alive(left: int, kept: int, making: Making, cells: Cells, activations: str)
 
 
 def _runs(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[tuple[int, int], ...]:
-    """The strata of every rank, where ranks have strata of their own; else all of them."""
+    """The strata of every rank, where ranks have their own strata; else all of them."""
     decoder = shape.decoder
     if decoder is None:
         return ()
@@ -353,7 +353,7 @@ class VertexBytes(NamedTuple):
     """What the split of the vertices under nodes changes.
 
     Fewer bytes of parameters (embedding, gradient, optimiser state) and of what is kept, for the rows of other ranks;
-    more of buffers: which rows are where, and the rank's own edges, beside the lists of all.
+    more of buffers: which rows are where, and the rank's own edges, besides the lists of all.
     """
 
     parameters: int = 0

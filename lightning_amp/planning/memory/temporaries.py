@@ -1,4 +1,4 @@
-"""The most that one stratum holds in its forward and in its backward pass, in bytes of one rank by name of the moment.
+"""Compute the peak of one stratum in its forward and backward pass, in bytes of one rank by name of the moment.
 
 A moment counts all that the stratum holds then, its kept tensors included, and nothing of other strata. Which is the
 highest depends on the shape: with many cells the likelihood, with wide windows attention, with many ranks under S5 the
@@ -39,7 +39,7 @@ class Making(NamedTuple):
     Attributes:
         kept: What is kept of it, the key apart.
         dropped: val, under `gather` the own part of qk, in torch's kernels all of it: dropped when the key is made.
-        feed_forward: What the feed-forward layer makes and drops beside them.
+        feed_forward: What the feed-forward layer makes and drops besides them.
         attention: All that there is in attention; 0 where it is never the highest.
         feed_forward_back: What the backward pass of the feed-forward layer makes, None without attention.
         back: All that there is in the backward pass of attention, or of a convolution.
@@ -243,7 +243,7 @@ def _attending_back(s: RankSizes) -> int:
 
 
 def _fused_work(s: RankSizes, *, back: bool = False) -> int:
-    """What fused attention holds beside its inputs and results: turned keys, scores of a run, its rows, and tables.
+    """What fused attention holds besides its inputs and results: turned keys, scores of a run, its rows, and tables.
 
     Backward the gradients of keys and values are there too, in whole buckets as the turned keys are.
     """

@@ -1,4 +1,4 @@
-"""All plans of a module's step that the techniques of the table give, and the fastest of them that fits.
+"""Enumerate technique sets of a module's step, and pick the fastest that fits.
 
     1. every set of techniques, each added in the order of the table with as much of it as the budget asks for
     2. without the sets in which one of them cannot be added
@@ -8,7 +8,7 @@
 A pipeline (stages.py) goes with none of them but blocks that are computed again or run in chunks, which it chooses by
 itself (stage_forms.py), chunks where nothing else fits. It is compared too, by its time for as many samples, and taken
 where nothing without a model axis fits: its ranks share a batch, so a step has fewer samples, and what a step does
-beside its blocks may turn out to be refused when it runs.
+besides its blocks may turn out to be refused when it runs.
 
 If none fits, the one that needs the least memory is taken, and the plan says that it does not fit.
 """
@@ -185,7 +185,7 @@ def advice(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """What each technique by itself would make of the peak, or why it would not help; those that help most first.
 
-    Of `stages` that are drafted already it is told what they make; those of others are looked for beyond a budget only,
+    Of `stages` that are drafted already it gets what they make; those of others are looked for beyond a budget only,
     or where they may be faster and plans are `compared`.
     """
     helps: dict[str, tuple[int, str]] = {}

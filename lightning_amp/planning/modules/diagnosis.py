@@ -1,4 +1,4 @@
-"""ModuleProfile -> what holds the peak of a module's step, as signals with evidence.
+"""Diagnose what holds the peak of a module's step, as signals with evidence.
 
     LARGE_PARAMETERS      parameters, gradients, optimiser state       a third of the peak, or its largest part
     ONE_LARGE_TENSOR      one tensor, with those of its shape that its module makes               the same

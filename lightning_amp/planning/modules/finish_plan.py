@@ -45,7 +45,7 @@ def missing_bytes(seen: ProfiledStep, best: Draft, budget: int | None) -> list[s
 
 
 def kept_notes(given: Plan, seen: ProfiledStep) -> list[str]:
-    """What was said of a plan that was given, with what is to be said of this step."""
+    """What was said of a plan that was given, with notes on this step."""
     before = [note for note in given.notes if not note.startswith(LEAST)]
     return [*before, *(note for note in seen.notes if note not in before)]
 

@@ -1,4 +1,4 @@
-"""The plan of a module's step that needs the least memory, and the fewest ranks on which one fits, pipelines included.
+"""Find the plan of a step with the least memory, and the fewest ranks on which one fits, pipelines included.
 
 A pipeline's ranks share a batch, where those of a data axis have one each. The leanest has as many stages as divide the
 ranks and as there are blocks, and all blocks that can be are computed again; none runs in chunks, which would have to

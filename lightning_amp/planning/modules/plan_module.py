@@ -1,4 +1,4 @@
-"""Profile of a module's step -> Plan: diagnosis, techniques, candidates, on top of what the data axis asks for.
+"""Plan a module from the profile of its step: diagnosis, techniques, candidates, on top of the data axis.
 
 The plan without a profile (policies/make_plan.py) comes first: S1, batch statistics, and what was registered from
 outside. What the techniques of the table add to it is chosen by the bytes of the step; a plan with rules that change
@@ -53,7 +53,7 @@ Count = Callable[[tuple[Rule, ...]], ModuleProfile]
 def split_by_planner(
     asked: str | Sequence[str] | None, *, policy: str
 ) -> tuple[list[str] | None, tuple[str, ...] | None]:
-    """Strategies that were asked for: those that a plan without a profile has, and those that `plan_module` adds.
+    """Strategies that were requested: those that a plan without a profile has, and those that `plan_module` adds.
 
     None says that a policy chooses; AMP's fixed mapping, "paper", has none of the latter.
 
@@ -71,7 +71,7 @@ def split_by_planner(
 def model_axis_size(
     size: int | str, strategies: str | Sequence[str] | None, shape: ModelShape, seen: ProfiledStep | None
 ) -> tuple[int | str, PipelineOptions]:
-    """Ranks of the model axis that were asked for: those of a plan without a profile, and those of a pipeline that
+    """Ranks of the model axis that were requested: those of a plan without a profile, and those of a pipeline that
     `plan_module` adds where a policy chooses.
     """
     if shape.decoder is not None or seen is None or strategies is not None or not isinstance(size, int):
@@ -93,10 +93,10 @@ def plan_module(
     Args:
         base: The plan without the techniques of any module, with the budget of a device.
         seen: The step.
-        named: Those techniques that a person has asked for; None leaves the choice to the policy.
-        budget_named: Whether a person has named the budget; else as much of what was asked for is done as can be.
+        named: Those techniques that a person has requested; None leaves the choice to the policy.
+        budget_named: Whether a person has named the budget; else as much of what was requested is done as can be.
         count: Counts the step again with rules installed; None leaves it at the prediction.
-        asked: Of a pipeline; with ranks of the model axis, there is to be one.
+        asked: Of a pipeline; with ranks of the model axis, one is required.
 
     Raises:
         PlanError: A technique that was named cannot be had.
@@ -106,7 +106,7 @@ def plan_module(
         made = with_stages(base, seen, options_of_named(asked, named or (), budget_named=budget_named))
         if not named or {rule.strategy for rule in made.rules} & {*named}:
             return made
-        # none is needed, and yet it was asked for
+        # none is needed, and yet it was requested
         return with_stages(base, seen, options_of_named(asked, named, budget_named=False))
     if asked.model is not None and named is None:
         return with_stages(on_model_axis(base, asked.model), seen, asked, must=True)

@@ -1,4 +1,4 @@
-"""Plan a pipeline that a request or a given plan has."""
+"""Plan the pipeline that a request or a given plan contains."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ INSIDE_STAGES = ("recompute", "chunk")
 
 
 def pipeline_of(plan: Plan, seen: ProfiledStep) -> PipelineStages | None:
-    """The stages that were asked for.
+    """The stages that were requested.
 
     Raises:
         PlanError: The step has shown that there can be none.
@@ -33,10 +33,10 @@ def pipeline_of(plan: Plan, seen: ProfiledStep) -> PipelineStages | None:
 
 
 def with_stages(base: Plan, seen: ProfiledStep, asked: PipelineOptions, *, must: bool = False) -> Plan:
-    """The plan of a pipeline that was asked for; where nothing is known of its stages they are cut evenly and its peak
+    """The plan of a pipeline that was requested; where nothing is known of its stages they are cut evenly and its peak
     is not known, or it must be known and is refused.
     """
-    assert asked.model is not None, "a pipeline that is asked for has ranks"
+    assert asked.model is not None, "a requested pipeline has ranks"
     found = staged(seen, asked.model, data=base.mesh.data, budget=base.budget_bytes, asked=asked)
     if isinstance(found, str) and must:
         raise PlanError(
@@ -73,7 +73,7 @@ def _uncounted(plan: Plan, seen: ProfiledStep, why: str) -> Plan:
 def options_of_named(
     asked: PipelineOptions, named: tuple[str, ...], *, budget_named: bool
 ) -> PipelineOptions:
-    """What techniques that a person has named beside a pipeline ask of it.
+    """What techniques that a person has named together with a pipeline ask of it.
 
     Raises:
         PlanError: One that was not tried with stages.

@@ -1,4 +1,4 @@
-"""A counted step of a module -> its plan: that without a profile first, then what the techniques of a step add."""
+"""Plan a counted step of a module: first without a profile, then with techniques of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from lightning_amp.techniques.fsdp.predict import facts_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
-    """What a plan of a module is made of.
+    """Inputs of a plan of a module.
 
     Attributes:
         seen: Its step.
@@ -54,7 +54,7 @@ def plan_step(
     seen, shape = counted.seen, counted.shape
     if shape.decoder is not None:
         raise PlanError(
-            f"a plan of a module's step was asked for, and {shape.decoder.fqn!r} is a decoder of strata, which is"
+            f"cannot plan the step of this module: {shape.decoder.fqn!r} is a decoder of strata, which is"
             " planned by its data; plan their folder: lightning_amp.plan(lightning_amp.profile(DIR))"
         )
     asked, named = split_by_planner(strategies, policy=policy)

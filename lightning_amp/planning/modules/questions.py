@@ -1,4 +1,4 @@
-"""Two questions about a module's step under a budget: the largest batch that fits, and the fewest devices."""
+"""Find the largest batch of a module's step within a budget, and the fewest devices."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""What a plan is, which strategies there are, and what the planner knows of a model."""
+"""Define plans, strategies, and what the planner needs of a model."""

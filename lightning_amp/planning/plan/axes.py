@@ -1,4 +1,4 @@
-"""The choices of a plan: ranks along the two axes of the mesh, and one technique on each axis of the decoder."""
+"""Define the choices of a plan: ranks along the two axes of the mesh, one technique per axis of the decoder."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -18,7 +18,8 @@ class MeshShape:
     def __post_init__(self) -> None:
         if not all(type(n) is int and n >= 1 for n in (self.data, self.model)):
             raise PlanError(
-                f"a mesh of {self.data!r} x {self.model!r} was asked for; both axes need a whole number of 1 or more"
+                f"a mesh of {self.data!r} x {self.model!r} is not supported; both axes need a whole number"
+                " of 1 or more"
             )
 
 

@@ -1,4 +1,4 @@
-"""A decoder by itself, as profile and as model: for a plan where there are no data, only sizes.
+"""Define a decoder alone, as profile and as model, for plans from sizes without data.
 
 Legend: model_shape.py.
 """

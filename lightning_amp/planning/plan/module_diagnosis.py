@@ -1,4 +1,4 @@
-"""What a plan of any module says of its step as it is: where the bytes are, and which techniques help.
+"""Define the diagnosis of a module's step without techniques: where its bytes are, and which techniques help.
 
 Legend: module_profile.py.
 """

@@ -1,4 +1,4 @@
-"""A Plan is inert, frozen, JSON-round-trippable data: what to install where, why, and the memory it will take.
+"""Define `Plan`, frozen data that round-trips through JSON: what to install where, why, and its predicted memory.
 
 Legend: bytes are per rank; `strata_bytes[k]` is the memory held right after stratum k of the forward pass.
 """
@@ -292,7 +292,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
 def _contradictions_of_fsdp(plan: Plan) -> Iterator[str]:
     specs = list(dict.fromkeys(rule.spec for rule in plan.rules if isinstance(rule.spec, FullyShard)))
     if len(specs) > 1:
-        yield f"rules of fsdp ask for {specs[0]!r} and for {specs[1]!r}, which all of them do alike"
+        yield f"rules of fsdp have the specs {specs[0]!r} and {specs[1]!r}; all of them must have the same"
     for spec in specs:
         if type(spec.offload) is not bool:
             yield f"offload={spec.offload!r} of fsdp is neither true nor false"

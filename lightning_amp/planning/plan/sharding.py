@@ -1,4 +1,4 @@
-"""How the fsdp of a plan splits: among which ranks, and where their parts lie; the same in all its rules.
+"""Define how fsdp shards: over which ranks, and where the shards lie; the same in all rules of a plan.
 
 Legend: D ranks that average gradients, S of a group among which parameters are split; all D / S groups have the same.
 """
@@ -18,7 +18,7 @@ ON_HOST = (
 
 
 def sharding_of(rules: Iterable[Rule]) -> FullyShard | None:
-    """What a plan's rules say of fsdp, all of them alike; None where there is none."""
+    """What a plan's rules say of fsdp, the same in all rules; None where there is none."""
     return next((rule.spec for rule in rules if isinstance(rule.spec, FullyShard)), None)
 
 
@@ -35,7 +35,7 @@ def with_sharding(plan: Plan, asked: FullyShard | None, *, launches: bool) -> Pl
     if asked is None:
         return plan
     if why := asked.no_groups_of(plan.gradient_ranks):
-        raise PlanError(f"fsdp_ranks={asked.shard_ranks!r} was asked for, {why}")
+        raise PlanError(f"fsdp_ranks={asked.shard_ranks!r} is not supported, {why}")
     rules = tuple(
         replace(rule, spec=asked) if isinstance(rule.spec, FullyShard) else rule for rule in plan.rules
     )

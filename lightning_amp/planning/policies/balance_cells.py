@@ -1,4 +1,4 @@
-"""Whether cells should be balanced over the ranks, from the spread of their contacts, and whether they are enough."""
+"""Decide whether to balance cells over the ranks, by the spread of their contacts, and whether there are enough."""
 
 from statistics import NormalDist
 
@@ -38,6 +38,6 @@ def too_few_cells(profile: Profile, mesh: MeshShape, batch_size: int) -> list[st
     if not few:
         return []
     return [
-        f"a step of {mesh.data:,} x {batch_size:,} = {step:,} cells was asked for, and {', '.join(few)}: some cells"
-        " come more than once in a step; choose fewer cells per rank, or fewer ranks on the data axis"
+        f"a step has {mesh.data:,} x {batch_size:,} = {step:,} cells, and {', '.join(few)}: some cells come"
+        " more than once in a step; choose fewer cells per rank, or fewer ranks on the data axis"
     ]

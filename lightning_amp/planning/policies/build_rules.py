@@ -1,4 +1,4 @@
-"""Strategies -> rules: which modules each chosen strategy changes, why, and what it is predicted to save."""
+"""Build rules from strategies: which modules each changes, why, and what it is predicted to save."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ _SHARED = Rule(
 )
 
 
-BY_USER = "asked for by the user"
+BY_USER = "requested by the user"
 
 
 def build_rules(
@@ -48,14 +48,14 @@ def build_rules(
     axes = Axes.of(chosen)
     for strategy in (s for s in chosen if s != "S1"):
         finding = diagnosis.finding(STRATEGIES[strategy].signal)
-        why = f"{finding.signal}: {finding.evidence}" if finding else "no signal asks for it"
+        why = f"{finding.signal}: {finding.evidence}" if finding else "no signal suggests it"
         if policy == "auto" and STRATEGIES[strategy].install is None:
             why = "part of the fastest plan that fits"
         targets = [t for t in targets_of(strategy, shape) if _belongs(t[1], axes)]
         if not targets:
             raise PlanError(
-                f"{strategy} ({STRATEGIES[strategy].title}) was asked for and finds nothing to change in this model;"
-                f" leave {strategy} out"
+                f"{strategy} ({STRATEGIES[strategy].title}) finds nothing to change in this model; leave"
+                f" {strategy} out"
             )
         saved = _saved(strategy, chosen, shape, mesh)
         for n, (fqn, spec) in enumerate(targets):
@@ -78,7 +78,7 @@ def _belongs(spec: Spec, axes: Axes) -> bool:
 
 
 def _saved(strategy: str, chosen: tuple[str, ...], shape: ModelShape, mesh: MeshShape) -> int:
-    """Predicted bytes per rank that a strategy saves beside the others."""
+    """Predicted bytes per rank that a strategy saves besides the others."""
     others = tuple(s for s in chosen if s != strategy)
     peaks = [predict(shape, s, model_ranks=mesh.model).peak_bytes for s in (others, chosen)]
     return max(0, peaks[0] - peaks[1])
@@ -116,7 +116,7 @@ def with_schedule(plan: Plan, shape: ModelShape, *, micro_batches: int | None, s
 
 
 def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Plan:
-    """The same plan for ranks of these speeds, none where they are alike: strata are dealt by them; of stages
+    """The same plan for ranks of these speeds, none where they are equal: strata are distributed by them; of stages
     techniques/pipeline/stages.py takes them.
     """
     if not speeds:

@@ -162,7 +162,7 @@ def _compare(request: PlanRequest, *, own: frozenset[str]) -> tuple[Candidate, .
     )
     if not found:
         raise PlanError(
-            f"model_parallel_size={asked!r} was asked for, and no strategies can share this model among so many ranks;"
+            f"model_parallel_size={asked!r} is not supported: no strategies can share this model among so many ranks;"
             ' choose fewer, or model_parallel_size="auto"'
         )
     return found
@@ -191,8 +191,8 @@ def _of_paper(best: Candidate, request: PlanRequest) -> list[str]:
 def _check_divides(model_parallel_size: int | str, devices: int) -> None:
     if isinstance(model_parallel_size, int) and devices % model_parallel_size:
         raise PlanError(
-            f"model_parallel_size={model_parallel_size!r} was asked for with {devices} devices; it must divide them,"
-            f" choose one of {[n for n in range(1, devices + 1) if devices % n == 0]}"
+            f"model_parallel_size={model_parallel_size!r} is not supported with {devices} devices; it must divide"
+            f" them, choose one of {[n for n in range(1, devices + 1) if devices % n == 0]}"
         )
 
 
@@ -218,7 +218,7 @@ def _mesh(chosen: tuple[str, ...], request: PlanRequest) -> MeshShape:
         )
     if model > 1 and not sharding:
         raise PlanError(
-            f"model_parallel_size={model} was asked for, but {', '.join(chosen)} split nothing over the model axis;"
+            f"model_parallel_size={model} is not supported: {', '.join(chosen)} split nothing over the model axis;"
             ' use model_parallel_size="auto", or add one of'
             f" {', '.join(s for s, row in STRATEGIES.items() if row.model_axis)}"
         )
@@ -228,9 +228,9 @@ def _mesh(chosen: tuple[str, ...], request: PlanRequest) -> MeshShape:
     shared = [s for s in chosen if STRATEGIES[s].data_axis]
     if shared and mesh.data < 2 and not with_steps(chosen):
         raise PlanError(
-            f"{', '.join(shared)} was asked for, which splits parameters over the data axis, and that has one rank:"
-            f" devices={devices}, of which the model axis has {model}; use more devices, a smaller"
-            f" model_parallel_size, or leave {', '.join(shared)} out"
+            f"{', '.join(shared)} requires several ranks on the data axis, over which it splits parameters,"
+            f" found one: devices={devices}, of which the model axis has {model}; use more devices, a"
+            f" smaller model_parallel_size, or leave {', '.join(shared)} out"
         )
     return mesh
 
@@ -269,8 +269,8 @@ def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> 
         most = decoder.parts[strategy]
         if strategy in chosen and model > most:
             raise PlanError(
-                f"{strategy} was asked for with {model!r} ranks on the model axis, and {whole} can be split over"
-                f" {most!r} at most; choose a smaller model_parallel_size, or leave {strategy} out"
+                f"{strategy} got {model!r} ranks on the model axis, and {whole} can be split over {most!r}"
+                f" at most; choose a smaller model_parallel_size, or leave {strategy} out"
             )
 
 
@@ -306,7 +306,7 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
 
 
 def _check_pipeline(chosen: tuple[str, ...], shape: ModelShape) -> None:
-    """Refuse, with a PlanError, stages without a list of blocks, and beside what was not tried with them."""
+    """Refuse, with a PlanError, stages without a list of blocks, or with a technique that was not tested with them."""
     if "pipeline" not in chosen:
         return
     beside = [strategy for strategy in chosen if strategy not in ("S1", "pipeline")]
@@ -358,5 +358,5 @@ def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
             "the prediction is that of strata that are not compiled: torch's compiler decides what is fused and kept"
         )
     if shape.decoder is None and not shape.profiled:
-        notes.append("activations of a module without a recognised decoder cannot be predicted")
+        notes.append("activations of a module without a detected decoder cannot be predicted")
     return notes

@@ -45,7 +45,7 @@ def mapped(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
     under = ", ".join(in_order(base))
     if shape.decoder is None:
         only = under if own else "data parallelism (S1)"
-        return in_order(base), [f"no decomposed decoder was recognised: {only} only", *notes]
+        return in_order(base), [f"no decomposed decoder was detected: {only} only", *notes]
     whole = peak(base)
     if budget is None or whole <= budget:
         limit = "no memory budget is known" if budget is None else f"it fits in {format_bytes(budget)}"

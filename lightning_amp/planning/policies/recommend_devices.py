@@ -1,4 +1,4 @@
-"""How many devices are worth having: plans of policy "auto" for 1, 2, 4, ... devices, with the cells of a step fixed.
+"""Recommend a number of devices: compare plans of policy "auto" for 1, 2, 4, ... with a fixed number of cells.
 
     B cells in a step, shared by the ranks of the data axis: ceil(B / data) each      (strong scaling)
     speed-up(n)   = seconds(n0) / seconds(n)          n0 = the fewest devices on which the model fits
@@ -103,8 +103,8 @@ def recommend_devices(
         )
     if shape_of(cells).decoder is None:
         raise PlanError(
-            "a recommendation of devices was asked for, and the data have no modality with strata (Hi-C), whose decoder"
-            " it is about; name a directory with one, or use as many devices as there are cells for"
+            "cannot recommend devices: the data have no modality with strata (Hi-C), whose decoder it is"
+            " about; name a directory with one, or use as many devices as there are cells for"
         )
     numbers = [2**i for i in range(MOST_DEVICES.bit_length())]
     scales: list[Scale] = []

@@ -1,4 +1,4 @@
-"""What is asked of a plan: checked before any data are read, and then completed with what they say."""
+"""Check a planning request before data are read, and complete it from the data."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ POLICIES = ("auto", "paper")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """What is to be decided on, as in `plan`; the budget in bytes, and the rates with the links between nodes."""
+    """What is decided on, as in `plan`; the budget in bytes, and the rates with the links between nodes."""
 
     diagnosis: Diagnosis
     shape: ModelShape

@@ -1,4 +1,4 @@
-"""What one rank has of one stratum under the choices of a plan: anchors, channels, features, scores, buckets.
+"""Compute the sizes of one stratum on one rank under a plan: anchors, channels, features, scores, buckets.
 
 The memory model and the cost model read the same sizes. They differ where ranks share unevenly: memory asks for the
 most that a rank has of a stratum (`most_`) and for one block of cells (`block_`), time for the mean (`mean_`) and for

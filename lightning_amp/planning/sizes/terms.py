@@ -1,4 +1,4 @@
-"""Terms of the strata of a decoder on one rank, each computed once for all plans that cannot tell it apart.
+"""Compute terms of a decoder's strata on one rank, once for all plans that share them.
 
 A term is what a model counts of one stratum, such as the bytes that its likelihood keeps. It names the axes of a plan
 that it reads and is shown no others, so that one which reads more fails at once instead of handing out another plan's
@@ -29,7 +29,7 @@ class Term(Generic[Sizes, Counted]):
     Args:
         count: Sizes of the stratum -> what is counted.
         reads: The axes of a plan that it depends on.
-        of_features: Whether it depends on the stratum's features; else strata with a key have it alike, and so do
+        of_features: Whether it depends on the stratum's features; else strata with a key share it, and so do
             those without.
     """
 
@@ -38,7 +38,7 @@ class Term(Generic[Sizes, Counted]):
 
 
 class Strata(Generic[Sizes]):
-    """All strata of a decoder on one rank, and the terms of them that were asked for.
+    """All strata of a decoder on one rank, and the terms of them that were requested.
 
     Args:
         kind: Type of the sizes that terms are counted from.

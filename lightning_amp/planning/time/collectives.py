@@ -1,4 +1,4 @@
-"""The collectives of a training step over the model axis: what a rank hands in, and how often.
+"""List the collectives of a training step over the model axis: sizes and counts per rank.
 
 Of one stratum, forward and backward; those of S5 stand in the docstring of techniques/hic/hidden/decoder.py:
 

@@ -1,4 +1,4 @@
-"""Settings of a technique that depend on the mesh, the device and the other choices, filled in when rules are made."""
+"""Fill in settings of a technique that depend on the mesh, the device and the other choices."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def strata_ends(
     shape: ModelShape, axes: Axes, *, ranks: int, speeds: tuple[float, ...] = ()
 ) -> tuple[int, ...]:
     """One past the last stratum of every rank of the model axis, balanced by the modelled time of the strata, and by
-    the speeds of the ranks where these are not alike.
+    the speeds of the ranks where these are not equal.
 
     Raises:
         PlanError: More ranks than strata.
@@ -45,7 +45,7 @@ def strata_ends(
     strata = len(shape.decoder.distances)
     if ranks > strata:
         raise PlanError(
-            f"strata was asked for with {ranks!r} ranks on the model axis, and {strata!r} strata can be split over"
+            f"strata got {ranks!r} ranks on the model axis, and {strata!r} strata can be split over"
             f" {strata!r} ranks at most; choose a smaller model_parallel_size, or leave 'strata' out"
         )
     costs, passing = stratum_seconds(shape.decoder, axes, cells=shape.batch_size, ranks=ranks)
@@ -62,7 +62,7 @@ def with_even_stages(spec: PipelineStages, shape: ModelShape, *, ranks: int) -> 
     name, blocks = shape.block_list or ("", 0)
     if stages > blocks:
         raise PlanError(
-            f"pipeline was asked for with {stages!r} stages, and {name!r}, the longest list of modules, has {blocks!r}"
+            f"pipeline got {stages!r} stages, and {name!r}, the longest list of modules, has {blocks!r}"
             f" blocks; choose model_parallel_size={blocks!r} at most, or leave 'pipeline' out"
         )
     ends = (sum(blocks // stages + (s < blocks % stages) for s in range(n + 1)) for n in range(stages))

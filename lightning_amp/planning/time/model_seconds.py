@@ -1,4 +1,4 @@
-"""What a training step of a model takes: in its decoder (step_seconds.py), and outside of it.
+"""Predict the seconds of a model's step: in its decoder (step_seconds.py), and outside of it.
 
 Outside are encoders, graph, other decoders, optimiser and Lightning's own loop:
 

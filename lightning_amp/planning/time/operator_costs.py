@@ -1,4 +1,4 @@
-"""Floating point operations, numbers moved and kernels of the parts of a stratum, forward and backward.
+"""Count floating point operations, memory traffic and kernels of the parts of a stratum, forward and backward.
 
 Products, with a multiplication and an addition counted as two operations; backward is twice forward everywhere, the
 gradients of both factors:

@@ -1,4 +1,4 @@
-"""What a training step of a decoder takes: operations, bytes, kernels and collectives, and from these its seconds.
+"""Predict the seconds of a decoder's step from its operations, bytes, kernels and collectives.
 
     seconds of a part      flops / matmul rate  +  bytes / memory rate  +  kernels * overhead
     seconds of a stratum   its parts (operator_costs.py), a second forward pass under recompute, views and Python
@@ -37,7 +37,7 @@ from lightning_amp.planning.time.collectives import (
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
 
 PYTHON = {"recompute": 160, "stream": 95, "fused": 45, "sdpa": 75, "sparse": 40}
-"""What a choice adds to a stratum beside its kernels, in kernels that take as long: views, and Python of its own.
+"""What a choice adds to a stratum besides its kernels, in kernels that take as long: views, and Python code.
 
 Fitted on a CPU. Where kernels are launched, operators of fused attention and of the sparse likelihood were counted to
 be fewer than those of what they replace, and nothing is added for them.

@@ -1,1 +1,1 @@
-"""Three tools of autograd that know nothing of strata."""
+"""Three tools of autograd, independent of strata."""

@@ -1,4 +1,4 @@
-"""A scalar whose gradients are computed together with it, so that nothing but them waits for the backward pass.
+"""Define a scalar whose gradients are computed together with it, so that only they are kept for the backward pass.
 
     forward     total, and d total / d input for every input that needs it
     backward    these gradients, times the gradient of the total
@@ -74,7 +74,7 @@ def gradients(
             " them parameters of the stratum, detach them, or leave 'stream' out"
         )
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    # the pass of a loss under autocast runs outside of it too; the meta device has no autocast of its own
+    # the pass of a loss under autocast runs outside of it too; the meta device has no autocast itself
     device = outputs[0].device.type
     with torch.autocast(device if torch.amp.is_autocast_available(device) else "cpu", enabled=False):
         found = iter(torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True) if wanted else ())
@@ -195,15 +195,16 @@ class _Ready(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise InstallError(
-                "a second derivative of a loss was asked for (create_graph=True), and its strata are streamed: their"
-                " gradients are numbers by then; leave 'stream' out, which 'recompute' can stand in for"
+                "a second derivative of a loss is not supported (create_graph=True): its strata are"
+                " streamed: their gradients are numbers by then; leave 'stream' out, which 'recompute' can"
+                " stand in for"
             )
         # taken out, not copied: they are scaled in place, and a second pass would scale them again
         ready, ctx.ready = ctx.ready, None
         if ready is None:
             raise InstallError(
-                "a second backward pass through a loss was asked for, and its strata are streamed: their gradients were"
-                " handed out by the first; compute the loss again, or leave 'stream' out"
+                "a second backward pass through a loss is not supported: its strata are streamed: their"
+                " gradients were handed out by the first; compute the loss again, or leave 'stream' out"
             )
         _scale(ready, grad)
         return None, None, *ready

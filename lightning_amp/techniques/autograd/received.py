@@ -1,4 +1,4 @@
-"""What a block's first forward pass has received from other ranks, for its second one, which then sends nothing.
+"""Keep what a block's first forward pass received from other ranks, for its second pass, which sends nothing.
 
 A block that runs again in the backward pass computes the same a second time, and would send the same a second time. A
 layer that receives a few numbers asks for them by `once`: they are kept from the first pass to the end of the backward

@@ -1,1 +1,1 @@
-"""Whether a part of somebody's module computes what a technique would compute in its place."""
+"""Check that a part of a user's module computes what its replacement by a technique would."""

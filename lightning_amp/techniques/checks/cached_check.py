@@ -1,4 +1,4 @@
-"""Results of checks, kept for modules of the same class with the same settings: 32 strata are checked once."""
+"""Cache results of checks for modules of the same class and settings: 32 strata are checked once."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

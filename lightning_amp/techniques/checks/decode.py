@@ -1,4 +1,4 @@
-"""Whether a module decodes as techniques need it: S4 and S5 replace or split what it computes.
+"""Check that a module decodes as techniques require: S4 and S5 replace or split what it computes.
 
 It is probed on a few scores of both signs, from 1e-6 to 1e5. Known limit: what it does with others is not seen.
 """

@@ -1,4 +1,4 @@
-"""A context in which everything is computed in 64 bits, whatever types the code that runs names.
+"""Compute everything in float64 in a context, whatever types the code names.
 
 A forward that makes a softmax in float32, or generated code that has the types of a capture, then computes the same
 function without their rounding. Numbers that Python has written down (`torch.tensor(0.1)`) are those of their own type.

@@ -1,4 +1,4 @@
-"""Whether a key, beside what its children compute, needs channels or rows that another rank has.
+"""Check whether a key needs channels or rows of other ranks, besides what its children compute.
 
 Under S5 and nodes a key's own forward runs on a part of v. It is probed on one: a copy of the key, with stand-ins for
 its children that scale single numbers, has to give
@@ -104,7 +104,7 @@ def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> st
 
 @torch.no_grad()
 def _alike(run: Callable[[Tensor], Any], v: PerAnchor, part: Part) -> bool:
-    """Whether what is made of a part is the part of what is made of all."""
+    """Whether the result of a part is the part of the whole result."""
     expected = [whole[part] for whole in _tensors(run(v))]
     found = _tensors(run(v[part]))
     return len(found) == len(expected) and all(

@@ -1,4 +1,4 @@
-"""Whether a likelihood is that of zero-inflated negative binomial counts, in value and gradients, as `sparse` has it.
+"""Check that a likelihood is that of zero-inflated negative binomial counts, in value and gradients, for `sparse`.
 
 It is called as leaf(x, log_mu, log_theta, zi_logits) on two examples, in float64, and so is ours: one with usual
 numbers, and one with numbers as far apart as training may meet, where clamps, and what is added to a mean, show. Two

@@ -1,4 +1,4 @@
-"""Whether a key attends to neighbouring buckets of anchors or to all anchors, and from where that is known.
+"""Determine whether a key attends to neighbouring buckets of anchors or to all anchors.
 
     declared     the attention, or a module inside it, has `reach`, "local" or "full"
     detected     it has the methods of bucketed attention; or, tried on an example, it is full attention

@@ -1,4 +1,4 @@
-"""Whether two computations give the same results: the one comparison behind every check of a replacement.
+"""Compare the results of two computations; used by every check of a replacement.
 
 A technique replaces a part of a user's module by another form of it. That is exact only where the part has no state
 and returns what the reference returns. Examples are whole numbers, which are exact in any order of summation, or

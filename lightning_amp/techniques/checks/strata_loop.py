@@ -1,7 +1,7 @@
-"""What techniques that replace a decoder's strata loop, its child `walk`, ask of the decoder and of that loop.
+"""Check what techniques that replace a decoder's strata loop, its child `walk`, require of the decoder and the loop.
 
 walk(strata, u, v, log_weights, own=..., **cells)      negative log-likelihood of the own strata, all if None
-stratum.arguments(k, log_weights, **cells)             what a stratum is called with beside v and u
+stratum.arguments(k, log_weights, **cells)             what a stratum is called with besides v and u
 stratum.spine(v)                                       only v for the next stratum
 """
 
@@ -32,23 +32,23 @@ def walk_of(
     problem = _problem(walk, stacked=stacked)
     if problem:
         raise InstallError(
-            f"{strategy} was asked for on {type(decoder).__name__!r}, whose child `walk` {problem}; only a module"
-            " without state that adds up what its strata return, and hands each one's v to the next, can be replaced:"
-            f" see docs/architecture.md, or leave {strategy} out"
+            f"{strategy} does not support {type(decoder).__name__!r}, whose child `walk` {problem}; only a"
+            " module without state that adds up what its strata return, and hands each one's v to the next,"
+            f" can be replaced: see docs/architecture.md, or leave {strategy} out"
         )
     counting = [name for name, part in decoder.strata.named_modules() if once and _sees_the_batch(part)]
     if counting:
         raise InstallError(
-            f"{strategy} was asked for on {type(decoder).__name__!r}, whose strata have {counting[:3]!r}, which read or"
-            " keep something of the whole batch every time they run; strata run for some cells at a time, or twice:"
-            f" move these to the encoders, or leave {strategy} out"
+            f"{strategy} does not support {type(decoder).__name__!r}, whose strata have {counting[:3]!r},"
+            " which read or keep something of the whole batch every time they run; strata run for some"
+            f" cells at a time, or twice: move these to the encoders, or leave {strategy} out"
         )
     for k, stratum in enumerate(decoder.strata):
         missing = [name for name in ("arguments", "spine") if not callable(getattr(stratum, name, None))]
         if missing:
             raise InstallError(
-                f"{strategy} was asked for on {type(decoder).__name__!r}, whose stratum {k!r} lacks {missing!r}; add"
-                f" these methods (docs/architecture.md), or leave {strategy} out"
+                f"{strategy} does not support {type(decoder).__name__!r}, whose stratum {k!r} lacks"
+                f" {missing!r}; add these methods (docs/architecture.md), or leave {strategy} out"
             )
     return cast(nn.Module, walk)
 

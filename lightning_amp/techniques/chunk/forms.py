@@ -1,4 +1,4 @@
-"""The forms in chunks of the blocks of a step, as a Chain has them; looked for when they are asked for first.
+"""Find the chunked forms of the blocks of a step for a Chain, when they are first needed.
 
 For every distinct block the least bytes are found that it can do with in chunks, and its fastest plan for each of
 `LEVELS` budgets from there up to what it takes as it is. A form differs from the block as it is by what their tables

@@ -54,7 +54,7 @@ def in_chunks(forms: ChunkForms, name: str, number: int, n: int) -> Rule:
     what = f"{n} of {len(blocks)} blocks run in chunks, this one"
     if after:
         what = f"what follows its {after} blocks runs in chunks,"
-    within = f"within {format_bytes(form.budget_bytes)} beside its arguments"
+    within = f"within {format_bytes(form.budget_bytes)} in addition to its arguments"
     return Rule(
         strategy="chunk",
         fqn=name,

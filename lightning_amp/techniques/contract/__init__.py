@@ -1,1 +1,1 @@
-"""What a technique sees and returns: protocol of a decoder, Change, ShardedParameter, StandIn."""
+"""Define what a technique sees and returns: protocol of a decoder, Change, ShardedParameter, StandIn."""

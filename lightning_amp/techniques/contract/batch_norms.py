@@ -1,4 +1,4 @@
-"""Layers that normalise by the statistics of a batch."""
+"""Detect layers that normalise by the statistics of a batch."""
 
 from torch import nn
 

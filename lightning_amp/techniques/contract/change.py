@@ -1,4 +1,4 @@
-"""What a technique asks to be changed in a module; `install` carries it out, and can undo it."""
+"""Define `Change`, which a technique returns, and which `install` carries out and can undo."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What every replacement of a module has to keep: the parameters, hooks, and what is set as a `forward`."""
+"""Check what every replacement of a module must keep: the parameters, hooks, and an overridden `forward`."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,8 @@ def check_parameters(
     """Optimisers and checkpoints find parameters by object and by name: a replacement keeps both."""
     if old is None:
         raise InstallError(
-            f"a technique is to replace {fqn!r}, which is no module; allowed are the rule's module and its children"
+            f"a technique cannot replace {fqn!r}, which is no module; allowed are the rule's module and its"
+            " children"
         )
     shards = {id(parameter.whole): parameter.shard for parameter in sharded}
     named = old.named_parameters(remove_duplicate=False)
@@ -48,7 +49,7 @@ def check_forwards(fqn: str, old: nn.Module | None, new: nn.Module, strategy: st
             where = f"{fqn}.{name}" if name else fqn
             who = ", ".join(one.strategy for one in overrides_of(part) or ())
             raise InstallError(
-                f"{strategy} is to replace {fqn!r}, and the `forward` of {where!r} is set on the instance"
-                f" by {who or repr(vars(part)['forward'])}, which the replacement would not run; leave it as its class"
-                f" has it, or leave {strategy} out"
+                f"{strategy} cannot replace {fqn!r}: the `forward` of {where!r} is set on the instance by"
+                f" {who or repr(vars(part)['forward'])}, which the replacement would not run; leave it as"
+                f" its class has it, or leave {strategy} out"
             )

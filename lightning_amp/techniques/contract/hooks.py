@@ -1,4 +1,4 @@
-"""Hooks that a replacement would not run, or would show only a part of the values."""
+"""Find hooks that a replacement would not run, or would call with a part of the values."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""What a module must look like to take part; the shapes are recognised, no base class is asked for.
+"""Define the structure that techniques require of a module; it is detected, no base class is needed.
 
 Legend: cell, anchor (N), dim (D), row (anchors of a run of buckets), feature (F_k of one stratum),
 own_feature and own_vertex (those that a rank holds).

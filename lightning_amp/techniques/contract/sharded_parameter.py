@@ -1,4 +1,4 @@
-"""A parameter of which every rank of a mesh axis owns a shard: gradient and optimiser state exist there only."""
+"""Define a parameter of which every rank of a mesh axis owns a shard, with its gradient and optimiser state."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class ShardedParameter:
 
     Attributes:
         whole: The parameter that was replaced; its values are stale while the shard is trained.
-        shard: The rank's own part, a parameter of its own.
+        shard: The rank's own part, a separate parameter.
         module: The module that holds the shard, under `name`.
         parts: How it is sharded: `Runs` (ranks/even_runs.py), or `VertexShards` (nodes/vertex_shards.py).
             Over the data axis torch keeps the shard (fsdp/): a DTensor, whose gradient is reduced when it is there.

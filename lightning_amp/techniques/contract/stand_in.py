@@ -1,4 +1,4 @@
-"""Decoders that stand in for a module written elsewhere, which keeps its parameters, its names and its children.
+"""Define decoders that replace a module written elsewhere, which keeps its parameters, names and children.
 
 Such a module has a `StandIn` for its `forward`, set on the instance. Techniques change the decoder behind it: below the
 module's name, rules meet the decoder's children (`decoders.hic.strata.3.key.attention`) and not the module's own.

@@ -1,4 +1,4 @@
-"""The loop over a decoder's strata, as a technique that replaces it sees it; the reference is models' EveryStratum."""
+"""Define the interface of a decoder's loop over strata for techniques; the reference is models' EveryStratum."""
 
 from typing import Generic, NamedTuple, TypeVar
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class StratumInputs(NamedTuple, Generic[T]):
-    """What strata read beside their parameters and may have a gradient: tensors, or the gradient of each."""
+    """What strata read besides their parameters and may have a gradient: tensors, or the gradient of each."""
 
     u: T
     v: T

@@ -1,4 +1,4 @@
-"""What has split the parameters of a module over the data axis, and reduces their gradients itself."""
+"""Define units that have split a module's parameters over the data axis and reduce their gradients themselves."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager

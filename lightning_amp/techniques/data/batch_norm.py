@@ -62,8 +62,9 @@ def share_batch_statistics(module: nn.Module, mesh: DeviceMesh) -> Callable[[], 
     }
     if own:
         raise InstallError(
-            f"batch statistics are to be shared over ranks; {own!r} are BatchNorm layers with a forward or a __call__"
-            " of their own, which would be lost. Keep statistics per rank with share_batch_statistics=False"
+            f"batch statistics cannot be shared over ranks: {own!r} are BatchNorm layers with an overridden"
+            " forward or __call__, which would be lost. Keep statistics per rank with"
+            " share_batch_statistics=False"
         )
     if mesh.size() > 1:
         for outer, block in module.named_modules():
@@ -81,7 +82,7 @@ def _refuse_computed(outer: str, block: nn.Module, layers: Container[nn.Module])
     for one in overrides_of(block) or ():
         if one.position is not Position.INSTEAD:
             continue
-        # what follows the blocks in chunks has a look of its own at what it captures
+        # what follows the blocks in chunks checks what it captures itself
         whole = type(one.run) is InChunks and one.run.train
         inside = block.named_modules() if whole else [("", block)]
         for name, layer in inside:
@@ -89,9 +90,10 @@ def _refuse_computed(outer: str, block: nn.Module, layers: Container[nn.Module])
             if layer in layers and (normalises_by_batch(layer) or not whole):
                 where = f"{outer}.{name}" if name else outer
                 raise InstallError(
-                    f"{one.strategy} and {SHARE} were asked for on {outer!r}: {one.strategy} computes it, and ranks"
-                    f" exchange the statistics of {where!r} ({type(layer).__name__}), which {one.strategy} does not;"
-                    f" leave {one.strategy} out for it, or keep statistics per rank with {SHARE}=False"
+                    f"{one.strategy} and {SHARE} cannot be used together on {outer!r}: {one.strategy}"
+                    f" computes it, and ranks exchange the statistics of {where!r} ({type(layer).__name__}),"
+                    f" which {one.strategy} does not; leave {one.strategy} out for it, or keep statistics"
+                    f" per rank with {SHARE}=False"
                 )
 
 

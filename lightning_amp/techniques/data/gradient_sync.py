@@ -1,4 +1,4 @@
-"""Gradients of a step over the mesh after backward: averaged over the data axis, parts summed over the model axis.
+"""Reduce gradients over the mesh after backward: averaged over the data axis, parts summed over the model axis.
 
     replicated p   grad(p) <- (1 / D) sum over data ranks d of grad_d(p)            a model group has the same
     sharded p      the same, for the rank's own shard
@@ -12,7 +12,7 @@ not: where a backward adds to a partial gradient that is whole already, every ra
 
 Collectives per reduction: one all-reduce of P bytes (which parameters), over all ranks; then one all-reduce per
 bucket: over all ranks for partial gradients, over the data axis for replicated ones, and over the data axis for
-sharded ones. Their buckets are apart, so that those of replicated gradients are alike on all ranks of a model group,
+sharded ones. Their buckets are apart, so that those of replicated gradients are equal on all ranks of a model group,
 whatever the shards' sizes, and add up in one order. Nothing is sent over an axis of one rank; without partial gradients
 nothing is sent over the model axis but the agreement. A device that does not add up in the same order each time, as a
 GPU with its atomic sums, would let the copies of a replicated parameter drift apart: with `rounds_differently` their
@@ -81,7 +81,7 @@ class GradientSync:
             sharded: Those that are a rank's shard; their shapes may differ over the model axis.
             bucket_bytes: Largest flat buffer; a gradient that is larger travels alone as well.
             rounds_differently: Whether a model group's ranks may find replicated gradients that differ in rounding.
-            apart: Whether the ranks of a model group have parameters of their own: they agree on nothing here.
+            apart: Whether the ranks of a model group have their own parameters: they agree on nothing here.
         """
         self.blocked = False
         self._parameters = list({id(p): p for p in parameters}.values())

@@ -1,4 +1,4 @@
-"""Ranks that gather and add up parameters do so for the same ones, in the same order, or all of them stop.
+"""Check that all ranks issue the same FSDP collectives in the same order.
 
 Collectives find each other by their order alone. A rank that skips a block, as a branch on its own cells may, would
 take another block's parameters for those of its own: numbers without meaning where the sizes agree, and no end where

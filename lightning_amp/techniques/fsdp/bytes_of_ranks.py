@@ -1,4 +1,4 @@
-"""Peak bytes of a rank when parameters, gradients and optimiser state are split over the data axis by torch's FSDP2.
+"""Predict the peak bytes of a rank whose parameters, gradients and optimiser state are split by torch's FSDP2.
 
 A step on one device is walked through once more, with activations and temporaries as they are, and of a rank
 
@@ -16,7 +16,7 @@ of gradients the rows of the sum until they are sent back.
 Where batches add up their gradients, rows of all of them are there throughout, and a unit's rows of this batch are
 added to its own as soon as they are summed.
 
-A unit whose inputs have no gradient, the first one, is told of the end of its backward pass when the module's ends.
+A unit whose inputs have no gradient, the first one, is notified of the end of its backward pass when the module's ends.
 These are the tensors of torch 2.13 on a CPU with the collectives of techniques/fsdp/collectives.py.
 
 Known limits: a unit that is called more than once counts as one call; in manual optimisation the root's parameters are
@@ -181,7 +181,7 @@ class _FsdpWalk:
                 root, come = min(max(0, root + come), self._whole[""]), 0
             gathered = self._padded[unit] + self._ahead(unit) if unit in pending else 0
             yield at + self._padded[""] + root + gathered + come + done["rows"] + done["sent"]
-        # the root is told first
+        # the root is notified first
         own = self._padded[unit] + self._whole[unit] if unit in pending else 0
         yield from self._finish("", at + own, done)
         if unit in pending:

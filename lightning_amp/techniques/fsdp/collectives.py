@@ -1,4 +1,4 @@
-"""The two collectives of a unit, in torch's `fully_shard`: parameters are gathered, gradients added up in parts.
+"""Run the two collectives of a `fully_shard` unit: all-gather of parameters, reduce-scatter of gradients.
 
 gloo has no collective that adds up in parts (dist/collectives.py has one).
 

@@ -1,4 +1,4 @@
-"""Any module with parameters, gradients and optimiser state split over the data axis, by torch's `fully_shard`.
+"""Apply torch's `fully_shard` to any module: parameters, gradients and optimiser state over the data axis.
 
     a rank has        ceil(rows / R) rows of every parameter, of its gradient and of its optimiser state
     forward           a unit (units.py) gathers its parameters before its forward, and drops them after it
@@ -140,7 +140,7 @@ class FullySharded:
         """
         if is_split(loss):
             raise ModelError(
-                _read_elsewhere("the loss is made of a rank's rows, such as a penalty on all weights")
+                _read_elsewhere("the loss is computed from a rank's rows, such as a penalty on all weights")
             )
         if self._looks:
             self._refuse_old(loss)
@@ -172,7 +172,7 @@ class FullySharded:
             raise ModelError(STRAY)
         for parameter, whole, shown in self._shown:
             if whole.grad is not shown:
-                # somebody has put another one in its place
+                # it has been replaced
                 parameter.shard.grad = whole.grad
 
     def after_update(self) -> None:
@@ -205,7 +205,7 @@ class FullySharded:
         except Exception as error:
             self._put_back()
             raise InstallError(
-                f"fsdp was asked for of {type(self._module).__name__!r}, and torch's fully_shard refused: {error}"
+                f"fsdp does not support {type(self._module).__name__!r}: torch's fully_shard refused: {error}"
             ) from error
 
     def _put_back(self) -> None:
@@ -344,7 +344,7 @@ class FullySharded:
                 )
 
     def _refuse_old(self, loss: Tensor) -> None:
-        """Refuse, with a ModelError, a loss that reads a parameter that was split, by a reference of somebody's own."""
+        """Refuse, with a ModelError, a loss that reads a parameter that was split, by a reference in user code."""
         replaced = {id(parameter.whole): parameter.name for parameter in self.parameters}
         found = next((replaced[id(leaf)] for leaf, _ in leaves_of(loss) if id(leaf) in replaced), None)
         if found is not None:
@@ -371,13 +371,13 @@ def _chosen(module: nn.Module, fqns: Sequence[str]) -> dict[str, nn.Module]:
     for fqn in fqns:
         if fqn and not any(fnmatchcase(unit, fqn) for unit in possible):
             raise InstallError(
-                f"fsdp is to gather {fqn!r} by itself, which is no block with parameters of its own; those of"
+                f"fsdp cannot gather {fqn!r} separately: it is no block that has parameters itself; those of"
                 f" {type(module).__name__} are {list(possible)!r}, and '' is the rest of it"
             )
     if "" not in fqns:
         raise InstallError(
-            f"fsdp was asked for of {list(fqns)!r} alone; it splits all parameters of a module: add a rule for '',"
-            " which is what lies in no block"
+            f"fsdp has rules for {list(fqns)!r} alone; it splits all parameters of a module: add a rule for"
+            " '', which is what lies in no block"
         )
     return {unit: found for unit, found in possible.items() if any(fnmatchcase(unit, fqn) for fqn in fqns)}
 

@@ -1,4 +1,4 @@
-"""The parameters that `fully_shard` has split, as S2's shards for checkpoints and norms; what happens to whole ones."""
+"""Handle parameters that `fully_shard` has split, for checkpoints and norms, and those that stay whole."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial

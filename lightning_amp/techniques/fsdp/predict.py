@@ -20,7 +20,7 @@ class FsdpFacts:
 
     Attributes:
         units: Parameters that can be gathered together.
-        spec: How they are to be split; None leaves it to the policy.
+        spec: How they are split; None leaves it to the policy.
     """
 
     units: tuple[ParameterUnit, ...] = ()
@@ -37,7 +37,7 @@ def facts_of(step: ProfiledStep) -> FsdpFacts:
 
 
 def split_by(step: ProfiledStep, spec: FullyShard | None) -> ProfiledStep:
-    """The step whose parameters are to be split in this way."""
+    """The step whose parameters are split in this way."""
     return replace(step, facts={**step.facts, NAME: replace(facts_of(step), spec=spec)})
 
 

@@ -1,4 +1,4 @@
-"""What `fully_shard` cannot split, or would split into something else than the module was; said before anything is."""
+"""Refuse modules that `fully_shard` cannot split, or cannot split exactly, before anything is split."""
 
 from collections.abc import Mapping
 
@@ -23,22 +23,23 @@ def refuse(
 
     Args:
         module: Whole.
-        units: Its blocks that are to be gathered by themselves, by name.
+        units: Its blocks that are gathered separately, by name.
         by_hand: Whether a step of manual optimisation can have the gradients of what is gathered.
         values: Whether parameters are to have their values by now; a plan needs none.
     """
     if not by_hand and getattr(module, "automatic_optimization", True) is False:
         raise InstallError(
-            f"fsdp_offload=True was asked for, and {type(module).__name__!r} has automatic_optimization=False; while"
-            " its step runs parameters are on the device and their gradients in the host's memory, where a step by hand"
-            " would not find them: let the Trainer optimise, or leave fsdp_offload out"
+            f"fsdp_offload=True is not supported: {type(module).__name__!r} has"
+            " automatic_optimization=False; while its step runs parameters are on the device and their"
+            " gradients in the host's memory, where a step by hand would not find them: let the Trainer"
+            " optimise, or leave fsdp_offload out"
         )
     _refuse_modules(module)
     for name, parameter in module.named_parameters():
         found = _problem(parameter, values=values)
         if found:
             raise InstallError(
-                f"fsdp is to split the parameter {name!r} over the ranks, which {found}, {LEAVE_OUT}"
+                f"fsdp cannot split the parameter {name!r} over the ranks, which {found}, {LEAVE_OUT}"
             )
     taken: set[int] = set()
     for fqn, unit in (*units.items(), ("", module)):
@@ -56,18 +57,19 @@ def refuse(
 def _refuse_modules(module: nn.Module) -> None:
     if decoders := sorted(find_decoders(module)):
         raise InstallError(
-            f"fsdp was asked for, found the decomposed decoder {decoders[0]!r}, whose strata are run in parts and not"
-            " by their forward, so that nothing would gather their parameters; use S2, strata or nodes for it"
+            f"fsdp does not support the decomposed decoder {decoders[0]!r}, whose strata are run in parts"
+            " and not by their forward, so that nothing would gather their parameters; use S2, strata or"
+            " nodes for it"
         )
     if sparse := [name for name, child in module.named_modules() if getattr(child, "sparse", False) is True]:
         raise InstallError(
-            f"fsdp was asked for, and {sparse!r} have sparse gradients, which cannot be added up in parts; make them"
-            f" dense (sparse=False), {LEAVE_OUT}"
+            f"fsdp is not supported: {sparse!r} have sparse gradients, which cannot be added up in parts;"
+            f" make them dense (sparse=False), {LEAVE_OUT}"
         )
     if compiled := [name for name, child in module.named_modules() if is_compiled(child)]:
         raise InstallError(
-            f"fsdp was asked for, and torch.compile was applied to {compiled!r}, which has not been tested together;"
-            f" leave torch.compile out, {LEAVE_OUT}"
+            f"fsdp is not supported: torch.compile was applied to {compiled!r}, which has not been tested"
+            f" together; leave torch.compile out, {LEAVE_OUT}"
         )
 
 
@@ -83,5 +85,5 @@ def _problem(parameter: Tensor, *, values: bool) -> str:
     if not parameter.is_contiguous():
         return f"has the strides {parameter.stride()!r} and is not contiguous: make it so in the module's constructor"
     if hooks and parameter.dim():
-        return "has hooks of its own, which would see a rank's rows or nothing: take them off"
+        return "has hooks, which would see a rank's rows or nothing: take them off"
     return ""

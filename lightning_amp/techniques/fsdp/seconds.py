@@ -1,4 +1,4 @@
-"""What fsdp sends in a step, in the place of one average of all gradients.
+"""Predict the seconds of fsdp's collectives, which replace one average of all gradients.
 
     among S ranks           of every unit two all-gathers of its parameters, one reduce-scatter of their gradients
     between D / S groups    of every unit one all-reduce of a rank's rows of gradients
@@ -24,7 +24,7 @@ MESSAGES = 3
 """Of a unit among the ranks that it is split over."""
 HANDLING_S = 3.3e-3
 """Of a message on a CPU, where nothing hides it: torch's hooks, the copies into and out of what is sent, gloo's threads
-beside the computation. By hand FSDP2 takes 8 to 14 ms more than ddp for each unit of five of the examples, three
+besides the computation. By hand FSDP2 takes 8 to 14 ms more than ddp for each unit of five of the examples, three
 messages each, on two ranks of one core (docs/any_module.md)."""
 PASSES = 2
 """Times that a rank's core of the host goes over rows, gradients and state in an optimiser's step: Adam, measured on

@@ -1,4 +1,4 @@
-"""Which parameters are gathered together: those of a block, and those of no block with the root.
+"""Group parameters into units that are gathered together: those of a block, and the rest with the root.
 
 A block is a unit where its parameters are its own: one that something else uses too (a tied embedding and head) must be
 gathered for both, so such a block is left to the root, which is gathered for the whole of a step. So is a block that

@@ -1,4 +1,4 @@
-"""How much of a stratum exists at a time: buckets of attention under S3, cells under stream; and how many strata.
+"""Choose how much of a stratum exists at a time: buckets under S3, cells under stream; and how many strata.
 
 The memory model counts with the same numbers.
 """

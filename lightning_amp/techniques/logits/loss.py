@@ -38,7 +38,7 @@ class Rows:
         x: [..., d].
         weight, bias: [v, d], and [v] or None.
         dtype: In which the product is computed.
-        casts: Whether autocast has asked for it.
+        casts: Whether autocast has requested it.
         after: What is computed value by value from the product.
         moved: Whether classes are dim 1 of the outputs.
         given: What the layer was called with, and autograd's counts of writes to it.

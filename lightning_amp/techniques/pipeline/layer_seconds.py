@@ -1,4 +1,4 @@
-"""Seconds of every block of a pipeline for one micro-batch, with what lies before the first and after the last block.
+"""Predict the seconds of every block of a pipeline for one micro-batch, with the parts before and after the blocks.
 
 Legend: K blocks.
 """

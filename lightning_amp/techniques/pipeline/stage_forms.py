@@ -1,9 +1,8 @@
-"""Blocks of a pipeline's stages that are computed again in their backward pass, or run in chunks: which ones, and what
-a step is then.
+"""Choose which blocks of a pipeline's stages are recomputed or run in chunks, and predict the step with them.
 
 A recorded step in which they keep everything becomes that in which they keep their inputs: what autograd keeps of such
 a block is let go of after its forward pass, and before the first operator of its backward pass all operators of its
-forward pass come once more, with storages of their own. So every stage's bytes and seconds follow as without.
+forward pass come once more, with their own storages. So every stage's bytes and seconds follow as without.
 
     which    of each rank over the budget the fewest blocks with which it fits, those first that give back the most
              bytes for a second; all of them where that is not enough
@@ -271,8 +270,11 @@ def targets_in_chunks(run: StagesInChunks, again: Collection[int]) -> tuple[Rule
             strategy="chunk",
             fqn=name,
             spec=chunks[name],
-            why=f"{of_all}, this one within {format_bytes(chunks[name].budget_bytes)} beside its arguments, for"
-            f" {format_seconds(max(float(more[i]), LEAST_SECONDS))} more of every micro-batch",
+            why=(
+                f"{of_all}, this one within {format_bytes(chunks[name].budget_bytes)} in addition to its"
+                f" arguments, for {format_seconds(max(float(more[i]), LEAST_SECONDS))} more of every"
+                " micro-batch"
+            ),
             saves_bytes=0 if i in again else max(0, saved_bytes(plain, i) - saved_bytes(part, i)),
         )
         for name, i in places.items()
@@ -280,7 +282,7 @@ def targets_in_chunks(run: StagesInChunks, again: Collection[int]) -> tuple[Rule
 
 
 def saved_bytes(passes: Passes, block: int) -> int:
-    """What a block keeps of one micro-batch if it is not computed again, beside what it is given."""
+    """What a block keeps of one micro-batch if it is not computed again, besides what it is given."""
     kept = passes.uses[passes.uses[:, 1] == block, 0]
     own = _made_by(passes, block)
     return int(passes.n_bytes[np.unique(kept[own[kept]])].sum())

@@ -1,4 +1,4 @@
-"""A module's step as a pipeline: where its blocks are cut, into how many micro-batches, and what a step then takes.
+"""Plan a module's step as a pipeline: the cut of its blocks, the number of micro-batches, and the step's time.
 
     1. seconds of every segment, forward and backward, for micro-batch and batch (footprint/chain/passes.py)
     2. the cut of least rho_1 + rho_2 (pipeline/cut.py), under a cap of bytes per stage that depends on how many
@@ -171,7 +171,7 @@ def staged(
         if isinstance(part, str):
             return part
         if asked.again and not repeatable(seen, part, asked.again):
-            return "no block of those that are to be computed again can run a second time"
+            return "no block of those chosen for recomputation can run a second time"
         parts.append(part)
         run = _run(seen, part, asked)
         if isinstance(run, str):
@@ -240,7 +240,7 @@ def _run(seen: ProfiledStep, part: Passes, asked: PipelineOptions) -> StagesInCh
 
 
 def _drafts(shape: _Shape, run: StagesInChunks, asked: PipelineOptions) -> Iterator[Draft]:
-    """With the blocks that are to be computed again; left open, with none, and with as few as are needed to fit."""
+    """With the blocks that are recomputed; left open, with none, and with as few as are needed to fit."""
     again = repeatable(shape.seen, run.part, ("*",) if asked.again is None else asked.again)
     if asked.again is not None:
         yield _draft(shape, run, ends=asked.ends, again=again)
@@ -273,7 +273,7 @@ def _drafts_in_chunks(shape: _Shape, part: Passes, asked: PipelineOptions) -> It
 
 
 def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: PipelineOptions) -> list[tuple[int, ...]]:
-    """Those that were asked for; else the fastest as it is, and the fastest that fits in its form of least bytes."""
+    """Those that were requested; else the fastest as it is, and the fastest that fits in its form of least bytes."""
     if asked.ends is not None:
         return [asked.ends]
     fastest = _cut(replace(shape, budget=None), part, shape.seconds(part))

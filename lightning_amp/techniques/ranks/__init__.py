@@ -1,1 +1,1 @@
-"""Collectives with gradients, who holds what, entry and exit of the sharded region."""
+"""Collectives with gradients, ownership of shards, entry and exit of the sharded region."""

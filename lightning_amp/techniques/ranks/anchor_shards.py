@@ -1,4 +1,4 @@
-"""Which anchors each rank holds, and how v [N, D] becomes the own rows of it.
+"""Assign anchors to ranks, and cut v [N, D] to a rank's rows.
 
 Anchors are sharded in whole buckets of attention, so that a bucket and its two neighbours lie on three ranks at most
 (with full attention, which has no buckets, in buckets of one):
@@ -89,8 +89,9 @@ def shard_anchors(n_anchors: int, window: int, mesh: DeviceMesh) -> AnchorShards
     ranks, buckets = mesh.size(), -(-n_anchors // window)
     if ranks > buckets:
         raise InstallError(
-            f"nodes was asked for with {ranks!r} ranks on the model axis, and N={n_anchors!r} anchors fill {buckets!r}"
-            f" buckets of {window!r}, which are sharded whole; use a model axis of {buckets!r} ranks or fewer"
+            f"nodes got {ranks!r} ranks on the model axis, and N={n_anchors!r} anchors fill {buckets!r}"
+            f" buckets of {window!r}, which are sharded whole; use a model axis of {buckets!r} ranks or"
+            " fewer"
         )
     firsts = (rank * buckets // ranks * window for rank in range(ranks))
     return AnchorShards(mesh=mesh, window=window, bounds=(*firsts, n_anchors))

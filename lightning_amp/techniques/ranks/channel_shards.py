@@ -1,4 +1,4 @@
-"""Which channels of the hidden dimension each rank holds, and how values [row, D] become parts of them.
+"""Assign channels of the hidden dimension to ranks, and cut values [row, D] accordingly.
 
 Rotary mixes channel i with channel i + D/2, so both are held by one rank: rank r has the pairs [p_r, p_{r+1}), that is
 the channels p_r .. p_{r+1} - 1 and the same + D/2, in this order. Pairs are sharded as evenly as possible; ranks may
@@ -108,9 +108,9 @@ def shard_channels(dim: int, mesh: DeviceMesh) -> Channels:
     ranks, things = mesh.size(), dim // 2 if dim % 2 == 0 else dim
     if ranks > things:
         raise InstallError(
-            f"S5 was asked for with {ranks!r} ranks on the model axis and D={dim!r}, which has {things!r}"
-            f" {'pairs of channels' if dim % 2 == 0 else 'channels'} to shard; use a model axis of {things!r} ranks"
-            " or fewer"
+            f"S5 got {ranks!r} ranks on the model axis and D={dim!r}, which has {things!r}"
+            f" {'pairs of channels' if dim % 2 == 0 else 'channels'} to shard; use a model axis of"
+            f" {things!r} ranks or fewer"
         )
     return Channels(mesh=mesh, dim=dim, bounds=tuple(rank * things // ranks for rank in range(ranks + 1)))
 

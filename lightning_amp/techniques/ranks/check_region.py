@@ -1,7 +1,7 @@
-"""Whether a loss reads every parameter on the right side of what the ranks of the model axis share.
+"""Check that a loss reads every parameter on the right side of the region that the model axis shares.
 
     outside    every rank computes the same                from whole parameters
-    inside     every rank computes a part of the whole     from split ones: partial, or shards of their own
+    inside     every rank computes a part of the whole     from split ones: partial, or their own shards
 
 A split parameter that the loss also reads outside (a penalty on weights, a table tied to another layer) would count
 once per rank, or be read in part; a whole one that is read inside (a library size that is learned) would get a part of
@@ -55,7 +55,7 @@ def check_region(
                 _name(leaf, module),
                 "reads outside of the decoder or layer that is split over the model axis, where every rank would count"
                 " it once more, or read its own shard for the whole",
-                "for a penalty use the optimizer's weight_decay, for another use a parameter of its own",
+                "for a penalty use the optimizer's weight_decay, for another use a separate parameter",
             )
         if inside and id(leaf) not in split:
             raise _refusal(

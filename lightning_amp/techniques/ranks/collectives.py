@@ -2,7 +2,7 @@
 
     name       forward            backward           the result is used ...
     enter      identity           all-reduce         differently by every rank (a part of the loss, own channels)
-    leave      all-reduce         identity           alike by every rank
+    leave      all-reduce         identity           the same on every rank
     total      all-reduce         all-reduce         differently by every rank
     scatter    reduce-scatter     all-gather         own part
     gather     all-gather         reduce-scatter     differently by every rank

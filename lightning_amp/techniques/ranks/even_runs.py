@@ -1,4 +1,4 @@
-"""Things sharded over a mesh axis in runs of ceil(n / R), as torch's `Shard` splits rows.
+"""Shard items over a mesh axis in runs of ceil(n / R), as torch's `Shard` splits rows.
 
 The last run that has any may be shorter, and ranks after it have none: 5 things on 4 ranks are 2, 2, 1 and 0.
 Legend: n things, R ranks.

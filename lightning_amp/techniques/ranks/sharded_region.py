@@ -1,4 +1,4 @@
-"""The region of a decoder that ranks share under S2, S5, strata and nodes: inside, a rank has its share of the work.
+"""Define the region of a decoder that ranks share under S2, S5, strata and nodes.
 
     S5         u and v become the own channels; backward, one all-gather of their gradients
     S2         the loss of the own features is summed over the ranks (one all-reduce, forward)
@@ -84,7 +84,7 @@ class SharedRegion(nn.Module):
         return u, v, log_weights
 
     def n_rows(self, n_anchors: int) -> int:
-        """Rows of v that the decoder is to be given."""
+        """Rows of v that the decoder receives."""
         return len(self.anchors.own) if self.anchors is not None and self.given else n_anchors
 
     def _enter_own(self, u: Tensor, v: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,16 +123,16 @@ def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
         strategies = (*region.strategies, strategy)
         if not TOGETHER.issuperset(strategies):
             raise InstallError(
-                f"{strategy} was asked for on a decoder that {', '.join(region.strategies)} has split already; it would"
-                " be split in two ways, which add up to another loss: only S2 and S5 can be together, leave one out"
+                f"{strategy} does not support a decoder that {', '.join(region.strategies)} has split"
+                " already; two splits add up to another loss: only S2 and S5 can be together, leave one out"
             )
         channels, summed = new.channels or region.channels, new.summed or region.summed
         return SharedRegion(new.mesh, strategies, channels=channels, summed=summed)
     problem = mismatch(region, {"its arguments unchanged:": True}, _pass)
     if problem:
         raise InstallError(
-            f"{strategy} was asked for on a decoder whose child `region` {problem}; only a region"
-            " without state whose enter(u, v, log_weights) and leave(total) return what they were given can be"
+            f"{strategy} does not support a decoder whose child `region` {problem}; only a region without"
+            " state whose enter(u, v, log_weights) and leave(total) return what they were given can be"
             f" replaced: move the rest to the decoder, or leave {strategy} out"
         )
     return new

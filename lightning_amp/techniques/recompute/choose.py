@@ -1,9 +1,9 @@
-"""Which blocks are computed again or run in chunks: the least extra time under a budget of bytes, exactly.
+"""Choose which blocks are recomputed or run in chunks: the least extra time under a byte budget, exactly.
 
 Dynamic programming over the blocks in the order of their forward passes. What the blocks so far hold is one number of
 bytes, and bounds on the bytes at a moment are bounds on it from above: of two choices for the blocks so far, one that
 holds no fewer bytes and takes no less time than the other is never needed. What is left is a frontier of (bytes,
-seconds). Choices are compared only if they agree in what later blocks and moments ask of them beside the bytes: which
+seconds). Choices are compared only if they agree in what later blocks and moments ask of them besides the bytes: which
 shared tensors are held already, and what was decided for a block that is called again.
 
 The frontier has at most as many points as there are choices, and in practice few: equal blocks add one point each.
@@ -114,7 +114,7 @@ class _FormSearch:
                 self._by_place[moment.after].append(moment)
             else:
                 assert moment.after == moment.block, (
-                    "a form of a block is at work beside the blocks before it"
+                    "a form of a block needs memory together with the blocks before it"
                 )
                 self._by_form[moment.block, moment.form].append(moment)
         self._starts = {moment.first for moment in chain.moments}

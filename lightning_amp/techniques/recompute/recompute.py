@@ -82,7 +82,7 @@ class RecomputedForward:
             given_args, given_kwargs = tree_unflatten(list(leaves), first.containers)
             # where results are compared, an object may be another in what the block does not read: the first step of
             # HuggingFace's classifiers writes the kind of their loss into the config that all blocks hold
-            # (on other devices than the CPU a difference within ROUNDING is not told from one of kernels)
+            # (on other devices than the CPU a difference within ROUNDING is not distinguished from one of kernels)
             stale = first.stale(leaves, objects=not compare)
             if stale:
                 raise InstallError(_stale(name, stale))
@@ -116,8 +116,8 @@ class RecomputedForward:
 
 def _refusal(name: str, reason: str) -> str:
     return (
-        f"recompute was asked for on {name}, which cannot be computed a second time exactly: {reason}; leave the block"
-        " out of the plan's rules of recompute, or change it"
+        f"recompute does not support {name}, which cannot be computed a second time exactly: {reason}; leave"
+        " the block out of the plan's rules of recompute, or change it"
     )
 
 

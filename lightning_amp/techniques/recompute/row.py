@@ -27,7 +27,7 @@ ROW = Technique(
     prediction=Prediction(
         add=add,
         kinds=(ACTIVATIONS, TEMPORARIES),
-        limit="the blocks keep little beside their inputs, or one of them needs as much by itself",
+        limit="the blocks keep little except their inputs, or one of them needs as much by itself",
         turn=2,
     ),
 )

@@ -94,7 +94,7 @@ def fastest(stretches: Stretches, bound: float, *, kinds: Sequence[int] = (KEPT,
     # [p, q, kind]
     inside, held_on, took = (np.stack(x, -1) for x in zip(*map(stretches.of_kind, kinds), strict=True))
     more = np.rint(held_on / unit).astype(int)
-    # the segment itself has to fit beside what is held
+    # the segment itself has to fit besides what is held
     room = (bound - inside) // unit
     for q in range(1, k):
         (starts,) = np.nonzero((room[:q, q] >= 0).any(1))
@@ -181,7 +181,7 @@ class Replays:
             for some in ((KEPT, AT_ONCE), (KEPT, AT_ONCE, ONE_BY_ONE)):
                 if (cuts := fastest(stretches, bound, kinds=some)) and cuts.segments:
                     return cuts
-        # what is kept counts in the forward pass too, of which the bound knows nothing
+        # what is kept counts in the forward pass too, which the bound does not include
         kinds: tuple[int, ...] = (KEPT, AT_ONCE) if bound is None else (ONE_BY_ONE,)
         if kinds not in self._least:
             self._least[kinds] = least(stretches, kinds=kinds)

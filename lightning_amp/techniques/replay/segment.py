@@ -1,4 +1,4 @@
-"""The operators of a stretch of a training step, and the tensors that they make when they run again."""
+"""Define the operators of a part of a training step, and recompute the tensors that they make."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -84,7 +84,7 @@ class Slot:
     Attributes:
         storage: The storage, as long as it is alive.
         n_bytes: Its size.
-        small: Whether its operator makes something far larger, as a norm beside its statistics.
+        small: Whether its operator makes something far larger, as a norm besides its statistics.
         written: Whether an operator after the one that made it has written to it.
         version: The largest of autograd's version counters that a write has left.
         dtypes: Types of the tensors that operators of the tape return of it.
@@ -104,7 +104,7 @@ class Handle:
 
     Attributes:
         version: Of the tensor, by autograd's counter.
-        digest: Of its values, where the replay is to be compared.
+        digest: Of its values, where the replay is compared.
         value: The tensor, once its segment was replayed or a later one has written to its storage.
     """
 

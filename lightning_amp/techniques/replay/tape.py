@@ -6,7 +6,7 @@ in place of every tensor that the segment has made, and the tape keeps the opera
     tensors of the segment     by the number of their storage, with shape, strides and offset
     all other tensors          as they are: what earlier segments made, parameters, the batch
 
-When the first handle is asked for, the operators that lead to tensors with handles run again; or for every handle
+When the first handle is requested, the operators that lead to tensors with handles run again; or for every handle
 those that lead to it, which holds less and takes longer. Nothing is known of
 modules, so a step may compute in any way: by functions, by layers of a list, by branches. Where a segment ends changes
 what is held, and no result.

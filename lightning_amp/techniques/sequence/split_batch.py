@@ -32,7 +32,7 @@ class HowToSplit:
         """The batch with its tensors split; those that are split already, and all others, are as they were.
 
         Raises:
-            ShardError: None of the tensors that are to be split is in the batch, or one is split over other ranks.
+            ShardError: None of the tensors to split is in the batch, or one is split over other ranks.
         """
         found = list[str]()
 
@@ -62,8 +62,8 @@ class HowToSplit:
         for axis, dim in zip(self.axes, self.dims[path], strict=False):
             if not -x.dim() <= dim < x.dim():
                 raise ShardError(
-                    f"dim {dim} of {path!r} is to be split, and it has shape {tuple(x.shape)!r}; name another dim in"
-                    " AMPStrategy(sequence_dim={...})"
+                    f"dim {dim} of {path!r} cannot be split: it has shape {tuple(x.shape)!r}; name another"
+                    " dim in AMPStrategy(sequence_dim={...})"
                 )
             dim %= x.dim()
             if x.shape[dim] >= axis.size:

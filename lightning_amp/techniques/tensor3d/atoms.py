@@ -75,7 +75,7 @@ class Atoms:
     def owners(self, axis: str) -> Grid:
         """The rank of every atom.
 
-        Dims that share sets are dealt with together: their sets go to ranks in the order of their first atoms, by
+        Dims that share sets are handled together: their sets go to ranks in the order of their first atoms, by
         weight, so that ranks have runs as even as sets allow.
         """
         sets, family, size = self._set[axis], self._family[axis], self.sizes[axis]

@@ -1,4 +1,4 @@
-"""The grid of ranks: axes x and y split features, z splits rows of the batch and what is stored of parameters."""
+"""Define the grid of ranks: axes x and y split features, z splits rows of the batch and stored parameters."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -8,7 +8,7 @@ A rank that leaves the order, as for a branch, takes part in the rest of it firs
 nothing is mistaken for something else. Then the ranks compare where they have left it. If they have left it at the same
 place they go on as in a first step; otherwise all of them stop.
 
-A rank holds at a time, beside what a layer reads: parameters that are gathered ahead, of at most the bytes of the
+A rank holds at a time, besides what a layer reads: parameters that are gathered ahead, of at most the bytes of the
 largest one; gradients on their way, of at most `IN_FLIGHT` times these bytes, and on gloo as much again for what
 arrives; the factors of at most `LATEST` gradients of weights that are yet to be computed; and the cache.
 """
@@ -212,7 +212,7 @@ class InStep:
         return found
 
     def _gather_ahead(self, order: list[InStepCollective]) -> None:
-        """Begin the next gathers, up to a bound. All ranks have to decide alike, so it is not that of the own parts."""
+        """Begin the next gathers, up to a bound. All ranks must decide the same, so it is not that of the own parts."""
         backward, held = order[self._at - 1].backward, self._bytes(of for of, _ in self._ahead)
         at = max(self._begun_to, self._at)
         # between the passes activations are at their most

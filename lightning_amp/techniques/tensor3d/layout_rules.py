@@ -1,4 +1,4 @@
-"""How operators pass on which entries may be apart: the rules of the layout planner (plan_layouts.py)."""
+"""Define how operators propagate which entries may be on different ranks (for plan_layouts.py)."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""How the dims of parameters are split over x and y: found by one forward pass, kept as JSON in a plan."""
+"""Describe how the dims of parameters are split over x and y: found by one forward pass, kept as JSON in a plan."""
 
 import json
 from collections import Counter

@@ -1,10 +1,10 @@
-"""A parameter of which a rank of the grid holds one part: its entries of the split dims, flat over all other axes.
+"""Define a parameter of which a rank of the grid holds one part, flat over all other axes.
 
     own part     the entries along dims that are split over x and y; of these a run, cut over the axes that split no dim
     gathered     the runs of those axes, when a layer reads the parameter; the backward pass gathers again
     gradient     summed over those axes, each rank keeping its run; divided by the ranks of the grid
 
-Every entry lies on exactly one rank of the grid, so optimiser state is split alike, and norms are sums over the ranks.
+Every entry lies on exactly one rank of the grid, so optimiser state is split too, and norms are sums over the ranks.
 The gathered part is not kept for the backward pass: `forgetting_gathered` saves where it came from.
 """
 

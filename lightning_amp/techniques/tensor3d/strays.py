@@ -1,4 +1,4 @@
-"""Refuse what reads a parameter by another way than its module: it would see this rank's part, or old values.
+"""Refuse reads of a parameter outside its module, which would see this rank's part, or old values.
 
 memory       another tensor lies in a parameter's memory, which the parameter leaves: refused before a fit
 in a step    a reference to the parameter itself: looked for in the first step of each kind
@@ -33,9 +33,10 @@ READ_ELSEWHERE = (
     " parameter; read it through its module, as self.layer.weight, in the step, or train with strategies='S1'"
 )
 IN_HOOK = (
-    "tensor3d: {hook!r} calls {op!r} on the parameter {name!r} or its gradient, of which this rank has a part between"
-    " steps; allowed are operators that compute value by value, with parameters that are split alike. Compute it in"
-    " training_step, where parameters are whole, take trainer.strategy.gradient_norm(), or train with strategies='S1'"
+    "tensor3d: {hook!r} calls {op!r} on the parameter {name!r} or its gradient, of which this rank has a"
+    " part between steps; allowed are operators that compute value by value, with parameters that are split"
+    " in the same way. Compute it in training_step, where parameters are whole, take"
+    " trainer.strategy.gradient_norm(), or train with strategies='S1'"
 )
 FAILS = (
     "tensor3d: {hook!r} fails with {error!r}, and between steps parameters have this rank's part, flat. If it reads"

@@ -1,4 +1,4 @@
-"""A module whose parameters lie on a grid of ranks, until `undo`.
+"""Put a module's parameters on a grid of ranks, until `undo`.
 
     between steps    the module has its own Parameter objects, each with this rank's part, flat
     in a step        in their places are sharded tensors, which are gathered where a layer reads them; until the

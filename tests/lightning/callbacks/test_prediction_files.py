@@ -226,7 +226,7 @@ def test_columns_and_options_that_there_are_not(root: Path, tmp_path: Path) -> N
         writer = PredictionWriter(tmp_path, **{option: "cluster"})
         with pytest.raises(DataError, match=rf"{option}='cluster' is no column of obs; found .*'celltype'"):
             predict(root, writer)
-    with pytest.raises(ModelError, match="impute_rna=True was asked, but 'Mute' has no method impute"):
+    with pytest.raises(ModelError, match="impute_rna=True is not supported: 'Mute' has no method impute"):
         predict(root, PredictionWriter(tmp_path, contact_map_cells=0, impute_rna=True), Mute())
     writer = PredictionWriter(tmp_path, contact_map_cells=0, celltype_key="celltype")
     predict(root, writer, Mute())

@@ -239,7 +239,9 @@ def test_what_the_files_do_not_show_is_remarked(root: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("asked", ["tsne", "umap"])
 def test_projections_that_cannot_be_drawn(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_amp.lightning.callbacks.prediction_writer.find_spec", lambda name: None)
-    with pytest.raises(DataError, match=rf"projection='{asked}' was asked; allowed are \('pca', 'umap'\)"):
+    with pytest.raises(
+        DataError, match=rf"projection='{asked}' is not supported; allowed are \('pca', 'umap'\)"
+    ):
         PredictionWriter("out", projection=asked)
 
 
@@ -249,7 +251,7 @@ class Mute(pl.LightningModule):
 
 
 def test_what_cannot_be_written_is_refused(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="contact_map_cells=-1 was asked"):
+    with pytest.raises(DataError, match="contact_map_cells=-1 is not supported"):
         PredictionWriter(tmp_path, contact_map_cells=-1)
     with pytest.raises(DataError, match=r"\['nobody'\] are no cells of .*its cells are named like"):
         predict(root, PredictionWriter(tmp_path, contact_map_cells=["nobody"]))

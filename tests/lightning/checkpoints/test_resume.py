@@ -377,7 +377,7 @@ def test_the_command_converts(
     plain = whole_checkpoint(folder, Job(kind="plain"), 3)
     assert differences(of_training(torch.load(out, weights_only=True)), of_training(plain)) == []
     assert main(["convert", str(damaged), "--out", str(out)]) == 2
-    assert "and exists; choose another name, or add --overwrite" in capsys.readouterr().err
+    assert " exists; choose another name, or add --overwrite" in capsys.readouterr().err
     assert main(["convert", str(damaged), "--out", str(out), "--overwrite"]) == 0
     (damaged / "__1_0.distcp").unlink()
     before = out.read_bytes()

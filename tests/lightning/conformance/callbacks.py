@@ -146,8 +146,8 @@ def _double() -> Tiny:
     return Tiny().double()
 
 
-BUFFERS = "which copies buffers too, and the plan has replaced some"
-AVERAGED = "was asked for, which averages whole parameters, together with S2"
+BUFFERS = "it copies buffers too, and the plan has replaced some"
+AVERAGED = "is not supported: it averages whole parameters, and S2 has sharded"
 
 
 @feature("StochasticWeightAveraging", checked=TRAINED + ", averaged", plans=EVERY, refused={WIDE: AVERAGED})
@@ -200,7 +200,7 @@ def finetuning(site: Site) -> Outcome:
     "ModelPruning",
     checked=TRAINED,
     plans=EVERY,
-    refused=dict.fromkeys(EVERY, "ModelPruning was asked for, which has chosen its layers already"),
+    refused=dict.fromkeys(EVERY, "ModelPruning is not supported: it has chosen its layers already"),
 )
 def pruning(site: Site) -> Outcome:
     return fit(site, _double(), callbacks=[ModelPruning("l1_unstructured", amount=0.3)])

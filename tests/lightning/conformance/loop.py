@@ -235,7 +235,7 @@ def precision_bf16_true(site: Site) -> Outcome:
     checked=TRAINED,
     plans=EVERY,
     rtol=2e-2,
-    refused={WIDE: "precision='16-mixed' was asked for, whose loss scaling skips steps rank by rank"},
+    refused={WIDE: "precision='16-mixed' is not supported: its loss scaling skips steps rank by rank"},
     note="with the CPU's gradient scaler; S2 refuses, for an overflow in one shard would part the ranks",
 )
 def precision_16_mixed(site: Site) -> Outcome:

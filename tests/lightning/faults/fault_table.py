@@ -126,12 +126,12 @@ ROWS = (
     Row(
         "SIGTERM to rank 1",
         Case(1, STEP, "term"),
-        f"rank 1 was asked to end by SIGTERM {in_step()}",
+        f"rank 1 received SIGTERM {in_step()}",
     ),
     Row(
         "SIGTERM to the process that has started the others",
         Case(0, START, "stick"),
-        f"rank 0 was asked to end by SIGTERM {in_step(START)}",
+        f"rank 0 received SIGTERM {in_step(START)}",
         launched=True,
         signum=signal.SIGTERM,
     ),
@@ -145,8 +145,8 @@ ROWS = (
     Row(
         "a loss is NaN on rank 1 (`check_finite=True`)",
         Case(1, STEP, "nan", {"check_finite": True}),
-        f"rank 1 failed {in_step()}: ModelError: finite numbers were asked for (check_finite=True); rank 1 found a loss"
-        " of nan; the first output that is not finite, of finite inputs, is that of module 'last'",
+        f"rank 1 failed {in_step()}: ModelError: check_finite=True requires finite numbers; rank 1 found a"
+        " loss of nan; the first output that is not finite, of finite inputs, is that of module 'last'",
     ),
 )
 

@@ -118,8 +118,8 @@ def test_an_incomplete_checkpoint_is_refused_with_the_complete_ones(
     outcome = run_group(Case(resume="cut.ckpt"), tmp_path)
     assert all(outcome.statuses)
     for text in outcome.texts:
-        assert f"{len(whole) // 2:,} bytes that are not a complete one" in text
-        assert "complete beside it: ['step=4.ckpt']" in text
+        assert f"is not complete, found {len(whole) // 2:,} bytes" in text
+        assert "complete in the same folder: ['step=4.ckpt']" in text
 
 
 def test_ranks_with_other_data_refuse_to_start_and_show_the_difference(tmp_path: Path) -> None:

@@ -115,10 +115,10 @@ def test_the_batch_fits_on_the_fewest_devices_and_on_one_less_it_does_not() -> N
 def test_what_cannot_be_planned_or_answered_is_refused(whole: Any) -> None:
     for question in (whole.largest_batch, whole.fewest_devices):
         with pytest.raises(
-            PlanError, match="was asked of a plan without a budget; give device_memory='24GiB'"
+            PlanError, match="requires a plan with a budget, found none; give device_memory='24GiB'"
         ):
             question()
-    with pytest.raises(ModelError, match="of a 'Linear' and a batch; give a LightningModule"):
+    with pytest.raises(ModelError, match="cannot plan a 'Linear' and a batch; give a LightningModule"):
         lightning_amp.plan(nn.Linear(2, 2), SHAPE)  # type: ignore[call-overload]
     with pytest.raises(PlanError, match="node_devices was given with a module and a batch"):
         lightning_amp.plan(Deep(), SHAPE, node_devices=2)  # type: ignore[call-overload]

@@ -125,11 +125,11 @@ def test_what_differs_is_named_with_its_ranks(tmp_path: Path) -> None:
         "first such rank's largest entry): 'within.running' by 7.5e-01, on ranks [1, 2, 3]."
         in first["buffers"]
     )
-    assert "sum what it is made of and its number of samples over the ranks" in first["buffers"]
+    assert "sum its terms and its number of samples over the ranks" in first["buffers"]
     assert "parameters" not in first["buffers"]
     assert "batch statistics differ" in first["shared"]
     assert "a fault of lightning_amp" in first["shared"]
-    assert "sum what it is made of" not in first["shared"]
+    assert "sum its terms" not in first["shared"]
 
 
 ALSO = ("validates", "saves", "nothing")

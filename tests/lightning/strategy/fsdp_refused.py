@@ -151,14 +151,14 @@ REFUSED: dict[str, tuple[type[Blocks], dict[str, Any], str]] = {
     "a sparse gradient": (Sparse, {}, "['words'] have sparse gradients"),
     "a complex parameter": (Complex, {}, "which is complex"),
     "data that are assigned": (Averaged, {}, "assigned to the .data of 'bias'"),
-    "a penalty on weights": (Penalised, {}, "the loss is made of a rank's rows"),
+    "a penalty on weights": (Penalised, {}, "the loss is computed from a rank's rows"),
     "an optimiser that mixes entries": (Quasinewton, {}, "parameters that fsdp splits over ranks"),
-    "hooks on a parameter": (Hooked, {}, "'first.weight' over the ranks, which has hooks of its own"),
+    "hooks on a parameter": (Hooked, {}, "'first.weight' over the ranks, which has hooks"),
     "two types in a block": (Mixed, {}, "have the types ['float32', 'float64']"),
     "averaged weights": (
         Blocks,
         {"callbacks": [lambda: StochasticWeightAveraging(swa_lrs=0.1)]},
-        "averages whole parameters, together with fsdp",
+        "averages whole parameters, and fsdp has sharded",
     ),
 }
 

@@ -435,7 +435,7 @@ def test_what_is_named_is_done_or_refused(tmp_path: Path) -> None:
         ]
         assert plan.diagnosis is not None
     assert named[1].predicted_peak_bytes == given[1].predicted_peak_bytes
-    assert "recompute was asked for, and the step was not profiled" in stubborn
+    assert "recompute is not supported: the step was not profiled" in stubborn
     assert "cannot be copied" in stubborn
     assert "fsdp" in alone
 

@@ -218,7 +218,7 @@ def never_fitted(rank: int, ranks: int) -> tuple[str, list[tuple[int, Any]]]:
 def test_a_module_that_was_never_fitted_predicts_in_chunks_of_its_own(tmp_path: Path) -> None:
     """A rule of chunks is refused; the same bytes are held by the module that `lightning_amp.chunk` returns."""
     ((text, (plain, chunked)),) = run_ranks(never_fitted, 1, tmp_path, timeout=100)
-    assert "chunk was asked for in a run that does not train" in text
+    assert "chunk requires, in a run that does not train, a budget" in text
     assert "plan=" in text
     assert "lightning_amp.chunk" in text
     assert chunked[0] <= BUDGET < plain[0] / 3

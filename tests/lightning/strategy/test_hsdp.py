@@ -127,8 +127,8 @@ def test_what_cannot_be_is_told_on_all_ranks(runs: Any) -> None:
             in (found["refused"])
         )
         assert found["three"].startswith(
-            "PlanError: fsdp_ranks=3 was asked for, found 4 ranks that average gradients, to be divided into groups of"
-            " as many ranks, 2 or more; choose one of [2, 4], or None for one group of all"
+            "PlanError: fsdp_ranks=3 is not supported, found 4 ranks that average gradients, to be divided"
+            " into groups of as many ranks, 2 or more; choose one of [2, 4], or None for one group of all"
         )
 
 

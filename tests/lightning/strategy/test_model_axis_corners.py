@@ -217,10 +217,10 @@ REFUSED: dict[type[Corner], str] = {
     LearnedLibrary: ", which it reads inside of the decoder that is split over the model axis",
     OwnReference: "'weight' of a layer that S2 or nodes has replaced, which it still reads",
     EarlyOptimizer: "the optimizer 'Adam' has 1 parameters that the plan has replaced by the rank's shard",
-    TiedEncoders: "but another layer that is to be split has it too",
+    TiedEncoders: "but another layer that the plan splits has it too",
     HookedAttention: "'decoder.strata.1.key.attention' was to be replaced and has forward_hooks",
     HookedNorm: "'decoder.strata.1.key.prenorm' was to be replaced and has forward_hooks",
-    HookedWeight: "S2 was asked for on a layer that has weight.backward_hooks",
+    HookedWeight: "S2 does not support a layer that has weight.backward_hooks",
 }
 OTHER_CELLS: dict[str, tuple[type[Corner], Callable[[Batch, int], Any]]] = {
     "coo": (SparseCells, lambda batch, rank: {"x": batch["x"].roll(rank, 0).to_sparse()}),

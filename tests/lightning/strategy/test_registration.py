@@ -279,7 +279,7 @@ def test_a_signal_answers_with_a_bool_and_a_sentence(answer) -> None:
         ([("", Split())], "targets of S7 returned"),
         (["fqn"], "targets of S7 returned 'fqn'"),
         ([("fqn", Split(parts=(1, 2)))], r"Split\(parts=\(1, 2\)\); a plan is kept as JSON"),
-        ([], r"S7 \(split\) was asked for and finds nothing to change in this model; leave S7 out"),
+        ([], r"S7 \(split\) finds nothing to change in this model; leave S7 out"),
     ],
 )
 def test_targets_are_pairs_of_a_name_and_the_spec(targets, message) -> None:
@@ -299,7 +299,7 @@ def test_savings_that_are_not_predicted_are_said_to_be_missing() -> None:
     made = plan(SPARSE, devices=2, strategies="S7")
     assert "the prediction does not count what S7 (split) saves: [B, F] to [B, F / 2]" in made.notes
     assert made.rules[-1].saves_bytes == 0
-    assert made.rules[-1].why == "asked for by the user (no signal asks for it)"
+    assert made.rules[-1].why == "requested by the user (no signal suggests it)"
 
 
 def test_a_technique_of_the_model_axis_gets_one() -> None:

@@ -98,7 +98,7 @@ def refused(**options: Any) -> Any:
     module, _ = make("unet") if options.pop("by_hand", False) else (Deep(), None)
     if options.pop("lbfgs", False):
         module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
-    with pytest.raises(PlanError, match=r"rescue=True was asked for, .* cannot run again") as error:
+    with pytest.raises(PlanError, match=r"rescue=True is not supported: .* cannot run again") as error:
         fit(module, AMPStrategy(rescue=True), **options)
     return str(error.value)
 

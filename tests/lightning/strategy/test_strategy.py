@@ -345,7 +345,7 @@ def test_a_logged_constant_stays_that_constant(ranks: list[Any]) -> None:
     ("case", "kind", "text"),
     [
         ("plan", "PlanError", "no plan for you"),
-        ("ranks", "PlanError", "a plan for 3 x 1 ranks (data x model) was asked for, the run has 2 ranks"),
+        ("ranks", "PlanError", "a plan for 3 x 1 ranks (data x model) is not supported, the run has 2 ranks"),
         ("differs", "InstallError", "the same model is needed on every rank"),
         ("lazy", "InstallError", "['spare.weight', 'spare.bias'] have none yet"),
         ("file", "PlanError", "/nowhere/plan.json"),
@@ -368,15 +368,17 @@ def test_reduce_does_not_round_and_counts_a_model_group_once(ranks: list[Any]) -
             "no tensor": "text",
             "sum over a model group": 4,
             "sampler of a model group": {"num_replicas": 1, "rank": 0},
-            "no mesh": "model_parallel_size=3 was asked for, the run has 2 ranks; it must divide them. Change"
-            " `devices` or `num_nodes` of the Trainer, or model_parallel_size",
+            "no mesh": (
+                "model_parallel_size=3 is not supported, the run has 2 ranks; it must divide them. Change"
+                " `devices` or `num_nodes` of the Trainer, or model_parallel_size"
+            ),
         }, number
 
 
 def test_rank_0_warns_once_of_uncounted_cells_and_of_raw_backward(ranks: list[Any]) -> None:
-    for text in ("number of samples in the batch cannot be told", "call self.manual_backward(loss)"):
+    for text in ("number of samples in the batch cannot be read", "call self.manual_backward(loss)"):
         assert [sum(text in w for w in rank["warnings"]) >= 1 for rank in ranks] == [True, False]
-    assert sum("cannot be told" in w for w in ranks[0]["warnings"]) == 1
+    assert sum("cannot be read" in w for w in ranks[0]["warnings"]) == 1
 
 
 def alone(rank: int, world_size: int) -> dict[str, Any]:

@@ -46,9 +46,9 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
         ),
         (
             {"fsdp_ranks": 2},
-            "fsdp_ranks=2 was asked for, which is of fsdp; ask for strategies='fsdp' too, or leave",
+            "fsdp_ranks=2 is an option of fsdp; add strategies='fsdp', or leave",
         ),
-        ({"fsdp_offload": True, "strategies": "S1"}, "fsdp_offload=True was asked for, which is of fsdp"),
+        ({"fsdp_offload": True, "strategies": "S1"}, "fsdp_offload=True is an option of fsdp"),
         ({"device_speeds": [1, 2]}, "device_speeds=[1, 2] is not supported; allowed are None, 'measure'"),
         (
             {"fsdp_offload": 1, "strategies": "fsdp"},
@@ -59,7 +59,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
             "micro_batches=0 is not supported; allowed is a whole",
         ),
         ({"plan": 3}, "plan=3 is not supported; allowed are a Plan and the path"),
-        ({"plan": "p.json", "strategies": "S1"}, "plan='p.json' and strategies='S1' were asked for"),
+        ({"plan": "p.json", "strategies": "S1"}, "plan='p.json' and strategies='S1' cannot be used together"),
         ({"strategies": "S9"}, "['S9'] is not in the library"),
         ({"device_memory": "24 apples"}, "'24 apples'"),
         ({"device_memory": 8}, "would be bytes; add the unit, for example '8GiB'"),
@@ -72,7 +72,10 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
             "rates=3 is not supported; allowed is the path of a file that `lightning-amp calibrate`",
         ),
         ({"bucket_mb": float("inf")}, "bucket_mb=inf"),
-        ({"plan": "plan.json", "policy": "paper"}, "beside {'policy': 'paper'}, which a plan decides"),
+        (
+            {"plan": "plan.json", "policy": "paper"},
+            "cannot be used with {'policy': 'paper'}, which a plan decides",
+        ),
     ],
 )
 def test_wrong_values_are_refused_at_once(options: dict[str, Any], text: str) -> None:
@@ -88,7 +91,7 @@ class ThreeRanks(AMPStrategy):
 
 def test_a_model_axis_must_divide_the_ranks() -> None:
     with pytest.raises(
-        PlanError, match="model_parallel_size=2 was asked for, the run has 3 ranks; it must divide"
+        PlanError, match="model_parallel_size=2 is not supported, the run has 3 ranks; it must divide"
     ):
         _ = ThreeRanks(model_parallel_size=2).mesh
 
@@ -129,7 +132,7 @@ def test_the_twin_package_is_refused_with_advice() -> None:
     registry = _StrategyRegistry()
     refuse(registry)
     refuse(registry)
-    with pytest.raises(AmpError, match=r"strategy='amp_spawn' was asked of a pytorch_lightning.Trainer"):
+    with pytest.raises(AmpError, match=r"strategy='amp_spawn' does not support pytorch_lightning.Trainer"):
         registry.get("amp_spawn")
 
 

@@ -530,7 +530,7 @@ def buffered() -> LocalAttention:
 )
 def test_refuses_other_modules(attention: nn.Module, found: str) -> None:
     training, state = attention.training, torch.random.get_rng_state()
-    with pytest.raises(InstallError, match=f"'fused' was asked for on .*{found}.*leave 'fused' out"):
+    with pytest.raises(InstallError, match=f"'fused' does not support .*{found}.*leave 'fused' out"):
         fuse_attention(attention)
     assert attention.training == training
     if not isinstance(attention, Dropping):

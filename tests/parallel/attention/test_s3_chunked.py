@@ -102,10 +102,10 @@ def test_whole_decoder_in_place() -> None:
 @pytest.mark.parametrize(
     ("attention", "message"),
     [
-        (nn.Linear(2, 2), r"S3 was asked for on 'Linear', which lacks \['n_buckets', 'prepare', 'attend'\]"),
+        (nn.Linear(2, 2), r"S3 does not support 'Linear', which lacks \['n_buckets', 'prepare', 'attend'\]"),
         (
             ChunkedLocalAttention(nn.Identity(), buckets=1, retain=False),
-            "S3 was asked for on 'ChunkedLocalAttention'",
+            "S3 does not support 'ChunkedLocalAttention'",
         ),
     ],
 )

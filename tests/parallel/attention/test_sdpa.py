@@ -166,14 +166,14 @@ def test_cuda_s_kernels_are_called_as_they_are_declared(n: int, monkeypatch: pyt
 )
 def test_refuses_what_has_no_kernel(kind: str, dim: int, dtype: torch.dtype) -> None:
     device: Any = SimpleNamespace(device=SimpleNamespace(type=kind), shape=(3, dim))
-    with pytest.raises(InstallError, match=f"found {dim} channels .* on '{kind}'.*choose 'fused'"):
+    with pytest.raises(InstallError, match=f"support {dim} channels .* on '{kind}'.*choose 'fused'"):
         sdpa._check(device, dtype)
     if kind == "cuda":
         sdpa._check(SimpleNamespace(device=device.device, shape=(3, 8)), torch.float32)  # type: ignore[arg-type]
 
 
 def test_it_says_what_it_is_and_what_it_cannot_replace() -> None:
-    with pytest.raises(InstallError, match="'sdpa' was asked for on 'Linear'.*leave 'sdpa' out"):
+    with pytest.raises(InstallError, match="'sdpa' does not support 'Linear'.*leave 'sdpa' out"):
         fuse_attention(torch.nn.Linear(2, 2), kernel="sdpa")
     ours = fuse_attention(LocalAttention(DIM, WINDOW), kernel="sdpa")
     assert repr(copy.deepcopy(ours)) == "FusedLocalAttention(dim=8, window=5, kernel='sdpa')"

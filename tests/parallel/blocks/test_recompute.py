@@ -249,7 +249,7 @@ def test_copies_and_pickles_are_blocks_of_their_own() -> None:
 @pytest.mark.parametrize(("kind", "why"), nasty.REFUSED_AT_ONCE.items())
 def test_what_cannot_run_twice_is_refused_at_once(kind: type[nn.Module], why: str) -> None:
     net = Net(nasty.Plain(), kind())
-    with pytest.raises(InstallError, match=f"recompute was asked for on .*cannot be computed .*{why}"):
+    with pytest.raises(InstallError, match=f"recompute does not support .*cannot be computed .*{why}"):
         recompute(net)
     assert "forward" not in vars(net.blocks[0]), "nothing is installed"
 
@@ -260,7 +260,7 @@ def test_what_changes_something_for_good_is_refused_in_its_first_pass(
 ) -> None:
     net = Net(nasty.Plain(), kind()).double()
     recompute(net)
-    with pytest.raises(InstallError, match=rf"on blocks.1 \({kind.__name__}\), which cannot .*: {why}"):
+    with pytest.raises(InstallError, match=rf"support blocks.1 \({kind.__name__}\), which cannot .*: {why}"):
         net(torch.randn(5, nasty.DIM, dtype=torch.float64))
 
 
@@ -268,7 +268,7 @@ def test_what_changes_something_for_good_is_refused_in_its_first_pass(
 def test_what_nobody_can_see_is_noticed_by_its_results(kind: type[nn.Module], why: str) -> None:
     net = Net(kind(), nasty.Plain()).double()
     recompute(net)
-    with pytest.raises(InstallError, match=rf"on blocks.0 \({kind.__name__}\), which cannot .*: {why}"):
+    with pytest.raises(InstallError, match=rf"support blocks.0 \({kind.__name__}\), which cannot .*: {why}"):
         train(net, mean)
 
 
@@ -348,7 +348,7 @@ def test_what_the_first_step_writes_into_an_object_is_judged_by_the_results() ->
     net = Net(Configured(), nasty.Plain()).double()
     recompute(net)
     with pytest.raises(
-        InstallError, match=r"on blocks.0 \(Configured\), which cannot .*: its second pass gives other"
+        InstallError, match=r"support blocks.0 \(Configured\), which cannot .*: its second pass gives other"
     ):
         train(net, rescale)
 

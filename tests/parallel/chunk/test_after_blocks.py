@@ -276,7 +276,7 @@ class Fewer(Words):
         (Within(lambda: torch.autograd.graph.save_on_cpu()), "ends after it"),
         (Within(torch.no_grad), "another gradient mode"),
         (Checkpointed(), "a checkpoint"),
-        (Fewer(), "is to call 3 blocks; it has called 2"),
+        (Fewer(), "must call 3 blocks; it has called 2"),
     ],
 )
 def test_blocks_that_are_called_in_another_way_are_refused(model: Words, why: str) -> None:

@@ -21,7 +21,7 @@ def test_a_step_by_hand_is_refused_where_its_gradients_are_elsewhere() -> None:
     refuse(Several(), {})
     refuse(Blocks(), {}, by_hand=False)
     with pytest.raises(
-        InstallError, match="fsdp_offload=True was asked for, and 'Several' has automatic_optim"
+        InstallError, match="fsdp_offload=True is not supported: 'Several' has automatic_optim"
     ):
         refuse(Several(), {}, by_hand=False)
 

@@ -338,7 +338,7 @@ class Failing(LocalAttention):
             Doubled(),
             "has a stratum 0 that has a leaf `features` that returns own tensor",
         ),
-        ("strata.1.key", nn.Linear(4, 4), r"has 'strata.1.key' Linear.*allowed is a key without state"),
+        ("strata.1.key", nn.Linear(4, 4), r"has 'strata.1.key' Linear.*allowed is a key that has no state"),
         (
             "strata.1.key.prenorm",
             nn.BatchNorm1d(4),
@@ -364,7 +364,7 @@ def test_refuses_parts_that_would_not_see_all(name: str, child: nn.Module | None
     parent, _, last = name.rpartition(".")
     model.decoder.get_submodule(parent)._modules[last] = child
     before = dict(model.named_modules())
-    with pytest.raises(InstallError, match=f"(?s)nodes was asked for on .*{message}"):
+    with pytest.raises(InstallError, match=f"(?s)nodes does not support .*{message}"):
         install(model, make_plan(("nodes",), 2), fake_mesh(rank=0, ranks=2))
     assert dict(model.named_modules()) == before
 
@@ -379,16 +379,16 @@ def test_refuses_hooks_before_it_tries_attention_out() -> None:
 
 
 def test_refuses_decoders_that_cannot_be_dealt() -> None:
-    with pytest.raises(InstallError, match="nodes was asked for on one device, found no mesh"):
+    with pytest.raises(InstallError, match="nodes requires several devices, found no mesh"):
         change_of(small(), DomainParallel(), None, strategy="nodes")
     mesh = fake_mesh(rank=0, ranks=4)
     for decoder, message in (
-        (nn.Linear(2, 2), "on 'Linear', which is no decomposed decoder"),
+        (nn.Linear(2, 2), "support 'Linear', which is no decomposed decoder"),
         (small(key="convolution"), r"has 'strata.1.key' ConvolutionKey"),
         (small(), r"4 ranks on the model axis, and N=9 anchors fill 3 buckets of 3"),
         (small(stratum_index=[0, 0]), r"has buckets of \[\] anchors; allowed is strata with attention"),
     ):
-        with pytest.raises(InstallError, match=f"(?s)nodes was asked for .*{message}"):
+        with pytest.raises(InstallError, match=f"(?s)nodes .*{message}"):
             change_of(decoder, DomainParallel(), mesh, strategy="nodes")
     decoder = small(stratum_index=[1, 2])
     decoder.strata[1].key.attention = LocalAttention(4, 2)  # type: ignore[union-attr]

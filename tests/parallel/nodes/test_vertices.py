@@ -315,7 +315,7 @@ class Broken(vertices.AllVertices):
         (lambda e: setattr(e, "vertices", Doubled()), "that returns rows"),
         (lambda e: setattr(e, "vertices", Broken()), "that fails on a small example with ValueError"),
         (lambda e: e.rows.pop("hic"), r"has the modalities \['rna'\], not 'hic'"),
-        (lambda e: delattr(e, "vertices"), "is not recognised"),
+        (lambda e: delattr(e, "vertices"), "is not supported"),
     ],
 )
 def test_refuses_encoders_that_would_not_see_all(change: Callable[[Any], object], text: str) -> None:
@@ -326,7 +326,7 @@ def test_refuses_encoders_that_would_not_see_all(change: Callable[[Any], object]
 
 
 def test_refuses_what_cannot_be_dealt() -> None:
-    with pytest.raises(InstallError, match="nodes was asked for on one device, found no mesh"):
+    with pytest.raises(InstallError, match="nodes requires several devices, found no mesh"):
         change_of(make(Graph()).graph_encoder, SPEC, None, strategy="nodes")
     model, mesh = make(Graph()), fake_mesh(rank=0, ranks=2)
     install(model, plan_for(model, ("nodes",), 2), mesh)

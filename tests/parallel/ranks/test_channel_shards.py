@@ -70,9 +70,7 @@ def test_selected_channels_are_a_copy() -> None:
 
 @pytest.mark.parametrize(("dim", "ranks", "things"), [(6, 4, "3 pairs of channels"), (3, 4, "3 channels")])
 def test_refuses_more_ranks_than_there_is_to_deal(dim: int, ranks: int, things: str) -> None:
-    message = (
-        rf"S5 was asked for with {ranks} ranks .* D={dim}, which has {things} to shard; use a model axis of 3"
-    )
+    message = rf"S5 got {ranks} ranks .* D={dim}, which has {things} to shard; use a model axis of 3"
     with pytest.raises(InstallError, match=message):
         dealt(dim, ranks)
 

@@ -258,13 +258,13 @@ class OwnCall(nn.BatchNorm1d):
 def test_a_layer_that_computes_something_else_is_refused_and_nothing_changes(kind: type) -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), kind(2))
     with pytest.raises(
-        InstallError, match=rf"\{{'1': '{kind.__name__}'\}} are BatchNorm layers with a forward"
+        InstallError, match=rf"\{{'1': '{kind.__name__}'\}} are BatchNorm layers with an overridden forward"
     ):
         share_batch_statistics(model, ALONE)
     model[1] = nn.BatchNorm1d(2)
     model[1].forward = model[0].forward
     with pytest.raises(
-        InstallError, match="share_batch_statistics is to change how '1' runs, whose `forward` is"
+        InstallError, match="share_batch_statistics cannot change how '1' runs, whose `forward` is"
     ):
         share_batch_statistics(model, ALONE)
     assert "forward" not in vars(model[0])

@@ -99,7 +99,7 @@ class Scaled(Decode):
 @pytest.mark.parametrize(
     ("decode", "message"),
     [
-        (nn.Identity(), "S4 was asked for on 'Identity', which fails on a small example with TypeError"),
+        (nn.Identity(), "S4 does not support 'Identity', which fails on a small example with TypeError"),
         (nn.Bilinear(2, 2, 1), r"'Bilinear', which has the state \['bias', 'weight'\]"),
         (Scaled(), "'Scaled', which returns tensor.* for a small example; only a module without state"),
     ],

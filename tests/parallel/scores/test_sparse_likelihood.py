@@ -188,7 +188,7 @@ def test_backward_passes_may_be_many_and_checkpointed_but_not_of_second_order() 
         for t in given:
             t.grad = None
     with pytest.raises(
-        InstallError, match=r"create_graph=True\), and its likelihood is sparse.*leave 'sparse' out"
+        InstallError, match=r"create_graph=True\): its likelihood is sparse.*leave 'sparse' out"
     ):
         torch.autograd.grad(total, given, create_graph=True)
 

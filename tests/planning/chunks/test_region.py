@@ -71,9 +71,9 @@ def test_queries_are_cut_keys_are_whole() -> None:
         (lambda at, r: {"dims": {**r.dims, at["weight"]: 1}}, "dim 1 of .* follows none of its arguments"),
         (lambda at, r: {"dims": {**r.dims, at["weight"]: 2}}, "has no rule for dim 2"),
         # kinds
-        (lambda at, r: {"before": (at["k"],)}, "is to be one of cut, summed and before"),
+        (lambda at, r: {"before": (at["k"],)}, "must be one of cut, summed and before"),
         (lambda at, r: {"before": (at["k"], at["t"], at["x"])}, "is no operator of the run"),
-        (lambda at, r: {"sums": (at["q"],)}, "is to be one of cut, summed and before"),
+        (lambda at, r: {"sums": (at["q"],)}, "must be one of cut, summed and before"),
         (lambda at, r: {"before": (at["k"], at["t"], at["q"])}, "'matmul_.*' does not|''"),
         # sizes
         (lambda at, r: {"units": 2, "n_chunks": 2}, "in 4 units"),

@@ -28,7 +28,8 @@ def test_a_plan_names_the_units_and_the_root() -> None:
 
 def test_one_device_is_refused() -> None:
     with pytest.raises(
-        PlanError, match="splits parameters over the data axis, and that has one rank: devices=1, of which"
+        PlanError,
+        match="over which it splits parameters, found one: devices=1, of which",
     ):
         plan(profile_of_module(SHAPE), devices=1, strategies="fsdp", shape=SHAPE)
 

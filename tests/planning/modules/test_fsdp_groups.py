@@ -164,7 +164,7 @@ def test_sizes_that_do_not_divide_are_refused(shard_ranks: int, devices: int, al
         return
     with pytest.raises(PlanError) as caught:
         with_sharding(plan, asked, launches=True)
-    assert str(caught.value).startswith(f"fsdp_ranks={shard_ranks} was asked for, found {devices} ranks")
+    assert str(caught.value).startswith(f"fsdp_ranks={shard_ranks} is not supported, found {devices} ranks")
     assert allowed in str(caught.value)
 
 
@@ -182,7 +182,7 @@ def test_a_plan_file_that_cannot_be_is_refused(old: str, new: str, text: str) ->
     with pytest.raises(PlanError) as caught:
         Plan.from_json(plain.replace(old, new))
     assert text in str(caught.value)
-    with pytest.raises(PlanError, match="rules of fsdp ask for FullyShard"):
+    with pytest.raises(PlanError, match="rules of fsdp have the specs FullyShard"):
         Plan.from_json(plain.replace('"offload": false', '"offload": true', 1))
 
 

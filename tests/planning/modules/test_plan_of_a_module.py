@@ -155,7 +155,7 @@ def test_what_cannot_help_is_named_with_the_reason() -> None:
     assert "the step calls no child of a list" in alone.does_not_help["recompute"]
     wide = chain(work=5 * SAVED)
     assert (
-        "for the blocks keep little beside their inputs"
+        "for the blocks keep little except their inputs"
         in (diagnose_module(seen(blocks=wide)).does_not_help["recompute"])
     )
 
@@ -247,7 +247,7 @@ def test_at_last_all_that_can_be_is_done_and_what_was_counted_is_the_least(
 
 def test_a_module_that_refuses_a_technique_is_planned_without() -> None:
     def count(rules: Any) -> ModuleProfile:
-        raise InstallError("its forward was set by somebody else")
+        raise InstallError("its forward was set by other code")
 
     found = plan_module(base(3300), seen(), count=count)
     assert found.strategies == ()
@@ -255,11 +255,10 @@ def test_a_module_that_refuses_a_technique_is_planned_without() -> None:
     assert found.diagnosis is not None
     assert "recompute" not in found.diagnosis.helps
     assert (
-        found.diagnosis.does_not_help["recompute"]
-        == "recompute would not: its forward was set by somebody else"
+        found.diagnosis.does_not_help["recompute"] == "recompute would not: its forward was set by other code"
     )
     assert "recompute" not in "".join(advice_on_memory(found, torch.device("cpu")))
-    with pytest.raises(InstallError, match="somebody else"):
+    with pytest.raises(InstallError, match="other code"):
         plan_module(base(3300), seen(), named=("recompute",), count=count)
 
 
@@ -293,7 +292,7 @@ def test_what_is_asked_for_by_name_is_honoured() -> None:
     asked = plan_module(base(10_000, strategies="S1"), seen(), named=("recompute",), budget_named=False)
     assert asked.strategies == ("S1", "recompute")
     assert [rule.fqn for rule in asked.rules] == ["", *(f"blocks.{k}" for k in range(BLOCKS))]
-    assert all(rule.why.startswith("asked for by the user") for rule in asked.rules[1:])
+    assert all(rule.why.startswith("requested by the user") for rule in asked.rules[1:])
     least = plan_module(base(3300, strategies="S1"), seen(), named=("recompute",))
     assert len(least.rules) == 2
     with pytest.raises(PlanError, match="fsdp needs 2 ranks of the data axis, and there is 1"):

@@ -101,7 +101,7 @@ def test_a_budget_asks_for_blocks_of_a_stage_and_their_time() -> None:
 
 def test_plans_have_what_was_asked_for_or_what_fits() -> None:
     stages = PipelineStages(ends="3,6", schedule="1f1b")
-    rule = Rule(fqn="blocks", spec=stages, strategy="pipeline", why="asked for")
+    rule = Rule(fqn="blocks", spec=stages, strategy="pipeline", why="requested")
     asked = base(None, devices=2)
     asked = replace(
         asked,

@@ -185,7 +185,7 @@ def test_times_of_stages_are_those_of_the_cut() -> None:
         (("zb", 2, 2, 1), "schedule='zb' is not supported; allowed are 'gpipe', '1f1b', 'interleaved'"),
         (("1f1b", 0, 2, 1), "devices=0 is not supported; allowed is a whole number of 1 or more"),
         (("1f1b", 2, 2.5, 1), r"micro_batches=2\.5 is not supported"),
-        (("gpipe", 2, 2, 2), "schedule='gpipe' was asked for with 2 stages on a device"),
+        (("gpipe", 2, 2, 2), "schedule='gpipe' got 2 stages on a device"),
         (
             ("interleaved", 4, 9, 2),
             "9 micro-batches on 4 devices, which are 2 rounds of unequal length; choose a",
@@ -199,9 +199,9 @@ def test_it_refuses_a_schedule(asked: tuple, message: str) -> None:
 
 
 def test_it_refuses_times_that_do_not_fit() -> None:
-    with pytest.raises(PlanError, match="a schedule of 2 stages was asked for with the times of 3"):
+    with pytest.raises(PlanError, match="a schedule of 2 stages got the times of 3"):
         timeline(schedule("1f1b", 2, 2), even(3, 1, 1))
-    with pytest.raises(PlanError, match=r"ends=\(1, 3\) was asked for with 2 layers"):
+    with pytest.raises(PlanError, match=r"ends=\(1, 3\) does not fit 2 layers"):
         StageTimes.of((1, 3), [1, 1], [1, 1])
-    with pytest.raises(PlanError, match="speeds was asked for with 1 numbers and 2 stages"):
+    with pytest.raises(PlanError, match="speeds got 1 numbers and 2 stages"):
         StageTimes.of((1, 2), [1, 1], [1, 1], speeds=[1])

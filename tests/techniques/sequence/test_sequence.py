@@ -315,7 +315,7 @@ def test_a_policy_splits_parameters_too_where_samples_alone_do_not_suffice(tmp_p
 
 def test_options_are_checked_before_processes_start() -> None:
     with pytest.raises(
-        PlanError, match="sequence_dim=.* which is of sequence; ask for strategies='sequence'"
+        PlanError, match="sequence_dim=.* is an option of sequence; add strategies='sequence'"
     ):
         AMPStrategy(sequence_dim={"x": 1})
     assert Text().losses == []

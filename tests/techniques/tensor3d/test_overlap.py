@@ -403,7 +403,7 @@ def test_options_of_overlap_are_checked() -> None:
         with pytest.raises(PlanError, match=words_of_error):
             AMPStrategy(strategies="tensor3d", tensor_grid=(1, 1, 2), **options)
     for other in ({"tensor_overlap": ()}, {"tensor_cache": "1MiB"}):
-        with pytest.raises(PlanError, match="which is of tensor3d"):
+        with pytest.raises(PlanError, match="is an option of tensor3d"):
             AMPStrategy(**other)  # type: ignore[arg-type]
     AMPStrategy(strategies="tensor3d", tensor_grid=(1, 1, 2), tensor_overlap=(), tensor_cache=0)
     # as a command line gives the default of a strategy without it

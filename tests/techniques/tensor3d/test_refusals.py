@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     ),
     "some values": (Mixed, (2, 1, 1), {}, "'net.weight' is on the device 'meta', and 'more.weight' is not"),
     "no reset": (NoReset, (2, 1, 1), {}, "'the module' .NoReset. has tensors .* no method reset_parameters"),
-    "averages": (Small, (2, 1, 1), {"callbacks": [EMAWeightAveraging()]}, "which averages whole parameters"),
+    "averages": (Small, (2, 1, 1), {"callbacks": [EMAWeightAveraging()]}, "it averages whole parameters"),
 }
 
 
@@ -265,7 +265,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
 
 def test_options_are_checked_before_processes_start() -> None:
     for options, words in (
-        ({"tensor_grid": (2, 1, 1)}, "which is of tensor3d"),
+        ({"tensor_grid": (2, 1, 1)}, "is an option of tensor3d"),
         ({"strategies": "tensor3d,sequence", "tensor_grid": (2, 1, 1)}, "leave 'sequence' out"),
         ({"strategies": "tensor3d,fsdp"}, "fsdp and tensor3d cannot be together: z of a grid shards"),
         ({"strategies": ["tensor3d", "chunk"]}, "it captures a block as a graph of whole tensors"),

@@ -1,4 +1,4 @@
-"""The plan of a run, installed in its module; made anew where a decoder is given other anchors than its features have.
+"""Install the plan of a run in its module; plan again where the anchors differ from those of the features.
 
 In `setup`, where a plan is made because optimisers do not exist yet, nothing tells how many rows the v of a foreign
 decoder will have (adapters/adapt.py); its features' anchors are the least. When it is called for the first time with
@@ -141,7 +141,7 @@ class InstalledPlan:
         self._keep(replace(plan, policy=before.policy, candidates=before.candidates, notes=before.notes))
 
     def rescue(self, step: TrainingStep) -> Callable[[], None]:
-        """Let batches run again where memory ends, if that was asked for, else hold a budget; returns what ends it.
+        """Let batches run again where memory ends, if that was requested, else hold a budget; returns what ends it.
 
         Raises:
             PlanError: A batch of this run cannot run again.
@@ -244,7 +244,7 @@ class InstalledPlan:
             strategies=strategies or ["S1"],
             model_ranks=self._plan.mesh.model,
         )
-        # what is asked for has S1 always, what is compared on one device never
+        # what is requested has S1 always, what is compared on one device never
         rules = tuple(rule for rule in plan.rules if rule.strategy in strategies)
         return replace(plan, strategies=strategies, rules=rules)
 

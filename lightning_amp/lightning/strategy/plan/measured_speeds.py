@@ -1,4 +1,4 @@
-"""How fast every rank computes, measured while all of them do, for `AMPStrategy(device_speeds="measure")`."""
+"""Measure how fast every rank computes while all of them run, for `AMPStrategy(device_speeds="measure")`."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A run whose blocks are stages of a pipeline: what it refuses, and what takes the place of the module's steps."""
+"""Run a module whose blocks are pipeline stages: what it does not support, and what replaces the module's steps."""
 
 from collections.abc import Iterable
 
@@ -51,7 +51,11 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: It
             f"precision={trainer.precision!r}",
             "stages run the backward pass before the loss is scaled: use 'bf16-mixed' or '32-true'",
         ),
-        (request.check_finite, "check_finite=True", "a stage has the values of its own blocks only"),
+        (
+            request.check_finite,
+            "check_finite=True",
+            "a stage has the values of the blocks of this stage only",
+        ),
         (
             request.save_distributed_checkpoint,
             "save_distributed_checkpoint=True",
@@ -92,7 +96,7 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: It
     ]
     for found, what, why in asked:
         if found:
-            raise PlanError(f"pipeline was asked for together with {what}; {why}, or leave 'pipeline' out")
+            raise PlanError(f"pipeline cannot be used with {what}; {why}, or leave 'pipeline' out")
 
 
 def without_stages(

@@ -1,4 +1,4 @@
-"""Writes the plan of a run into the folder of its logs, as a report and as JSON that AMPStrategy(plan=) reads, and its
+"""Write the plan of a run into the folder of its logs, as a report and as JSON that AMPStrategy(plan=) reads, and its
 main figures into the hyperparameters of loggers.
 """
 

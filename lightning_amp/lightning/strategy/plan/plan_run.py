@@ -1,4 +1,4 @@
-"""Trainer, data and module -> Plan, made on rank 0 in `setup`, before optimisers exist."""
+"""Make the plan of a run from Trainer, data and module, on rank 0 in `setup`, before optimisers exist."""
 
 import copy
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ NO_PROFILE = "the step was not profiled, and its peak is not known"
 
 
 class PlanningContext:
-    """What the plans of one run are made of: read when the first one is made, on rank 0, and kept for the others.
+    """The planner inputs of one run: read when the first one is made, on rank 0, and kept for the others.
 
     Args:
         request, here, trainer: What is asked, by which rank, in which run.
@@ -93,14 +93,14 @@ class PlanningContext:
         self.blocks_outside = {
             name for name in ids if name == "chunk" or (name == "recompute" and of_blocks_alone(ids))
         }
-        """What was asked for of blocks outside, if there is a decoder."""
+        """What was requested of blocks outside, if there is a decoder."""
         self.outside = (
             StepOfModule.of(trainer, decoder=True, limit_bytes=limit) if self.blocks_outside else None
         )
         # later in a run its blocks stay
         chooses = request.chooses and request.device_memory is not None and not self._compared
         self.beside = step_beside_decoder(trainer) if chooses else None
-        """The step that is to be within the budget, with blocks outside of the decoder."""
+        """The step that must fit the budget, with blocks outside of the decoder."""
         before = () if trained is None or trainer.state.fn == TrainerFn.FITTING else trained.rules
         self.in_chunks = tuple(rule for rule in before if rule.strategy == "chunk")
         """Rules by which an evaluation runs as the fit before it."""
@@ -145,7 +145,7 @@ class PlanningContext:
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Of all ranks, by that of the fastest; none where they are taken as alike. All ranks ask for it first."""
+        """Of all ranks, by that of the fastest; none where they are taken as equal. All ranks ask for it first."""
         if self.request.device_speeds is None:
             return ()
         return measured_speeds(self.here.device, self.here.n_ranks)
@@ -185,16 +185,16 @@ def resolve_plan(
     strategies: Sequence[str] | None = None,
     model_ranks: int | None = None,
 ) -> Plan:
-    """The plan of one run, the same on every rank: the one that was asked for, or one made on rank 0.
+    """The plan of one run, the same on every rank: the one that was requested, or one made on rank 0.
 
     Args:
-        notes: What is to be said of the module, in the plan or in the refusal to make one.
-        given: A plan to carry out instead of the one that was asked for.
-        strategies, model_ranks: To make a plan of, instead of what was asked for.
+        notes: Notes on the module, in the plan or in the refusal to make one.
+        given: A plan to carry out instead of the one that was requested.
+        strategies, model_ranks: To make a plan of, instead of what was requested.
 
     Raises:
-        AmpError: What rank 0 was told when it made the plan.
-        PlanError: The plan is for another number of ranks, or ranks differ in what it is made of.
+        AmpError: The error of rank 0 when it made the plan.
+        PlanError: The plan is for another number of ranks, or ranks differ in its inputs.
     """
     request, here, _ = facts.request, facts.here, facts.speeds
     if request.device_memory is not None and facts.step is not None and given is None:
@@ -216,7 +216,7 @@ def resolve_plan(
     plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
     if plan.mesh.data * plan.mesh.model != here.n_ranks:
         raise PlanError(
-            f"a plan for {plan.mesh.data} x {plan.mesh.model} ranks (data x model) was asked for, the run"
+            f"a plan for {plan.mesh.data} x {plan.mesh.model} ranks (data x model) is not supported, the run"
             f" has {here.n_ranks} ranks; make a plan for as many, or change `devices` of the Trainer"
         )
     if not request.share_batch_statistics:
@@ -232,7 +232,7 @@ def plan_run(
     """Make the plan of one run; without a data directory it is made from the module only, and says so.
 
     Args:
-        strategies, model_ranks: To make it of, instead of what was asked for.
+        strategies, model_ranks: To make it of, instead of what was requested.
 
     Raises:
         DataError: The data directory cannot be read.
@@ -313,22 +313,23 @@ def plan_run(
 
 
 def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
-    """Of the techniques that were asked for, those that are planned all the same where there is no profile.
+    """Of the techniques that were requested, those that are planned all the same where there is no profile.
 
     Raises:
-        PlanError: One of the others was asked for, and the step could not be profiled.
+        PlanError: One of the others was requested, and the step could not be profiled.
     """
     seen, why = facts.seen
     if seen is not None:
         return []
     needing = [name for name in named if PREDICTIONS[name].counted]
     if needing and why:
-        raise PlanError(f"{', '.join(needing)} was asked for, and {why}")
+        raise PlanError(f"{', '.join(needing)} is not supported: {why}")
     if "chunk" in needing and not facts.in_chunks and facts.evaluation is None:
         raise PlanError(
-            "chunk was asked for in a run that does not train, and how much follows from a budget or a fit's plan:"
-            " give AMPStrategy(device_memory=...), fit with this Trainer first, give AMPStrategy(plan='plan.json'), or"
-            " run the module that lightning_amp.chunk(module, batch, budget=...) returns, without naming chunk"
+            "chunk requires, in a run that does not train, a budget or the plan of a fit: give"
+            " AMPStrategy(device_memory=...), fit with this Trainer first, give"
+            " AMPStrategy(plan='plan.json'), or run the module that lightning_amp.chunk(module, batch,"
+            " budget=...) returns, without naming chunk"
         )
     # outside of a fit nothing is kept for a backward pass
     return [name for name in named if name not in needing]
@@ -338,7 +339,7 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
     """The plan of a run that does not train: in chunks by the rules of the fit before it, else by a budget's own.
 
     Raises:
-        PlanError: Chunks were asked for by name, and the step cannot be counted.
+        PlanError: Chunks were requested by name, and the step cannot be counted.
     """
     rules = facts.in_chunks
     if facts.evaluation is not None and (named is None or "chunk" in named):
@@ -346,7 +347,7 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
             found = facts.evaluation.within(facts.budget)
         except AmpError as error:
             if named is not None:
-                raise PlanError(f"chunk was asked for, and its bytes are not known: {error}") from error
+                raise PlanError(f"chunk is not supported: its bytes are not known: {error}") from error
             return replace(made, notes=(*made.notes, f"the peak is not known: {error}"))
         rules = found.rules
         whole = f": {format_bytes(found.whole_bytes)} without chunks" if rules else ""

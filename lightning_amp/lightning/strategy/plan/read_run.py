@@ -1,4 +1,4 @@
-"""Trainer and module -> what a plan is made of: profile of the data, shape of the module, and what stays unknown."""
+"""Read the planner's inputs from Trainer and module: profile of the data, shape of the module, what is unknown."""
 
 from dataclasses import fields, replace
 

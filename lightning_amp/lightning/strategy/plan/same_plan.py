@@ -1,4 +1,4 @@
-"""What a plan is made of is the same on every rank: the options, the plan's file, and the data on the rank's disks.
+"""Check that planner inputs are equal on all ranks: the options, the plan's file, and the data on disk.
 
 Compared once, in `setup`, before anything is installed: one all-gather of small objects. Paths,
 memory and rates are left out, for machines may differ in them, and so is the batch size, for ranks may have unequal

@@ -1,1 +1,1 @@
-"""Which runs of a captured block's operators are computed piece by piece, and in how many pieces; without torch."""
+"""Choose which operators of a captured block run piece by piece, and in how many pieces; without torch."""

@@ -1,4 +1,4 @@
-"""Regions that are worth choosing from, with what the choice reads of them.
+"""List regions worth choosing from, with the numbers that the choice needs.
 
 Rows above the budget are the paper's peak nodes: a region has at least one. It is left out if a shorter one does the
 same: if it begins earlier than another, though no fewer bytes are alive there (`find_regions`), or ends later, though
@@ -76,7 +76,7 @@ class RegionCandidate:
         return written_over(self._table, self.region)
 
     def cut(self, budget: int | None, forward: int, backward: int) -> tuple[int, int] | None:
-        """The fewest pieces within a budget beside so many bytes, and the peak; without a budget the most pieces."""
+        """The fewest pieces within a budget besides so many bytes, and the peak; without a budget the most pieces."""
         lengths = self._lengths
         if budget is None:
             return self.region.units, self._peak(1, forward, backward)

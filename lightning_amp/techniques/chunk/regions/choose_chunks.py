@@ -1,4 +1,4 @@
-"""The regions of a block to compute piece by piece under a budget, and in how many pieces: those that cost least.
+"""Choose the regions of a block to compute piece by piece under a budget, at the least cost.
 
     auto    seconds at measured rates (piece_seconds.py)
     paper   AutoChunk's macro and micro cost, Equations 8 to 10 (paper_cost.py)

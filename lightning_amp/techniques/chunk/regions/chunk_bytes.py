@@ -1,4 +1,4 @@
-"""Bytes alive, row by row, while a captured block runs with some regions piece by piece; forward and backward.
+"""Count live bytes, row by row, of a captured block with some regions in pieces; forward and backward.
 
 Two tables say it, both counted by `graph/peak.py`:
 
@@ -45,7 +45,7 @@ def chunk_bytes(table: Table, regions: Sequence[Region], *, train: bool = False)
 
 
 def result_bytes(row: OperatorRow) -> int:
-    """Of a row's result in memory of its own."""
+    """Of a row's result in separate memory."""
     return prod(row.shape) * WIDTHS.get(row.dtype, 4)
 
 
@@ -165,7 +165,7 @@ class Pieces:
         self._homes[i] = self._home(i, row.storage)
         read = [(k, self._old[k]) for k in dict.fromkeys(row.inputs)]
         product, result = row.op.startswith(COPYING), result_bytes(row)
-        # a product copies a piece that has more than two dims; a linear layer adds its bias in a step of its own then
+        # a product copies a piece that has more than two dims; a linear layer adds its bias in its own step then
         copied = [result_bytes(x) for k, x in read if product and k in self._scattered and len(x.shape) > 2]
         apart = copied and row.op.startswith("aten.linear.") and len(row.inputs) > 2
         handed = product and i in self._handed and len(row.shape) > 2

@@ -1,4 +1,4 @@
-"""Every run of operators that can be computed piece by piece, found from its last row upwards.
+"""Find every run of operators that can be computed piece by piece, from the last row upwards.
 
 For a last row and a dim of it (or a sum that it is), rows are passed in reverse order. A row that a cut row reads
 cut is cut itself, if its own dim follows its arguments' and if whoever else reads it inside the run can be cut along
@@ -261,7 +261,7 @@ class _Flow:
             n_chunks=units,
         )
         reach = reach_of(self.block.rows, region)
-        # entries beside a piece would count twice in a sum
+        # entries besides a piece would count twice in a sum
         return None if reach and self.summed else replace(region, reach=reach)
 
     def _try(self, i: int, dim: int) -> bool:

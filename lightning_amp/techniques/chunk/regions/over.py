@@ -1,4 +1,4 @@
-"""Memory that is written over in inference: a result takes that of an argument that nothing reads later.
+"""Find results that can reuse the memory of an argument in inference, which no later operator reads.
 
 `may_write` says when: the memory is the block's own, and its last reader, by any view of it, is the row that writes or
 comes before that. An argument, a parameter or a result of the block is never written over.

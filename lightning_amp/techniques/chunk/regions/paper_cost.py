@@ -1,4 +1,4 @@
-"""The paper's cost of a region: AutoChunk, Section 3.4, Equations 8 to 10; without a unit.
+"""Compute the paper's cost of a region: AutoChunk, Section 3.4, Equations 8 to 10; without a unit.
 
     macro (8)   ALPHA x share of the block's rows + BETA x share of its floating point operations
     micro (9)   GAMMA / computation density + DELTA / stride of the cut dim

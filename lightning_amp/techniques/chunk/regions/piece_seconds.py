@@ -1,4 +1,4 @@
-"""Seconds of a block by its table, whole and with regions that are computed piece by piece.
+"""Predict the seconds of a block from its table, whole and with regions in pieces.
 
     row          overhead + flops / rate of products + bytes it reads and writes / rate of memory
     in n pieces  n overheads + the same flops + the bytes of what is cut + n times those of what is read whole

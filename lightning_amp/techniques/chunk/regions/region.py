@@ -1,4 +1,4 @@
-"""A run of operators that is computed piece by piece along one dim of every tensor, and when that changes nothing.
+"""Define `Region`, a run of operators computed piece by piece along one dim, and check that results stay the same.
 
 Legend: a row is an operator or argument of `graph/table.py`, named by its index; a region is the run [first, last] of
 rows. Rows of the run are of three kinds:
@@ -115,7 +115,7 @@ def pieces(units: int, n_chunks: int) -> tuple[tuple[int, int], ...]:
 
 
 def reach_of(rows: Sequence[OperatorRow], region: Region) -> int:
-    """Units beside a piece that a region needs: those of its rows added up along the longest way through it."""
+    """Units besides a piece that a region needs: those of its rows added up along the longest way through it."""
     reach: dict[int, int] = {}
     skipped = {*region.before, *region.sums}
     for i in sorted(region.dims):
@@ -161,7 +161,7 @@ def _problems(table: Table, region: Region) -> Iterator[str]:
     for i in region.before:
         read = own.intersection(rows[i].inputs)
         if read:
-            yield f"{_name(rows, i)} is to be computed before the pieces and reads {_name(rows, min(read))}"
+            yield f"{_name(rows, i)} must be computed before the pieces and reads {_name(rows, min(read))}"
     for i in sorted(own):
         yield from _row(table, region, i, own)
     yield from _reads(table, region, own)
@@ -180,7 +180,7 @@ def _kinds(table: Table, region: Region) -> Iterator[str]:
     for i in sorted(run):
         kinds = (i in before) + (i in sums) + (i in region.dims and i not in before)
         if kinds != 1:
-            yield f"{_name(table.rows, i)} is to be one of cut, summed and before"
+            yield f"{_name(table.rows, i)} must be one of cut, summed and before"
     if not run - before:
         yield "nothing is cut"
 
@@ -259,7 +259,10 @@ def _sizes(table: Table, region: Region) -> Iterator[str]:
         yield f"the sizes of its cut dims are in {found} units, at least 2, and not in {region.units}"
     needed = reach_of(table.rows, region) if found == region.units else 0
     if region.reach != needed or (needed and region.sums):
-        yield f"its rows need {needed} units beside a piece, not {region.reach}, and then no row may be a sum"
+        yield (
+            f"its rows need {needed} units in addition to a piece, not {region.reach}, and then no row may"
+            " be a sum"
+        )
     if not 2 <= region.n_chunks <= max(found, 2):
         yield f"{region.n_chunks} pieces of {found} units"
 

@@ -1,4 +1,4 @@
-"""The best set of regions on the line of a block's rows: dynamic programming with a beam.
+"""Search the best set of regions of a block's rows by dynamic programming with a beam.
 
 A label says how the rows before a place can be computed: which memory the rows live in that are still to be read, what
 is saved for the backward pass, what it costs. From a label the line goes on by one row computed whole, or by a region
@@ -6,7 +6,7 @@ that begins there. Of labels that leave the same behind, the cheapest goes on (i
 they cost more), so that nothing is lost unless there are more than BEAM at one place.
 
 What the rows still to be read live in is a state. A step from one state to the next needs the same bytes for all labels
-of that state and in all searches, beside the bytes that a label keeps already, and is computed once.
+of that state and in all searches, besides the bytes that a label keeps already, and is computed once.
 
 In inference the bytes of every step are those of `chunk_bytes`. In training they follow from what a label saves, and
 from the gradients that wait where nothing is cut; `choose_chunks` counts the plan that is found once more.
@@ -48,7 +48,7 @@ class _State:
 
 
 class _SearchStep(NamedTuple):
-    """From one state to another; bytes are beside those of the label that are read by no row to come.
+    """From one state to another; bytes are besides those of the label that are read by no row to come.
 
     Attributes:
         after: The other state.
@@ -95,7 +95,7 @@ class Line:
         """Of the block without regions."""
         alone = tuple(replace(row, over=-1) for row in table.rows)
         self.whole_bytes = block_bytes(replace(table, rows=alone), train=train).peak_bytes
-        """Peak of the block as it is: every result in memory of its own."""
+        """Peak of the block as it is: every result in separate memory."""
         self.outputs, n = table.outputs, len(table.rows)
         self._size = {i: row.n_bytes for i, row in enumerate(table.rows)}
         self._size |= {~i: result_bytes(row) for i, row in enumerate(table.rows)}
@@ -225,7 +225,7 @@ class Line:
         return home < 0 or self.rows[home].kind == OPERATOR
 
     def _not_saved(self, table: Table) -> list[int]:
-        """What a row's backward holds beside the results and what rows up to it have saved."""
+        """What a row's backward holds besides the results and what rows up to it have saved."""
         found, saved, hidden = [], set[int](), 0
         results = {s for k in table.outputs if self.is_made(s := table.rows[k].storage)}
         for i, row in enumerate(table.rows):

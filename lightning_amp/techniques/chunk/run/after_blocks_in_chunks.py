@@ -1,4 +1,4 @@
-"""What a module computes after its last block, in chunks: the head of a language model, with its loss.
+"""Run what a module computes after its last block in chunks: the head of a language model, with its loss.
 
 The module's own forward runs up to its last block, with everything that is installed there, and is left when that has
 returned. What it would have computed of the result is then computed by a plan (graph/after_blocks.py).
@@ -79,9 +79,9 @@ class AfterBlocksInChunks(InChunks):
             for hook in hooks:
                 hook.remove()
         raise InstallError(
-            f"what follows the blocks of {self.fqn or type(module).__name__!r} was to run in chunks, for which its"
-            f" forward pass is to call {self._n_calls!r} blocks; it has called {len(before)!r}; leave the rule of chunk"
-            " for it out, or plan for the step that is run"
+            f"what follows the blocks of {self.fqn or type(module).__name__!r} cannot run in chunks: its"
+            f" forward pass must call {self._n_calls!r} blocks; it has called {len(before)!r}; leave the"
+            " rule of chunk for it out, or plan for the step that is run"
         )
 
 

@@ -1,4 +1,4 @@
-"""Blocks of a module, as a step has called them -> their tables, which planning looks for chunks in; and what runs."""
+"""Capture the blocks that a step has called as tables, in which planning looks for chunks, and as code to run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Chunks for a module that is no graph as a whole: each block by itself, in what the rest leaves of the budget.
+"""Run a module that cannot be captured as a whole in chunks, block by block, within one budget.
 
 The module's forward is run once on fake tensors. What is alive when a block begins stays alive while it runs, so the
 block may take the budget less that. Between its blocks the module runs as it is written; a block that is called in
@@ -171,8 +171,9 @@ def _dry_run(
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise ModelError(
-            f"chunks were asked for of {type(module).__name__!r}, which is no graph ({reason}), nor does it run on fake"
-            f" tensors, by which its blocks would be planned: {type(error).__name__}: {first}; chunk a module inside it"
+            f"cannot chunk {type(module).__name__!r}, which is no graph ({reason}), nor does it run on fake"
+            f" tensors, by which its blocks would be planned: {type(error).__name__}: {first}; chunk a"
+            " module inside it"
         ) from error
     with fake:
         made = [(fqn, *tree_map(_of_shape, given), n_bytes) for fqn, given, n_bytes in calls]
@@ -217,7 +218,7 @@ def _too_little(module: nn.Module, budget_bytes: int, call: _BlockCall, least_by
 def _no_graph(module: nn.Module, reasons: Mapping[str, str]) -> str:
     blocks = group_reasons((fqn, reason) for fqn, reason in reasons.items() if fqn)
     return (
-        f"chunks were asked for of {type(module).__name__!r}, which cannot be captured: {reasons['']};"
-        f" {blocks or 'it calls no children of a ModuleList or Sequential'}; chunk a module inside it"
-        " that can be, or change what is named here"
+        f"cannot chunk {type(module).__name__!r}, which cannot be captured: {reasons['']};"
+        f" {blocks or 'it calls no children of a ModuleList or Sequential'}; chunk a module inside it that"
+        " can be, or change what is named here"
     )

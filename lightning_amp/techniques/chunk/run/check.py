@@ -1,4 +1,4 @@
-"""The check of generated code before anything is trained with it: against the block's own forward, in float64.
+"""Check generated code before training with it: against the block's own forward, in float64.
 
     compared    results, changed buffers, and the gradients of all arguments and parameters, of numbers drawn for every
                 result; with the values of the first batch, and the same random numbers
@@ -34,7 +34,7 @@ from lightning_amp.techniques.chunk.run.smaller_call import Call, smaller_calls
 
 RTOL = 1e-10
 """Largest difference, as a share of the largest value of all results, or of all gradients: one that is zero but for
-rounding has no scale of its own. Other orders of sums make some 1e-15 of it."""
+rounding has no separate scale. Other orders of sums make some 1e-15 of it."""
 KINDS = ("result", "buffer", "gradient")
 LARGE = 16
 """A parameter that takes more than one of so many parts of the block's bytes, in float64, is large."""
@@ -83,7 +83,7 @@ class Checked:
         for call, lowered in smaller_calls(block, args, kwargs, self._lowered):
             try:
                 right = self._computed(block, call, lowered, own=True)
-            except Exception:  # somebody's forward: an index may lie beyond the positions that are left
+            except Exception:  # the user's forward: an index may lie beyond the positions that are left
                 continue
             self._compare(block, call, lowered, right)
             return

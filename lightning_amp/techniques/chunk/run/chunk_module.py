@@ -1,4 +1,4 @@
-"""`lightning_amp.chunk`, and the technique of that name: a forward pass stays within a byte budget, by parts in chunks.
+"""Define `lightning_amp.chunk`, and the technique: a forward pass in chunks stays within a byte budget.
 
 The module is captured as one graph where that is possible, otherwise block by block (the children of its lists and
 sequences); regions of the graph are chosen that keep it within the budget in the least time (regions/), and what
@@ -68,8 +68,8 @@ def chunk(
     taken = "forward" if "forward" in vars(module) else "plan" if hasattr(module, "plan") else ""
     if taken:
         raise ModelError(
-            f"chunks were asked for of {type(module).__name__!r}, which has an attribute {taken!r} of its own, and"
-            " the chunked module keeps something else there; give a module without it, such as one that holds this one"
+            f"cannot chunk {type(module).__name__!r}, which has an attribute {taken!r}, a name that the"
+            " chunked module uses; give a module without it, such as one that holds this one"
         )
     twin = _sharing_copy(module)
     runner = InChunks(parse_bytes(budget), policy=policy, rates=rates)
@@ -100,8 +100,8 @@ def chunk_block(module: nn.Module, spec: ChunkBlock, mesh: object) -> Change:
     n_bytes = spec.budget_bytes
     if n_bytes < 1:
         raise InstallError(
-            f"chunk was asked for on {type(module).__name__!r} with budget_bytes={n_bytes!r}; allowed is a number of"
-            " bytes larger than zero"
+            f"chunk of {type(module).__name__!r} got budget_bytes={n_bytes!r}; allowed is a number of bytes"
+            " larger than zero"
         )
     forward = AfterBlocksInChunks(n_bytes, spec.after) if spec.after else InChunks(n_bytes, train=True)
     return Change({}, forwards={"": forward})
@@ -116,8 +116,8 @@ def show_code(plan: ModuleChunks | nn.Module) -> str:
     found = getattr(plan, "plan", None) if isinstance(plan, nn.Module) else plan
     if not isinstance(found, ModuleChunks):
         raise ModelError(
-            f"generated code was asked for of {type(plan).__name__!r}, which has none; give what lightning_amp.chunk"
-            " returned, or its plan"
+            f"{type(plan).__name__!r} has no generated code; give what lightning_amp.chunk returned, or its"
+            " plan"
         )
     return "\n\n".join(f"# {fqn or 'the whole module'}\n{code}" for fqn, code in found.code.items())
 
@@ -129,6 +129,6 @@ def _sharing_copy(module: M) -> M:
         return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
     except Exception as error:
         raise ModelError(
-            f"chunks were asked for of {type(module).__name__!r}, which cannot be copied: {error!r}; take what cannot"
-            " be copied out of its attributes"
+            f"cannot chunk {type(module).__name__!r}, which cannot be copied: {error!r}; take what cannot be"
+            " copied out of its attributes"
         ) from error

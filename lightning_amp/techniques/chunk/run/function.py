@@ -1,4 +1,4 @@
-"""A region of a block chunk by chunk: only one chunk's inner tensors are alive at a time, in either pass.
+"""Run a region of a block chunk by chunk: only one chunk's inner tensors are alive at a time, in either pass.
 
     forward     for every chunk c:  y[c] = f(x[c], w)            s += g(x[c], w)
     backward    for every chunk c:  f and g of x[c], w again;    dx[c] += x'(dy[c], ds)    dw += w'(dy[c], ds)
@@ -163,9 +163,9 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ModelError(
-                "a second derivative was asked for (create_graph=True) of a region that runs in chunks"
-                f" ({', '.join(repr(output.name) for output in ctx.region.outputs)}); its gradients are added up chunk"
-                " by chunk and are numbers by then: leave chunks out of this module"
+                "a second derivative is not supported (create_graph=True) in a region that runs in chunks"
+                f" ({', '.join(repr(output.name) for output in ctx.region.outputs)}); its gradients are"
+                " added up chunk by chunk and are numbers by then: leave chunks out of this module"
             )
         inputs = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
@@ -221,7 +221,7 @@ class _Gradient:
         """What a chunk reads: a leaf, whose gradient is added to the sum and let go of as soon as it is whole.
 
         Autograd is handed the piece in its place, which costs nothing and is never read: the gradients of all
-        parameters would else wait for the chunk's end, beside their sums.
+        parameters would else wait for the chunk's end, besides their sums.
         """
         piece = region.piece(self._of.detach(), self._dim, start, size)
         leaf = piece.detach().requires_grad_()

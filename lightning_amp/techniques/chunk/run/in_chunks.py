@@ -1,4 +1,4 @@
-"""What a module runs in place of its class's forward, so that it takes no more than some bytes."""
+"""Replace a module's forward by one that stays within a byte budget."""
 
 import copy
 import warnings
@@ -24,7 +24,7 @@ from lightning_amp.techniques.rates_of import rates_of
 
 MANY = 8
 """Blocks of several parts above which a module is planned block by block where that keeps it within the budget: blocks
-that are alike are planned once, while the time to plan one graph grows with the square of its operators."""
+that are equal are planned once, while the time to plan one graph grows with the square of its operators."""
 
 
 class InChunks:
@@ -98,8 +98,8 @@ class InChunks:
                     else "leave it out of the rules"
                 )
                 raise ModelError(
-                    f"chunk was asked for on {type(module).__name__!r} in training, which cannot be captured:"
-                    f" {found.reason}; {hint}"
+                    f"chunk does not support {type(module).__name__!r} in training, which cannot be"
+                    f" captured: {found.reason}; {hint}"
                 )
             return plan_blocks(module, args, kwargs, self._budget_bytes, found.reason, costs)
 

@@ -1,7 +1,7 @@
-"""Which results may be written over an argument that nothing reads later, in inference: those of operators by entry.
+"""Find results that may be written over an argument in inference, for elementwise operators.
 
 An operator by entry (torch tags it `pointwise`) reads of every argument the entry that it writes, so it may write into
-one of them. It does so by its variant with `out=`, where that has a kernel of its own: another one would make a copy.
+one of them. It does so by its variant with `out=`, where that has its own kernel: another one would make a copy.
 
 What is written over must be the block's own memory. An operator may return its argument, or a view of it, depending
 on how that is laid out, which chunks change: `reshape`, `contiguous`, `dropout` in evaluation. So memory counts as new

@@ -1,4 +1,4 @@
-"""A captured block and a chunk plan -> a forward written in Python, which is what runs.
+"""Generate the Python forward of a captured block with a chunk plan.
 
     def region_0(put, size, softmax_input, value):      one chunk of `size` positions
         softmax = aten.softmax.int(softmax_input, -1); del softmax_input
@@ -88,7 +88,7 @@ def lower(capture: Capture, table: Table, regions: Sequence[Region]) -> Lowered:
 
 
 def table_of(capture: Capture, *, near: bool = False) -> Table:
-    """The table of a capture, in which no region has what a graph does beside its rows.
+    """The table of a capture, in which no region has what a graph does besides its rows.
 
     An operator that is none on tensors (a change of the gradient mode), and one that reads memory by its place (which
     chunks lay out anew), stand there as changing the memory that they could have to do with.
@@ -246,7 +246,7 @@ class _Writer:
         return f"{self._function(target)}({', '.join(given)})"
 
     def _resize(self, i: int, region: Region, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Put the size of a chunk where a view is told that of the whole."""
+        """Put the size of a chunk where a view has that of the whole."""
         schema = self._nodes[i].target._schema  # type: ignore[union-attr]
         dim, shape = region.dims[i], self._table.rows[i].shape
         for place, argument in enumerate(schema.arguments):

@@ -1,4 +1,4 @@
-"""What a module that runs in chunks knows of them, and the module without them."""
+"""Store the chunks of a module, and return the module without them."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping

@@ -1,6 +1,6 @@
-"""Chunks within chunks, in inference: a whole block sample by sample, and regions of what one sample computes.
+"""Nest chunks in inference: a whole block sample by sample, and regions within one sample.
 
-Where every row of a block can be cut along one dim, one piece of it is a block of its own: it is captured with the
+Where every row of a block can be cut along one dim, one piece of it is a separate block: it is captured with the
 sizes of a piece, and chunks are planned for it in what the results of the whole leave of the budget.
 """
 
@@ -32,7 +32,7 @@ def outermost(table: Table) -> Region | None:
 
 
 def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Found]) -> tuple[Lowered, Found]:
-    """The forward that runs a region of all rows in pieces of one size, and in each of them regions of its own.
+    """The forward that runs a region of all rows in pieces of one size, and in each of them its own regions.
 
     Args:
         capture: Of the block.
@@ -41,7 +41,7 @@ def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Foun
         plan: Of a captured piece.
 
     Returns:
-        The forward, and what `plan` says beside that of a piece.
+        The forward, and what `plan` says besides that of a piece.
     """
     rows = tuple(replace(row, over=-1) for row in table.rows)
     lowered = lower(capture, replace(table, rows=rows), (region,))

@@ -1,4 +1,4 @@
-"""Regions for one graph under a budget, and the bytes that the generated forward then takes."""
+"""Plan regions for one graph under a budget, and predict the bytes of the generated forward."""
 
 from dataclasses import replace
 

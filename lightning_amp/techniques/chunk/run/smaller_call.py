@@ -1,4 +1,4 @@
-"""A call of a block with fewer positions, and the forward that would be generated for it by the same plan.
+"""Call a block with fewer positions, with the forward that the same plan would generate.
 
 Dims of arguments whose size is not that of a parameter (samples, tokens, rows of an image) are cut to their first few
 positions. The call counts where the block makes the same operators of it, and every region of the plan is legal there:

@@ -1,4 +1,4 @@
-"""What lets images be cut by rows: group norm in two steps, and how many neighbours a convolution reads.
+"""Support images cut by rows: group norm in two steps, and the neighbours that a convolution reads.
 
 mean[n, c, row], var[n, c, row]     of every row of the image by itself, which chunks of rows compute exactly
 var of a group = mean of var + variance of mean, because all rows are as long (law of total variance)

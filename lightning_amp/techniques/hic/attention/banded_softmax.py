@@ -16,8 +16,8 @@ are masked, and rows that fill the last bucket are zeros like any others. In a r
 exist are computed; the rows that fill the last bucket are one more column in the softmax, with the score log(number of
 them) and no value.
 
-Exact up to rounding. Kept for the backward pass: q, k and values themselves, and P where that is asked for: scores and
-softmax are then computed once, and one of seven products is saved. Held at most, in numbers, beside these:
+Exact up to rounding. Kept for the backward pass: q, k and values themselves, and P where that is requested: scores and
+softmax are then computed once, and one of seven products is saved. Held at most, in numbers, besides these:
 
     forward     r M D, |k| M, out N D, and the work             k M D before there is out, where it is padded
     backward    r M D, |k| M, do N D, dq N D, dk M D, dv M D, and the work

@@ -1,4 +1,4 @@
-"""Which rows meet which keys in fused attention, and which buckets are computed together; no tensors.
+"""Group buckets of fused attention that are computed together; no tensors.
 
     bucket p: rows [p w, (p + 1) w), keys [b + (p - 1) w, b + (p + 2) w)       b keys before the first row's
 
@@ -58,7 +58,7 @@ class BucketRun(NamedTuple):
         place: The first bucket, counted from the first key.
         own: First row of the first bucket, and rows of every bucket; those after the last one are zeros.
         near: First key of the first bucket, and keys of every bucket; those outside the sequence are zeros.
-        outside: Whether the first w keys of the first bucket, and the last w of the last, are to be masked.
+        outside: Whether the first w keys of the first bucket, and the last w of the last, are masked.
         missing: Rows that fill the last bucket of the sequence, are met too and are not among the keys.
     """
 

@@ -1,4 +1,4 @@
-"""What runs of buckets in banded_softmax.py compute, and the memory that they use one after the other.
+"""Compute runs of buckets for banded_softmax.py, in memory that they reuse.
 
 Legend: that of banded_softmax.py.
 """

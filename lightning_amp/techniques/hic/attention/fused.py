@@ -1,4 +1,4 @@
-"""The reference's local attention without scores, weights or gathered neighbours of the whole sequence.
+"""Replace the reference's local attention by one without scores or gathered neighbours of the whole sequence.
 
     rows = softmax(mask(R(q D^-0.5) R(k / |k|)^T)) values
 
@@ -54,9 +54,10 @@ def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel =
     if problem:
         strategy = "fused" if kernel == "products" else kernel
         raise InstallError(
-            f"{strategy!r} was asked for on {type(attention).__name__!r}, which {problem}; only a module that computes"
-            " what LocalAttention(dim, window) does, of all channels, and has nothing beside its numbers can be"
-            f" replaced: move the rest to its parent, or leave {strategy!r} out (S3 takes any bucketed attention)"
+            f"{strategy!r} does not support {type(attention).__name__!r}, which {problem}; only a module"
+            " that computes what LocalAttention(dim, window) does, of all channels, and has no state except"
+            f" its numbers can be replaced: move the rest to its parent, or leave {strategy!r} out (S3 takes"
+            " any bucketed attention)"
         )
     return FusedLocalAttention(
         cast(Any, attention).dim, cast(Any, attention).window, keep=keep, kernel=kernel

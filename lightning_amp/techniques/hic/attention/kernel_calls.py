@@ -1,4 +1,4 @@
-"""Which buckets of attention are one call of torch's fused kernels (`sdpa`); no tensors.
+"""Group buckets of attention into calls of torch's fused kernels (`sdpa`); no tensors.
 
     bucket p meets the key buckets p - 1, p and p + 1, counted with the buckets of keys before the first row
 

@@ -1,4 +1,4 @@
-"""In which types attention by hand computes: sums and rotations, and products of matrices."""
+"""Choose the types in which attention by hand computes sums, rotations and matrix products."""
 
 from functools import lru_cache, reduce
 

@@ -1,4 +1,4 @@
-"""Rows turned by their position, pair of channels by pair of channels, one bucket after the other.
+"""Rotate rows by their position, pair of channels by pair of channels, one bucket after the other.
 
     R(i): z -> z exp(i f sqrt(-1))      z = a + b sqrt(-1),  a of channel c, b of c + D/2,  f = 10000^(-2c/D)
 

@@ -37,19 +37,20 @@ def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False)
     if not isinstance(attention, BucketedAttention):
         missing = [name for name in ("n_buckets", "prepare", "attend") if not hasattr(attention, name)]
         raise InstallError(
-            f"S3 was asked for on {kind!r}, which lacks {missing!r}; chunks need a module with n_buckets(n),"
+            f"S3 does not support {kind!r}, which lacks {missing!r}; chunks need a module with n_buckets(n),"
             " prepare(q, k, values) and attend(state, first, last): give it these, or leave S3 out"
         )
     names = sorted(attention.state_dict())
     if names:
         raise InstallError(
-            f"S3 was asked for on {kind!r}, which has the state {names!r}; chunking would rename it in"
-            " checkpoints, so only attention without state is allowed: move it to the parent, or leave S3 out"
+            f"S3 does not support {kind!r}, which has the state {names!r}; chunking would rename it in"
+            " checkpoints, so only attention without state is allowed: move it to the parent, or leave S3"
+            " out"
         )
     if isinstance(buckets, bool) or not isinstance(buckets, int) or buckets < 1:
         raise InstallError(
-            f"S3 was asked for with buckets={buckets!r}; a chunk has a whole number of buckets, at least 1:"
-            " use 1 for the least memory"
+            f"S3 got buckets={buckets!r}; a chunk has a whole number of buckets, at least 1: use 1 for the"
+            " least memory"
         )
     return ChunkedLocalAttention(attention, buckets=buckets, retain=retain)
 

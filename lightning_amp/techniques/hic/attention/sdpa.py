@@ -23,7 +23,7 @@ no weight. The same wherever any other key of the row has a score above -4.9e4, 
 meets no other key (one anchor, w = 1) has itself alone in both.
 
 Kept for the backward pass: s and r, a norm a key, out by call, one logarithm a row, and the values, filled up where
-the last bucket is cut; banded_softmax.py keeps its inputs. Held at most beside these, in numbers, with M the keys:
+the last bucket is cut; banded_softmax.py keeps its inputs. Held at most besides these, in numbers, with M the keys:
 
     forward     out of both calls again, N D
     backward    gradients of rows, keys and values by bucket, N D + 6 M D; those of keys and values one after the other,
@@ -268,7 +268,7 @@ def _views(call: KernelCall, run: Calls, turned: Tensor, values: Tensor, own: Te
 
 
 def _attend(q: Tensor, k: Tensor, values: Tensor, own: Tensor) -> tuple[Tensor, ...]:
-    """The result, and what its backward pass needs beside the inputs."""
+    """The result, and what its backward pass needs besides the inputs."""
     scale = q.shape[-1] ** -0.5
     if _is_cuda(q):
         return tuple(attend_on_cuda(q, k, values, own, True, scale=scale))
@@ -297,9 +297,9 @@ def _check(q: Tensor, dtype: torch.dtype) -> None:
     if kind == "cuda" and dtype.itemsize <= 4 and dim * dtype.itemsize % ALIGNED_BYTES == 0:
         return
     raise InstallError(
-        f"'sdpa' was asked for, found {dim!r} channels to compute in {dtype!r} on {kind!r}; torch has fused kernels for"
-        f" CPUs, and on CUDA for rows of a multiple of {ALIGNED_BYTES!r} bytes, not of float64: choose 'fused', which"
-        " takes all"
+        f"'sdpa' does not support {dim!r} channels in {dtype!r} on {kind!r}; torch has fused kernels for"
+        f" CPUs, and on CUDA for rows of a multiple of {ALIGNED_BYTES!r} bytes, not of float64: choose"
+        " 'fused', which takes all"
     )
 
 

@@ -1,4 +1,4 @@
-"""Sizes that attention can have, the same for the reference and for what stands in for it."""
+"""Define sizes of attention, the same for the reference and its replacements."""
 
 from torch import Tensor
 

@@ -59,9 +59,9 @@ def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: Devi
         problem = features_problem(stratum)
         if problem:
             raise InstallError(
-                f"S2 was asked for on {type(decoder).__name__!r}, whose stratum {k!r} {problem}; S2 replaces a"
-                " child `features` without state that hands all features on (own, scores, log_softmax, whole):"
-                " move the rest to the stratum, or leave S2 out"
+                f"S2 does not support {type(decoder).__name__!r}, whose stratum {k!r} {problem}; S2 replaces"
+                " a child `features` without state that hands all features on (own, scores, log_softmax,"
+                " whole): move the rest to the stratum, or leave S2 out"
             )
     axis = mesh["model"]
     swaps: dict[str, nn.Module] = {"region": share_region(decoder, SharedRegion(axis, ("S2",), summed=True))}

@@ -44,7 +44,7 @@ def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> 
     problem = _problem(linear)
     if problem:
         raise InstallError(
-            f"S2 was asked for on a layer that {problem}; only a plain nn.Linear can be split by its input"
+            f"S2 does not support a layer that {problem}; only a plain nn.Linear can be split by its input"
             " features: take the layer's rule out of the plan, or leave S2 out"
         )
     assert isinstance(linear, nn.Linear), "checked above"

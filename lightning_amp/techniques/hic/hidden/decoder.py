@@ -32,8 +32,8 @@ What shrinks to 1/R: all [N, D] and [N, 2 D] tensors that are kept for the backw
 probabilities [P, 3 w] of eager attention and all that belongs to features. Parameters stay whole; gradients of the
 keys' parameters are parts (`Change.partial`).
 
-Known limits: no second derivative; what a key does beside its children is probed on an example (checks/key.py), what a
-stratum does beside its parts is not.
+Known limits: no second derivative; what a key does besides its children is probed on an example (checks/key.py), what a
+stratum does besides its parts is not.
 Legend: B cells, N anchors, P = N padded to whole buckets of w, D dim, d channels of a rank, F_k features of stratum k,
 R ranks.
 """

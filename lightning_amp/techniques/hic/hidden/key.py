@@ -1,7 +1,7 @@
-"""The children of a stratum's key, recognised by name and structure, for the own channels of a rank (S5).
+"""Shard the children of a stratum's key, detected by name and structure, over channels (S5).
 
-What is not recognised is refused: a part left as it is would compute with some channels as if they were all. What a key
-does beside its children is probed (checks/key.py).
+What is not detected is refused: a part left as it is would compute with some channels as if they were all. What a key
+does besides its children is probed (checks/key.py).
 Legend: D dim.
 """
 
@@ -47,7 +47,7 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
         raise refusal(
             fqn,
             f"is {type(key).__name__!r} with the children {list(children)!r} and the state {own!r}",
-            f"the children {ATTENTION_KEY!r} or {CONVOLUTION_KEY!r}, and no state beside theirs",
+            f"the children {ATTENTION_KEY!r} or {CONVOLUTION_KEY!r}, and no state except theirs",
         )
     swaps: dict[str, nn.Module] = {}
     for name, child in children.items():
@@ -68,7 +68,7 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
         raise refusal(
             fqn,
             f"is {type(key).__name__!r} and {problem}",
-            "a key without hooks that computes with its children, and beside them with functions of single numbers",
+            "a key without hooks that computes with its children and with elementwise functions only",
         )
     return swaps
 
@@ -76,8 +76,8 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
 def refusal(fqn: str, found: str, allowed: str) -> InstallError:
     """The error for a part that cannot be sharded."""
     return InstallError(
-        f"S5 was asked for and cannot shard the channels of {fqn!r}, which {found}; allowed is {allowed}: change it,"
-        " or leave S5 out"
+        f"S5 cannot shard the channels of {fqn!r}, which {found}; allowed is {allowed}: change it, or leave"
+        " S5 out"
     )
 
 

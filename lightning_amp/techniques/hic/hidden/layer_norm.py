@@ -1,4 +1,4 @@
-"""LayerNorm over a hidden dimension of which every rank holds some channels (dist/normalise.py).
+"""Compute LayerNorm over a hidden dimension of which every rank holds some channels (dist/normalise.py).
 
 Collectives: forward one all-gather of 2 N + 1 numbers per rank, backward one all-reduce of 2 N, which is left out
 when x needs no gradient. Kept for the backward pass: x [N, d_r] itself, mean and rstd [N].

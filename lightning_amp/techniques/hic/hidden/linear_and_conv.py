@@ -1,4 +1,4 @@
-"""Linear and depthwise convolution over a hidden dimension of which every rank holds some channels.
+"""Compute linear layers and depthwise convolutions over a hidden dimension that is split over ranks.
 
     linear         y[:, I_r] = sum_q x[:, I_q] W[I_r, I_q]^T + bias[I_r]
     convolution    y[I_r] = conv(x[I_r], weight[I_r]) + bias[I_r]: channels do not meet

@@ -22,8 +22,8 @@ the softmax once for every micro-batch. What shrinks to a part of 1 / R: everyth
 time. Parameters stay whole; their gradients are parts (`Change.partial`).
 
 Legend: B cells, N anchors, n own anchors, w anchors of a bucket, D dim, K strata, R ranks.
-Known limits: second derivatives are refused; what a key does beside its children is probed on an example
-(checks/key.py), what a stratum does beside its parts is not; v and its gradient are whole outside of the decoder,
+Known limits: second derivatives are refused; what a key does besides its children is probed on an example
+(checks/key.py), what a stratum does besides its parts is not; v and its gradient are whole outside of the decoder,
 unless the graph's vertices are sharded too; random draws inside of the strata are each rank's own.
 """
 
@@ -100,8 +100,8 @@ def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | No
         raise _refusal(
             decoder,
             f"has {fqn!r} {key!r}",
-            f"a key without state of its own, with the children {ATTENTION_KEY!r}, all but attention of the types"
-            f" {[kind.__name__ for kind in ROW_BY_ROW]!r} and without hooks",
+            f"a key that has no state itself, with the children {ATTENTION_KEY!r}, all but attention of the"
+            f" types {[kind.__name__ for kind in ROW_BY_ROW]!r} and without hooks",
         )
     outer = cast(nn.Module, children["attention"])
     named = (
@@ -121,7 +121,7 @@ def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | No
         raise _refusal(
             decoder,
             f"has {fqn!r} {type(key).__name__!r} that {problem}",
-            "a key without hooks that, beside attention, computes row by row",
+            "a key without hooks that computes row by row, except for attention",
         )
     return ".".join(part for part in (fqn, "attention", found[0]) if part), cast(nn.Module, found[1])
 
@@ -178,8 +178,8 @@ def _buckets(attention: BucketedAttention, window: int) -> list[int]:
 
 def _refusal(decoder: object, found: str, allowed: str) -> InstallError:
     return InstallError(
-        f"nodes was asked for on {type(decoder).__name__!r}, which {found}; allowed is {allowed}: change it, or leave"
-        " 'nodes' out"
+        f"nodes does not support {type(decoder).__name__!r}, which {found}; allowed is {allowed}: change it,"
+        " or leave 'nodes' out"
     )
 
 

@@ -1,4 +1,4 @@
-"""nodes, outside of the decoder: every rank of the model axis holds the vertices of its own anchors, and some others.
+"""nodes in the graph encoder: every rank of the model axis holds the vertices of its anchors, and some others.
 
     embedding      a shard on its owner: values, gradient, optimiser state (sharded_parameter.py)
     vertices       messages with ghosts, noise of the own rows, sums over ranks (sharded_vertices.py)
@@ -18,7 +18,7 @@ What shrinks to a part of 1 / R: everything [V, D]. The lists of edges, [E], sta
 
 Legend: V vertices, D dim, E edges, g ghosts of a rank, P sampled edges with m negatives each, F_m features of another
 modality, R ranks.
-Known limits: second derivatives are refused; encoders are recognised by their children (protocol.py), what their
+Known limits: second derivatives are refused; encoders are detected by their children (protocol.py), what their
 forward does with these is not checked; who indexes v by vertex and not through the leaves gets other rows.
 """
 
@@ -53,9 +53,9 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
     problem = _problem(encoder, spec)
     if problem or not is_vertex_encoder(encoder):
         raise InstallError(
-            f"nodes was asked for on the graph encoder {type(encoder).__name__!r}, which {problem}; allowed is one with"
-            " the leaves `vertices` and `rows` and the layers `loc` and `std` of the reference model: change it, or"
-            " leave 'nodes' out"
+            f"nodes does not support the graph encoder {type(encoder).__name__!r}, which {problem}; allowed"
+            " is one with the leaves `vertices` and `rows` and the layers `loc` and `std` of the reference"
+            " model: change it, or leave 'nodes' out"
         )
     ids = {name: cast(Tensor, child.on_host) for name, child in encoder.rows.items()}
     anchors = shard_anchors(len(ids[spec.modality]), spec.window, mesh["model"])
@@ -90,7 +90,7 @@ def _problem(encoder: nn.Module, spec: VertexParallel) -> str:
     if isinstance(getattr(encoder, "vertices", None), SharedVertices):
         return "has its vertices shared already"
     if not is_vertex_encoder(encoder):
-        return "is not recognised"
+        return "is not supported"
     if spec.modality not in encoder.rows:
         return f"has the modalities {list(encoder.rows)!r}, not {spec.modality!r}"
     for name in ("loc", "std"):

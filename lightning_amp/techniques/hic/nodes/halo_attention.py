@@ -1,4 +1,4 @@
-"""Local attention of the own anchors, with one bucket of a neighbouring rank's rows on each side.
+"""Compute local attention of a rank's anchors, with one bucket of a neighbouring rank's rows on each side.
 
     own buckets that see own ones only     attend(prepare(own q, k, values))
     the first and the last own bucket      attend(prepare(three buckets, the neighbour's among them)), one bucket of it
@@ -85,7 +85,7 @@ class HaloAttention(nn.Module):
         return [self.inner.attend(state, buckets.start, buckets.stop)] if buckets else []
 
     def _in_order(self, pieces: dict[int, State], inside: list[Tensor]) -> Tensor:
-        """Rows of the outer buckets that are asked for, and of those between."""
+        """Rows of the outer buckets that are requested, and of those between."""
         rows = {j: self.inner.attend(piece, p := self._place(j), p + 1) for j, piece in pieces.items()}
         first = self.inside.start
         before, after = ([r for j, r in rows.items() if (j < first) == side] for side in (True, False))

@@ -1,4 +1,4 @@
-"""Rows of keys and values that two neighbouring ranks need of each other: one bucket of anchors each way.
+"""Exchange rows of keys and values between neighbouring ranks: one bucket of anchors each way.
 
     start     own first and last bucket -> what is under way    forward starts to send; backward waits
     finish    what is under way -> the neighbours' rows         forward waits; backward starts to send gradients back

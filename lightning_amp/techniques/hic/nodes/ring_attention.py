@@ -1,4 +1,4 @@
-"""Full attention of the own anchors to those of all ranks: keys and values travel a ring of ranks.
+"""Compute full attention of a rank's anchors to those of all ranks: keys and values travel a ring of ranks.
 
 Exact up to the order of the sums over ranks. No rank has scores [N, N], nor keys and values of more than two ranks.
 

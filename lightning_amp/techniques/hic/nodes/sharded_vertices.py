@@ -8,7 +8,7 @@
     noise                         nothing: every rank draws all, some rows at a time, and keeps its own
 
 Exact: a row comes from one rank and zeros from the others; a vertex's messages are added up in another order. What is
-alike on all ranks comes out of nodes with `behind = "inside"` (ranks/check_region.py).
+the same on all ranks comes out of nodes with `behind = "inside"` (ranks/check_region.py).
 
 Legend: vertex (V), own_vertex (n of this rank), dim (D), edge, end (of an edge), feature.
 Known limits: second derivatives are refused. A call of `rows` takes [ends, D] on every rank, however few it holds.

@@ -1,4 +1,4 @@
-"""Which vertices of the guidance graph each rank holds, and which rows ranks need of each other for its messages.
+"""Assign vertices of the guidance graph to ranks, and list the rows that ranks need of each other.
 
     an anchor         its rank under `nodes` (ranks/anchor_shards.py), so that own rows of v enter the decoder as they
                       are
@@ -95,8 +95,8 @@ def shard_vertices(
     twice = int((torch.bincount(ids, minlength=n_vertices) > 1).sum())
     if twice:
         raise InstallError(
-            f"nodes was asked for on a graph in which {twice!r} vertices belong to several of {len(ids)!r} anchors,"
-            " which may lie on two ranks; give every anchor a vertex of its own"
+            f"nodes does not support a graph in which {twice!r} vertices belong to several of {len(ids)!r}"
+            " anchors, which may lie on two ranks; give every anchor a separate vertex"
         )
     ranks = anchors.mesh.size()
     owner = torch.full((n_vertices,), -1)

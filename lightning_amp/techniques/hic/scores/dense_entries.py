@@ -1,4 +1,4 @@
-"""The entries of a batch of dense counts, found once for all strata on a device that has its operators launched.
+"""Find the entries of dense counts once for all strata, on devices to which kernels are launched.
 
 Strata read columns of one tensor. How many of its counts are not zero must be known to make room for them, and to look
 is to wait for the device: so the host looks before the batch is moved (`find_entries`). A tensor that came another way
@@ -47,7 +47,7 @@ def find_entries(before: Any, after: Any, likelihoods: type[nn.Module], module: 
 
 
 def known_entries(x: Num[Tensor, "cell feature"]) -> SparseCounts | None:
-    """The entries of counts, or of some cells and columns of counts; None where they are to be looked for here."""
+    """The entries of counts, or of some cells and columns of counts; None where they are not known yet."""
     whole = whole_of(x)
     if not launches_operators(x) or whole is x or whole.dim() != 2 or whole.stride() != x.stride():
         return None

@@ -1,4 +1,4 @@
-"""The counts of a batch that are not zero, in the order of runs of columns, and where they lie in tables.
+"""Collect the nonzero counts of a batch in the order of runs of columns, with their places in tables.
 
 A dense matrix is searched for its entries: on an accelerator once for all strata (dense_entries.py), on a CPU in every
 one. `SparseCounts`, which the data module hands out, have them.

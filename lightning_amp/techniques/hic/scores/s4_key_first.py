@@ -3,7 +3,7 @@
     (u key^T)[:, feature_anchor] = u key[feature_anchor]^T
 
 Exact: every entry is the same inner product (the matrix product may round its sums in another order). No
-collectives. What shrinks: the products [B, N] of all anchors become the [B, F_k] that are asked for. The
+collectives. What shrinks: the products [B, N] of all anchors become the [B, F_k] that are requested. The
 selected keys [F_k, D] are the price; when the feature_anchor are a run of anchors they are a view and cost nothing.
 With fewer cells than dimensions and F_k near N the price is the higher of the two.
 
@@ -29,9 +29,9 @@ def key_first(decode: nn.Module) -> nn.Module:
     problem = decode_problem(decode)
     if problem:
         raise InstallError(
-            f"S4 was asked for on {type(decode).__name__!r}, which {problem}; only a module without state"
-            " for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor] can be replaced: move the"
-            " rest to the stratum, or leave S4 out"
+            f"S4 does not support {type(decode).__name__!r}, which {problem}; only a module without state"
+            " for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor] can be replaced:"
+            " move the rest to the stratum, or leave S4 out"
         )
     return KeyFirst()
 

@@ -12,7 +12,7 @@
 is found by trying, and 0 for most.
 
 Few operators on all of them: n - softplus(s) and theta sigmoid(r) are terms of both kinds. Where a count is not zero,
-q - n is set to minus infinity, which leaves no additional zero there; what it has beside that is added in its place.
+q - n is set to minus infinity, which leaves no additional zero there; what it has besides that is added in its place.
 
 Exact up to rounding, in value and gradients: log p of a zero is not computed with where a count is not zero, so nothing
 cancels.
@@ -20,7 +20,7 @@ No collectives. What shrinks: lgamma and psi are computed only for the counts th
 that the likelihood kept there is one, the gradient of log_mu. Gradients are computed with the value, so that a backward
 pass only scales them; it may run many times. What else is of that size exists for a few columns at a time.
 
-In numbers, beside the arguments, with T = 1 or B rows of the tables and M counts that are not zero:
+In numbers, besides the arguments, with T = 1 or B rows of the tables and M counts that are not zero:
 
     kept for the backward pass    (B + 2 T) F_k
     held in the forward pass      the same, and the larger of 18 M and 11 M + 3 chunks (6 if T = B)
@@ -72,9 +72,10 @@ def sparse_likelihood(leaf: nn.Module) -> nn.Module:
     problem = found_out(leaf, _problem)
     if problem:
         raise InstallError(
-            f"sparse was asked for on {type(leaf).__name__!r}, which {problem}; only a module without state that"
-            " returns the summed log-probability of zero-inflated negative binomial counts, when called as"
-            " leaf(x, log_mu, log_theta, zi_logits), can be replaced: leave 'sparse' out, as for binarized strata"
+            f"sparse does not support {type(leaf).__name__!r}, which {problem}; only a module without state"
+            " that returns the summed log-probability of zero-inflated negative binomial counts, when"
+            " called as leaf(x, log_mu, log_theta, zi_logits), can be replaced: leave 'sparse' out, as for"
+            " binarized strata"
         )
     return _like(leaf)
 
@@ -152,8 +153,8 @@ class _WithGradients(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise InstallError(
-                "a second derivative of a loss was asked for (create_graph=True), and its likelihood is sparse, whose"
-                " gradients are numbers by then; leave 'sparse' out"
+                "a second derivative of a loss is not supported (create_graph=True): its likelihood is"
+                " sparse, whose gradients are numbers by then; leave 'sparse' out"
             )
         return None, None, *times_each(ctx.saved_tensors, grad)
 
@@ -182,7 +183,7 @@ def _sum(
     work = log_mu.new_empty(3, cells, runs[0].stop, dtype=dtype)
     totals = []
     for k, run in enumerate(runs):
-        # a simulation: without values, whole chunks are alike
+        # a simulation: without values, whole chunks are equal
         if work.is_meta and 0 < k < len(runs) - 1:
             continue
         if len(runs) == 1:
@@ -270,7 +271,7 @@ def _others(
     tables: tuple[Tensor, Tensor | None],
     with_gradients: bool,
 ) -> list[Tensor]:
-    """What the counts that are not zero have, beside n - softplus(zi), and the gradients of it.
+    """What the counts that are not zero have, besides n - softplus(zi), and the gradients of it.
 
     Returns:
         lgamma(x + theta) - lgamma(theta) - lgamma(x + 1) + x log sigmoid(r), its gradient of log_mu, and minus that of

@@ -1,4 +1,4 @@
-"""The cells of a stratum in micro-batches, forward and backward of one after the other; part of `stream`.
+"""Run the cells of a stratum in micro-batches, forward and backward of one after the other; part of `stream`.
 
     nll(key, u, all cells) = sum over micro-batches of nll(key, u of its cells, its cells)
 
@@ -6,7 +6,7 @@ Exact: every cell's log-likelihood is computed from the key, its own u and its o
 sums over cells. What shrinks: scores and likelihood [B, F_k] exist for one micro-batch only. The gradient of the key
 [N, D] is made for every micro-batch and added up; that of its rows of u is its own.
 
-Collectives of the decode and of the softmax (S2, S5, nodes) come once for every micro-batch, on all ranks alike: how
+Collectives of the decode and of the softmax (S2, S5, nodes) come once for every micro-batch, the same on all ranks: how
 many there are depends on the number of cells, which a model group shares.
 
 What a stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, None.
@@ -38,7 +38,7 @@ from lightning_amp.techniques.autograd.precomputed_gradients import (
 from lightning_amp.techniques.checks.same_function import mismatch
 
 PER_CELL = ("library", "log_weight")
-"""What may need a gradient beside u, of all that has a row for every cell."""
+"""What may need a gradient besides u, of all that has a row for every cell."""
 
 
 def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
@@ -49,14 +49,15 @@ def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise InstallError(
-            f"stream was asked for with cells={size!r}; a micro-batch has a whole number of cells, at least 1"
+            f"stream got cells={size!r}; a micro-batch has a whole number of cells, at least 1"
         )
     taken = "takes micro-batches of cells already" if isinstance(sum_over_cells, CellMicrobatches) else ""
     problem = taken or mismatch(sum_over_cells, {"": torch.tensor(63.0)}, _run)
     if problem:
         raise InstallError(
-            f"stream was asked for on a stratum whose child `sum_over_cells` {problem}; only a module without state"
-            " that returns nll(key, u, **cells) can be replaced: move the rest to the stratum, or leave 'stream' out"
+            f"stream does not support a stratum whose child `sum_over_cells` {problem}; only a module"
+            " without state that returns nll(key, u, **cells) can be replaced: move the rest to the"
+            " stratum, or leave 'stream' out"
         )
     return CellMicrobatches(size, known=getattr(sum_over_cells, "known", True))
 

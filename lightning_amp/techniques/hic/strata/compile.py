@@ -10,7 +10,7 @@ on without compiling, always are. Where operators only tell their sizes (a simul
 
 No collectives. mode="reduce-overhead" records what is launched on CUDA as graphs, torch's CUDA graph trees; they own
 the memory of what a stratum returns until the next step, so that `stream` and `recompute`, which run a backward pass
-between two strata, are refused beside it.
+between two strata, are not supported with it.
 
 Known limits: what a compiled stratum keeps and needs at most is the compiler's choice, and not predicted; `mean` and
 `spine` are not compiled.
@@ -56,8 +56,8 @@ def compile_strata(decoder: DecomposedDecoder, spec: CompileStrata, mesh: object
     for k, stratum in enumerate(cast(Any, decoder.strata)):
         if not callable(getattr(stratum, "nll", None)) or not hasattr(stratum, "sum_over_cells"):
             raise InstallError(
-                f"compile was asked for on {type(stratum).__name__!r}, which has no method `nll` that its child"
-                " `sum_over_cells` is called with; give it these, or leave 'compile' out"
+                f"compile does not support {type(stratum).__name__!r}, which has no method `nll` that its"
+                " child `sum_over_cells` is called with; give it these, or leave 'compile' out"
             )
         eager = [name for name, leaf in stratum.named_modules() if getattr(leaf, "stays_eager", False)]
         in_key = [name for name in eager if name.startswith("key.")]
@@ -140,21 +140,19 @@ def _compiled(function: Any, how: Compiled) -> Any:
 
 def _check_mode(mode: str, device: torch.device, walk: nn.Module) -> None:
     if mode not in MODES:
-        raise InstallError(
-            f"compile was asked for with mode={mode!r}; allowed are {', '.join(map(repr, MODES))}"
-        )
+        raise InstallError(f"compile got mode={mode!r}; allowed are {', '.join(map(repr, MODES))}")
     if mode == "default" or device.type == "meta":
         return
     if device.type != "cuda":
         raise InstallError(
-            f"compile was asked for with mode={mode!r}, whose graphs are CUDA's, on a device of type {device.type!r};"
-            " set mode='default' there"
+            f"compile got mode={mode!r}, whose graphs are CUDA's, on a device of type {device.type!r}; set"
+            " mode='default' there"
         )
     if isinstance(walk, StreamedStrata | RecomputedStrata):
         raise InstallError(
-            f"compile was asked for with mode={mode!r}, whose graphs own what a stratum returns until the next step,"
-            f" beside {type(walk).__name__}, which runs a backward pass between strata; set mode='default', or leave"
-            " 'stream' and 'recompute' out"
+            f"compile got mode={mode!r}, whose graphs own what a stratum returns until the next step,"
+            f" together with {type(walk).__name__}, which runs a backward pass between strata; set"
+            " mode='default', or leave 'stream' and 'recompute' out"
         )
 
 
@@ -167,6 +165,6 @@ def _check_compiler(device: torch.device) -> None:
         torch.compile(lambda x: x + new, dynamic=False)(torch.zeros(2, device=device))
     except Exception as error:
         raise InstallError(
-            f"compile was asked for on {str(device)!r}, where torch.compile cannot compile an addition: {error};"
-            " it needs a C++ compiler, and Triton on CUDA: install them, or leave 'compile' out"
+            f"compile is not supported on {str(device)!r}, where torch.compile cannot compile an addition:"
+            f" {error}; it needs a C++ compiler, and Triton on CUDA: install them, or leave 'compile' out"
         ) from error

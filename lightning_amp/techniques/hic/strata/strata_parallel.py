@@ -73,8 +73,8 @@ def _ends(text: str, *, n_strata: int, ranks: int) -> list[int]:
     lengths = [end - start for start, end in pairwise([0, *ends])]
     if len(ends) != ranks or ends[-1] != n_strata or min(lengths) < 1:
         raise InstallError(
-            f"strata was asked for with ends={text!r} on {ranks!r} ranks and {n_strata!r} strata; allowed is one past"
-            f" the last stratum of every rank, each with one stratum at least: choose {n_strata!r} ranks or fewer, and"
-            f" ends such as {','.join(str(n_strata * (r + 1) // ranks) for r in range(ranks))!r}"
+            f"strata got ends={text!r} on {ranks!r} ranks and {n_strata!r} strata; allowed is one past the"
+            f" last stratum of every rank, each with one stratum at least: choose {n_strata!r} ranks or"
+            f" fewer, and ends such as {','.join(str(n_strata * (r + 1) // ranks) for r in range(ranks))!r}"
         )
     return ends

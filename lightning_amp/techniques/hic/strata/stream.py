@@ -69,7 +69,7 @@ def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) 
     """
     if isinstance(spec.workers, bool) or not isinstance(spec.workers, int) or spec.workers < 1:
         raise InstallError(
-            f"stream was asked for with workers={spec.workers!r}; that many strata run side by side, at least 1"
+            f"stream got workers={spec.workers!r}; that many strata run side by side, at least 1"
         )
     forwards = {}
     swaps: dict[str, nn.Module] = {

@@ -1,4 +1,4 @@
-"""The key of a streamed stratum in fewer operators: projections and the gated layer, with backward passes by hand.
+"""Compute the key of a streamed stratum in fewer operators: projections and gated layer, with manual backward.
 
     qk, val = p A^T, p B^T         dp = g + dqk A + dval B, the sums inside the products; g is that of attended p
     key' = [key +] a gelu(b)       da, db = dkey' gelu(b), dkey' a gelu'(b), the two halves of one tensor
@@ -87,7 +87,7 @@ class _Project(torch.autograd.Function):
             if found is None:
                 found = g @ weight
             else:
-                # the gradient that came in may be somebody else's too
+                # the gradient that came in may be used elsewhere too
                 found = torch.addmm(found, g, weight) if i == 0 else found.addmm_(g, weight)
         needed = ctx.needs_input_grad[1:]
         of_weights = (

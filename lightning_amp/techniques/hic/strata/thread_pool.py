@@ -1,4 +1,4 @@
-"""Independent pieces of work side by side: threads that each compute with their share of the process's threads.
+"""Run independent work in threads that each get a share of the process's threads.
 
 A CPU gains less from several threads inside one product of matrices than from several products at a time, and nothing
 in what is not a product. Results are taken in the order of the work, whichever is ready first, so that sums over them

@@ -1,7 +1,7 @@
-"""A parameter that another rank holds: a shape without values, which nothing can be computed from by mistake.
+"""Define a placeholder for a parameter that another rank holds: a shape without values that cannot be misused.
 
 A plain tensor on the device "meta" would not do: torch gives numbers that mean nothing for `x @ meta`, and adds nothing
-where one is added in place (`loss += meta`). So every operator that reads an absent parameter beside a tensor with
+where one is added in place (`loss += meta`). So every operator that reads an absent parameter and a tensor with
 values is refused, unless placeholders are being computed (placeholders.py), and what is computed from absent parameters
 alone is absent too. To write into one is allowed: whoever holds it does the same.
 """
@@ -59,7 +59,7 @@ _makers: list[Callable[[Any], Any]] = []
 
 @contextmanager
 def placeholders_are_made(make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While it lasts operators may read absent parameters beside values: by `make` these become placeholders."""
+    """While it lasts operators may read absent parameters together with values: by `make` these become placeholders."""
     _makers.append(lambda value: make(value) if isinstance(value, Absent | AbsentParameter) else value)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The blocks of an unedited step, walked once and in order, of which a rank runs those of one stage.
+"""Run a stage's blocks of an unmodified step, in order, and skip those of other stages.
 
     blocks before the stage    give placeholders of what they would return
     the last one of these      gives what the stage before has sent
@@ -38,7 +38,7 @@ WITHOUT_VALUES = ("FakeTensor", "meta tensor", "device meta", "_local_scalar_den
 """What errors of torch say of tensors without values."""
 
 UNUSED = "Set allow_unused=True"
-"""What torch says of a gradient that does not reach what was asked for."""
+"""What torch says of a gradient that does not reach what was requested."""
 
 
 class Leave(BaseException):

@@ -1,4 +1,4 @@
-"""Which blocks of a module can be the stages of a pipeline, and the technique that lets them be run so."""
+"""Find the blocks of a module that can be pipeline stages, and define the technique that runs them so."""
 
 import re
 from collections import Counter
@@ -39,33 +39,34 @@ def pipeline_stages(blocks: nn.Module, spec: PipelineStages, mesh: DeviceMesh) -
     name = type(blocks).__name__
     if not isinstance(blocks, nn.ModuleList | nn.Sequential):
         raise InstallError(
-            f"pipeline was asked for on {name!r}; allowed is a ModuleList or a Sequential whose modules a step walks in"
-            " order: name it in the rule"
+            f"pipeline does not support {name!r}; allowed is a ModuleList or a Sequential whose modules a"
+            " step walks in order: name it in the rule"
         )
     children = dict(blocks.named_children())
     ends = [int(end) for end in spec.ends.split(",")]
     if len(children) < len(blocks):
         raise InstallError(
-            f"pipeline was asked for on {name!r}, which has a module in it twice; a block belongs to one stage: leave"
-            " 'pipeline' out"
+            f"pipeline does not support {name!r}, which has a module in it twice; a block belongs to one"
+            " stage: leave 'pipeline' out"
         )
     ranks = mesh["model"].size()
     stages = ranks * spec.stages_per_rank
     if len(ends) != stages or ends != sorted(set(ends)) or ends[0] < 1 or ends[-1] != len(children):
         raise InstallError(
-            f"pipeline was asked for with ends={spec.ends!r}; allowed are {stages!r} rising numbers, the last one"
+            f"pipeline got ends={spec.ends!r}; allowed are {stages!r} rising numbers, the last one"
             f" {len(children)!r}, for {len(children)!r} blocks on {ranks!r} ranks of the model axis with"
             f" {spec.stages_per_rank!r} stages each"
         )
     if found := hooks_within(blocks):
         raise InstallError(
-            f"pipeline was asked for on {name!r}, which has {', '.join(found)}; they would be called on one rank, and"
-            " on others with tensors without values: take them off, or leave 'pipeline' out"
+            f"pipeline does not support {name!r}, which has {', '.join(found)}; they would be called on one"
+            " rank, and on others with tensors without values: take them off, or leave 'pipeline' out"
         )
     if mesh.device_type != "cpu":
         raise InstallError(
-            f"pipeline was asked for on {mesh.device_type!r}; it runs on the CPU by now, for what neighbouring stages"
-            " send each other in both directions at once has not been tried with NCCL: leave 'pipeline' out"
+            f"pipeline does not support {mesh.device_type!r}; it supports the CPU only, because what"
+            " neighbouring stages send each other in both directions at once has not been tried with NCCL:"
+            " leave 'pipeline' out"
         )
     walk = BlockWalk(name, len(children))
     return Change({}, forwards={key: StageBlock(walk, i) for i, key in enumerate(children)})
@@ -75,9 +76,10 @@ def refuse_batch_statistics(module: nn.Module) -> None:
     """Refuse, with an InstallError, a module whose layers would see the statistics of a micro-batch."""
     if has_batch_norms(module):
         raise InstallError(
-            "pipeline was asked for, and the module has layers that normalise by the statistics of a batch (BatchNorm):"
-            " in a pipeline they would see those of a micro-batch, and train another model; take layers that normalise"
-            " every sample by itself (LayerNorm, GroupNorm), or leave 'pipeline' out"
+            "pipeline is not supported: the module has layers that normalise by the statistics of a batch"
+            " (BatchNorm): in a pipeline they would see those of a micro-batch, and train another model;"
+            " take layers that normalise every sample by itself (LayerNorm, GroupNorm), or leave 'pipeline'"
+            " out"
         )
 
 

@@ -1,4 +1,4 @@
-"""The random numbers of a micro-batch: torch's, NumPy's and Python's begin with one seed, and go from stage to stage.
+"""Manage the random numbers of a micro-batch: torch's, NumPy's and Python's state goes from stage to stage.
 
 So a draw depends on the seed alone, and neither on the number of stages nor on the order in which a rank runs passes.
 

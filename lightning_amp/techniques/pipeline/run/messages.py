@@ -1,8 +1,8 @@
-"""What stages send each other: activations and the state of the random numbers forward, gradients back.
+"""Send activations and random states forward between stages, and gradients back.
 
 A receiver knows the shapes, for it has placeholders of what it waits for; so nothing but values is sent, and
 micro-batches may differ in size. That sender and receiver mean the same is compared (`_print_of`): a block whose result
-has a shape, or a number beside its tensors, that its inputs do not tell is refused. Every tensor of a micro-batch has a
+has a shape, or a number besides tensors, that its inputs do not fix is refused. Every tensor of a micro-batch has a
 tag of its own, and order does not matter. Which tensors have a gradient is sent back before the gradients: a parameter
 that none of them reaches has none here either, and its optimiser leaves it alone.
 """
@@ -22,7 +22,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.techniques.pipeline.run.draws import go_on_with, packed_draws
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-"""What a block may return beside tensors."""
+"""What a block may return besides tensors."""
 MOST = 64
 """Tensors that a block may return."""
 

@@ -1,4 +1,4 @@
-"""When a rank of a pipeline has computed what in one step: begin and end of every pass, without what it waited.
+"""Record begin and end of every pass of a rank of a pipeline in one step, without waiting.
 
 A pass begins when its input is there and ends before its result is sent, as in schedule/timeline.py.
 

@@ -1,4 +1,4 @@
-"""Tensors with a shape and no values, in place of what is computed from parameters that other ranks hold.
+"""Define tensors with a shape and no values, for what is computed from parameters of other ranks.
 
 A rank runs the user's whole step up to its own blocks. What comes from the batch alone (targets, masks, positions) is
 computed there; what reads a parameter that is not here (on the device "meta"), or a placeholder, becomes one itself.
@@ -8,7 +8,7 @@ write a placeholder into a tensor with values is refused, and so is one whose re
 Where a rank's own blocks have begun the mode is off, which costs time in every operator: torch itself then refuses to
 mix placeholders and values, and absent parameters do (absent.py).
 
-A placeholder reports the device of the run, so that tensors made beside it (`torch.arange(n, device=x.device)`) are
+A placeholder reports the device of the run, so that tensors made next to it (`torch.arange(n, device=x.device)`) are
 real ones.
 """
 
@@ -52,7 +52,7 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made = ExitStack()
 
     def __enter__(self) -> "Placeholders":
-        """Let absent parameters be read beside values."""
+        """Let absent parameters be read together with values."""
         self._made.enter_context(placeholders_are_made(self.of))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -1,4 +1,4 @@
-"""The micro-batches of one step through the stages of this rank, forward and backward, in the order of a schedule.
+"""Run the micro-batches of one step through the stages of this rank, in the order of a schedule.
 
     loss of the batch = sum over micro-batches of weight_j loss_j           weight_j = samples of j / samples
 
@@ -37,7 +37,7 @@ class Rest:
 
     Attributes:
         step: Calls the user's step with the batch.
-        silently: The same without what it does beside its loss.
+        silently: The same without what it does besides its loss.
         seed: Of its random numbers.
     """
 
@@ -267,9 +267,10 @@ def _join(whole: Any, parts: tuple[Any, ...]) -> Any:
     if not isinstance(whole, Tensor) or whole.shape == parts[0].shape:
         if not all(_same(part, parts[0]) for part in parts[1:]):
             raise ModelError(
-                "a batch was cut into micro-batches, and the last block returns something beside its samples that is"
-                f" another for every micro-batch ({_told(parts[0])}), such as a loss of its own: one of the batch"
-                " cannot be made of them. Leave 'pipeline' out, or take micro_batches=1"
+                "a batch was cut into micro-batches, and the last block returns, in addition to its"
+                f" samples, a value that differs between micro-batches ({_told(parts[0])}), such as a loss:"
+                " that of the batch cannot be computed from them. Leave 'pipeline' out, or take"
+                " micro_batches=1"
             )
         return parts[0]
     unlike = dim_of_samples(whole, parts[0])

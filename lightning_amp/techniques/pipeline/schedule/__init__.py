@@ -1,1 +1,1 @@
-"""Pipelines: where layers are cut into stages, how many micro-batches, and what a schedule takes in time and bytes."""
+"""Schedule pipelines: the cut of layers into stages, the number of micro-batches, times and bytes."""

@@ -1,4 +1,4 @@
-"""What a cut of a pipeline needs beside its seconds: bytes of every block in every stage, and blocks on every rank."""
+"""Compute bytes and blocks of every stage, which a cut of a pipeline needs besides its seconds."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -39,13 +39,13 @@ def layer_bytes(
 
 def filled(ends: tuple[int, ...], stages: int, seconds: Any, speeds: tuple[float, ...]) -> tuple[int, ...]:
     """As many stages as there are: where fewer would be better, the longest one of several blocks is cut in two; of
-    ranks that are not alike one that would be best left idle gets a block of its neighbour's.
+    ranks that are not equal one that would be best left idle gets a block of its neighbour's.
 
     Args:
         ends: One past the last block of every stage.
         stages: How many there are.
         seconds: Of every block, [K].
-        speeds: Of the ranks; none: they are alike.
+        speeds: Of the ranks; none: they are equal.
     """
     if speeds:
         blocks = len(seconds)

@@ -1,4 +1,4 @@
-"""Layers in order, cut into the stages of a pipeline over devices in order that need not be alike (Zhou et al. 2025).
+"""Cut ordered layers into the stages of a pipeline over ordered, possibly unequal devices (Zhou et al. 2025).
 
     minimise   rho_1 + rho_2                                                                            Eq. 9
     rho_1 = max over stages of max( sum of backward over the stage / speed, sending the gradient back )     Eq. 8
@@ -119,7 +119,7 @@ def _devices(pace: list[int], layer_bytes: Any, stage_bytes: Any, layers: int) -
         return [Device(pace=p) for p in pace]
     if layer_bytes is None:
         raise PlanError(
-            f"stage_bytes={stage_bytes!r} was asked for without layer_bytes; a cap needs the bytes of every layer: pass"
+            f"stage_bytes={stage_bytes!r} requires layer_bytes; a cap needs the bytes of every layer: pass"
             " them too, or leave stage_bytes out"
         )
     rows = _rows(layer_bytes, len(pace), layers)
@@ -142,8 +142,8 @@ def _rows(layer_bytes: Any, stages: int, layers: int) -> list[list[float]]:
         return [numbers_of("layer_bytes", rows, layers)]
     if len(rows) != stages:
         raise PlanError(
-            f"layer_bytes was asked for with {len(rows)!r} rows; allowed are a number for each layer, or a row for each"
-            f" of {stages!r} stages: pass one of these"
+            f"layer_bytes got {len(rows)!r} rows; allowed are a number for each layer, or a row for each of"
+            f" {stages!r} stages: pass one of these"
         )
     return [numbers_of(f"layer_bytes[{i}]", row, layers) for i, row in enumerate(rows)]
 
@@ -152,7 +152,7 @@ def _too_large(runs: OrderedRuns, stage_bytes: Any) -> str:
     """Why no stages keep to the bytes: how far they reach when each takes all it can."""
     first = runs.fill(runs.no_bound, runs.no_bound)[-1]
     return (
-        f"{runs.layers!r} layers on {len(runs.devices)!r} stages with stage_bytes={stage_bytes!r} were asked for;"
-        f" stages that take all they can hold the first {first!r} layers and no more: allow more bytes or more stages,"
-        " or make layers smaller (recompute, chunk)"
+        f"{runs.layers!r} layers on {len(runs.devices)!r} stages with stage_bytes={stage_bytes!r} are not"
+        f" possible; stages that take all they can hold the first {first!r} layers and no more: allow more"
+        " bytes or more stages, or make layers smaller (recompute, chunk)"
     )

@@ -1,4 +1,4 @@
-"""The least sum of the slowest forward and the slowest backward stage, exactly, by branch and bound.
+"""Minimise the sum of the slowest forward and the slowest backward stage exactly, by branch and bound.
 
     minimise   f + b   over all bounds (f, b) that runs meet
 

@@ -1,4 +1,4 @@
-"""How many micro-batches a pipeline takes, and with it where its layers are cut (Zhou et al. 2025, ODPA and CSIMD).
+"""Choose the number of micro-batches together with the cut of layers (Zhou et al. 2025, ODPA and CSIMD).
 
     T(cut, p) = sum over layers of (forward + backward) + sum over cuts of both sendings
                 + (p - 1) (rho_1 + rho_2)                                                                 Eq. 8
@@ -64,9 +64,8 @@ class LayerTimes:
             table = getattr(self, name)
             if table.shape != shape or len(shape) != 2 or shape[0] != len(self.counts):
                 raise PlanError(
-                    f"{name} was asked for with a table of {table.shape!r}; allowed is"
-                    f" {(len(self.counts), *shape[1:])!r}, a row for every number of micro-batches and a column for"
-                    " every layer: correct it"
+                    f"{name} got a table of {table.shape!r}; allowed is {(len(self.counts), *shape[1:])!r},"
+                    " a row for every number of micro-batches and a column for every layer: correct it"
                 )
             numbers_of(name, table.ravel())
 
@@ -108,9 +107,9 @@ def times_at(
     rows = [-(-batch_size // count) for count in counts]
     if not rows or min(rows) < sizes[0] or max(rows) > sizes[-1]:
         raise PlanError(
-            f"micro-batches of {min(rows, default=0)!r} to {max(rows, default=0)!r} rows were asked for, and layers"
-            f" were measured with {sizes[0]!r} to {sizes[-1]!r}; measure those sizes too, or choose other counts than"
-            f" {counts!r}"
+            f"micro-batches of {min(rows, default=0)!r} to {max(rows, default=0)!r} rows are not supported:"
+            f" layers were measured with {sizes[0]!r} to {sizes[-1]!r}; measure those sizes too, or choose"
+            f" other counts than {counts!r}"
         )
     tables = {
         name: np.stack([np.interp(rows, sizes, layer) for layer in np.asarray(table).T], axis=1)

@@ -1,4 +1,4 @@
-"""Times, bytes and counts as callers hand them over, checked."""
+"""Check times, bytes and counts given by callers."""
 
 from collections.abc import Iterable
 from typing import Any, SupportsFloat, TypeAlias
@@ -29,7 +29,7 @@ def numbers_of(name: str, given: Any, length: int | None = None, *, above_zero: 
     listed = [n.item() if hasattr(n, "item") else n for n in found]
     if not listed or length not in (None, len(listed)):
         raise PlanError(
-            f"{name} was asked for with {len(listed)!r} numbers; allowed are"
+            f"{name} got {len(listed)!r} numbers; allowed are"
             f" {'one or more' if length is None else repr(length)}: pass one for each"
         )
     for place, n in enumerate(listed):
@@ -51,9 +51,7 @@ def speeds_of(speeds: Any, stages: int) -> list[float]:
         return [1.0] * stages
     listed = numbers_of("speeds", speeds, above_zero=True)
     if len(listed) < stages:
-        raise PlanError(
-            f"speeds was asked for with {len(listed)!r} numbers and {stages!r} stages: pass one for every stage"
-        )
+        raise PlanError(f"speeds got {len(listed)!r} numbers and {stages!r} stages: pass one for every stage")
     return listed[:stages]
 
 

@@ -1,4 +1,4 @@
-"""Which micro-batch a device of a pipeline computes when: GPipe, 1F1B and interleaved 1F1B, and what is in flight.
+"""Order the micro-batches on each device: GPipe, 1F1B and interleaved 1F1B, and what is in flight.
 
 Stage s is on device s mod N. A device computes its passes in the order given here, each as soon as its input is there.
 
@@ -58,7 +58,7 @@ def schedule(name: str, devices: int, micro_batches: int, *, stages_per_device: 
         return _interleaved(devices, micro_batches, stages_per_device)
     if stages_per_device > 1:
         raise PlanError(
-            f"schedule={name!r} was asked for with {stages_per_device!r} stages on a device, and has one: choose"
+            f"schedule={name!r} got {stages_per_device!r} stages on a device, and has one: choose"
             " schedule='interleaved', or as many stages as devices"
         )
     first = [micro_batches if name == "gpipe" else devices - device for device in range(devices)]
@@ -88,8 +88,9 @@ def _interleaved(devices: int, micro_batches: int, stages: int) -> tuple[Order, 
     rounds = _rounds(devices, micro_batches)
     if not fills_rounds("interleaved", devices, micro_batches):
         raise PlanError(
-            f"schedule='interleaved' was asked for with {micro_batches!r} micro-batches on {devices!r} devices, which"
-            f" are {rounds!r} rounds of unequal length; choose a multiple of {rounds!r}, such as {devices * rounds!r}"
+            f"schedule='interleaved' got {micro_batches!r} micro-batches on {devices!r} devices, which are"
+            f" {rounds!r} rounds of unequal length; choose a multiple of {rounds!r}, such as"
+            f" {devices * rounds!r}"
         )
     # a device goes through its stages in turn, so many micro-batches at each, forward from its first stage on
     places = [

@@ -1,6 +1,6 @@
-"""Peak bytes of every rank of a pipeline in its second training step, pass by pass, in the order of the schedule.
+"""Predict peak bytes of every rank of a pipeline in its second training step, in the order of the schedule.
 
-    always          parameters and optimiser state of the rank's blocks, and of what it reads beside them; buffers;
+    always          parameters and optimiser state of the rank's blocks, and of what it reads besides them; buffers;
                     the whole batch; gradients of the last step, which are put aside until this one has its loss
     forward pass    what it makes, after what the rank makes before its blocks; what is received, twice (the leaf, and
                     the copy that blocks may write into)
@@ -33,7 +33,7 @@ from lightning_amp.techniques.pipeline.schedule.schedules import Order
 from lightning_amp.techniques.pipeline.schedule.stage_window import StageWindow, most_at_once
 
 DRAWS, PRINT = 10_100, 8
-"""Bytes of a state of random numbers, torch's, NumPy's and Python's, and of what is sent beside it for comparison."""
+"""Bytes of a state of random numbers, torch's, NumPy's and Python's, and of what is sent with it for comparison."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class StageBytes:
         forward: Most bytes at once that its forward pass adds.
         kept: Of these, what is there until the backward pass.
         first_backward: Most bytes at once in the backward pass with gradients as they come, instead of `kept`.
-        backward: The same of later micro-batches, beside gradients that are there already.
+        backward: The same of later micro-batches, besides gradients that are there already.
         result, received: Of what the last block returns, and of what the stage receives.
         returned: Of what the step returns, for the last stage.
         gradients: Of all parameters that it reads.
@@ -128,7 +128,7 @@ def rest_bytes(passes: Passes, *, rank: Collection[int] = ()) -> RestBytes:
 
 
 def parameters_of(passes: Passes, start: int, end: int) -> list[Parameter]:
-    """What the rank of a stage holds: its blocks' parameters, and those beside blocks that it reads, or nobody does."""
+    """What the rank of a stage holds: its blocks' parameters, and those outside blocks that it or no rank reads."""
     blocks = len(passes.names)
     own = {*range(start, end), *({blocks} if end == blocks else ())}
     return [

@@ -1,4 +1,4 @@
-"""Which storages a rank has while it runs some segments of a step, and how many bytes they are at every operator."""
+"""List the storages that a rank holds during some segments of a step, and their bytes at every operator."""
 
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""When every pass of a schedule begins and ends, from the times of its stages, and what devices wait (bubbles).
+"""Compute begin and end of every pass of a schedule from the times of its stages, and idle time (bubbles).
 
     begin of a pass    = max( end of the device's pass before, arrival of its input )
     begin of a sending = max( end of the pass, end of the link's sending before )
@@ -65,7 +65,7 @@ class StageTimes:
         runs = list(pairwise((0, *ends)))
         if not runs or ends[-1] != layers or any(start > end for start, end in runs):
             raise PlanError(
-                f"ends={ends!r} was asked for with {layers!r} layers; allowed is one past the last layer of every"
+                f"ends={ends!r} does not fit {layers!r} layers; allowed is one past the last layer of every"
                 " stage, in order, the last one the number of layers: correct it"
             )
         paces = speeds_of(speeds, len(runs))
@@ -128,8 +128,8 @@ def timeline(orders: Sequence[Order], times: StageTimes) -> Timeline:
     stages = 1 + max(step.stage for order in orders for step in order)
     if stages != len(times.forward):
         raise PlanError(
-            f"a schedule of {stages!r} stages was asked for with the times of {len(times.forward)!r}: make the schedule"
-            " for as many devices as there are stages"
+            f"a schedule of {stages!r} stages got the times of {len(times.forward)!r}: make the schedule for"
+            " as many devices as there are stages"
         )
     run = _Simulation(len(orders), times)
     left = [list(reversed(order)) for order in orders]
@@ -162,7 +162,7 @@ class _Simulation:
     def compute(self, device: int, step: Pass) -> None:
         """Compute a pass whose input is known, and send on what it returns."""
         arrived = self.input_of(step)
-        assert arrived is not None, "asked for by the caller"
+        assert arrived is not None, "requested by the caller"
         begin = max(self._device_free[device], arrived)
         end = begin + (self.times.backward if step.backward else self.times.forward)[step.stage]
         last = len(self.times.forward) - 1

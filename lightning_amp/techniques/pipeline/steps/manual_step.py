@@ -1,9 +1,9 @@
-"""A step that optimises by hand (`automatic_optimization = False`), as stages run it: one that returns its loss.
+"""Run a step with manual optimisation (`automatic_optimization = False`) as stages: as one that returns its loss.
 
     recorded    every run of the step notes what it asks for, `self.manual_backward(loss)`, `self.clip_gradients`, steps
                 and zero_grad of the optimiser, steps of schedulers, and does none of it
     carry out   once the gradients of the batch are ready, every rank does in that order what the last stage's run of
-                the whole batch has asked for; the loss of its one backward pass hands the gradients out
+                the whole batch has requested; the loss of its one backward pass hands the gradients out
 
 So micro-batches of one batch end in one step of the optimiser, clipped by the norm over all stages, and a step that
 accumulates (one optimiser step in four, say) does so by itself.
@@ -57,7 +57,7 @@ class ManualStep:
         return called
 
     def carry_out(self, found: dict[str, Any]) -> Any:
-        """Do what a run has asked for, with gradients in its loss; returns what the step has."""
+        """Do what a run has requested, with gradients in its loss; returns what the step has."""
         module = self._module
         for whom, what, args, kwargs in found["asked"]:
             if whom == OPTIMIZER:

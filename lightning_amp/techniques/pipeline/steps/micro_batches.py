@@ -1,4 +1,4 @@
-"""A rank's batch in micro-batches: runs of samples whose sizes differ by one at most."""
+"""Split a rank's batch into micro-batches: runs of samples whose sizes differ by one at most."""
 
 from collections.abc import Mapping
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The steps of a module whose blocks are stages of a pipeline, in place of its own; the Trainer calls them as ever.
+"""Replace the steps of a module by pipelined ones; the Trainer calls them as before.
 
 A training step cuts the batch into micro-batches and runs the user's step with each of them, forward and backward, in
 the order of the schedule. It returns the loss of the batch with its gradients ready, so that all that follows (scaling,
@@ -11,7 +11,7 @@ parts have other weights. So in every step the last stage then runs what follows
 and for the whole batch, from what the blocks have returned for its micro-batches; where the loss is another one, the
 step is refused on all ranks, before any parameter changes. That run is also what logs, updates metrics and returns
 outputs, as one run of the step would. Where random numbers are drawn after the blocks (dropout in a head), the two are
-compared in evaluation mode instead, and what is logged is of a draw of its own.
+compared in evaluation mode instead, and what is logged is of its own draw.
 
 What comes before the loss has to compute every sample by itself. In the first step two micro-batches pass the blocks,
 of which half the samples are the same: where these have another result the step is refused, and so it is where a block
@@ -239,7 +239,7 @@ class PipelinedSteps:
     def _whole(
         self, whole: Step, part: Callable[[int], Any], ran: Ran, work: Work, record: StepRecord
     ) -> None:
-        """On the last stage: what one run of the step does beside its gradients, if it has the same loss."""
+        """On the last stage: what one run of the step does besides its gradients, if it has the same loss."""
         with draws_stay():
             with self._recorder.recording(record):
                 record.returned = _without_graph(self._stages.run_rest(whole, ran.results))
@@ -267,7 +267,7 @@ class PipelinedSteps:
         return self._share(record).returned
 
     def _share(self, record: StepRecord) -> StepRecord:
-        """Of the last stage, on all ranks, which then log alike."""
+        """Of the last stage, on all ranks, which then log the same."""
         shared = self._broadcast(record)
         self._recorder.play(shared, recorded_here=self._stages.is_last)
         device = self._stages.device
@@ -331,11 +331,11 @@ def _compare(loss: Tensor, losses: list[Tensor], weights: Any) -> Exception | No
     if found != found and mean != mean:
         return None
     return DataError(
-        f"a batch was trained on in {len(losses)!r} micro-batches, whose losses have a mean over samples of {mean!r},"
-        f" and the loss of the batch is {found!r}: it is no mean over samples. A mean over entries that are not masked"
-        " has other weights; a sum, a contrastive loss and one with random numbers of its own cannot be cut."
-        " Nothing was changed: take schedule='gpipe', which computes the loss of the whole batch at once, or"
-        " micro_batches=1, or leave 'pipeline' out"
+        f"a batch was trained on in {len(losses)!r} micro-batches, whose losses have a mean over samples of"
+        f" {mean!r}, and the loss of the batch is {found!r}: it is no mean over samples. A mean over entries"
+        " that are not masked has other weights; a sum, a contrastive loss and one that draws random"
+        " numbers cannot be cut. Nothing was changed: take schedule='gpipe', which computes the loss of the"
+        " whole batch at once, or micro_batches=1, or leave 'pipeline' out"
     )
 
 
@@ -359,7 +359,7 @@ def refuse_hooks(parameter: nn.Parameter) -> None:
     watched = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
     if parameter._backward_hooks or watched > 1:
         raise InstallError(
-            f"pipeline was asked for, and a parameter of shape {tuple(parameter.shape)!r} has hooks on its gradient,"
-            " which would be called for every micro-batch and once more for the batch; do what they do in"
-            " on_after_backward, or leave 'pipeline' out"
+            f"pipeline is not supported: a parameter of shape {tuple(parameter.shape)!r} has hooks on its"
+            " gradient, which would be called for every micro-batch and once more for the batch; do what"
+            " they do in on_after_backward, or leave 'pipeline' out"
         )

@@ -1,15 +1,15 @@
-"""Whether every sample passes the blocks by itself, so that micro-batches compute what their batch does.
+"""Check that samples pass the blocks independently, so that micro-batches compute what their batch does.
 
     first        n samples                       f(x_1 .. x_k, x_k+1 .. x_n)
     second       the first k of them, others     f(x_1 .. x_k, y_k+1 .. y_n)
 
 Both have the same shapes and draw the same random numbers, so what is computed of the first k samples has to be the
 same. It is not where a statistic of the batch is in it (a normalisation by hand, a limit for all samples together),
-where a block returns something of the batch beside its samples (a loss of its own), and where samples are not in one
+where a block returns something of the batch besides its samples (its own loss), and where samples are not in one
 dimension in their order. And a block whose attributes are others after the second pass than after the first one
 remembers samples, or counts its calls.
 
-Known limit: samples that are all alike show nothing.
+Known limit: samples that are all equal show nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Attributes that a step sets: put back after a part of a step, and the same on all ranks after the whole of it.
+"""Restore attributes that a part of a step sets, and make them equal on all ranks after the step.
 
 A step may count its calls, keep outputs for the end of an epoch in a list, or hold something for the next step. A part
 of a step, of some samples or up to some block, leaves no trace of it. What the one run of the whole step leaves, which

@@ -1,4 +1,4 @@
-"""What a step does beside its loss, on the one rank that runs it to its end, done again on the others.
+"""Record the side effects of a step on the rank that runs it to its end, and repeat them on the others.
 
 `self.log`, the metrics that it updates, the attributes that it sets, and what it returns: the ranks of a pipeline
 before the last stage leave the step before any of it. The last stage records, and all ranks then log the same values in
