@@ -32,9 +32,10 @@ from lightning_amp.lightning.steps.rescue import Rescue, largest, rescue_batches
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.out_of_memory import LEANER
+from lightning_amp.lightning.strategy.plan.context import PlanningContext
 from lightning_amp.lightning.strategy.plan.pipeline_run import check_run, pipelined
 from lightning_amp.lightning.strategy.plan.plan_file import log_folder, log_plan, report_path, write_plan
-from lightning_amp.lightning.strategy.plan.plan_run import PlanningContext, resolve_plan
+from lightning_amp.lightning.strategy.plan.plan_run import resolve_plan
 from lightning_amp.lightning.strategy.refusals import (
     announce,
     check_callbacks,

@@ -1,35 +1,20 @@
 """Make the plan of a run from Trainer, data and module, on rank 0 in `setup`, before optimisers exist."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
-
-from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.costs.profiled_step import ProfiledStep
-from lightning_amp.errors import AmpError, PlanError, ShardError
-from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
 from lightning_amp.lightning.faults.interrupt import ended_by_sigterm
-from lightning_amp.lightning.profiling.cells_per_step import Cells, cells_per_step
 from lightning_amp.lightning.profiling.dry_steps import with_spec
-from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.outside_decoder import Made, with_blocks_outside
-from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.lightning.profiling.within_budget import step_beside_decoder, within_budget
-from lightning_amp.lightning.strategy.hardware import ThisRank, budget_in, rates_in
-from lightning_amp.lightning.strategy.plan.measured_speeds import measured_speeds
-from lightning_amp.lightning.strategy.plan.pipeline_run import without_stages
-from lightning_amp.lightning.strategy.plan.read_run import read_run
-from lightning_amp.lightning.strategy.plan.same_plan import make_sure_of_same_plan
-from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.lightning.strategy.stepped import dry_steps, in_parts, is_slow
+from lightning_amp.lightning.profiling.within_budget import within_budget
+from lightning_amp.lightning.strategy.plan.context import PlanningContext
+from lightning_amp.lightning.strategy.stepped import in_parts, is_slow
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import (
     model_axis_size,
@@ -48,8 +33,7 @@ from lightning_amp.planning.policies.build_rules import (
     without_shared_statistics,
 )
 from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
-from lightning_amp.profiling.profile import Profile
+from lightning_amp.planning.time.model_seconds import decoder_seconds, rest_seconds
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.recompute.spec import RecomputeBlock
@@ -57,124 +41,8 @@ from lightning_amp.techniques.table import (
     PREDICTIONS,
     STRATEGIES,
     in_order,
-    of_blocks_alone,
     parse_strategies,
 )
-
-NO_PROFILE = "the step was not profiled, and its peak is not known"
-
-
-class PlanningContext:
-    """The planner inputs of one run: read when the first one is made, on rank 0, and kept for the others.
-
-    Args:
-        request, here, trainer: What is asked, by which rank, in which run.
-        cells: What `cells_per_step` gave, where it was called already; else all ranks call it here.
-        trained: The plan of the run before.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        here: ThisRank,
-        trainer: pl.Trainer,
-        *,
-        cells: Cells | None = None,
-        trained: Plan | None = None,
-    ) -> None:
-        self.request, self.here, self.trainer = request, here, trainer
-        self._cells, self._compared = cells_per_step(trainer) if cells is None else cells, cells is not None
-        bounded = request.device_memory is not None and request.if_unfit == "refuse"
-        limit = self.budget if bounded else None
-        fits = trainer.state.fn == TrainerFn.FITTING
-        self.steps = dry_steps(request, here, None if fits else trained)
-        self.step = StepOfModule.of(trainer, limit_bytes=limit, steps=self.steps)
-        ids = () if request.strategies is None else parse_strategies(request.strategies)
-        self.blocks_outside = {
-            name for name in ids if name == "chunk" or (name == "recompute" and of_blocks_alone(ids))
-        }
-        """What was requested of blocks outside, if there is a decoder."""
-        self.outside = (
-            StepOfModule.of(trainer, decoder=True, limit_bytes=limit) if self.blocks_outside else None
-        )
-        # later in a run its blocks stay
-        chooses = request.chooses and request.device_memory is not None and not self._compared
-        self.beside = step_beside_decoder(trainer) if chooses else None
-        """The step that must fit the budget, with blocks outside of the decoder."""
-        before = () if trained is None or trainer.state.fn == TrainerFn.FITTING else trained.rules
-        self.in_chunks = tuple(rule for rule in before if rule.strategy == "chunk")
-        """Rules by which an evaluation runs as the fit before it."""
-        budgeted = request.device_memory is not None and not self.in_chunks
-        self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None
-
-    @cached_property
-    def read(self) -> tuple[Profile, ModelShape, list[str]]:
-        """Profile and shape of the run, and what a prediction leaves out."""
-        profile, shape, notes = read_run(self.request, self.trainer, self._cells, *self.seen)
-        return profile, on_device(shape, self.rates[0]), notes
-
-    @cached_property
-    def seen(self) -> tuple[ProfiledStep | None, str]:
-        """The step of a module without a decoder, None where it has one or cannot be profiled, and why it cannot."""
-        if self.step is None:
-            return None, ""
-        try:
-            shared = self.here.n_ranks > 1 and self.request.share_batch_statistics
-            found = self.step.profiled(
-                self.rates[0], options={"fsdp": self.request.sharding}, shared_statistics=shared
-            )
-            return without_stages(found, self.here.device, self.request, self.trainer), ""
-        except PlanError:
-            # it was to run with values, and there was not enough memory for that
-            raise
-        except AmpError as error:
-            if isinstance(error.__cause__, ShardError):
-                # an operator of the step has no parts, and would fail in the run too
-                raise error.__cause__ from None
-            return None, f"{NO_PROFILE}: {error}"
-
-    @cached_property
-    def rates(self) -> tuple[Rates, list[str]]:
-        """What a device reaches, and a note where it is not known."""
-        return rates_in(self.request, self.here, str(self.trainer.precision))
-
-    @cached_property
-    def budget(self) -> int:
-        """Bytes of one device."""
-        return budget_in(self.request, self.here)
-
-    @cached_property
-    def speeds(self) -> tuple[float, ...]:
-        """Of all ranks, by that of the fastest; none where they are taken as equal. All ranks ask for it first."""
-        if self.request.device_speeds is None:
-            return ()
-        return measured_speeds(self.here.device, self.here.n_ranks)
-
-    def within(self, n_bytes: int) -> "PlanningContext":
-        """The same, with fewer bytes."""
-        fewer = copy.copy(self)
-        fewer.request = replace(self.request, device_memory=f"{n_bytes}B")
-        vars(fewer).pop("budget", None)
-        return fewer
-
-    def predicted_step(self, plan: Plan) -> ModuleProfile | None:
-        """The profile of a plan's step; None where it was not counted, as of techniques whose bytes are added up."""
-        rules = tuple(rule for rule in plan.rules if rule.strategy in PREDICTIONS)
-        if self.step is None or not all(PREDICTIONS[rule.strategy].counted for rule in rules):
-            return None
-        return self.step.profile_with(rules)
-
-    def forget_step(self) -> None:
-        """Let go of the batch that a step was profiled with; what was seen of it stays."""
-        if self.step is not None:
-            self.step.forget()
-        self.step = None
-
-    def compare(self) -> None:
-        """Make sure, once in a run, that all ranks would make the same plans; a collective, may raise PlanError."""
-        if not self._compared:
-            make_sure_of_same_plan(self.request, self.here, getattr(self.trainer, "datamodule", None))
-        self._compared = True
 
 
 def resolve_plan(
@@ -270,7 +138,7 @@ def plan_run(
         made = with_spec(
             with_sharding(made, request.sharding, launches=rates.launches),
             steps,
-            facts.seen[1].removeprefix(f"{NO_PROFILE}: "),
+            facts.seen[1],
         )
         made = with_speeds(made, shape, facts.speeds)
         return replace(made, notes=(*made.notes, *note, *notes))
@@ -294,9 +162,9 @@ def plan_run(
         )
     if facts.beside is not None and strategies is None and shape.decoder is not None:
         return within_budget(made_of_decoder, facts.beside, shape.decoder.fqn, rates, facts.budget)
-    made, (seen, why) = make(facts.budget), facts.seen
+    made, seen = make(facts.budget), facts.seen[0]
     if seen is None:
-        return replace(_evaluated(made, facts, named), uncounted=why)
+        return replace(_evaluated(made, facts, named), uncounted=facts.not_profiled)
     assert facts.step is not None, "it has been seen"
     found = plan_module(
         made,
@@ -318,12 +186,11 @@ def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
     Raises:
         PlanError: One of the others was requested, and the step could not be profiled.
     """
-    seen, why = facts.seen
-    if seen is not None:
+    if facts.seen[0] is not None:
         return []
     needing = [name for name in named if PREDICTIONS[name].counted]
-    if needing and why:
-        raise PlanError(f"{', '.join(needing)} is not supported: {why}")
+    if needing and facts.not_profiled:
+        raise PlanError(f"{', '.join(needing)} is not supported: {facts.not_profiled}")
     if "chunk" in needing and not facts.in_chunks and facts.evaluation is None:
         raise PlanError(
             "chunk requires, in a run that does not train, a budget or the plan of a fit: give"
@@ -390,9 +257,9 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
         rates_device="" if shape.decoder is None else rates.device,
         candidates=(),
     )
-    seen, why = facts.seen
+    seen = facts.seen[0]
     if seen is None or facts.step is None:
-        return replace(again, diagnosis=None, uncounted=why)
+        return replace(again, diagnosis=None, uncounted=facts.not_profiled)
     return plan_again(again, seen, count=facts.step.count)
 
 
