@@ -20,7 +20,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.adapters.higlue_shaped import Copy, Foreign, cells
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.models import unit_cases
-from tests.parallel.sharded_cases import make_plan, model_mesh
+from tests.techniques.sharded_cases import make_plan, model_mesh
 
 STEPS = 5
 PLANS = {

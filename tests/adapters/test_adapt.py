@@ -29,8 +29,8 @@ from lightning_amp.techniques.contract.stand_in import named_parts, part
 from tests.adapters import foreign_cases
 from tests.adapters.foreign_cases import every_plan, everything, example, trained
 from tests.adapters.higlue_shaped import Copy, Foreign
-from tests.parallel.sharded_cases import make_plan
 from tests.ranks import run_ranks
+from tests.techniques.sharded_cases import make_plan
 
 BASE = Copy()
 COPIES = {

@@ -26,8 +26,8 @@ from lightning_amp.techniques.contract.protocol import find_decoders
 from tests.adapters.foreign_cases import differences, possible
 from tests.adapters.multires_shaped import Bands, Decoder, Several, batches
 from tests.lightning.strategy.strategy_cases import RunningRanks
-from tests.parallel.sharded_cases import make_plan, model_mesh
 from tests.ranks import run_ranks
+from tests.techniques.sharded_cases import make_plan, model_mesh
 
 BASE = Bands()
 KINDS = {

@@ -25,7 +25,12 @@ from lightning_amp.techniques.checks import cached_check
 from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelihood
 from tests.adapters import higlue_shaped
 from tests.adapters.higlue_shaped import Copy, Foreign, ZeroInflated
-from tests.parallel.scores.test_sparse_likelihood import arguments, assert_close, counts, forward_backward
+from tests.techniques.hic.scores.test_sparse_likelihood import (
+    arguments,
+    assert_close,
+    counts,
+    forward_backward,
+)
 
 LEAST = 1e-7
 

@@ -39,7 +39,8 @@ from lightning_amp.models.glue import GLUE
 from lightning_amp.techniques.hic.features.row import RowParallelLinear
 from lightning_amp.techniques.hic.features.wide_linear import share_rows
 from tests.lightning.strategy.model_axis_cases import ALL, trainer_of
-from tests.parallel.sharded_cases import (
+from tests.ranks import run_ranks
+from tests.techniques.sharded_cases import (
     Case,
     Model,
     Results,
@@ -49,7 +50,6 @@ from tests.parallel.sharded_cases import (
     reference,
     train,
 )
-from tests.ranks import run_ranks
 
 RTOL = 1e-12
 CELLS, FEATURES = 7, 53

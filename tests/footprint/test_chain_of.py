@@ -17,8 +17,8 @@ from lightning_amp.footprint.chain.chain_of import chain_of, count_step
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
 from tests.footprint.test_profile_module import Small, measured
-from tests.parallel.blocks import nasty
-from tests.parallel.blocks.test_recompute import recompute
+from tests.techniques.recompute import nasty
+from tests.techniques.recompute.test_recompute import recompute
 
 
 def choices(chain: Chain) -> list[tuple[str, ...]]:

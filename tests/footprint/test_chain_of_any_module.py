@@ -8,7 +8,7 @@ from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.techniques.recompute.choose import choose
 from tests.any_module import NAMES, make
 from tests.footprint.test_chain_of import choices, real_peak
-from tests.parallel.blocks.test_recompute import recompute
+from tests.techniques.recompute.test_recompute import recompute
 
 
 @pytest.mark.full

@@ -14,8 +14,8 @@ from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.peak import block_bytes
 from tests.graph.test_flow import Op
-from tests.parallel.chunk.case import Case
-from tests.parallel.chunk.small_blocks import x_of
+from tests.techniques.chunk.case import Case
+from tests.techniques.chunk.small_blocks import x_of
 
 CLASSES = torch.tensor([0, 2, -100, 1, 5, 2])
 PIXELS = torch.tensor([[0, 1, -100, 3]] * 3 + [[5, 1, 2, -100]] * 3)

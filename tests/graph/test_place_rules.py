@@ -12,8 +12,8 @@ from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.table import OPERATOR
 from tests.graph.test_flow import Op
-from tests.parallel.chunk.case import Case
-from tests.parallel.chunk.small_blocks import x_of
+from tests.techniques.chunk.case import Case
+from tests.techniques.chunk.small_blocks import x_of
 
 X, PLACES, FEW = x_of(4, 6, 8), torch.randint(8, (4, 6, 3)), torch.tensor([3, 0, 3, 1])
 IMAGE, WINDOWS, MATRICES = x_of(4, 6, 8, 8), x_of(6, 4, 2, 2), x_of(4, 6, 3, 3)

@@ -13,7 +13,7 @@ from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks
 from tests.graph.same_outcome import difference
 from tests.graph.test_flow import Op
-from tests.parallel.chunk.small_blocks import x_of
+from tests.techniques.chunk.small_blocks import x_of
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from lightning_amp.models.decoders.stratum import AllCells
 from lightning_amp.techniques.hic.strata.rows import StreamStrata
 from tests.adapters.foreign_cases import units
 from tests.models.unit_cases import DIM, SIZES, Chromosome, Counts, batches
-from tests.parallel.sharded_cases import assert_same, make_plan
+from tests.techniques.sharded_cases import assert_same, make_plan
 
 
 def test_one_device_trains_the_same() -> None:

@@ -16,7 +16,7 @@ from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.scores import dense_entries
 from lightning_amp.techniques.hic.scores.dense_entries import known_entries
 from lightning_amp.techniques.hic.strata.rows import StreamStrata
-from tests.parallel.sharded_cases import Case, Model, assert_same, make_plan, train
+from tests.techniques.sharded_cases import Case, Model, assert_same, make_plan, train
 
 OURS = ("S4", "fused", "sparse", "stream")
 FORMS = {

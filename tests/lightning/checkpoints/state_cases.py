@@ -31,7 +31,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.keyed_noise import KeyedDropout
 from lightning_amp.techniques.hic.nodes.vertex_shards import VertexShards
 from tests.lightning.strategy.strategy_cases import RunningRanks
-from tests.parallel.sharded_cases import Case, decoder
+from tests.techniques.sharded_cases import Case, decoder
 
 Batch = dict[str, Tensor]
 Found = dict[str, Any]

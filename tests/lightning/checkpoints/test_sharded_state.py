@@ -13,10 +13,10 @@ from lightning_amp.errors import DataError, InstallError
 from lightning_amp.lightning.checkpoints.shards import Shards, check_optimizers, restore
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, shard_parameter
 from lightning_amp.techniques.ranks.even_runs import Runs
-from tests.parallel.s2_features.test_s2 import fake_mesh
-from tests.parallel.s2_features.test_wide_linear import HIDDEN, inputs, make, put_in
-from tests.parallel.sharded_cases import differences, model_mesh
 from tests.ranks import CountCollectives, run_ranks
+from tests.techniques.hic.features.test_s2 import fake_mesh
+from tests.techniques.hic.features.test_wide_linear import HIDDEN, inputs, make, put_in
+from tests.techniques.sharded_cases import differences, model_mesh
 
 FEATURES = 7
 Checkpoint = tuple[dict[str, Any], dict[str, Any]]

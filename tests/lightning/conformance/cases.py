@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.strategy_cases import RunningRanks
-from tests.parallel.sharded_cases import Case, decoder
+from tests.techniques.sharded_cases import Case, decoder
 
 Batch = dict[str, Tensor]
 Outcome = dict[str, Any]

@@ -31,8 +31,8 @@ from tests.lightning.strategy.fsdp_features import (
     trainer_of,
 )
 from tests.lightning.strategy.strategy_cases import Batch, RunningRanks
-from tests.parallel.fsdp.test_fsdp_bytes import measured, module_and_batch
 from tests.ranks import CountCollectives
+from tests.techniques.fsdp.test_fsdp_bytes import measured, module_and_batch
 
 CELLS = [(3, 1, 2, 2), (1, 4, 1, 2), (2, 2, 2, 2), (4, 1, 1, 2), (1, 1, 2, 2), (2, 1, 1, 1), (3, 2, 1, 2)]
 """Of each rank, step by step; seven steps make a short last window of three."""

@@ -22,7 +22,7 @@ from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from tests.lightning.strategy.strategy_cases import RunningRanks
-from tests.parallel.sharded_cases import Case, decoder
+from tests.techniques.sharded_cases import Case, decoder
 
 Found = dict[str, Any]
 Batch = dict[str, Tensor]

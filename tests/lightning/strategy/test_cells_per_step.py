@@ -16,8 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, random
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.strategy_cases import RunningRanks
-from tests.parallel.sharded_cases import Case, Model
 from tests.ranks import run_ranks
+from tests.techniques.sharded_cases import Case, Model
 
 pytestmark = pytest.mark.ranks
 

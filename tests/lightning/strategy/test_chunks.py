@@ -21,9 +21,9 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from tests.any_module import Meter
 from tests.lightning.strategy.any_module_cases import fitted, of_example, same, trainer_of
-from tests.parallel.chunk.small_blocks import Attention
-from tests.parallel.chunk.words import Words
 from tests.ranks import run_ranks
+from tests.techniques.chunk.small_blocks import Attention
+from tests.techniques.chunk.words import Words
 
 pytestmark = pytest.mark.ranks
 BUDGET = 700_000

@@ -14,8 +14,8 @@ from lightning_amp.techniques.fsdp.units import units_of
 from tests.lightning.strategy.fsdp_cases import CELLS
 from tests.lightning.strategy.hsdp_cases import MODULES, WAYS, four, plain
 from tests.lightning.strategy.test_fsdp import RTOL, close
-from tests.parallel.fsdp.test_fsdp_bytes import module_and_batch
 from tests.ranks import run_all
+from tests.techniques.fsdp.test_fsdp_bytes import module_and_batch
 
 pytestmark = [pytest.mark.ranks, pytest.mark.exhaustive]
 

@@ -18,7 +18,7 @@ from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run.block_tables import block_tables
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.graph.test_capture import Custom
-from tests.parallel.chunk.small_blocks import Attention, FeedForward
+from tests.techniques.chunk.small_blocks import Attention, FeedForward
 
 
 class Blocks(pl.LightningModule):

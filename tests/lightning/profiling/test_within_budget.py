@@ -1,0 +1,160 @@
+"""Claim: within a budget that no plan of a decoder holds, as few blocks outside of it as are needed run again, to the
+numbers of a plain Trainer and within the budget; where the step fits without, the policy's plan stays as it is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_amp.errors import PlanError
+from lightning_amp.lightning.profiling.cells_per_step import training_loaders
+from lightning_amp.lightning.profiling.outside_decoder import keeping_blocks
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from tests.any_module import Meter
+from tests.lightning.strategy.any_module_cases import trainer_of
+from tests.ranks import run_ranks
+from tests.techniques.recompute.test_beside_decoder import CASE, DECODER, ENCODERS, Run, beside
+from tests.techniques.sharded_cases import Case, differences, make_plan
+
+Fitted = tuple[Plan, int, dict[str, torch.Tensor]]
+SMALL = Case(distances=(0, 1))
+"""Every fit counts its step four times or more."""
+
+
+def fitted(rank: int = 0, ranks: int = 1, case: Case = SMALL, **options: Any) -> Fitted:
+    """The plan of a run, the bytes of its second step, and the parameters that three steps leave."""
+    module, meter = Run(case), Meter()
+    strategy: Any = AMPStrategy(**options) if options else "auto"
+    trainer = trainer_of(strategy, rank=rank, ranks=ranks, max_steps=3, callbacks=[meter])
+    trainer.fit(module, DataLoader(torch.zeros(6, 1), batch_size=2))  # type: ignore[arg-type]
+    left = {name: p.detach() for name, p in module.named_parameters()}
+    return getattr(strategy, "plan", None), meter.live.peak, left  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def least() -> Fitted:
+    """All that can be is done, for there is next to nothing."""
+    with pytest.warns(UserWarning, match="predicted to run out of memory"):
+        return fitted(device_memory="1KiB", unfit="train")
+
+
+@pytest.fixture(scope="module")
+def of_decoder(least: Fitted) -> int:
+    """Bytes of the leanest plan of the decoder, as they are counted before the run."""
+    saved = sum(rule.saves_bytes for rule in least[0].rules if isinstance(rule.spec, RecomputeBlock))
+    decoder = [rule.strategy for rule in least[0].rules if not isinstance(rule.spec, RecomputeBlock)]
+    counted = least[0].predicted_peak_bytes + saved
+    assert fitted(strategies=decoder)[1] == pytest.approx(counted, rel=0.05)
+    return counted
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, torch.Tensor]:
+    return fitted()[2]
+
+
+def again(plan: Plan) -> list[str]:
+    return [rule.fqn for rule in plan.rules if isinstance(rule.spec, RecomputeBlock)]
+
+
+def test_all_blocks_run_again_where_that_is_not_enough(
+    least: Fitted, of_decoder: int, plain: dict[str, torch.Tensor]
+) -> None:
+    plan, measured, left = least
+    assert again(plan) == ENCODERS
+    assert plan.fits is False
+    assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.05)
+    assert measured < of_decoder
+    assert differences(left, plain) == []
+    with pytest.raises(PlanError, match=r"predicted to run out of memory .* per rank of 1.00 KiB"):
+        fitted(device_memory="1KiB")
+
+
+@pytest.mark.parametrize(("missing", "blocks"), [(1_500, [0, 2]), (30_000, None)])
+def test_as_few_blocks_as_the_budget_asks_for(
+    of_decoder: int, plain: dict[str, torch.Tensor], missing: int, blocks: list[int] | None
+) -> None:
+    """Small blocks keep 2,240 bytes, large ones 19,872: one small one, one large one, both large ones."""
+    budget = of_decoder - missing
+    plan, measured, left = fitted(device_memory=budget)
+    names = again(plan)
+    if blocks is None:
+        assert names == [ENCODERS[1], ENCODERS[3]]
+    else:
+        assert len(names) == 1
+        assert names[0] in [ENCODERS[k] for k in blocks]
+    assert measured <= budget
+    assert plan.predicted_peak_bytes <= budget
+    assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.05)
+    assert plan.fits
+    assert plan.candidates[0].strategies == plan.strategies
+    assert {c.verdict.split()[0] for c in plan.candidates[1:]} == {"exceeds"}
+    assert Plan.from_json(plan.to_json()) == plan
+    assert differences(left, plain) == []
+
+
+def on_rank(rank: int, ranks: int) -> list[Fitted]:
+    """Next to nothing, what asks for a large block, and a plain run."""
+    all_that_can_be = fitted(rank, ranks, CASE, device_memory="1KiB", unfit="train")
+    rules = [rule for rule in all_that_can_be[0].rules if isinstance(rule.spec, RecomputeBlock)]
+    budget = all_that_can_be[0].predicted_peak_bytes + sum(rule.saves_bytes for rule in rules) - 15_000
+    return [all_that_can_be, fitted(rank, ranks, CASE, device_memory=budget), fitted(case=CASE)]
+
+
+@pytest.mark.ranks
+def test_ranks_choose_alike(tmp_path: Path) -> None:
+    found = run_ranks(on_rank, 2, tmp_path, timeout=200)
+    for everything, some, plain in found:
+        assert again(everything[0]) == ENCODERS
+        assert len(again(some[0])) == 1
+        assert (everything[0], some[0]) == (found[0][0][0], found[0][1][0])
+        assert some[1] <= some[0].budget_bytes
+        for plan, measured, left in (everything, some):
+            assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.05)
+            assert differences(left, plain[2]) == []
+
+
+def test_plans_of_the_decoder_go_first(of_decoder: int, least: Fitted) -> None:
+    """Nothing runs again outside where a leaner plan of the decoder is enough."""
+    fastest = fitted(device_memory="1GiB")
+    plan, measured, _ = fitted(device_memory=(of_decoder + fastest[1]) // 2)
+    assert again(plan) == []
+    assert measured <= (of_decoder + fastest[1]) // 2 < fastest[1]
+    assert plan.predicted_peak_bytes == pytest.approx(measured, rel=0.05)
+
+
+def test_a_plan_that_is_made_anew_keeps_the_blocks_outside() -> None:
+    """What is installed outside of a decoder stays while the decoder's own techniques change."""
+    before, after = beside(DECODER["one"]), make_plan(("S4",), 1)
+    found = keeping_blocks(after, before)
+    assert again(found) == again(before)
+    assert found.strategies == ("S4", "recompute", "chunk")
+    assert keeping_blocks(found, before) == found
+    assert keeping_blocks(after, after) == after
+
+
+@pytest.mark.parametrize("dealt", [False, True])
+def test_rows_that_were_dealt_before_the_plan_are_dealt_again(dealt: bool) -> None:
+    """How many ranks have a batch of their own is not known before there is a plan."""
+    asked = []
+
+    class Dealing(Run):
+        def train_dataloader(self) -> Any:
+            asked.append(self)
+            rows = torch.zeros(6, 1)
+            sampler = DistributedSampler(rows, num_replicas=1, rank=0) if dealt else None  # type: ignore[arg-type]
+            return DataLoader(rows, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+
+    module = Dealing()
+    trainer = trainer_of("auto", max_steps=1)
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module)
+    loaders, why = training_loaders(trainer)
+    assert not why
+    assert isinstance(loaders, DataLoader)
+    trainer.fit_loop._data_source.dataloader()
+    assert len(asked) == 1 + dealt

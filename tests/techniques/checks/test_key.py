@@ -1,0 +1,186 @@
+"""Claim: S5 and nodes take keys of any class that keep to the protocol, and refuse those that mix channels or rows
+beside their children, by hooks or by their own forward; trying leaves a key as it was."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_amp.errors import InstallError
+from lightning_amp.installing.install import install
+from lightning_amp.installing.supported import _needed
+from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
+from lightning_amp.techniques.hic.hidden.decoder import share_hidden
+from lightning_amp.techniques.hic.hidden.row import HiddenParallel
+from lightning_amp.techniques.hic.nodes.decoder import share_anchors
+from lightning_amp.techniques.hic.nodes.row import DomainParallel
+from tests.techniques.sharded_cases import Case, Model, make_plan, model_mesh
+
+Keys = tuple[Tensor, Tensor]
+CASE = Case(dim=8)
+
+
+@pytest.fixture
+def mesh() -> DeviceMesh:
+    """Two ranks whose collectives do nothing, in this process alone."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    return model_mesh(2)
+
+
+class Normalised(AttentionKey):
+    """Row by row."""
+
+    def forward(self, v: Tensor) -> Keys:
+        key, val = super().forward(v)
+        return key / key.norm(dim=1, keepdim=True), val
+
+
+class Flipped(AttentionKey):
+    def forward(self, v: Tensor) -> Keys:
+        key, val = super().forward(v)
+        return key.flip(1), val
+
+
+class FirstChannel(AttentionKey):
+    """Right for the first rank."""
+
+    def forward(self, v: Tensor) -> Keys:
+        key, val = super().forward(v)
+        return torch.cat((key[:, :1] + 1, key[:, 1:]), dim=1), val
+
+
+class OtherSpine(AttentionKey):
+    def spine(self, v: Tensor) -> Tensor:
+        return super().spine(v).softmax(1)
+
+
+class HandsOnOther(AttentionKey):
+    def forward(self, v: Tensor) -> Keys:
+        key, val = super().forward(v)
+        return key, val.softmax(1)
+
+
+class Dropped(AttentionKey):
+    def forward(self, v: Tensor) -> Keys:
+        key, val = super().forward(v)
+        return F.dropout(key, 0.5, self.training), val
+
+
+class ReadsWeight(AttentionKey):
+    def forward(self, v: Tensor) -> Keys:
+        key, val = super().forward(v)
+        return key + v @ self.value.weight.T, val
+
+
+class CentredPairs(ConvolutionKey):
+    def forward(self, v: Tensor) -> Keys:
+        key, val = super().forward(v)
+        return key - key.mean(1, keepdim=True), val
+
+
+class RowMean(AttentionKey):
+    """Channel by channel."""
+
+    def forward(self, v: Tensor) -> Keys:
+        key, val = super().forward(v)
+        return key - key.mean(0), val
+
+
+class Shifted(AttentionKey):
+    """Channel by channel, and right for the last rows."""
+
+    def forward(self, v: Tensor) -> Keys:
+        key, val = super().forward(v)
+        return key + F.pad(v, (0, 0, 0, 1))[1:], val
+
+
+class Positions(AttentionKey):
+    """Channel by channel, and right for the first rows."""
+
+    def forward(self, v: Tensor) -> Keys:
+        key, val = super().forward(v)
+        return key + torch.arange(float(len(v)))[:, None], val
+
+
+def refuse(kind: type[nn.Module], message: str, share: Callable[[nn.Module], object]) -> None:
+    """A key of that kind is refused, and stays what it was."""
+    decoder = Model(Case(dim=8, key="convolution" if kind is CentredPairs else "attention")).decoder.eval()
+    key = decoder.get_submodule("strata.2.key")
+    # not made by its constructor, which a technique does not see either
+    key.__class__ = kind
+    modules, state = dict(decoder.named_modules()), vars(key).copy()
+    with pytest.raises(
+        InstallError, match=f"'strata.2.key'.* '{kind.__name__}' {message}; allowed is a key without"
+    ):
+        share(decoder)
+    assert dict(decoder.named_modules()) == modules
+    assert vars(key) == state
+
+
+OF_CHANNELS = "and has a 'forward' that returns other values for some of the channels than for all of them"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Normalised, OF_CHANNELS),
+        (Flipped, OF_CHANNELS),
+        (FirstChannel, OF_CHANNELS),
+        (OtherSpine, OF_CHANNELS.replace("forward", "spine")),
+        (HandsOnOther, OF_CHANNELS),
+        (Dropped, OF_CHANNELS),
+        (CentredPairs, OF_CHANNELS),
+        (
+            ReadsWeight,
+            "and has a 'forward' that fails on an example, with stand-ins for its children, with AttributeError.*",
+        ),
+    ],
+)
+def test_s5_refuses_keys_that_mix_channels(kind: type[nn.Module], message: str, mesh: DeviceMesh) -> None:
+    refuse(kind, message, lambda decoder: share_hidden(decoder, HiddenParallel(), mesh))
+
+
+@pytest.mark.parametrize("kind", [RowMean, Shifted, Positions])
+def test_nodes_refuses_keys_that_mix_rows(kind: type[nn.Module], mesh: DeviceMesh) -> None:
+    message = "that has a 'forward' that returns other values for some of the anchors than for all of them"
+    refuse(kind, message, lambda decoder: share_anchors(decoder, DomainParallel(), mesh))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kinds"),
+    [("S5", [RowMean, Shifted, Positions]), ("nodes", [Normalised, Flipped, FirstChannel])],
+)
+def test_each_takes_what_the_other_refuses(
+    strategy: str, kinds: list[type[nn.Module]], mesh: DeviceMesh
+) -> None:
+    for kind in kinds:
+        model = Model(CASE)
+        model.decoder.get_submodule("strata.1.key").__class__ = kind
+        install(model, make_plan((strategy,), 2), mesh)
+
+
+@pytest.mark.parametrize(("kind", "refused"), [(AttentionKey, ""), (Normalised, "S5"), (RowMean, "nodes")])
+def test_the_policy_knows_what_would_be_refused(kind: type[nn.Module], refused: str) -> None:
+    decoder = Model(CASE).decoder
+    decoder.get_submodule("strata.1.key").__class__ = kind
+    needed = _needed(decoder)
+    assert [strategy for strategy in ("S5", "nodes") if not needed[strategy]] == (
+        [refused] if refused else []
+    )
+
+
+def test_hooks_are_refused(mesh: DeviceMesh) -> None:
+    for strategy, name, message in (
+        ("S5", "key", r"has \['forward_hooks'\], which would see a part of its values"),
+        ("nodes", "key", r"has \['forward_hooks'\], which would see a part of its values"),
+        ("nodes", "key.ff", "and without hooks"),
+    ):
+        model = Model(CASE)
+        model.decoder.get_submodule(f"strata.1.{name}").register_forward_hook(lambda *_: None)
+        with pytest.raises(InstallError, match=f"(?s){strategy} .*{message}"):
+            install(model, make_plan((strategy,), 2), mesh)

@@ -1,0 +1,147 @@
+"""Claim: bytes, seconds and the paper's cost of a region are what a hand counts."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.errors import PlanError
+from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget, choose_chunks
+from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
+from lightning_amp.techniques.chunk.regions.paper_cost import paper_cost
+from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
+from lightning_amp.techniques.chunk.regions.region import Region
+from tests.techniques.chunk.regions.tables import Rows
+
+RATES = replace(CPU_CORE, matmul_flops=1.0, memory_bytes=1.0, overhead_seconds=1000.0)
+
+
+def feed_forward() -> tuple[Rows, dict[str, int]]:
+    """[4, 6] -> 8 features -> exp -> 6, without biases."""
+    new = Rows()
+    x = new.given(4, 6)
+    up = new.linear(x, 8)
+    act = new.pointwise(up, op="exp")
+    down = new.linear(act, 6)
+    return new, {"x": x, "w": up - 1, "up": up, "act": act, "v": down - 1, "down": down}
+
+
+def cut(at: dict[str, int], n_chunks: int) -> Region:
+    dims = {at[name]: 0 for name in ("x", "up", "act", "down")}
+    return Region(first=at["up"], last=at["down"], dims=dims, units=4, n_chunks=n_chunks)
+
+
+def test_bytes_by_hand() -> None:
+    new, at = feed_forward()
+    table = new.table(at["down"])
+    whole = chunk_bytes(table, ())
+    assert whole.peak_bytes == 128 + 128
+    # the output of 4 x 6 numbers, and of a piece of 2 rows two results of 2 x 8, or one and one of 2 x 6
+    found = chunk_bytes(table, [cut(at, 2)])
+    assert [found.forward[at[name]] for name in ("up", "act", "down")] == [96 + 64, 96 + 128, 96 + 64 + 48]
+    assert found.saved_bytes == 96
+    # 3 pieces of 4 rows are two of 2 rows
+    assert chunk_bytes(table, [cut(at, 3)]).peak_bytes == found.peak_bytes
+    assert chunk_bytes(table, [cut(at, 4)]).peak_bytes == 96 + 64
+
+
+def test_bytes_of_a_sum_by_hand() -> None:
+    """Features cut: every piece has a whole result, which is added to the output."""
+    new, at = feed_forward()
+    table = new.table(at["down"])
+    dims = {at["w"]: 0, at["up"]: 1, at["act"]: 1, at["v"]: 1}
+    region = Region(first=at["up"], last=at["down"], dims=dims, sums=(at["down"],), units=8, n_chunks=4)
+    assert chunk_bytes(table, [region]).forward[at["down"]] == 96 + 32 + 96
+    half = replace(table, rows=tuple(replace(row, dtype="float16") for row in table.rows))
+    assert chunk_bytes(half, [region]).forward[at["down"]] == 48 + 32 + 96 + 96
+
+
+def test_bytes_of_training_by_hand() -> None:
+    new, at = feed_forward()
+    table = new.table(at["down"])
+    found = chunk_bytes(table, [cut(at, 2)], train=True)
+    # nothing is saved but the block's argument, which is not counted; the result is there
+    assert found.saved_bytes == 96
+    assert found.forward == chunk_bytes(table, [cut(at, 2)]).forward
+    # result and gradients of x, w and v whole; a piece's act, its results and gradients
+    whole = 96 + 96 + 192 + 192
+    assert found.backward[at["down"]] == whole + 64 + 48 + 64 + 192
+    assert found.backward[at["act"]] == whole + 64 + 48 + 64 + 64
+    assert found.backward[at["up"]] == whole + 48 + 64 + 48 + 192
+    assert found.peak_bytes == max(found.backward)
+
+
+def test_an_output_that_is_a_view_has_memory_of_its_own() -> None:
+    new = Rows()
+    x = new.given(4, 6)
+    wide = new.linear(x, 12)
+    parts = new.op("chunk", [wide], (4, 6), chunks=2, dim=-1, _view=True)
+    one = new.op("getitem", [parts], (4, 6), _view=True)
+    two = new.op("getitem", [parts], (4, 6), _view=True)
+    y = new.pointwise(two, op="exp")
+    table = new.table(y, one)
+    region = Region(first=wide, last=two, dims={x: 0, wide: 0, parts: 0, one: 0, two: 0}, units=4, n_chunks=4)
+    found = chunk_bytes(table, [region]).forward
+    assert found[wide] == 96 + 96 + 48
+    assert found[y] == 96 + 96 + 96
+    assert chunk_bytes(table, ()).forward[y] == 192 + 96
+
+
+def test_what_is_computed_before_is_there_while_pieces_run() -> None:
+    new = Rows()
+    x, z = new.given(4, 6), new.given(6, 6)
+    a = new.pointwise(x, op="exp")
+    b = new.pointwise(z, op="log")
+    c = new.op("matmul", [a, b], (4, 6))
+    table = new.table(c)
+    region = Region(first=a, last=c, dims={x: 0, a: 0, c: 0}, before=(b,), units=4, n_chunks=2)
+    found = chunk_bytes(table, [region]).forward
+    assert found[b] == 144
+    assert found[a] == 144 + 96 + 48
+    assert found[c] == 144 + 96 + 48 + 48
+
+
+def test_seconds_by_hand() -> None:
+    """One operation and one byte take a second, an operator 1000."""
+    new, at = feed_forward()
+    table = new.table(at["down"])
+    seconds = Seconds(table, RATES, train=False)
+    up = 1000 + 2 * 4 * 6 * 8 + 96 + 192 + 128
+    act = 1000 + 128 + 128
+    flops_down = table.rows[at["down"]].flops
+    down = 1000 + flops_down + 128 + 192 + 96
+    assert seconds.whole == pytest.approx(up + act + down)
+    # two more passes call all three again and read both weights again; the output is written in three pieces of 2 x 96
+    again = 1000 + 192 + 1000 + 1000 + 192
+    assert seconds.extra(cut(at, 4)) == pytest.approx(3 * again + 4 * 1000 + 192)
+    train = Seconds(table, RATES, train=True)
+    assert train.whole == pytest.approx(3 * seconds.whole)
+    assert train.extra(cut(at, 4)) == pytest.approx(4 * seconds.extra(cut(at, 4)) + seconds.whole)
+
+
+def test_the_papers_cost_by_hand() -> None:
+    new, at = feed_forward()
+    y = new.pointwise(at["down"], op="exp")
+    table = new.table(y)
+    flops = table.flops
+    density = (flops / 3 + 1) / (flops / 4 + 1)
+    # all operations and three of four rows; the outermost dim has the largest stride
+    assert paper_cost(table, cut(at, 2)) == pytest.approx(3 / 4 + 1 + 1 / density + 1)
+    inner = Region(first=y, last=y, dims={at["down"]: 1, y: 1}, units=6, n_chunks=6)
+    assert paper_cost(table, inner) == pytest.approx(1 / 4 + (flops / 4 + 1) + 4)
+
+
+def test_refusals() -> None:
+    new, at = feed_forward()
+    table = new.table(at["down"])
+    with pytest.raises(PlanError, match="policy='best' is not supported; allowed are"):
+        choose_chunks(table, 10**6, costs=CostModel(policy="best"))
+    with pytest.raises(
+        OverBudget,
+        match="requires at least 160 bytes in chunks .256 as it is., more than the budget of 100 bytes",
+    ) as found:
+        choose_chunks(table, 100)
+    assert found.value.least_bytes == 160
+    assert choose_chunks(table, 160).peak_bytes == 160
+    assert choose_chunks(table, 256).regions == ()
+    assert choose_chunks(table, 255, costs=CostModel(policy="paper")).regions != ()

@@ -1,0 +1,63 @@
+"""Claim: the bytes of a chunked module are those of its plan, and never above its budget."""
+
+import copy
+
+import pytest
+import torch
+
+import lightning_amp
+from benchmarks.chunks.models import GPT, Fused, Language
+from lightning_amp.errors import PlanError
+from lightning_amp.graph.capture import Captures
+from lightning_amp.techniques.chunk.regions.choose_chunks import choose_chunks
+from lightning_amp.techniques.chunk.run.lower import table_of
+from tests.graph.calls import calls_of
+from tests.techniques.chunk.test_chunk_module import bytes_of, close
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def test_the_least_bytes_need_no_pieces_that_save_nothing() -> None:
+    """A plan of a little more bytes has the same peak in a hundredth of the operators: so has the least."""
+    torch.manual_seed(0)
+    module, words = GPT(64, 2, kind=Fused).eval(), torch.randint(1000, (1, 256))
+    with pytest.raises(PlanError) as refused:
+        lightning_amp.chunk(module, words, budget=1)
+    least = int(str(refused.value).split("at least ")[1].split()[0])
+    small, more = (lightning_amp.chunk(module, words, budget=n) for n in (least, least + least // 90))
+    assert small.plan.peak_bytes == more.plan.peak_bytes == least
+    pieces = [sum(region.n_chunks for region in one.plan.regions[""]) for one in (small, more)]
+    assert pieces[0] <= 2 * pieces[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gene_transformer", "unet", "evoformer", "wide_mlp", "cnn"])
+def test_blocks_of_the_example_modules(name: str) -> None:
+    """At half of eager's bytes where that can be, else at the least that can."""
+    for call in calls_of(name):
+        block = copy.deepcopy(call.block).double().eval()
+        args = tuple(a.detach().double() if a.is_floating_point() else a for a in call.args)
+        whole, right = bytes_of(block, *args)
+        if not whole:
+            continue
+        try:
+            small = lightning_amp.chunk(block, *args, budget=whole // 2)
+        except PlanError as error:
+            least = int(str(error).split("at least ")[1].split()[0])
+            small = lightning_amp.chunk(block, *args, budget=least)
+        found, y = bytes_of(small, *args)
+        assert found <= small.plan.budget_bytes, call.fqn
+        close(y, right)
+
+
+@pytest.mark.full
+@pytest.mark.long
+def test_of_two_budgets_the_larger_is_no_slower() -> None:
+    """Where the ways to run a block are more than the search keeps at one place."""
+    torch.manual_seed(0)
+    module, words = Language(32, 2, 200).eval(), torch.randint(200, (2, 40))
+    capture = Captures().of(module, (words,), {})
+    plans = [choose_chunks(table_of(capture), budget, train=True) for budget in (383_971, 483_234, 489_088)]
+    seconds = [plan.seconds for plan in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < seconds[0]

@@ -1,0 +1,266 @@
+"""Claim: S2 trains what one device trains, whatever the strata, their sizes and the other strategies; it counts what
+it sends, keeps a part of the scores, and refuses what it would not compute."""
+
+import pickle
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.errors import InstallError
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.installing.install import change_of, install
+from lightning_amp.models.decoders.stratified import StrataRegion, StratifiedDecoder
+from lightning_amp.models.decoders.stratum import AllFeatures
+from lightning_amp.techniques.hic.features.decoder import ShardedFeatures, log_softmax, share_features
+from lightning_amp.techniques.hic.features.row import FeatureParallel
+from tests.ranks import CountCollectives, run_ranks
+from tests.techniques.sharded_cases import (
+    Case,
+    Model,
+    Results,
+    differences,
+    fake_mesh,
+    make_plan,
+    mean_gradients,
+    model_mesh,
+    reference,
+    sharded,
+)
+
+FEW = {0: 1, 1: 2, 2: 3}
+CASES: dict[str, tuple[Case, tuple[str, ...]]] = {
+    "few features": (Case(features=FEW), ("S2",)),
+    "one cell": (Case(cells=1, n_batches=1), ("S2", "S3")),
+    "convolution": (Case(key="convolution", features={1: 2}), ("S2", "S4")),
+    "after S5": (Case(features=FEW), ("S5", "S2")),
+    "binarized, S5": (Case(binarized=True), ("S2", "S5")),
+    "all": (Case(chained=True, features={2: 2}), ("S2", "S3", "S4", "S5")),
+}
+"""The forms that test_exactness_matrix.py does not have."""
+CASES_BY_RANKS = {2: ("after S5",), 3: tuple(CASES)}
+
+
+def body(rank: int, world_size: int, expected: dict[str, Results]) -> dict[str, list[str]]:
+    mesh = model_mesh(world_size)
+    if world_size == 2:
+        the_mean_has_gradients(mesh)
+        what_is_not_used_has_no_gradient(mesh)
+        the_normaliser_matters(mesh)
+        collectives_are_counted(mesh)
+        scores_are_kept_in_part(mesh)
+    return {name: differences(sharded(*CASES[name], mesh), results) for name, results in expected.items()}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", CASES_BY_RANKS)
+def test_loss_gradients_and_steps_are_those_of_one_device(world_size: int, tmp_path: Path) -> None:
+    expected = {name: reference(CASES[name][0]) for name in CASES_BY_RANKS[world_size]}
+    for found in run_ranks(body, world_size, tmp_path, expected, timeout=180):
+        assert found == {name: [] for name in expected}
+
+
+def the_mean_has_gradients(mesh: DeviceMesh) -> None:
+    for case in (Case(), Case(features=FEW, chained=True)):
+        expected = mean_gradients(case)
+        for strategies in (("S2",), ("S2", "S5")):
+            assert differences(mean_gradients(case, strategies, mesh), expected) == []
+
+
+def what_is_not_used_has_no_gradient(mesh: DeviceMesh) -> None:
+    """Not one of zeros: weight decay would act on it."""
+    for strategies in (("S2",), ("S2", "S5")):
+        model = Model(Case(binarized=True))
+        install(model, make_plan(strategies, mesh["model"].size()), mesh)
+        model().backward()
+        assert model.decoder.strata_weights.grad is None
+        assert model.decoder.head.weight.grad is None  # type: ignore[union-attr]
+        assert model.decoder.strata[0].log_theta.grad is None
+        assert model.decoder.strata[0].scale.grad is not None
+
+
+def the_normaliser_matters(mesh: DeviceMesh) -> None:
+    """Softmax over the own features alone is another model, and the comparison sees it."""
+    right = ShardedFeatures.log_softmax
+    ShardedFeatures.log_softmax = AllFeatures.log_softmax  # type: ignore[assignment,method-assign]
+    try:
+        found = sharded(Case(), ("S2",), mesh, 1)
+    finally:
+        ShardedFeatures.log_softmax = right  # type: ignore[method-assign]
+    expected = reference(Case(), 1)
+    error = (found["loss of step 0"] - expected["loss of step 0"]).abs() / expected["loss of step 0"]
+    assert error > 1e-2
+    assert len(differences(found, expected)) > 10
+
+
+def collectives_are_counted(mesh: DeviceMesh) -> None:
+    assert count(Case(), ("S2",), mesh) == (
+        {"all_gather_into_tensor": 3, "all_reduce": 1},
+        {"all_reduce": 3 + 1},
+    )
+    assert count(Case(binarized=True), ("S2",), mesh) == ({"all_reduce": 1}, {"all_reduce": 1})
+    # nothing else is sent for convolution keys; gloo adds up parts by an all-to-all
+    assert count(Case(key="convolution"), ("S2", "S5"), mesh) == (
+        {"alltoall_base_": 3, "all_gather_into_tensor": 3, "all_reduce": 1},
+        {"all_gather_into_tensor": 3 + 1, "all_reduce": 3 + 1},
+    )
+
+
+def count(case: Case, strategies: tuple[str, ...], mesh: DeviceMesh) -> tuple[Counter[str], Counter[str]]:
+    """Collectives of forward and of backward."""
+    model = Model(case)
+    install(model, make_plan(strategies, mesh["model"].size()), mesh)
+    with CountCollectives() as forward:
+        loss = model()
+    with CountCollectives() as backward:
+        loss.backward()
+    return forward.counts, backward.counts
+
+
+def scores_are_kept_in_part(mesh: DeviceMesh) -> None:
+    case = Case(distances=(0,), dim=2, anchors=402, cells=50)
+    features = case.cells * 401
+
+    def kept(strategies: tuple[str, ...]) -> float:
+        model = Model(case)
+        if strategies:
+            install(model, make_plan(strategies, mesh["model"].size()), mesh)
+        model()
+        with LiveBytes() as live:
+            loss = model()
+            bytes_kept = live.current
+        assert loss.requires_grad
+        return bytes_kept / (8 * features)
+
+    alone, own = kept(("S4",)), kept(("S2", "S4"))
+    assert alone > 10, "tensors of the size of the scores"
+    assert own < 1.02 * alone / mesh["model"].size()
+
+
+@pytest.mark.parametrize(
+    ("features", "ranks", "expected"),
+    [(7, 3, [3, 3, 1]), (6, 3, [2, 2, 2]), (5, 4, [2, 2, 1, 0]), (2, 4, [1, 1, 0, 0]), (9, 1, [9])],
+)
+def test_features_are_dealt_in_runs(features: int, ranks: int, expected: list[int]) -> None:
+    nodes = torch.arange(10, 10 + features)
+    parts = [
+        ShardedFeatures(nodes, fake_mesh(rank=r, ranks=ranks)["model"]).feature_anchor for r in range(ranks)
+    ]
+    assert [len(part) for part in parts] == expected
+    assert torch.equal(torch.cat(parts), nodes)
+    chunks = [len(chunk) for chunk in nodes.chunk(ranks)]
+    assert expected[: len(chunks)] == chunks, "as torch's Shard, which chunks"
+
+
+def small() -> StratifiedDecoder:
+    return StratifiedDecoder(
+        4, [range(9), range(8)], stratum_index=[0, 1], n_anchors=9, n_batches=1, window=3
+    )
+
+
+def test_own_nodes_are_one_tensor() -> None:
+    """S4 reads the values of a tensor that it has not seen, which waits for the device."""
+    seen = []
+    features = ShardedFeatures(torch.arange(9), fake_mesh(rank=1, ranks=2)["model"])
+
+    class Decode(nn.Module):
+        def forward(self, u: Tensor, key: Tensor, nodes: Tensor) -> Tensor:
+            seen.append(nodes)
+            return (u @ key.T)[:, nodes]
+
+    for _ in range(2):
+        features.scores(Decode(), torch.ones(2, 4), torch.ones(9, 4), torch.arange(9))
+    assert seen[0] is seen[1]
+    assert torch.equal(seen[0], torch.arange(5, 9))
+    assert seen[0].untyped_storage().nbytes() == 4 * 8, "and no view of all nodes"
+    assert pickle.loads(pickle.dumps(features.feature_anchor)).equal(seen[0])
+
+
+class Weighted(AllFeatures):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+
+class Doubled(AllFeatures):
+    def scores(self, decode: nn.Module, u: Tensor, key: Tensor, nodes: Tensor) -> Tensor:
+        return 2 * super().scores(decode, u, key, nodes)
+
+
+class Failing(AllFeatures):
+    def whole(self, values: Tensor) -> Tensor:
+        raise ValueError("not here")
+
+
+class Weights(StrataRegion):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(1))
+
+
+class Scaling(StrataRegion):
+    def leave(self, total: Tensor) -> Tensor:
+        return 2 * total
+
+
+@pytest.mark.parametrize(
+    ("name", "child", "message"),
+    [
+        (
+            "strata.1.features",
+            Weighted(),
+            r"whose stratum 1 has a leaf `features` that has the state \['weight'\]",
+        ),
+        ("strata.1.features", Doubled(), "whose stratum 1 has a leaf `features` that returns scores tensor"),
+        (
+            "strata.0.features",
+            Failing(),
+            "whose stratum 0 has a leaf `features` that fails .* ValueError: not here",
+        ),
+        ("strata.0.features", None, "whose stratum 0 has features=None"),
+        ("region", Weights(), r"child `region` has the state \['table'\]"),
+        ("region", Scaling(), r"child `region` returns its arguments unchanged: False and not True"),
+    ],
+)
+def test_refuses_leaves_that_do_something_of_their_own(
+    name: str, child: nn.Module | None, message: str
+) -> None:
+    model = nn.Module()
+    model.decoder = small()
+    parent, _, last = name.rpartition(".")
+    model.decoder.get_submodule(parent)._modules[last] = child
+    before = dict(model.named_modules())
+    with pytest.raises(InstallError, match=f"(?s)S2 does not support .*{message}"):
+        install(model, make_plan(("S2",), 2), fake_mesh(rank=0, ranks=2))
+    assert dict(model.named_modules()) == before
+
+
+def test_refuses_what_is_no_decoder_or_shared_already() -> None:
+    with pytest.raises(InstallError, match="S2 requires several devices, found no mesh"):
+        change_of(small(), FeatureParallel(), None, strategy="S2")
+    mesh = fake_mesh(rank=0, ranks=2)
+    with pytest.raises(InstallError, match="S2 does not support 'Linear', which is no decomposed decoder"):
+        change_of(nn.Linear(2, 2), FeatureParallel(), mesh, strategy="S2")
+    model = Model(Case())
+    plan = make_plan(("S2",), 2)
+    install(model, plan, mesh)
+    with pytest.raises(InstallError, match="stratum 0 has its features shared already"):
+        install(model, plan, mesh)
+    without_nodes = small()
+    del without_nodes.strata[1].feature_anchor
+    with pytest.raises(InstallError, match="stratum 1 has no buffer `feature_anchor`"):
+        share_features(without_nodes, FeatureParallel(), mesh)
+
+
+def test_second_derivatives_are_refused() -> None:
+    mesh = fake_mesh(rank=0, ranks=1)
+    model = Model(Case(anchors=9))
+    install(model, make_plan(("S2",), 1), mesh)
+    x = torch.ones(2, 3, requires_grad=True)
+    for value, leaf in ((model(), model.u), (log_softmax(x, mesh["model"]).square().sum(), x)):
+        (grad,) = torch.autograd.grad(value, [leaf], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.square().sum().backward()

@@ -1,0 +1,430 @@
+"""Claim: nodes trains what one device trains, wherever the anchors are cut and whatever other strategies are there; it
+sends one bucket of rows to each neighbour while the inner buckets are computed, counts what it sends, keeps a part, and
+refuses what would not see all that it needs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_amp.dist import ring_attention as ring
+from lightning_amp.errors import InstallError, PlanError
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.installing.install import change_of, install
+from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.models.decoders.stratified import StrataRegion, StratifiedDecoder
+from lightning_amp.models.decoders.stratum import AllFeatures
+from lightning_amp.techniques.hic.features.row import FeatureParallel
+from lightning_amp.techniques.hic.nodes import halo_exchange as halo
+from lightning_amp.techniques.hic.nodes.decoder import AnchorFeatures, share_anchors
+from lightning_amp.techniques.hic.nodes.halo_attention import HaloAttention
+from lightning_amp.techniques.hic.nodes.row import DomainParallel
+from lightning_amp.techniques.hic.strata.rows import StrataParallel
+from lightning_amp.techniques.ranks.anchor_shards import AnchorShards, shard_anchors
+from tests.ranks import CountCollectives, run_ranks
+from tests.techniques.sharded_cases import (
+    Case,
+    Model,
+    Results,
+    differences,
+    fake_mesh,
+    make_plan,
+    mean_gradients,
+    model_mesh,
+    reference,
+    sharded,
+)
+
+FEW = {0: 1, 1: 2, 2: 3}
+STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shuffled(Case):
+    """Features in no order of their anchors, and several with the same anchor."""
+
+    def nodes(self) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(7)
+        rows = [torch.tensor(rows + rows[:3]) for rows in super().nodes()]
+        return [r[torch.randperm(len(r), generator=generator)].tolist() for r in rows]
+
+
+LOCAL, FULL = Case(), Case(key="full_attention")
+"""23 anchors: 11 and 12 on two ranks, 7, 8 and 8 on three."""
+
+CASES: dict[str, tuple[Case, tuple[str, ...]]] = {
+    "one batch, no head": (Case(n_batches=1, head=False), ("S4", "nodes")),
+    "few features": (Case(features=FEW), ("S4", "nodes")),
+    "any order": (Shuffled(), ("nodes",)),
+    "any order, S4": (Shuffled(chained=True), ("S4", "nodes", "stream")),
+    "binarized": (Case(binarized=True), ("nodes", "recompute")),
+    "one cell": (Case(cells=1, n_batches=1), ("S3", "nodes")),
+    "whole buckets": (Case(anchors=25, variant="paper"), ("nodes",)),
+    "one bucket each": (Case(anchors=18), ("nodes",)),
+    "S3 inside": (Case(), ("nodes", "S3")),
+    "full, recompute": (Shuffled(key="full_attention"), ("nodes", "recompute")),
+}
+CASES_BY_RANKS = {
+    2: ("any order", "whole buckets", "S3 inside"),
+    3: tuple(name for name in CASES if name not in ("S3 inside", "whole buckets")),
+}
+"""The forms that test_exactness_matrix.py does not have."""
+
+
+def body(rank: int, world_size: int, expected: dict[str, Results]) -> dict[str, list[str]]:
+    mesh = model_mesh(world_size)
+    if world_size == 3:
+        the_mean_has_gradients(mesh)
+        what_is_not_used_has_no_gradient(mesh)
+        the_comparison_sees_mistakes(mesh)
+    return {
+        name: differences(sharded(*CASES[name], mesh, STEPS), results) for name, results in expected.items()
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", CASES_BY_RANKS)
+def test_loss_gradients_and_steps_are_those_of_one_device(world_size: int, tmp_path: Path) -> None:
+    expected = {name: reference(CASES[name][0], STEPS) for name in CASES_BY_RANKS[world_size]}
+    for found in run_ranks(body, world_size, tmp_path, expected, timeout=180):
+        assert found == {name: [] for name in expected}
+
+
+def the_mean_has_gradients(mesh: DeviceMesh) -> None:
+    for case in (Case(features=FEW, chained=True), Shuffled()):
+        expected = mean_gradients(case)
+        assert differences(mean_gradients(case, ("S4", "nodes"), mesh), expected) == []
+
+
+def what_is_not_used_has_no_gradient(mesh: DeviceMesh) -> None:
+    """Not one of zeros: weight decay would act on it."""
+    model = Model(Case(binarized=True))
+    install(model, make_plan(("nodes",), 3), mesh)
+    model.u.requires_grad_(False)
+    model().backward()
+    assert model.u.grad is None
+    assert model.decoder.strata_weights.grad is None
+    assert model.decoder.strata[0].log_theta.grad is None
+    assert model.decoder.strata[0].scale.grad is not None
+
+
+def the_comparison_sees_mistakes(mesh: DeviceMesh) -> None:
+    """Softmax of the own features alone, rows of no neighbour, and a ring that misses a step, are other models."""
+
+    def wrong(owner: Any, name: str, other: Callable[..., Any], case: Case = LOCAL) -> list[str]:
+        right = getattr(owner, name)
+        setattr(owner, name, other)
+        try:
+            return differences(sharded(case, ("nodes",), mesh, 1), reference(case, 1))
+        finally:
+            setattr(owner, name, right)
+
+    def no_rows(rows: AnchorShards, under_way: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(torch.zeros_like(part) for part in finish(rows, under_way))  # type: ignore[return-value]
+
+    def no_last_step(tensors: Any, shapes: Any, axis: Any) -> Any:
+        steps.append(len(tensors))
+        arrive = step(tensors, shapes, axis)
+        # forward every second step of a ring of three brings nothing
+        return (lambda: [0 * t for t in arrive()]) if steps.count(2) % 2 == 0 else arrive
+
+    steps, step, finish = list[int](), ring.ring, halo.finish
+    assert len(wrong(AnchorFeatures, "log_softmax", AllFeatures.log_softmax)) > 10
+    assert len(wrong(halo, "finish", no_rows)) > 10
+    assert len(wrong(ring, "ring", no_last_step, FULL)) > 10
+
+
+@pytest.mark.parametrize(
+    ("anchors", "ranks", "expected"),
+    [(23, 1, [23]), (23, 2, [10, 13]), (25, 3, [5, 10, 10]), (21, 5, [5, 5, 5, 5, 1]), (11, 2, [5, 6])],
+)
+def test_anchors_are_dealt_in_whole_buckets(anchors: int, ranks: int, expected: list[int]) -> None:
+    dealt: list[int] = []
+    for rank in range(ranks):
+        rows = shard_anchors(anchors, 5, fake_mesh(rank=rank, ranks=ranks)["model"])
+        assert rows.sizes == expected
+        assert (rows.before, rows.after) == (rank > 0, rank < ranks - 1)
+        assert rows.n_buckets == -(-expected[rank] // 5)
+        dealt += rows.own
+    assert dealt == list(range(anchors))
+
+
+def test_own_features_of_none() -> None:
+    rows = shard_anchors(15, 5, fake_mesh(rank=2, ranks=3)["model"])
+    features = AnchorFeatures(torch.tensor([3, 2, 9]), rows)
+    assert features.own(torch.ones(2, 3)).shape == (2, 0)
+    assert "0 of 3 features, ranks=3" in repr(features)
+
+
+@pytest.mark.parametrize(("rank", "neighbours"), [(0, 1), (1, 2), (2, 1)])
+def test_what_is_sent_is_counted(rank: int, neighbours: int) -> None:
+    """No more than a bucket to each neighbour; anchors are 5, 10 and 8."""
+    case, mesh = Case(), fake_mesh(rank=rank, ranks=3)
+    model = Model(case)
+    install(model, make_plan(("S4", "nodes"), 3), mesh)
+    cells, strata, attending, number = case.cells, len(case.distances), 2, 8
+    with CountCollectives() as forward:
+        loss = model()
+    with CountCollectives() as backward:
+        loss.backward()
+    a_bucket = neighbours * 2 * case.window * case.dim * number
+    entering = 10 * case.dim + cells * case.dim + cells * strata
+    assert forward.counts == {
+        "all_to_all_single": attending,
+        "all_gather_into_tensor": strata,
+        "all_reduce": 1,
+    }
+    assert forward.sent == {
+        "all_to_all_single": attending * a_bucket,
+        "all_gather_into_tensor": strata * cells * number,
+        "all_reduce": number,
+    }
+    assert backward.counts == {
+        "all_to_all_single": attending,
+        "all_reduce": strata,
+        "all_gather_into_tensor": 1,
+    }
+    assert backward.sent == {
+        "all_to_all_single": attending * a_bucket,
+        "all_reduce": strata * cells * number,
+        "all_gather_into_tensor": entering * number,
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_a_ring_sends_is_counted(ranks: int) -> None:
+    """Keys and values in all steps but the last; backward with their gradients, which also go the last step home."""
+    model, number, attending = Model(FULL), 8, 2
+    install(model, make_plan(("S4", "nodes"), ranks), fake_mesh(rank=0, ranks=ranks))
+    with CountCollectives() as forward:
+        loss = model()
+    with CountCollectives() as backward:
+        loss.backward()
+    # what is sent is of every rank in turn
+    sizes = [len(own) for own in shard_anchors(23, 1, fake_mesh(rank=0, ranks=ranks)["model"]).owned]
+    held = [sizes[-step % ranks] for step in range(ranks)]
+    steps = ranks - 1
+    for found, calls, rows in (
+        (forward, 2 * steps, 2 * sum(held[:-1])),
+        (backward, (4 * steps + 2) * (ranks > 1), (4 * sum(held[:-1]) + 2 * held[-1]) * (ranks > 1)),
+    ):
+        assert found.counts["all_to_all_single"] == attending * calls
+        assert found.sent["all_to_all_single"] == attending * rows * FULL.dim * number
+
+
+def test_one_rank_sends_no_rows() -> None:
+    model = Model(Case())
+    install(model, make_plan(("nodes",), 1), fake_mesh(rank=0, ranks=1))
+    with CountCollectives() as sent:
+        model().backward()
+    assert sent.counts["all_to_all_single"] == 0
+    assert differences({"loss": model()}, {"loss": Model(Case())()}) == []
+
+
+class Order(TorchDispatchMode):
+    """What came when: rows that go out, waiting for them, and softmax with the number of its buckets."""
+
+    WORDS = {  # noqa: RUF012
+        "all_to_all_single": "send",
+        "wait_tensor": "wait",
+        "_softmax": "softmax",
+        "_softmax_backward_data": "softmax",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._opname in self.WORDS:
+            word = self.WORDS[func._opname]
+            self.words.append(f"{word} {len(args[0])}" if word == "softmax" else word)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("rank", "forward", "backward"),
+    [
+        (0, ["send", "softmax 2", "wait", "softmax 1"], ["softmax 1", "send", "softmax 2", "wait"]),
+        (
+            1,
+            ["send", "softmax 1", "wait", "softmax 1", "softmax 1"],
+            ["softmax 1", "softmax 1", "send", "softmax 1", "wait"],
+        ),
+        (2, ["send", "softmax 2", "wait", "softmax 1"], ["softmax 1", "send", "softmax 2", "wait"]),
+    ],
+)
+def test_inner_buckets_are_attended_while_rows_are_under_way(
+    rank: int, forward: list[str], backward: list[str]
+) -> None:
+    rows = shard_anchors(45, 5, fake_mesh(rank=rank, ranks=3)["model"])
+    attention = HaloAttention(LocalAttention(4, 5), rows)
+    # a node between, as there is before attention in a key
+    q, k, values = (2 * torch.ones(len(rows.own), 4, requires_grad=True) for _ in range(3))
+    with Order() as order:
+        out = attention(q, k, values)
+    assert order.words == forward
+    with Order() as order:
+        out.sum().backward()
+    assert order.words == backward
+
+
+def test_a_part_is_kept() -> None:
+    """Of keys, scores and likelihood; at each border no more than some buckets."""
+    case = Case(distances=(0, 1), dim=4, anchors=400, window=5, cells=10, n_batches=1)
+
+    def kept(strategies: tuple[str, ...]) -> float:
+        model = Model(case)
+        if strategies:
+            install(model, make_plan(strategies, 4), fake_mesh(rank=1, ranks=4))
+        model()
+        with LiveBytes() as live:
+            loss = model()
+            bytes_kept = live.current
+        assert loss.requires_grad
+        return float(bytes_kept)
+
+    # 80 buckets in all, 20 own ones; the two at the border come in pieces of three, of which two are twice there
+    assert kept(("nodes",)) < (20 + 6) / 80 * kept(())
+
+
+def small(**changes: Any) -> StratifiedDecoder:
+    settings = {"stratum_index": [0, 1], "n_anchors": 9, "n_batches": 1, "window": 3} | changes
+    return StratifiedDecoder(4, [range(9), range(8)], **settings)
+
+
+class Weights(StrataRegion):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(1))
+
+
+class Doubled(AllFeatures):
+    def own(self, values: Tensor) -> Tensor:
+        return 2 * values
+
+
+class Distant(LocalAttention):
+    """Adds what the rest of the sequence is like."""
+
+    def prepare(self, q: Tensor, k: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        return super().prepare(q, k, values + values.mean(0))
+
+
+class Narrow(LocalAttention):
+    """Says that its buckets are smaller than they are."""
+
+    def n_buckets(self, n: int) -> int:
+        return -(-n // (self.window + 1))
+
+
+class Failing(LocalAttention):
+    def prepare(self, q: Tensor, k: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        raise ValueError("not here")
+
+
+@pytest.mark.parametrize(
+    ("name", "child", "message"),
+    [
+        ("region", Weights(), r"child `region` has the state \['table'\]"),
+        (
+            "strata.0.features",
+            Doubled(),
+            "has a stratum 0 that has a leaf `features` that returns own tensor",
+        ),
+        ("strata.1.key", nn.Linear(4, 4), r"has 'strata.1.key' Linear.*allowed is a key that has no state"),
+        (
+            "strata.1.key.prenorm",
+            nn.BatchNorm1d(4),
+            r"BatchNorm1d.*types \['LayerNorm', 'Linear', 'Identity'\]",
+        ),
+        (
+            "strata.1.key.attention",
+            nn.Identity(),
+            r"has 'strata.1.key.attention' Identity\(\); allowed is attention.*or full attention.*fails on a small",
+        ),
+        ("strata.1.key.attention", Distant(4, 3), "attention' whose buckets depend on other buckets"),
+        ("strata.1.key.attention", Failing(4, 3), "attention' that fails on an example with ValueError: not"),
+        (
+            "strata.1.key.attention",
+            Narrow(4, 3),
+            "attention' with window=3; allowed is attention with buckets",
+        ),
+    ],
+)
+def test_refuses_parts_that_would_not_see_all(name: str, child: nn.Module | None, message: str) -> None:
+    model = nn.Module()
+    model.decoder = small()
+    parent, _, last = name.rpartition(".")
+    model.decoder.get_submodule(parent)._modules[last] = child
+    before = dict(model.named_modules())
+    with pytest.raises(InstallError, match=f"(?s)nodes does not support .*{message}"):
+        install(model, make_plan(("nodes",), 2), fake_mesh(rank=0, ranks=2))
+    assert dict(model.named_modules()) == before
+
+
+def test_refuses_hooks_before_it_tries_attention_out() -> None:
+    """A profiler's hooks cannot be copied."""
+    decoder = small()
+    attention = decoder.strata[1].get_submodule("key.attention")
+    attention.register_forward_hook(lambda *_: None)
+    with pytest.raises(InstallError, match=r"attention' with \['forward_hooks'\], which would not run"):
+        share_anchors(decoder, DomainParallel(), fake_mesh(rank=0, ranks=2))
+
+
+def test_refuses_decoders_that_cannot_be_dealt() -> None:
+    with pytest.raises(InstallError, match="nodes requires several devices, found no mesh"):
+        change_of(small(), DomainParallel(), None, strategy="nodes")
+    mesh = fake_mesh(rank=0, ranks=4)
+    for decoder, message in (
+        (nn.Linear(2, 2), "support 'Linear', which is no decomposed decoder"),
+        (small(key="convolution"), r"has 'strata.1.key' ConvolutionKey"),
+        (small(), r"4 ranks on the model axis, and N=9 anchors fill 3 buckets of 3"),
+        (small(stratum_index=[0, 0]), r"has buckets of \[\] anchors; allowed is strata with attention"),
+    ):
+        with pytest.raises(InstallError, match=f"(?s)nodes .*{message}"):
+            change_of(decoder, DomainParallel(), mesh, strategy="nodes")
+    decoder = small(stratum_index=[1, 2])
+    decoder.strata[1].key.attention = LocalAttention(4, 2)  # type: ignore[union-attr]
+    with pytest.raises(InstallError, match=r"has buckets of \[2, 3\] anchors"):
+        share_anchors(decoder, DomainParallel(), mesh)
+
+
+WHOLE = {"S2": FeatureParallel(), "strata": StrataParallel(ends="1,3")}
+PLACEMENTS = [("S2", "strata"), ("nodes", "S2"), ("nodes", "S5"), ("nodes", "strata"), ("nodes", "nodes")]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [*PLACEMENTS, ("S5", "strata"), ("S2", "S2"), ("strata", "strata")]
+)
+def test_refuses_a_second_placement(one: str, other: str) -> None:
+    """Two ways to split a decoder add up to another loss, without an error by themselves."""
+    mesh = fake_mesh(rank=0, ranks=2)
+    for first, second in {(one, other), (other, one)}:
+        model = Model(Case())
+        install(model, make_plan((first,), 2, {k: v for k, v in WHOLE.items() if k == first}), mesh)
+        with pytest.raises(InstallError):
+            install(model, make_plan((second,), 2, {k: v for k, v in WHOLE.items() if k == second}), mesh)
+    if one != other:
+        specs = {k: v for k, v in WHOLE.items() if k in (one, other)}
+        with pytest.raises((PlanError, InstallError)):
+            install(Model(Case()), make_plan((one, other), 2, specs), mesh)
+
+
+def test_second_derivatives_are_refused() -> None:
+    mesh = fake_mesh(rank=0, ranks=2)
+    model = Model(Case())
+    install(model, make_plan(("nodes",), 2), mesh)
+    rows = shard_anchors(20, 5, mesh["model"])
+    x = torch.ones(10, 4, requires_grad=True)
+    attended = HaloAttention(LocalAttention(4, 5), rows)(x, x, x).square().sum()
+    for value, leaf in ((model(), model.u), (attended, x)):
+        (grad,) = torch.autograd.grad(value, [leaf], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.square().sum().backward()

@@ -1,0 +1,344 @@
+"""Claim: under nodes the whole reference model trains, saves and predicts what one device does, while no rank has a row
+for every vertex or anchor; a rank's peak is its part; what would not see all that it needs is refused."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_amp.costs.model_shape import reference_shape
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.errors import InstallError
+from lightning_amp.installing.install import change_of, install
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.models import graph_vertices as vertices
+from lightning_amp.models.glue import GLUE
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.profiling.profile import GraphProfile, Profile
+from lightning_amp.simulation.models_without_values import reference_subject
+from lightning_amp.simulation.simulate import simulate
+from lightning_amp.techniques.hic.nodes import sharded_vertices as vertex_leaves
+from lightning_amp.techniques.hic.nodes.graph_encoder import share_vertices
+from lightning_amp.techniques.hic.nodes.row import VertexParallel
+from lightning_amp.techniques.hic.nodes.sharded_vertices import SharedVertices
+from lightning_amp.techniques.hic.nodes.vertex_shards import own_edges, shard_vertices
+from lightning_amp.techniques.ranks.anchor_shards import shard_anchors
+from tests.lightning.strategy.model_axis_cases import trainer_of
+from tests.planning.profiles import hic, profile, rna
+from tests.ranks import CountCollectives, run_ranks
+from tests.techniques.hic.nodes.vertex_cases import (
+    CELLS,
+    DIM,
+    WINDOW,
+    G,
+    Graph,
+    Loop,
+    N,
+    V,
+    batch,
+    make,
+    plan_for,
+    train,
+)
+from tests.techniques.sharded_cases import Results, differences, fake_mesh, model_mesh
+
+OURS = ("S4", "fused", "sparse", "nodes", "stream")
+CASES: dict[str, tuple[Graph, tuple[str, ...]]] = {
+    "alone": (Graph(), ("nodes",)),
+    "in order": (Graph(in_order=True), ("S4", "nodes", "recompute")),
+    "ours, wide layers too": (Graph(seed=1), ("S2", *OURS)),
+}
+TRAINED = "S1,S2,S4,fused,sparse,nodes,stream"
+
+
+def body(
+    rank: int, world_size: int, expected: dict[str, Results], data_dir: Path, folder: Path
+) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    mesh = model_mesh(world_size)
+    vertices.ROWS_AT_A_TIME = 8
+    if world_size == 3:
+        the_comparison_sees_mistakes(mesh, train(CASES["alone"][0], steps=1))
+        nothing_is_whole(mesh)
+    found = {
+        name: differences(train(CASES[name][0], mesh, CASES[name][1]), e) for name, e in expected.items()
+    }
+    vertices.ROWS_AT_A_TIME = 65_536
+    return found, fitted(rank, world_size, data_dir, folder) if world_size == 2 else {}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Results]:
+    # as in `body`: which numbers are drawn depends on how many come at a time
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vertices, "ROWS_AT_A_TIME", 8)
+        return {name: train(case) for name, (case, _) in CASES.items()}
+
+
+@pytest.mark.ranks
+def test_three_ranks_train_what_one_device_trains(expected: dict[str, Results], tmp_path: Path) -> None:
+    for found, _ in run_ranks(body, 3, tmp_path, expected, tmp_path, tmp_path, timeout=120):
+        assert found == {name: [] for name in expected}
+
+
+@pytest.mark.ranks
+def test_a_run_of_lightning_on_two_ranks(expected: dict[str, Results], tmp_path: Path) -> None:
+    data_dir, few = tmp_path / "data", {"alone": expected["alone"]}
+    synthesize(data_dir, cells=12, rna_cells=10, bins=30, strata=3, genes=20, seed=2)
+    one = fitted(0, 1, data_dir, tmp_path / "one")
+    ranks = run_ranks(body, 2, tmp_path, few, data_dir, tmp_path / "two", timeout=120)
+    assert [found for found, _ in ranks] == [{"alone": []}] * 2
+    checkpoints = [torch.load(tmp_path / name / "after.ckpt", weights_only=False) for name in ("one", "two")]
+    for name, state in checkpoints[0]["state_dict"].items():
+        torch.testing.assert_close(checkpoints[1]["state_dict"][name], state, rtol=1e-9, atol=1e-11)
+    for _, found in ranks:
+        assert list(found["values"]) == list(one["values"])
+        assert differences(found["values"], one["values"], rtol=1e-9) == []
+        assert found["sharded"] == ["decoders.hic.region", "graph_encoder.vertices"]
+        torch.testing.assert_close(found["val_loss"], one["val_loss"], rtol=1e-10, atol=0)
+    resumed = fitted(0, 1, data_dir, tmp_path / "again", resume=str(tmp_path / "two" / "after.ckpt"))
+    whole = fitted(0, 1, data_dir, tmp_path / "whole", resume=str(tmp_path / "one" / "after.ckpt"))
+    assert differences(resumed["values"], whole["values"], rtol=1e-9) == []
+
+
+def fitted(rank: int, ranks: int, data_dir: Path, folder: Path, resume: str | None = None) -> dict[str, Any]:
+    """Two epochs, or one more from a checkpoint."""
+    seed_everything(3)
+    strategy = AMPStrategy(strategies=TRAINED, model_parallel_size=ranks) if ranks > 1 else AMPStrategy()
+    trainer = trainer_of(rank, ranks, strategy, max_epochs=3 if resume else 2, gradient_clip_val=None)
+    model = Watched(latent_dim=6, hidden_dim=5, window=5, edges_per_step=16, align_burnin=2)
+    trainer.fit(model, SingleCellDataModule(data_dir, batch_size=6, val_fraction=0.25), ckpt_path=resume)
+    trainer.save_checkpoint(folder / "after.ckpt")
+    return {
+        "values": {name: value.double() for name, value in model.state_dict().items()},
+        "val_loss": trainer.callback_metrics["val_loss"],
+        "sharded": model.seen,
+    }
+
+
+class Watched(GLUE):
+    """Notes what of it is shared while it trains, and steps that are not rounding."""
+
+    seen: list[str]
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        optimizers = super().configure_optimizers()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["eps"] = 1e-4
+        return optimizers
+
+    def on_train_start(self) -> None:
+        modules = (self.decoders["hic"].region, self.graph_encoder.vertices)
+        names = ("decoders.hic.region", "graph_encoder.vertices")
+        self.seen = [
+            name for name, m in zip(names, modules, strict=True) if type(m).__name__.startswith("Shared")
+        ]
+
+
+def the_comparison_sees_mistakes(mesh: DeviceMesh, expected: Results) -> None:
+    """Each of these is a mistake that could be made; the ranks go on alike, so that none waits for another."""
+
+    def wrong(owner: Any, name: str, other: Callable[..., Any]) -> list[str]:
+        right = vars(owner)[name]
+        setattr(owner, name, other)
+        try:
+            return differences(train(CASES["alone"][0], mesh, ("nodes",), steps=1), expected)
+        finally:
+            setattr(owner, name, right)
+
+    alike, add = vertex_leaves._Replicated.backward, vertex_leaves._add
+
+    def summed(ctx: Any, grad: Tensor) -> Any:
+        return alike(ctx, grad * mesh["model"].size())
+
+    def without_ghosts(
+        leaf: SharedVertices, out: Tensor, x: Tensor, edges: slice, *, back: bool = False
+    ) -> None:
+        if edges.stop is not None:
+            add(leaf, out, x, edges, back=back)
+
+    def own_noise(leaf: SharedVertices, like: Tensor, generator: torch.Generator | None) -> Tensor:
+        return torch.randn_like(like)
+
+    def own_mean(leaf: SharedVertices, values: Tensor) -> Tensor:
+        return vertex_leaves.collectives.leave(leaf.mesh, values.mean())
+
+    assert wrong(vertex_leaves._Replicated, "backward", staticmethod(summed))
+    assert wrong(vertex_leaves, "_add", without_ghosts)
+    assert wrong(SharedVertices, "noise", own_noise)
+    assert wrong(SharedVertices, "mean", own_mean)
+
+
+class Rows(TorchDispatchMode):
+    """How many rows the tensors with D channels have that a step makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for t in tree_leaves(made):
+            if isinstance(t, Tensor) and t.dim() == 2 and t.shape[1] == DIM and t.is_floating_point():
+                self.found.add(len(t))
+        return made
+
+
+def nothing_is_whole(mesh: DeviceMesh) -> None:
+    """Values, gradients, optimiser state, and what a step makes."""
+    model = make(Graph(), edges_per_step=2, negatives_per_edge=1)
+    loop = Loop(model, install(model, plan_for(model, OURS, 3), mesh), mesh)
+    loop.whole = lambda what: {}  # type: ignore[method-assign]
+    with Rows() as rows:
+        model.training_step(batch(0), 0)
+    own = len(model.graph_encoder.vertices.own_ids)
+    assert own in rows.found
+    assert not {N, V} & rows.found
+    shard = model.graph_encoder.embedding
+    (state,) = [o.state[shard] for o in model.optimizers() if shard in o.state]
+    assert {t.shape for t in (shard, shard.grad, state["square_avg"])} == {(own, DIM)}
+    assert loop.installed.sharded[0].whole.shape == (V, DIM)
+
+
+def dealt(rank: int, ranks: int) -> tuple[Any, Any]:
+    """A rank's vertices and edges: anchors 0..9 on vertices 10..19 in buckets of 2, others on 0..9."""
+    source = torch.tensor([10, 19, 0, 0, 0, 1, 2, 2, 3])
+    target = torch.tensor([11, 10, 10, 19, 18, 12, 11, 15, 0])
+    ends = torch.cat((source, target)), torch.cat((target, source))
+    rows = shard_anchors(10, 2, fake_mesh(rank=rank, ranks=ranks)["model"])
+    found = shard_vertices(20, rows, torch.arange(10, 20), ends)
+    return found, own_edges(found, ends)
+
+
+def test_vertices_go_where_most_of_their_edges_lead() -> None:
+    rows, _ = dealt(0, 2)
+    assert rows.owner[10:].tolist() == [0] * 4 + [1] * 6, "the anchors of two and of three buckets"
+    assert rows.owner[:3].tolist() == [1, 0, 0], "the majority; a tie to the lowest"
+    assert rows.owner[3:10].tolist() == [0, 0, 0, 0, 1, 1, 1], "a neighbour that is no anchor does not count"
+    assert torch.cat(rows.ids).sort().values.tolist() == list(range(20))
+    for rank, ids in enumerate(rows.ids):
+        assert torch.equal(rows.place[ids], torch.arange(len(ids)))
+        assert ids.tolist() == sorted(ids.tolist()), rank
+
+
+def test_what_is_sent_is_counted() -> None:
+    mesh = fake_mesh(rank=1, ranks=3)
+    model = make(Graph())
+    install(model, plan_for(model, ("nodes",), 3), mesh)
+    encoder, number = model.graph_encoder, 8
+    with CountCollectives() as forward:
+        v = encoder.sample(*encoder())
+        loss = encoder.kl(v.loc, v.std) + model.edge_nll(v.sample) + encoder.rows["rna"](v.sample).sum()
+        loss = loss + encoder.rows["hic"](v.sample).sum()
+    with CountCollectives() as backward:
+        loss.backward()
+    ghosts, ends = encoder.vertices, 6 * (2 + 3)
+    assert forward.counts == {"all_to_all_single": 1, "all_reduce": 3}
+    assert forward.sent == {
+        "all_to_all_single": sum(ghosts.n_sent) * DIM * number,
+        "all_reduce": (1 + ends * DIM + G * DIM) * number,
+    }
+    assert backward.counts == {"all_to_all_single": 1}
+    assert backward.sent == {"all_to_all_single": sum(ghosts.n_received) * DIM * number}
+    assert f"vertices={len(ghosts.own_ids)} of {V}" in repr(encoder)
+
+
+def test_undone_is_as_before() -> None:
+    model = make(Graph())
+    before, state = dict(model.named_modules()), copy.deepcopy(model.state_dict())
+    installed = install(model, plan_for(model, OURS, 2), fake_mesh(rank=0, ranks=2))
+    assert list(model.state_dict()) == list(state)
+    installed.undo()
+    assert dict(model.named_modules()) == before
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def graph_profile(anchors: int, genes: int, strata: int) -> Profile:
+    modalities = (hic(anchors=anchors, strata=strata), replace(rna(), features=genes))
+    graph = GraphProfile(file="g", vertices=anchors + genes, edges=3 * (anchors + genes))
+    return replace(profile(*modalities), graph=graph)
+
+
+@pytest.mark.long
+def test_a_ranks_peak_is_its_part_and_as_predicted() -> None:
+    """The first layers are split too, by S2, for they are not of the vertices."""
+    data, peaks = graph_profile(40_000, 40, 2), []
+    shape = reference_shape(data, batch_size=2, latent_dim=64)
+    for ranks, strategies in ((1, OURS[:3] + OURS[4:]), (2, ("S2", *OURS))):
+        made = plan(data, devices=ranks, strategies=["S1", *strategies], batch_size=2, shape=shape)
+        make_subject = partial(reference_subject, data, batch_size=2, latent_dim=64, window=None)
+        peaks.append(simulate(make_subject, made, rank=0).peak_bytes)
+    assert peaks[1] <= 0.55 * peaks[0]
+    for strategies in (("nodes",), OURS):
+        made = plan(data, devices=2, strategies=["S1", *strategies], batch_size=2, shape=shape)
+        found = simulate(make_subject, made, rank=1).peak_bytes
+        assert abs(made.predicted_peak_bytes - found) <= 0.05 * found, strategies
+
+
+SPEC = VertexParallel(modality="hic", window=WINDOW)
+
+
+def hooked(encoder: nn.Module) -> None:
+    encoder.embedding.register_hook(lambda grad: grad)
+
+
+def mixing(encoder: nn.Module) -> None:
+    encoder.loc = nn.Sequential(encoder.loc)
+
+
+class Doubled(vertices.AllVertices):
+    def rows(self, v: Tensor, *ids: Tensor) -> tuple[Tensor, ...]:
+        return tuple(2 * v[i] for i in ids)
+
+
+class Broken(vertices.AllVertices):
+    def mean(self, values: Tensor) -> Tensor:
+        raise ValueError("no mean")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (hooked, "has embedding.backward_hooks, which would see a part"),
+        (lambda e: e.register_forward_hook(lambda *_: None), "has forward_hooks, which"),
+        (mixing, "has loc='Sequential', and not nn.Linear"),
+        (lambda e: setattr(e, "vertices", Doubled()), "that returns rows"),
+        (lambda e: setattr(e, "vertices", Broken()), "that fails on a small example with ValueError"),
+        (lambda e: e.rows.pop("hic"), r"has the modalities \['rna'\], not 'hic'"),
+        (lambda e: delattr(e, "vertices"), "is not supported"),
+    ],
+)
+def test_refuses_encoders_that_would_not_see_all(change: Callable[[Any], object], text: str) -> None:
+    encoder = make(Graph()).graph_encoder
+    change(encoder)
+    with pytest.raises(InstallError, match=text):
+        share_vertices(encoder, SPEC, fake_mesh(rank=0, ranks=2))
+
+
+def test_refuses_what_cannot_be_dealt() -> None:
+    with pytest.raises(InstallError, match="nodes requires several devices, found no mesh"):
+        change_of(make(Graph()).graph_encoder, SPEC, None, strategy="nodes")
+    model, mesh = make(Graph()), fake_mesh(rank=0, ranks=2)
+    install(model, plan_for(model, ("nodes",), 2), mesh)
+    with pytest.raises(InstallError, match="has its vertices shared already"):
+        share_vertices(model.graph_encoder, SPEC, mesh)
+    v = torch.ones(N, DIM, dtype=torch.float64)
+    cells = {name: batch(0)["hic"][name] for name in ("batch", "library")}
+    u = torch.ones(CELLS, DIM, dtype=torch.float64)
+    with pytest.raises(
+        InstallError, match=f"v was to come with this rank's 10 of {N} anchors, found {N} rows"
+    ):
+        model.decoders["hic"].mean(u, v, **cells)
+    rows = shard_anchors(4, 2, mesh["model"])
+    with pytest.raises(InstallError, match="1 vertices belong to several of 4 anchors"):
+        shard_vertices(5, rows, torch.tensor([0, 1, 1, 3]), (torch.tensor([0]), torch.tensor([1])))

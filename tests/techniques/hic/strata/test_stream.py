@@ -1,0 +1,381 @@
+"""Stream and recompute train as the eager decoder does, in all that a training loop does, and keep one stratum."""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_amp.errors import InstallError
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.installing.install import install
+from lightning_amp.techniques.autograd.precomputed_gradients import gradients, leaf
+from lightning_amp.techniques.hic.strata.rows import StreamStrata
+from tests.techniques.sharded_cases import Case, Model, assert_same, gradient, make_plan, reference, train
+
+FIVE = Case(distances=(0, 1, 3, 4, 5))
+FORMS = {
+    "independent": FIVE,
+    "chained": replace(FIVE, chained=True),
+    "chained, all with keys": replace(FIVE, chained=True, distances=(1, 2, 3, 4, 5, 6, 7)),
+    "one row for all cells": replace(FIVE, n_batches=1, head=False),
+    "one cell": replace(FIVE, cells=1, n_batches=1),
+    "full attention, paper, chained": replace(FIVE, key="full_attention", variant="paper", chained=True),
+    "binarized": replace(FIVE, binarized=True, chained=True),
+}
+
+
+def installed(case: Case, strategy: str, cells: int = 3) -> Model:
+    model = Model(case)
+    install(model, make_plan((strategy,), 1, {"stream": StreamStrata(cells=cells)}))
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("strategy", "cells"), [("stream", 1), ("stream", 3), ("stream", 9), ("recompute", 0)]
+)
+def test_equals_the_eager_decoder(form: str, strategy: str, cells: int) -> None:
+    expected = reference(FORMS[form])
+    assert_same(train(installed(FORMS[form], strategy, cells), 3), expected, rtol=1e-12)
+
+
+def gradients_of(model: Model, run: Callable[[Model], Any]) -> dict[str, Tensor]:
+    run(model)
+    return {name: gradient(p).clone() for name, p in model.named_parameters()}
+
+
+def compare(run: Callable[[Model], Any], case: Case = FIVE, strategy: str = "stream") -> None:
+    found, expected = gradients_of(installed(case, strategy), run), gradients_of(Model(case), run)
+    assert_same(found, expected, rtol=1e-12)
+
+
+def accumulate(model: Model) -> None:
+    for scale in (1.0, 0.5):
+        (scale * model()).backward()
+
+
+def twice_in_one_loss(model: Model) -> None:
+    other = {name: t.flip(0) for name, t in model.batch.items()}
+    loss = model() + 2 * model.decoder(model.u.flip(0), model.v, **other) + model.v.sin().sum()
+    loss.backward()
+
+
+def scaled(model: Model) -> None:
+    (model() * 2.0**16).backward()
+
+
+def with_frozen_parts(model: Model) -> None:
+    model.u.requires_grad_(False)
+    model.decoder.strata[1].requires_grad_(False)
+    model.decoder.strata[2].scale.requires_grad_(False)
+    model().backward()
+
+
+def with_frozen_anchors(model: Model) -> None:
+    model.v.requires_grad_(False)
+    model().backward()
+
+
+def with_a_learned_library(model: Model) -> None:
+    library = nn.Parameter(model.batch["library"].clone())
+    model.decoder(model.u, model.v, **model.batch | {"library": library}).backward()
+    # shown as the gradient of what is compared
+    model.u.grad = model.u.grad + library.grad
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("strategy", ["stream", "recompute"])
+@pytest.mark.parametrize(
+    "run",
+    [accumulate, twice_in_one_loss, scaled, with_frozen_parts, with_frozen_anchors, with_a_learned_library],
+)
+def test_in_a_training_loop(run: Callable[[Model], Any], strategy: str, chained: bool) -> None:
+    compare(run, replace(FIVE, chained=chained), strategy)
+
+
+def test_half_precision_products() -> None:
+    results = []
+    for model in (Model(FIVE), installed(FIVE, "stream")):
+        model.float()
+        model.batch = {n: t.float() if t.is_floating_point() else t for n, t in model.batch.items()}
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model()
+        loss.backward()
+        assert model.v.grad.dtype == torch.float32
+        results.append((loss.detach(), model.v.grad))
+    (loss, grad), (found, found_grad) = results
+    assert float((found - loss).abs() / loss.abs()) < 1e-3
+    assert float((found_grad - grad).norm() / grad.norm()) < 0.03
+
+
+@pytest.mark.parametrize("counts", [1.0, 3e4])
+def test_an_overflow_that_no_loss_scale_can_cure_is_told(counts: float) -> None:
+    model = installed(FIVE, "stream").float()
+    model.batch = {n: t.float() if t.is_floating_point() else t for n, t in model.batch.items()}
+    model.batch["x"] = model.batch["x"] * counts
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for half in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", half):
+                loss = model()
+            assert loss.isfinite()
+            assert len(told) == (half == torch.float16 and counts > 1), half
+    (2.0**-20 * loss).backward()
+    assert model.u.grad.isfinite().all() == (counts == 1), "the scale comes too late"
+    assert all("float16 has overflowed" in str(w.message) for w in told)
+
+
+@pytest.mark.parametrize(("dtype", "large", "told"), [(torch.float16, 2e4, 1), (torch.float32, 2e38, 0)])
+def test_float16_parameters_overflow_with_a_warning_too(dtype: torch.dtype, large: float, told: int) -> None:
+    model = installed(Case(distances=(0,), head=False), "stream").to(dtype)
+    batch = {n: t.to(dtype) if t.is_floating_point() else t for n, t in model.batch.items()}
+    # nothing comes from this channel, and much goes back to it
+    model.u.data[:, 0], model.v.data[:, 0] = large, 0
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        loss = model.decoder(model.u, model.v, **batch)
+    assert loss.isfinite()
+    loss.backward()
+    assert not model.v.grad.isfinite().all()
+    assert len(warned) == told
+    assert all("'bf16-true'" in str(w.message) for w in warned)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_no_cells(chained: bool) -> None:
+    """The mean over none is 0 / 0, and its gradients are zero."""
+
+    def run(model: Model) -> None:
+        u = model.u[:0]
+        loss = model.decoder(u, model.v, **{name: t[:0] for name, t in model.batch.items()})
+        assert loss.isnan()
+        loss.backward()
+
+    compare(run, replace(FIVE, chained=chained))
+
+
+@pytest.mark.parametrize("strategy", ["stream", "recompute"])
+def test_without_gradients_nothing_is_recorded(strategy: str) -> None:
+    model, expected = installed(FIVE, strategy), Model(FIVE)()
+    with torch.no_grad():
+        loss = model()
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    frozen = installed(FIVE, strategy).requires_grad_(False)
+    assert not frozen().requires_grad
+
+
+def test_second_derivatives_and_second_backward_passes_are_refused() -> None:
+    model = installed(FIVE, "stream")
+    with pytest.raises(InstallError, match=r"second derivative .*create_graph=True.* leave 'stream' out"):
+        torch.autograd.grad(model(), model.v, create_graph=True)
+    loss = model()
+    loss.backward(retain_graph=True)
+    with pytest.raises(InstallError, match="second backward pass .* compute the loss again"):
+        loss.backward()
+
+
+class Outsider(nn.Module):
+    """A likelihood that reads a tensor from elsewhere."""
+
+    def __init__(self, inner: nn.Module, other: Tensor) -> None:
+        super().__init__()
+        self.inner, self.others = inner, [other]
+
+    def forward(self, *args: Tensor) -> Tensor:
+        result: Tensor = self.inner(*args)
+        return result * self.others[0].sum()
+
+
+def test_a_gradient_that_would_be_lost_is_refused() -> None:
+    model = installed(FIVE, "stream")
+    stratum = model.decoder.strata[1]
+    stratum.likelihood = Outsider(stratum.likelihood, nn.Parameter(torch.ones(7, dtype=torch.float64)))
+    with pytest.raises(InstallError, match=r"shapes \[\(7,\)\] .* their gradients would be lost"):
+        model()
+    model.batch["x"].requires_grad_()
+    with pytest.raises(InstallError, match="gradients would be lost"):
+        installed(FIVE, "stream").decoder(model.u, model.v, **model.batch)
+
+
+def anchors(model: Model, kept: list[Tensor]) -> None:
+    model.decoder.strata[1].key.prenorm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+
+
+def weights(model: Model, kept: list[Tensor]) -> None:
+    key = model.decoder.strata[1].key
+    key.register_forward_hook(lambda *_: kept.append(key.qk.weight))
+
+
+def cells(model: Model, kept: list[Tensor]) -> None:
+    model.decoder.strata[1].decode.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("hook", [anchors, weights, cells])
+def test_a_term_of_what_a_stratum_has_read_is_refused(
+    hook: Callable[[Model, list[Tensor]], None], chained: bool
+) -> None:
+    model, kept = installed(replace(FIVE, chained=chained), "stream"), []
+    hook(model, kept)
+    (model() + kept[0].detach().square().sum()).backward()
+    kept.clear()
+    loss = model() + kept[0].square().mean()
+    with pytest.raises(InstallError, match=r"came to a tensor of shape \(.*its gradient would be lost"):
+        loss.backward()
+
+
+def test_refusing_keeps_no_tensor_alive() -> None:
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        own = leaf(torch.ones(3), needed=True)
+        gradients([own.square().sum()], [own], [None])
+        kept = weakref.ref(own)
+        del own
+        assert kept() is None
+    finally:
+        gc.enable() if collected else None
+
+
+@pytest.mark.parametrize("strategy", ["stream", "recompute"])
+def test_hooks_on_parameters_and_strata_run_once(strategy: str) -> None:
+    model, seen = installed(FIVE, strategy), []
+    stratum = model.decoder.strata[2]
+    stratum.scale.register_hook(lambda grad: seen.append("gradient"))
+    stratum.scale.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    stratum.register_forward_hook(lambda *_: seen.append("forward"))
+    stratum.register_forward_pre_hook(lambda *_: seen.append("before"))
+    model().backward()
+    assert sorted(seen) == ["accumulated", "before", "forward", "gradient"]
+
+
+def with_other_tensors(model: Model) -> None:
+    """What meta-learning does: the loss of one's parameters after a step, its gradients taken when they are back."""
+    others = {name: (1.3 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+    loss = functional_call(model, others, ())
+    for p, grad in zip(model.parameters(), torch.autograd.grad(loss, list(others.values())), strict=True):
+        p.grad = grad
+
+
+def freeze_in_between(model: Model) -> None:
+    loss = model()
+    model.decoder.strata[1].requires_grad_(False)
+    loss.backward()
+
+
+@pytest.mark.parametrize("strategy", ["stream", "recompute"])
+@pytest.mark.parametrize("run", [with_other_tensors, freeze_in_between])
+def test_the_backward_pass_is_that_of_the_forward_pass(run: Callable[[Model], Any], strategy: str) -> None:
+    compare(run, replace(FIVE, chained=True), strategy)
+
+
+@torch.no_grad()
+def change(model: Model, what: str) -> None:
+    if what == "mode":
+        model.eval()
+    elif what == "counts":
+        model.batch["x"].add_(1)
+    else:
+        model.decoder.strata[1].bias.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("what", "named"), [("mode", r"train\(\) or eval\(\)"), ("counts", "argument x"), ("table", "bias")]
+)
+def test_what_changes_between_the_passes_is_refused(what: str, named: str) -> None:
+    model = installed(FIVE, "recompute")
+    loss = model()
+    change(model, what)
+    with pytest.raises(
+        InstallError, match=rf"\(Stratum\) was to be computed again.*first time: .*{named}.*;"
+    ):
+        loss.backward()
+    model().backward()
+
+
+class Counting(nn.Module):
+    """A likelihood that changes a buffer in place, and one that it assigns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("others", torch.zeros(()))
+
+    def forward(self, *args: Tensor) -> Tensor:
+        self.calls.add_(1)
+        self.others = self.others + 1
+        result: Tensor = self.inner(*args)
+        return result
+
+
+def test_buffers_that_a_stratum_changes_are_changed_once() -> None:
+    model = installed(FIVE, "recompute")
+    likelihood = Counting(model.decoder.strata[1].likelihood)
+    model.decoder.strata[1].likelihood = likelihood
+    (model() + model()).backward()
+    assert (float(likelihood.calls), float(likelihood.others)) == (2, 2)
+
+
+def peak(case: Case, strategies: tuple[str, ...], cells: int = 3) -> int:
+    model = Model(case)
+    install(model, make_plan(strategies, 1, {"stream": StreamStrata(cells=cells)}))
+    with LiveBytes() as live:
+        model().backward()
+    return live.peak
+
+
+@pytest.mark.long
+def test_memory_does_not_grow_with_the_strata() -> None:
+    few, many = (replace(FIVE, anchors=200, window=20, distances=tuple(range(k))) for k in (4, 16))
+    for strategy in ("stream", "recompute"):
+        growth = peak(many, (strategy,)) - peak(few, (strategy,))
+        assert growth < 0.1 * (peak(many, ()) - peak(few, ()))
+
+
+def test_scores_of_all_cells_never_exist() -> None:
+    case = replace(FIVE, anchors=400, window=4, dim=4, cells=64, n_batches=1)
+    whole, blocks = (peak(case, ("S4", "stream"), cells) for cells in (64, 4))
+    assert blocks < 0.35 * whole
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"), [("stream", "sum_over_cells"), ("stream", "walk"), ("recompute", "walk")]
+)
+def test_what_a_decoder_does_in_its_own_way_is_not_replaced(strategy: str, name: str) -> None:
+    class Own(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return torch.zeros(())
+
+    model = Model(FIVE)
+    holder = model.decoder if name == "walk" else model.decoder.strata[1]
+    setattr(holder, name, Own())
+    with pytest.raises(InstallError, match=f"child `{name}` .*for a small example"):
+        install(model, make_plan((strategy,), 1))
+    delattr(holder, name)
+    with pytest.raises(InstallError, match=f"child `{name}` is None"):
+        install(model, make_plan((strategy,), 1))
+
+
+def test_gradients_share_no_memory() -> None:
+    """They are added to and scaled in place: autograd hands one tensor, or one number, to several inputs."""
+    a, b, c = (leaf(torch.ones(3, 2), needed=True) for _ in range(3))
+    found = gradients([(a + b).sum() + (2 * c).sum()], [a, b, c], [None])
+    for grad in found:
+        grad.mul_(torch.arange(6.0).view(3, 2))
+    wanted = torch.arange(6.0).view(3, 2)
+    assert [g.tolist() for g in found] == [wanted.tolist(), wanted.tolist(), (2 * wanted).tolist()]
+
+
+def test_stream_is_installed_once() -> None:
+    model = installed(FIVE, "stream")
+    with pytest.raises(InstallError, match="which another technique has put there"):
+        install(model, make_plan(("recompute",), 1))

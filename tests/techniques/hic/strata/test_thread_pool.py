@@ -1,0 +1,230 @@
+"""Claim: strata side by side on a CPU's threads give the bits of one after the other, in every run; what threads would
+change is run one after the other or refused, and the memory model counts what is alive.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.errors import InstallError, PlanError
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.installing.install import install
+from lightning_amp.planning.memory.peak_model import estimate
+from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.time.fill_settings import settle
+from lightning_amp.techniques.hic.attention.rows import FusedAttention
+from lightning_amp.techniques.hic.strata.rows import StreamStrata
+from lightning_amp.techniques.hic.strata.thread_pool import run_in_order, workers_for
+from tests.planning.profiles import shape
+from tests.techniques.sharded_cases import (
+    Case,
+    Model,
+    Results,
+    assert_same,
+    gradient,
+    make_plan,
+    reference,
+    train,
+)
+
+MANY = Case(distances=(0, 1, 3, 4, 5, 6, 7, 8))
+FORMS = {
+    "independent": MANY,
+    "one row for all cells": replace(MANY, n_batches=1, head=False),
+    "chained": replace(MANY, chained=True),
+    "chained, all with keys": replace(MANY, chained=True, distances=(1, 2, 3, 4, 5, 6, 7)),
+}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+def installed(case: Case, workers: int) -> Model:
+    model = Model(case)
+    spec = StreamStrata(cells=3, workers=workers)
+    techniques = ("fused", "sparse", "stream") if case.key == "attention" else ("sparse", "stream")
+    install(model, make_plan(techniques, 1, {"stream": spec}))
+    return model
+
+
+def one_thread(case: Case) -> Results:
+    torch.set_num_threads(1)
+    found = train(installed(case, 1), 2)
+    torch.set_num_threads(3)
+    return found
+
+
+def threads_elsewhere() -> int:
+    """What a thread that starts now computes with."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.get_num_threads).result()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_one_after_the_other(form: str) -> None:
+    case = FORMS[form]
+    model = installed(case, 3)
+    seen: set[int] = set()
+    for stratum in model.decoder.strata:
+        stratum.register_forward_hook(lambda *_: seen.add(threading.get_ident()))
+    found = train(model, 2)
+    assert len(seen) > 1, "the strata ran in several threads"
+    assert threading.get_ident() not in seen
+    assert threads_elsewhere() == torch.get_num_threads() == 3
+    assert_same(found, reference(case, 2), rtol=1e-12)
+    again, alone = train(installed(case, 3), 2), one_thread(case)
+    assert all(torch.equal(found[name], again[name]) for name in found), "the same in every run"
+    if not case.chained:
+        assert all(torch.equal(found[name], alone[name]) for name in found)
+
+
+@pytest.mark.parametrize("own", [range(3, 8), range(2, 3), range(4, 4)])
+@pytest.mark.parametrize("chained", [False, True])
+def test_own_strata_of_a_rank(own: range, chained: bool) -> None:
+    model = installed(replace(MANY, chained=chained), 3)
+    decoder, walk = model.decoder, cast(Any, model.decoder.walk)
+    found = []
+    for way in (walk, walk.inner):
+        total = way(decoder.strata, model.u, model.v, decoder.log_weights(model.u), own=own, **model.batch)
+        model.zero_grad()
+        if len(own):
+            total.backward()
+        found.append(
+            {"total": total.detach()} | {n: gradient(p).clone() for n, p in model.named_parameters()}
+        )
+    assert_same(*found, rtol=1e-12)
+
+
+def test_half_precision_products() -> None:
+    results = []
+    for workers in (3, 1):
+        # as many threads inside a stratum
+        torch.set_num_threads(workers)
+        model = installed(MANY, workers).float()
+        model.batch = {n: t.float() if t.is_floating_point() else t for n, t in model.batch.items()}
+        with torch.autocast("cpu", torch.bfloat16):
+            model().backward()
+        results.append([p.grad for p in model.parameters()])
+    plain = installed(MANY, 1).float()
+    plain.batch = model.batch
+    plain().backward()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert not torch.equal(plain.v.grad, results[0][0]), "autocast made a difference"
+
+
+def test_what_threads_would_change_runs_alone() -> None:
+    linear, like = nn.Linear(2, 2), torch.ones(2)
+    assert workers_for([linear, nn.Linear(2, 2)], like, asked=2) == 2
+    assert workers_for([linear], like, asked=5) == 3, "no more than threads"
+    assert workers_for([linear], like.to("meta"), asked=2) == 1
+    assert workers_for([linear, linear], like, asked=2) == 1, "a shared module"
+    assert workers_for([nn.Dropout(0.1)], like, asked=2) == 1
+    assert workers_for([nn.Dropout(0.1).eval()], like, asked=2) == 2
+    with LiveBytes():
+        assert workers_for([linear], like, asked=2) == 1
+    with torch.device("cpu"):
+        assert workers_for([linear], like, asked=2) == 1
+    torch.set_num_threads(1)
+    assert workers_for([linear], like, asked=2) == 1
+
+
+def test_results_are_taken_in_order_and_few_wait() -> None:
+    begun: list[int] = []
+    taken: list[int] = []
+    most = 0
+
+    def work(k: int) -> int:
+        nonlocal most
+        begun.append(k)
+        time.sleep(0.05 if k % 3 == 0 else 0)
+        most = max(most, len(begun) - len(taken))
+        assert torch.get_num_threads() == 1
+        return k
+
+    run_in_order(work, range(12), taken.append, workers=3)
+    assert taken == list(range(12))
+    assert most <= 4, "the workers', and one that waits"
+    assert torch.get_num_threads() == 3
+
+
+class Failing(nn.Module):
+    def forward(self, *args: Tensor) -> Tensor:
+        raise ValueError("of a stratum")
+
+
+class Drawing(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Tensor) -> Tensor:
+        result: Tensor = self.inner(*args)
+        return result * torch.rand(())
+
+
+def test_failures_reach_the_caller() -> None:
+    model = installed(MANY, 2)
+    model.decoder.strata[3].likelihood = Failing()
+    with pytest.raises(ValueError, match="of a stratum"):
+        model()
+    assert torch.get_num_threads() == 3
+    model = installed(MANY, 2)
+    model.decoder.strata[3].likelihood = Drawing(model.decoder.strata[3].likelihood)
+    with pytest.raises(InstallError, match=r"2 strata .* draw random numbers.* set workers=1"):
+        model()
+    installed(MANY, 1)().backward()
+
+
+def test_wrong_settings() -> None:
+    for workers in (0, -1, True, 1.5):
+        with pytest.raises(InstallError, match=f"workers={workers!r}; .* at least 1"):
+            installed(MANY, workers)  # type: ignore[arg-type]
+    for strategy in ("S2", "S5", "nodes"):
+        with pytest.raises(PlanError, match="workers=2, where ranks compute each stratum together"):
+            make_plan((strategy, "stream"), 2, {"stream": StreamStrata(cells=3, workers=2)})
+    make_plan(("strata", "stream"), 2, {"stream": StreamStrata(cells=3, workers=2)})
+
+
+def with_threads(n: int, **sizes: Any) -> ModelShape:
+    known = shape(8)
+    assert known.decoder is not None
+    return replace(known, decoder=replace(known.decoder, threads=n, **sizes))
+
+
+def test_the_planner_settles_it() -> None:
+    mesh, open_spec = MeshShape(data=1, model=1), StreamStrata(cells=3)
+    alone, ranks = Axes.of(("fused", "stream")), Axes.of(("nodes", "fused", "stream"))
+    assert settle(open_spec, with_threads(2), alone, mesh) == StreamStrata(cells=3, workers=2)
+    assert settle(open_spec, with_threads(2, anchors=2**17, dim=128), alone, mesh) == open_spec, (
+        "large ones alone"
+    )
+    assert settle(open_spec, with_threads(2), ranks, MeshShape(data=1, model=2)) == open_spec
+    for axes, anchors, keep in ((alone, 500, True), (alone, 2**24, False), (Axes.of(("fused",)), 500, False)):
+        assert settle(FusedAttention(), with_threads(1, anchors=anchors), axes, mesh) == FusedAttention(
+            keep=keep
+        )
+
+
+@pytest.mark.parametrize("cells", [8, 4000])
+def test_the_memory_model_counts_what_is_alive(cells: int) -> None:
+    axes = Axes.of(("fused", "S4", "sparse", "stream"))
+    one, two, three = (estimate(replace(with_threads(n), batch_size=cells), axes) for n in (1, 2, 3))
+    highest = [max(getattr(s, name) for s in one.strata) for name in ("forward", "backward")]
+    assert (highest[0] > highest[1]) == (cells > 8), "the pass with the peak"
+    assert one.beside_bytes == 0
+    assert three.beside_bytes - two.beside_bytes == max(highest)
+    assert two.peak_bytes == one.peak_bytes + two.beside_bytes
+    assert one.strata_bytes == two.strata_bytes

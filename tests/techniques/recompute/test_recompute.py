@@ -1,0 +1,372 @@
+"""Claim: a module whose blocks are recomputed trains to the same numbers, and its forward passes leave the same traces;
+a block for which that cannot be is refused."""
+
+import copy
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_amp.costs.rule import Rule
+from lightning_amp.errors import InstallError
+from lightning_amp.installing.install import install_rules
+from lightning_amp.installing.installed import Installed
+from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from tests.techniques.recompute import nasty
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x + 0)
+        return x
+
+
+def recompute(module: nn.Module, names: Sequence[str] = ("blocks.*",)) -> Installed:
+    return install_rules(
+        module, [Rule(fqn=name, spec=RecomputeBlock(), strategy="recompute", why="") for name in names]
+    )
+
+
+def mean(net: nn.Module, x: Tensor) -> Tensor:
+    return (net(x) ** 2).mean()
+
+
+def train(net: nn.Module, loss_of: Loss, steps: int = 3) -> list[Tensor]:
+    """Losses, gradients, and all that the module holds afterwards, of steps that always draw the same numbers."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(5, nasty.DIM, dtype=torch.float64, requires_grad=True)
+        loss = loss_of(net, x)
+        loss.backward()
+        found += [loss.detach(), x.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        optimizer.step()
+    found += [torch.rand(1), torch.tensor(random.random()), torch.tensor(np.random.rand())]
+    return [*found, *(t.detach().clone() for t in net.state_dict().values())]
+
+
+def same(net: nn.Module, loss_of: Loss = mean, names: Sequence[str] = ("blocks.*",)) -> None:
+    """To the last bit, because it is the same computation."""
+    net = net.double()
+    eager = copy.deepcopy(net)
+    recompute(net, names)
+    expected, found = train(eager, loss_of), train(net, loss_of)
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, found, expected))
+
+
+def kept(net: nn.Module, x: Tensor) -> int:
+    """Tensors that autograd saves; torch 2.11 saves an empty one for a checkpoint besides."""
+    found: list[Tensor] = []
+    with saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        net(x).sum()
+    return sum(t.numel() > 0 for t in found)
+
+
+@pytest.mark.parametrize("kind", nasty.EXACT)
+def test_blocks_that_need_care_train_to_the_same_numbers(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    net = Net(kind(), nasty.Plain(), kind())
+    if kind is nasty.SideLoss:
+        same(net, lambda n, x: mean(n, x) + n.get_submodule("blocks.0").side)
+    else:
+        same(net)
+
+
+def test_nothing_is_kept_but_inputs() -> None:
+    net, x = Net(nasty.Plain(), nasty.Plain()), torch.randn(5, nasty.DIM, requires_grad=True)
+    before = kept(net, x)
+    installed = recompute(net, ["blocks.0"])
+    # checkpoint saves one input, and lets hooks of its own see the block's tensors
+    assert kept(net, x) == before // 2 + 1
+    with torch.no_grad():
+        assert kept(net, x) == 0
+    installed.undo()
+    assert kept(net, x) == before
+    assert "forward" not in vars(net.blocks[0])
+
+
+def test_without_gradients_a_block_runs_as_it_is() -> None:
+    """Then a block may do what cannot be done twice."""
+    net, x = Net(nasty.Remembers()), torch.randn(5, nasty.DIM)
+    recompute(net)
+    with torch.no_grad():
+        net(x)
+    with torch.inference_mode():
+        net(x)
+    assert len(net.blocks[0].seen) == 2
+
+
+def test_attributes_counters_and_logs_are_as_after_one_pass() -> None:
+    net = Net(nasty.Counter(), nasty.Logging(), nasty.LogsForAnother()).double()
+    recompute(net)
+    nasty.LOGGED.clear()
+    train(net, mean)
+    assert net.blocks[0].calls == 3
+    assert len(nasty.LOGGED) == 2 * 3
+    assert "log" not in vars(net.blocks[1])
+
+
+def test_a_hook_on_the_block_runs_once() -> None:
+    net, seen = Net(nasty.Plain()).double(), list[str]()
+    net.blocks[0].register_forward_pre_hook(lambda *_: seen.append("before"))
+    net.blocks[0].register_forward_hook(lambda *_: seen.append("after"))
+    net.blocks[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    recompute(net)
+    train(net, mean, steps=1)
+    assert seen == ["before", "after", "backward"]
+
+
+@pytest.mark.parametrize("kind", [nasty.Plain, nasty.BatchNorm, nasty.Counter, nasty.OtherBuffer])
+def test_one_block_is_called_twice_in_a_step(kind: type[nn.Module]) -> None:
+    shared = kind()
+    same(Net(shared, nasty.Plain(), shared), names=["blocks.0", "blocks.1"])
+
+
+def test_blocks_in_another_order_than_they_stand_in() -> None:
+    class Backwards(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for k in (2, 0, 1, 0):
+                x = self.blocks[k](x)
+            return x
+
+    same(Backwards(nasty.Dropout(), nasty.Plain(), nasty.BatchNorm()))
+
+
+class Nested(nn.Module):
+    """Tensors in and out in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nasty.Plain()
+
+    def forward(self, x: Tensor, *, both: dict[str, Any], on: bool, none: None = None) -> Any:
+        y = self.inner(x) * both["pair"][0] if on else x
+        return {"y": (y, [both["pair"][1] * 2, none]), "index": both["index"] + 1, "text": "a"}
+
+
+class OfNested(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for block in self.blocks:
+            both = {"pair": (y, x.detach()), "index": torch.arange(5)}
+            found = block(y, both=both, on=True)
+            assert found["text"] == "a"
+            assert found["y"][1][1] is None
+            y = found["y"][0] + found["y"][1][0] + found["index"].unsqueeze(1)
+        return y
+
+
+def test_arguments_by_name_and_nested_results() -> None:
+    same(OfNested(Nested(), Nested()))
+
+
+def penalty(net: nn.Module, x: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return (slope**2).mean() + net(x).mean()
+
+
+def twice(net: nn.Module, x: Tensor) -> Tensor:
+    loss = mean(net, x)
+    loss.backward(retain_graph=True)
+    return loss * 2
+
+
+def in_parts(net: nn.Module, x: Tensor) -> Tensor:
+    for part in x.split(3):
+        mean(net, part).backward()
+    return mean(net, x)
+
+
+def in_bfloat16(net: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return net(x).float().mean()
+
+
+def another_mode_afterwards(net: nn.Module, x: Tensor) -> Tensor:
+    loss = mean(net.train(), x)
+    net.eval()
+    return loss
+
+
+def in_eval(net: nn.Module, x: Tensor) -> Tensor:
+    return mean(net.eval(), x)
+
+
+def not_all_of_it(net: nn.Module, x: Tensor) -> Tensor:
+    """A loss that some blocks have no part in."""
+    net(x)
+    return mean(net.get_submodule("blocks.0"), x)
+
+
+def without_gradient(net: nn.Module, x: Tensor) -> Tensor:
+    return (net(x.detach()) ** 2).mean() + x.sum()
+
+
+@pytest.mark.parametrize(
+    "loss", [penalty, twice, in_parts, in_bfloat16, another_mode_afterwards, in_eval, not_all_of_it, without_gradient]
+)  # fmt: skip
+def test_every_way_to_differentiate(loss: Loss) -> None:
+    torch.manual_seed(0)
+    same(Net(nasty.Dropout(), nasty.BatchNorm(), nasty.Dropout()), loss)
+
+
+def test_a_frozen_trunk_is_not_kept_at_all() -> None:
+    net = Net(nasty.Plain(), nasty.Dropout(), nasty.Plain())
+    net.blocks[:2].requires_grad_(False)
+    same(net, without_gradient)
+
+
+def test_copies_and_pickles_are_blocks_of_their_own() -> None:
+    net, x = Net(nasty.BatchNorm(), nasty.Plain()).double(), torch.randn(5, nasty.DIM, dtype=torch.float64)
+    recompute(net)
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        with torch.no_grad():
+            twin.blocks[0].norm.weight.zero_()
+        mean(twin, x).backward()
+        assert not torch.equal(twin.blocks[0].norm.weight.grad, torch.zeros(nasty.DIM))
+        assert all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize(("kind", "why"), nasty.REFUSED_AT_ONCE.items())
+def test_what_cannot_run_twice_is_refused_at_once(kind: type[nn.Module], why: str) -> None:
+    net = Net(nasty.Plain(), kind())
+    with pytest.raises(InstallError, match=f"recompute does not support .*cannot be computed .*{why}"):
+        recompute(net)
+    assert "forward" not in vars(net.blocks[0]), "nothing is installed"
+
+
+@pytest.mark.parametrize(("kind", "why"), nasty.REFUSED_IN_FIRST_PASS.items())
+def test_what_changes_something_for_good_is_refused_in_its_first_pass(
+    kind: type[nn.Module], why: str
+) -> None:
+    net = Net(nasty.Plain(), kind()).double()
+    recompute(net)
+    with pytest.raises(InstallError, match=rf"support blocks.1 \({kind.__name__}\), which cannot .*: {why}"):
+        net(torch.randn(5, nasty.DIM, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("kind", "why"), nasty.REFUSED_IN_BACKWARD.items())
+def test_what_nobody_can_see_is_noticed_by_its_results(kind: type[nn.Module], why: str) -> None:
+    net = Net(kind(), nasty.Plain()).double()
+    recompute(net)
+    with pytest.raises(InstallError, match=rf"support blocks.0 \({kind.__name__}\), which cannot .*: {why}"):
+        train(net, mean)
+
+
+def test_an_argument_that_a_block_changes_is_refused() -> None:
+    class Caching(nn.Module):
+        def forward(self, x: Tensor, cache: nasty.Memory.Store) -> Tensor:
+            cache.n += 1
+            return torch.tanh(x)
+
+    class WordsCache(nasty.Memory.Store):
+        """By its name what language models keep of earlier words."""
+
+    net, x = Net(Caching()), torch.randn(5, nasty.DIM, requires_grad=True)
+    recompute(net)
+    with pytest.raises(InstallError, match="it changes what its argument 1, a Store, holds"):
+        net.blocks[0](x, nasty.Memory.Store())
+    with pytest.raises(InstallError, match=r"its argument 'cache', a WordsCache, holds.*use_cache = False"):
+        net.blocks[0](x, cache=WordsCache())
+
+
+@pytest.mark.parametrize("cache", [{}, {"older": torch.zeros(5, nasty.DIM)}])
+def test_a_dictionary_that_a_block_writes_into_is_refused(cache: dict[str, Tensor]) -> None:
+    class Caching(nn.Module):
+        def forward(self, x: Tensor, given: tuple[dict[str, Tensor], int]) -> Tensor:
+            cache, k = given
+            cache["older"] = torch.tanh(x)
+            return cache["older"] * k
+
+    net = Net(Caching())
+    recompute(net)
+    with pytest.raises(InstallError, match="it changes a list or a dictionary that it is called with"):
+        net.blocks[0](torch.randn(5, nasty.DIM, requires_grad=True), (cache, 2))
+    assert len(cache) == 1, "the caller's own"
+
+
+def test_what_is_changed_between_the_passes_is_refused() -> None:
+    net = Net(nasty.Plain()).double()
+    recompute(net)
+    x = torch.randn(5, nasty.DIM, dtype=torch.float64, requires_grad=True)
+    loss = mean(net, x)
+    with torch.no_grad():
+        net.blocks[0].a.bias.add_(1)
+    with pytest.raises(
+        InstallError, match=r"blocks.0 \(Plain\) was to be computed again .*'a.bias' has been changed"
+    ):
+        loss.backward()
+    y = x + 0
+    loss = (net.blocks[0](y) ** 2).mean()
+    y.add_(1)
+    with pytest.raises((RuntimeError, InstallError), match="inplace operation|argument 0 has been changed"):
+        loss.backward()
+
+
+class Configured(nasty.Plain):
+    """Holds an object that all blocks share, and reads one thing in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(scale=1.0, kind=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.config.scale
+
+
+def test_what_the_first_step_writes_into_an_object_is_judged_by_the_results() -> None:
+    def classify(net: nn.Module, x: Tensor) -> Tensor:
+        loss = mean(net, x)
+        net.blocks[0].config.kind = "one label"
+        return loss
+
+    def rescale(net: nn.Module, x: Tensor) -> Tensor:
+        loss = mean(net, x)
+        net.blocks[0].config.scale *= 2
+        return loss
+
+    same(Net(Configured(), nasty.Plain()), classify)
+    net = Net(Configured(), nasty.Plain()).double()
+    recompute(net)
+    with pytest.raises(
+        InstallError, match=r"support blocks.0 \(Configured\), which cannot .*: its second pass gives other"
+    ):
+        train(net, rescale)
+
+
+def test_what_a_later_step_writes_into_an_object_is_refused() -> None:
+    net = Net(Configured(), nasty.Plain()).double()
+    recompute(net)
+    x = torch.randn(5, nasty.DIM, dtype=torch.float64)
+    mean(net, x).backward()
+    loss = mean(net, x)
+    net.blocks[0].config.scale = 2.0
+    with pytest.raises(InstallError, match="'config' has been changed in place since the first time"):
+        loss.backward()
+
+
+def test_a_number_that_is_none_is_the_same_number() -> None:
+    net = Net(nasty.Plain()).double()
+    recompute(net)
+    loss = mean(net, torch.full((5, nasty.DIM), float("nan"), dtype=torch.float64))
+    loss.backward()
+    assert net.blocks[0].a.weight.grad.isnan().all()
