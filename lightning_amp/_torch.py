@@ -66,6 +66,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 # the common class of nn.Dropout, nn.Dropout2d, nn.AlphaDropout, ...
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 
+# a hook that gets keyword arguments leaves its number here when it is removed, and torch.compile warns of it
 # a process group of any size inside one process, whose collectives move nothing
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 

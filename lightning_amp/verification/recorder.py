@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from lightning_amp._torch import TorchDispatchMode
+from lightning_amp._torch import TorchDispatchMode, hooks_with_kwargs
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import common_buffers, differing
@@ -161,6 +161,7 @@ class Recorder(Callback):
             stack.callback(enter.remove)
             leave = register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
             stack.callback(leave.remove)
+            stack.callback(hooks_with_kwargs.pop, leave.id, None)
             if alone:
                 stack.enter_context(_Draws(self._drawn))
             yield
