@@ -55,7 +55,7 @@ def test_techniques_on_blocks_of_stages_train_as_one_process_or_are_refused(tmp_
     for found in run_ranks(pairs_in_stages, 2, tmp_path, timeout=300):
         for names, run in zip(STAGED, found, strict=True):
             if isinstance(run, str):
-                assert f"together with {names[0]}" in run
+                assert f"cannot be used with {names[0]}" in run
             else:
                 torch.testing.assert_close(run, expected, **EXACT)
         assert [type(run) for run in found] == [dict] * 3 + [str] * 3
