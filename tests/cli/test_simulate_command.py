@@ -239,8 +239,8 @@ def test_a_shape_says_everything_about_a_decoder() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "with neither DIR nor --shape; give one of them"),
-        (["data", "--shape", SHAPE], "with both DIR='data' and shape="),
+        ([], "got neither DIR nor --shape; give one of them"),
+        (["data", "--shape", SHAPE], "got both DIR='data' and shape="),
         (["--shape", SHAPE, "--batch-size", "8"], "batch=2 in --shape cannot be used with --batch-size 8"),
         (["--shape", SHAPE, "--latent-dim", "8", "--keys", "attention"], "--latent-dim, --keys"),
         (["--shape", SHAPE, "--plot", "absent/memory.png"], "its folder does not exist"),
