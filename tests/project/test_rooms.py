@@ -9,7 +9,7 @@ from lightning_amp.techniques.table import STRATEGIES
 LIBRARY = Path(lightning_amp.__file__).parent
 NAMED = {
     "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 17),
-    "chunk": (r"techniques\.chunk|[\"']chunk[\"']", 19),
+    "chunk": (r"techniques\.chunk|[\"']chunk[\"']", 20),
     "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 21),
     "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 24),
     "logits": (r"techniques\.logits|[\"']logits[\"']", 6),
