@@ -50,13 +50,12 @@ STRATEGIES: dict[str, Technique] = {
     "sequence": SEQUENCE,
     "tensor3d": TENSOR3D,
 }
-PREDICTIONS: dict[str, Prediction] = {
-    name: row.prediction
-    for name, row in sorted(
-        STRATEGIES.items(), key=lambda item: item[1].prediction.turn if item[1].prediction else 0
+PREDICTIONS: dict[str, Prediction] = dict(
+    sorted(
+        ((name, row.prediction) for name, row in STRATEGIES.items() if row.prediction is not None),
+        key=lambda item: item[1].turn,
     )
-    if row.prediction is not None
-}
+)
 """Of techniques that the step of any module may be planned with, in the order in which a draft gets them."""
 
 

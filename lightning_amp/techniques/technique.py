@@ -77,7 +77,6 @@ class Technique:
         choice: Its choice on an axis of the decoder (`Axes`); a technique with one requires a decomposed decoder.
         conflicts: Techniques that it cannot be together with, and why.
         no_decoder: Why it cannot be together with techniques that have a choice on an axis of the decoder.
-        no_decoder: Why it cannot be together with techniques that have a choice on an axis of the decoder.
         model_axis: Whether it splits a module over the model axis of the mesh.
         data_axis: Whether it splits parameters over the data axis; the Lightning strategy itself carries it out.
         prediction: How it changes the step of any module; None where only decoders have it, or a person names it.

@@ -36,7 +36,7 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.data.batch_norm import statistics_bytes
 from lightning_amp.techniques.data.gradient_sync import gradient_sizes
-from lightning_amp.techniques.pipeline.options import StageFacts
+from lightning_amp.techniques.pipeline.options import no_pipeline
 from lightning_amp.techniques.pipeline.run.blocks import blocks_for_stages
 from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, not_together
 from lightning_amp.techniques.technique import function_at
@@ -187,25 +187,20 @@ class StepOfModule:
         self._profiles[_places(())] = step.profile
         together = STRATEGIES[steps.name].together
         others = {other: not_together(steps.name, other) for other in PREDICTIONS if other not in together}
-        return ProfiledStep(
+        facts = {name: function_at(STRATEGIES[name].look)(self) for name in together if STRATEGIES[name].look}
+        found = ProfiledStep(
             profile=step.profile,
             chain=step.chain,
             rates=self._rates,
             # what splits parameters too averages no whole gradients
             gradient_sizes=() if STRATEGIES[steps.name].data_axis else gradient_sizes(self.module),
-            facts={
-                **{
-                    name: function_at(STRATEGIES[name].look)(self)
-                    for name in together
-                    if STRATEGIES[name].look
-                },
-                "pipeline": StageFacts(reason=not_together(steps.name, "pipeline")),
-            },
+            facts=facts,
             refused={**refused_techniques(self.module, step, values=self._trains), **others},
             sent_seconds=steps.sent_seconds(links),
             averages=not STRATEGIES[steps.name].data_axis,
             notes=(*self._notes(step), *steps.notes, *steps.sent_notes()),
         )
+        return no_pipeline(found, not_together(steps.name, "pipeline"))
 
     def _notes(self, step: CountedStep) -> Iterator[str]:
         if step.profile.reason:
@@ -241,15 +236,17 @@ class StepOfModule:
         )
 
     def take(self) -> None:
-        """Take one batch, as `seen` does; for `count` and `chain_with` alone."""
-        self._batch, self._counts = self._take_batch(), {}
+        """Take one batch, as `profiled` does; for `count` and `chain_with` alone."""
+        self._batch = self._take_batch()
+        # what was counted of the batch before says nothing of this one
+        self._counts, self._counted_steps, self._steps_with = {}, {}, {}
 
     def forget(self) -> None:
         """Let go of the batch; nothing more is counted."""
         self._batch = None
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
-        """Profile the step with rules installed, once for the same rules, and undo them; for after `seen` or `take`.
+        """Profile the step with rules installed, once for the same rules, and undo them; for after `take`.
 
         Raises:
             AmpError: A technique refuses the module, or the step fails with it.
@@ -269,7 +266,7 @@ class StepOfModule:
         return self.run_with(rules, partial(chain_of, rates=operator_rates(rates)))
 
     def profile_with(self, rules: Sequence[Rule]) -> ModuleProfile | None:
-        """What `seen` or `count` has found last with rules for the same modules; None where none has."""
+        """What `profiled` or `count` has found last with rules for the same modules; None where none has."""
         return self._profiles.get(_places(rules))
 
     def _run(self, count: Callable[..., T], rows: int | None) -> T:

@@ -210,3 +210,11 @@ def test_a_pipeline_that_was_not_counted_does_not_fit() -> None:
         PlanError, match="together with recompute requires that .*they were not: .*leave 'recompute' out"
     ):
         planned(Skipping, "pipeline,recompute", "1GiB")
+
+
+def test_a_step_that_is_profiled_again_is_counted_with_the_batch_of_that_time() -> None:
+    batches = iter((torch.randn(64, 40), torch.randn(640, 40)))
+    step = StepOfModule(Blocks(), lambda: next(batches), around=Around())
+    first, second = step.profiled(CPU_CORE), step.profiled(CPU_CORE)
+    assert (first.profile.batch_size, second.profile.batch_size) == (64, 640)
+    assert second.profile.peak_bytes > first.profile.peak_bytes
