@@ -22,7 +22,7 @@ from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import find_decoders, is_decomposed
 from lightning_amp.techniques.contract.stand_in import named_parts, part
 from lightning_amp.techniques.table import STRATEGIES, installer_of
-from lightning_amp.techniques.technique import Installer, function_at
+from lightning_amp.techniques.technique import Installer
 
 BY_STRATEGY = (
     *STRATEGIES["S1"].specs,
@@ -47,20 +47,20 @@ def change_of(
         InstallError: No mesh for what splits, no decoder where one is needed, or a module that the technique refuses.
     """
     row, installer = STRATEGIES[strategy], installer_of(type(spec))
-    assert installer or row.install, f"{type(spec).__name__} has no installer, which install has checked"
-    if installer and row.model_axis and mesh is None:
+    assert installer is not None, f"{type(spec).__name__} has no installer, which install has checked"
+    # a registered technique may do without ranks
+    if row.model_axis and mesh is None and not row.registered:
         raise InstallError(
             f"{strategy} requires several devices, found no mesh; it splits {row.shrinks} over the ranks of"
             f" a model axis: set model_parallel_size to 2 or more, or leave {strategy} out"
         )
-    if installer and installer.on_decoder and not is_decomposed(module):
+    if installer.on_decoder and not is_decomposed(module):
         raise InstallError(
             f"{strategy} does not support {type(module).__name__!r}, which is no decomposed decoder"
             f" (`strata`, `chained`, `n_anchors`, `dim`); name the decoder in the rule, or leave {strategy}"
             " out"
         )
-    function = row.install or function_at(installer.path if installer else "")
-    made = function(module, spec, mesh)
+    made = installer.load()(module, spec, mesh)
     if isinstance(made, nn.Module):
         return Change({"": made})
     if not isinstance(made, Change):
@@ -161,8 +161,10 @@ def _refuse_shared(module: nn.Module, installed: Installed) -> None:
 
 
 def _installer(rule: Rule) -> Installer:
-    """How a rule's spec is installed; with default settings for a registered technique."""
-    return installer_of(type(rule.spec)) or Installer("")
+    """How a rule's spec is installed."""
+    found = installer_of(type(rule.spec))
+    assert found is not None, f"{type(rule.spec).__name__} has no installer, which install has checked"
+    return found
 
 
 def _matches(rule: Rule, module: nn.Module) -> list[str]:

@@ -13,7 +13,7 @@ from lightning_amp.costs.rule import Spec
 from lightning_amp.diagnosis.diagnose import known_signals
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.table import STRATEGIES, specs_by_name
-from lightning_amp.techniques.technique import Technique
+from lightning_amp.techniques.technique import Installer, Technique
 
 OwnSpec = TypeVar("OwnSpec", bound=Spec)
 _ID = re.compile(r"S[1-9][0-9]*")
@@ -68,7 +68,8 @@ def register_technique(
         targets=targets,
         signal=signal,
         model_axis=model_axis,
-        install=install,
+        installers={spec: Installer(install)},
+        registered=True,
         shape_after=shape_after,
     )
 

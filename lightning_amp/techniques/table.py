@@ -60,7 +60,7 @@ PREDICTIONS: dict[str, Prediction] = dict(
 
 
 def installer_of(spec: type[Spec]) -> Installer | None:
-    """How a type of spec is installed; None for what the Lightning strategy carries out, and for registered ones."""
+    """How a type of spec is installed; None for what the Lightning strategy carries out by itself."""
     return next((row.installers[spec] for row in STRATEGIES.values() if spec in row.installers), None)
 
 

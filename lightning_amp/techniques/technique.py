@@ -50,16 +50,20 @@ class Installer:
     """How a type of spec is installed.
 
     Attributes:
-        path: "module:function", where function(module, spec, mesh) returns the module's replacement or a Change.
+        function: (module, spec, mesh) -> the module's replacement or a Change; "module:function" where it needs torch.
         on_decoder: Whether the rule names a decomposed decoder; else a leaf or a layer, which the function checks.
         on_blocks: Whether a pattern means the outermost modules that it matches, and no parts of these.
         last: Whether it is installed after all others: it runs modules that others have replaced by then.
     """
 
-    path: str
+    function: str | Callable[..., Any]
     on_decoder: bool = False
     on_blocks: bool = False
     last: bool = False
+
+    def load(self) -> Callable[..., Any]:
+        """The function."""
+        return function_at(self.function) if isinstance(self.function, str) else self.function
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +86,7 @@ class Technique:
         prediction: How it changes the step of any module; None where only decoders have it, or a person names it.
         look: "module:function" that reads from a step what `prediction` needs (`ProfiledStep.facts`).
         refusal: "module:function": (module, counted step, values=) -> why the module cannot have it, or "".
-        install: Function of a registered technique: (module, spec, mesh) -> Change or module.
+        registered: Whether it was added by `register_technique`.
         steps: Module whose `install(module, spec, mesh)` gives what takes the place of a LightningModule's steps, by
             name. Gradients of these steps are averaged over the model axis too, unless its `split_parameters` gives
             what splits and reduces them. "" for all others.
@@ -108,18 +112,13 @@ class Technique:
     prediction: Prediction | None = None
     look: str = ""
     refusal: str = ""
-    install: Callable[..., Any] | None = None
+    registered: bool = False
     steps: str = ""
     together: tuple[str, ...] = ()
     apart: Mapping[str, str] = field(default_factory=dict)
     options: Callable[[Any, Any], tuple[Spec, bool]] | None = None
     without_step: str = ""
     shape_after: Callable[[ModelShape, int], ModelShape] | None = None
-
-    @property
-    def registered(self) -> bool:
-        """Whether it was added by `register_technique`."""
-        return self.install is not None
 
 
 def function_at(path: str) -> Callable[..., Any]:

@@ -19,7 +19,6 @@ from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.table import STRATEGIES, in_order
-from lightning_amp.techniques.technique import function_at
 from tests.planning.profiles import hic, profile, rna, shape, with_full_attention
 
 TABLE_4 = {
@@ -96,7 +95,7 @@ def test_every_spec_belongs_to_one_technique_and_has_an_installer_unless_the_str
         by_strategy = name == "S1" or row.data_axis or row.steps
         assert set(row.installers) == (set() if by_strategy else set(row.specs)), name
         for installer in row.installers.values():
-            assert callable(function_at(installer.path))
+            assert callable(installer.load())
 
 
 def test_axes_follow_from_the_strategies() -> None:

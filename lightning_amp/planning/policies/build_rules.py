@@ -49,7 +49,7 @@ def build_rules(
     for strategy in (s for s in chosen if s != "S1"):
         finding = diagnosis.finding(STRATEGIES[strategy].signal)
         why = f"{finding.signal}: {finding.evidence}" if finding else "no signal suggests it"
-        if policy == "auto" and STRATEGIES[strategy].install is None:
+        if policy == "auto" and not STRATEGIES[strategy].registered:
             why = "part of the fastest plan that fits"
         targets = [t for t in targets_of(strategy, shape) if _belongs(t[1], axes)]
         if not targets:
