@@ -73,12 +73,6 @@ def label(strategy: str) -> str:
     return title if strategy in title.split() else f"{strategy} {title}"
 
 
-def special_choice(spec: Spec) -> tuple[str, str] | None:
-    """The choice on an axis of the decoder of a spec in another form than its technique's usual one."""
-    found: tuple[str, str] | None = getattr(spec, "choice", None)
-    return found
-
-
 def without_blocks(strategies: Iterable[str], asked: Iterable[Spec]) -> list[str]:
     """Strategies but recompute, if it is only for blocks: they may run again with any choice of a decoder."""
     kinds = set(map(type, asked))

@@ -20,7 +20,6 @@ from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.errors import AmpError, DataError, ModelError
-from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, chain_of, count_step
 from lightning_amp.footprint.inner_run import Around
@@ -146,10 +145,6 @@ class StepOfModule:
         if rows not in self._counted_steps:
             self._counted_steps[rows] = self.step_with((), rows)
         return self._counted_steps[rows]
-
-    def calls(self, rows: int | None = None) -> Sequence[BlockCall]:
-        """Calls of the blocks in this step."""
-        return self.step(rows).calls
 
     def step_with(self, rules: Sequence[Rule], rows: int | None = None) -> CountedStep:
         """The step with rules installed, which are undone; raises an AmpError where it cannot have them."""

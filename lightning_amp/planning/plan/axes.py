@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import PlanError
-from lightning_amp.techniques.table import STRATEGIES, special_choice, without_blocks
+from lightning_amp.techniques.table import STRATEGIES, without_blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,10 @@ class Axes:
         """
         specs = tuple(specs)
         choosing = without_blocks(strategies, specs)
-        choices = [*(STRATEGIES[strategy].choice for strategy in choosing), *map(special_choice, specs)]
+        choices = [
+            *(STRATEGIES[strategy].choice for strategy in choosing),
+            *(getattr(spec, "choice", None) for spec in specs),
+        ]
         axes = cls(**dict(choice for choice in choices if choice is not None))
         # where strata or anchors are split, S2 is left with the layers outside the decoder
         return axes if axes.placement not in ("strata", "nodes") else replace(axes, features="all")

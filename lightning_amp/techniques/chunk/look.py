@@ -15,11 +15,9 @@ from lightning_amp.techniques.contract.step_to_plan import StepToPlan
 
 def look(step: StepToPlan, rows: int | None = None) -> ChunkForms:
     """The forms of the step's blocks, for a batch of so many rows; captured when they are read first."""
-    chain = step.step(rows).chain
-    tables = partial(
-        block_tables, step.module, step.calls(rows), shared=step.shared_statistics and rows is None
-    )
-    return ChunkForms(chain, tables)
+    counted = step.step(rows)
+    shared = step.shared_statistics and rows is None
+    return ChunkForms(counted.chain, partial(block_tables, step.module, counted.calls, shared=shared))
 
 
 def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
@@ -30,5 +28,5 @@ def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
 def code(step: StepToPlan, rules: Sequence[Rule]) -> str:
     """What the blocks run that rules name, as Python."""
     budgets = {rule.fqn: rule.spec.budget_bytes for rule in rules if isinstance(rule.spec, ChunkBlock)}
-    found = block_code(step.module, step.calls(), budgets)
+    found = block_code(step.module, step.step().calls, budgets)
     return "\n\n\n".join(f"# {names}\n{code}" for names, code in found.items())

@@ -6,7 +6,6 @@ from typing import Any, Protocol, TypeVar
 from lightning.pytorch import LightningModule
 
 from lightning_amp.costs.rule import Rule
-from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.chain_of import CountedStep
 
 T = TypeVar("T")
@@ -29,9 +28,6 @@ class StepToPlan(Protocol):
 
     def step(self, rows: int | None = None) -> CountedStep:
         """The step as it is, for a batch of so many rows, None for the batch of the run; counted once for each."""
-
-    def calls(self, rows: int | None = None) -> Sequence[BlockCall]:
-        """Calls of the blocks in this step."""
 
     def step_with(self, rules: Sequence[Rule], rows: int | None = None) -> CountedStep:
         """The step with rules installed, which are undone.
