@@ -75,12 +75,9 @@ def profile(
     from lightning_amp.data.batch_of_shapes import batch_of_shapes
     from lightning_amp.footprint.chain.chain_of import count_step
     from lightning_amp.installing.describe_module import describe
-    from lightning_amp.lightning.profiling.step_of_module import refused_techniques
+    from lightning_amp.lightning.profiling.step_of_module import facts_of_module, refused_techniques
     from lightning_amp.techniques.data.batch_norm import statistics_bytes
     from lightning_amp.techniques.data.gradient_sync import gradient_sizes
-    from lightning_amp.techniques.fsdp.predict import FsdpFacts
-    from lightning_amp.techniques.fsdp.units import units_of
-    from lightning_amp.techniques.pipeline.options import StageFacts
 
     if isinstance(batch, str):
         batch = batch_of_shapes(batch)
@@ -90,7 +87,7 @@ def profile(
         chain=step.chain,
         rates=CPU_CORE,
         gradient_sizes=gradient_sizes(what),
-        facts={"fsdp": FsdpFacts(units=units_of(what)), "pipeline": StageFacts(reason=NOT_LOOKED_FOR)},
+        facts=facts_of_module(what),
         refused=refused_techniques(what, step, values=False),
         statistics_bytes=statistics_bytes(what),
     )

@@ -4,11 +4,11 @@ Legend: bytes are of one rank; D ranks that average gradients, those of the data
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from lightning_amp.costs.device_rates import Rates
-from lightning_amp.costs.rule import Rule
+from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.costs.stage import Stage
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.module_profile import ACTIVATIONS, HELD, OPTIMISER, ModuleProfile
@@ -45,6 +45,7 @@ class ProfiledStep:
         rates: What the device reaches.
         gradient_sizes: Bytes of every gradient that ranks would average.
         facts: By technique, what the `look` of its row has found in the step.
+        requested: By technique, the spec that a request or a given plan has for it; else the policy decides.
         refused: Techniques that this module was found to refuse, and why.
         statistics_bytes: What batch norms allocate in addition where several ranks share statistics.
         notes: What else a person should know of the count, one sentence each.
@@ -58,12 +59,17 @@ class ProfiledStep:
     rates: Rates
     gradient_sizes: tuple[int, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    requested: Mapping[str, Spec] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     statistics_bytes: int = 0
     notes: tuple[str, ...] = ()
     sent_seconds: float = 0.0
     averages: bool = True
     counted: Callable[[Rule], CountedWith | str] | None = None
+
+    def requesting(self, specs: Mapping[str, Spec]) -> "ProfiledStep":
+        """The same step with these specs requested in addition."""
+        return replace(self, requested={**self.requested, **specs})
 
     @property
     def seconds(self) -> float:

@@ -1,6 +1,8 @@
 """Find the blocks of a module: those that the user names, else the children of its lists and sequences."""
 
 import pkgutil
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -124,3 +126,32 @@ def _outside(fqn: str, names: set[str]) -> str:
     """The outermost of some names that a name lies in; "" where there is none."""
     parts = fqn.split(".")
     return next((outer for n in range(1, len(parts)) if (outer := ".".join(parts[:n])) in names), "")
+
+
+def blocks_with_own_parameters(module: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a module whose parameters nothing else uses, by name, in the order of the module."""
+    owners = Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
+    return {
+        fqn: block for fqn, block in find_blocks(module).items() if fqn and _owns_parameters(block, owners)
+    }
+
+
+def _owns_parameters(block: nn.Module, owners: Counter[int]) -> bool:
+    inside = Counter(id(p) for child in block.modules() for p in child._parameters.values() if p is not None)
+    splits = any(p.dim() for p in block.parameters())
+    return splits and all(owners[key] == count for key, count in inside.items())
+
+
+def longest_list(module: nn.Module) -> tuple[str, int] | None:
+    """Name and length of the longest ModuleList or Sequential of two modules and more; None where there is none.
+
+    Lists that are there several times under names that differ in numbers only are parts of blocks, and are no blocks.
+    """
+    lists = {
+        name: len(child)
+        for name, child in module.named_modules()
+        if name and isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1
+    }
+    alike = Counter(re.sub(r"\d+", "*", name) for name in lists)
+    once = {name: n for name, n in lists.items() if alike[re.sub(r"\d+", "*", name)] == 1}
+    return max(once.items(), key=lambda item: item[1], default=None)

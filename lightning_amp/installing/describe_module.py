@@ -5,12 +5,11 @@ from typing import Any
 from torch import nn
 
 from lightning_amp.costs.model_shape import DecoderShape, ModelShape, VertexShape
+from lightning_amp.footprint.find_blocks import blocks_with_own_parameters, longest_list
 from lightning_amp.techniques.checks.reach import Reach, reach_of
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_decoders, is_vertex_encoder
 from lightning_amp.techniques.contract.stand_in import in_place_of
 from lightning_amp.techniques.data.batch_norm import has_batch_norms
-from lightning_amp.techniques.fsdp.units import find_units
-from lightning_amp.techniques.pipeline.run.blocks import longest_list
 
 PARTS = ("key", "feature_anchor", "scale", "decode")
 
@@ -44,7 +43,7 @@ def describe(
         vertices=None if decoder is None else _vertices(module, decoder),
         batch_norms=has_batch_norms(module),
         # a decoder's strata have their own techniques
-        blocks=() if decoder else tuple(find_units(module)),
+        blocks=() if decoder else tuple(blocks_with_own_parameters(module)),
         block_list=None if decoder else longest_list(module),
     )
 

@@ -6,6 +6,7 @@ of a technique; it lies in the technique's folder. How policy "paper" reads the 
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.rule import Spec
@@ -158,6 +159,31 @@ def refuse_apart(strategies: Iterable[str]) -> None:
             raise PlanError(
                 f"{other} and {name} cannot be together: {not_together(name, other)}. Leave one of them out"
             )
+
+
+def requested_specs(strategies: Iterable[str], request: Any) -> dict[str, Spec]:
+    """The specs of those strategies that have options, with the options of a request.
+
+    Args:
+        strategies: Ids.
+        request: Has options as attributes; one that is absent was not given.
+
+    Raises:
+        PlanError: An option outside what is allowed.
+    """
+    rows = {name: STRATEGIES[name] for name in strategies}
+    return {
+        name: row.options(row.specs[0](), request)[0] for name, row in rows.items() if row.options is not None
+    }
+
+
+def options_of_techniques() -> dict[str, tuple[str, ...]]:
+    """The options of AMPStrategy that say how a strategy is done: by option, the strategies that have it."""
+    found = dict[str, tuple[str, ...]]()
+    for name, row in STRATEGIES.items():
+        for option in row.option_names:
+            found[option] = (*found.get(option, ()), name)
+    return found
 
 
 def specs_by_name() -> dict[str, type[Spec]]:

@@ -4,7 +4,7 @@ A row is plain data, so that planning imports no torch. Functions that need torc
 imported when they are called.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -85,14 +85,23 @@ class Technique:
         data_axis: Whether it splits parameters over the data axis; the Lightning strategy itself carries it out.
         prediction: How it changes the step of any module; None where only decoders have it, or a person names it.
         look: "module:function" that reads from a step what `prediction` needs (`ProfiledStep.facts`).
+        look_at_module: The same of what the module alone shows, without a step.
         refusal: "module:function": (module, counted step, values=) -> why the module cannot have it, or "".
+        unsuited: (shape of the model, strategies of the plan) -> why it cannot be in the plan, or "".
+        settle: (spec, shape of the model, ranks of the model axis) -> the spec with what depends on these.
+        option_names: Options of AMPStrategy that say how it is done.
+        options: (spec, request) -> the spec with these options, and whether they say all of it. May raise PlanError.
+        contradictions: (specs of its rules, ranks that average gradients) -> what cannot be, one sentence each.
+        remark: (requested spec, whether the device is another one than the host's processor) -> what a person should
+            know, or "".
+        split_parameters: Of a technique that splits parameters over the data axis, without `steps`:
+            "module:function" that does so, (model, rules, mesh, groups_of) -> units.
         registered: Whether it was added by `register_technique`.
         steps: Module whose `install(module, spec, mesh)` gives what takes the place of a LightningModule's steps, by
             name. Gradients of these steps are averaged over the model axis too, unless its `split_parameters` gives
             what splits and reduces them. "" for all others.
         together: Of a technique with `steps`: the techniques that it goes together with.
         apart: Of a technique with `steps`: why others do not, and what to do instead; others have a general reason.
-        options: Of a technique with `steps`: its spec with the options of a request, and whether they say all of it.
         without_step: Of a technique with `steps`: what to do where the first step cannot be counted.
         shape_after: Of a registered technique: shape of the model and ranks of the model axis -> shape that the
             memory model sees instead; None leaves its savings out.
@@ -111,12 +120,19 @@ class Technique:
     data_axis: bool = False
     prediction: Prediction | None = None
     look: str = ""
+    look_at_module: str = ""
     refusal: str = ""
+    unsuited: Callable[[ModelShape, Collection[str]], str] | None = None
+    settle: Callable[[Any, ModelShape, int], Spec] | None = None
+    option_names: tuple[str, ...] = ()
+    options: Callable[[Any, Any], tuple[Spec, bool]] | None = None
+    contradictions: Callable[[Sequence[Any], int], Iterator[str]] | None = None
+    remark: Callable[[Any, bool], str] | None = None
+    split_parameters: str = ""
     registered: bool = False
     steps: str = ""
     together: tuple[str, ...] = ()
     apart: Mapping[str, str] = field(default_factory=dict)
-    options: Callable[[Any, Any], tuple[Spec, bool]] | None = None
     without_step: str = ""
     shape_after: Callable[[ModelShape, int], ModelShape] | None = None
 

@@ -13,8 +13,8 @@ from lightning_amp.cli.main import main
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.sharding import ON_HOST, sharding_of
 from lightning_amp.planning.reports.plan_report import plan_report
+from lightning_amp.techniques.fsdp.row import ON_HOST
 from lightning_amp.techniques.fsdp.spec import FullyShard
 
 FILE = """
@@ -161,7 +161,8 @@ def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any
     on_gpus, on_cpus = planned(words, capsys), planned(words[:-2], capsys)
     for found in (on_gpus, on_cpus):
         assert found.strategies == ("S1", "fsdp")
-        assert sharding_of(found.rules) == FullyShard(shard_ranks=2, offload=True)
+        specs = {rule.spec for rule in found.rules if rule.strategy == "fsdp"}
+        assert specs == {FullyShard(shard_ranks=2, offload=True)}
     assert ON_HOST in on_cpus.notes
     assert ON_HOST not in on_gpus.notes
     assert on_gpus.predicted_peak_bytes < on_cpus.predicted_peak_bytes

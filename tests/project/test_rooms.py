@@ -8,9 +8,9 @@ from lightning_amp.techniques.table import STRATEGIES
 
 LIBRARY = Path(lightning_amp.__file__).parent
 NAMED = {
-    "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 17),
+    "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 6),
     "chunk": (r"techniques\.chunk|[\"']chunk[\"']", 20),
-    "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 21),
+    "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 15),
     "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 24),
     "logits": (r"techniques\.logits|[\"']logits[\"']", 6),
     "replay": (r"techniques\.replay|[\"']replay[\"']", 6),

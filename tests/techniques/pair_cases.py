@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
+from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.fsdp.spec import FullyShard
-from lightning_amp.techniques.fsdp.units import find_units
 from lightning_amp.techniques.recompute.recompute import RecomputedForward
 from lightning_amp.techniques.recompute.spec import RecomputeBlock
 from lightning_amp.techniques.register_technique import register_technique
@@ -182,7 +182,11 @@ COMBINED = [set[str](), *ALONE, *PAIRS, {"recompute", "chunk", "S6", "fsdp"}]
 def rules(name: str, module: nn.Module, kinds: Iterable[str] = ()) -> list[Rule]:
     """Of a technique on some blocks, or on all that it can be on."""
     spec, found = ON[name]
-    names = [*find_units(module), ""] if name == "fsdp" else [NAMES[kind] for kind in kinds or found]
+    names = (
+        [*blocks_with_own_parameters(module), ""]
+        if name == "fsdp"
+        else [NAMES[kind] for kind in kinds or found]
+    )
     return [Rule(fqn=fqn, spec=spec, strategy=name, why="a test") for fqn in names]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_amp.errors import PlanError
+from lightning_amp.techniques.table import options_of_techniques
 
 OF_THE_PLAN = ("policy", "strategies", "plan", "model_parallel_size")
 
@@ -54,10 +55,7 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 def _decided(options: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """The configuration's plan, unless one is requested here; the two do not mix."""
-    # late: with what imports torch
-    from lightning_amp.lightning.strategy.request import OPTIONS_OF
-
     asked = {name: getattr(arguments, name) for name in OF_THE_PLAN if getattr(arguments, name) is not None}
-    dropped = {*OF_THE_PLAN, *OPTIONS_OF} if asked else set()
+    dropped = {*OF_THE_PLAN, *options_of_techniques()} if asked else set()
     kept = {name: value for name, value in options.items() if name not in dropped}
     return kept | asked

@@ -21,7 +21,6 @@ from lightning_amp.installing.describe_module import describe
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
-from lightning_amp.planning.modules.plan_module import split_by_planner
 from lightning_amp.planning.modules.plan_step import Counted, plan_step
 from lightning_amp.planning.modules.questions import answers, largest_batches
 from lightning_amp.planning.plan.plan import Plan
@@ -29,8 +28,7 @@ from lightning_amp.planning.policies.build_rules import without_shared_statistic
 from lightning_amp.planning.reports.step_report import step_report
 from lightning_amp.quantities import parse_bytes
 from lightning_amp.techniques.chunk.look import code
-from lightning_amp.techniques.fsdp.spec import FullyShard
-from lightning_amp.techniques.table import STRATEGIES, parse_strategies
+from lightning_amp.techniques.table import STRATEGIES, parse_strategies, requested_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +148,6 @@ def plan_of_module(
             " what lightning_amp.profile returns without one"
         )
     request = dict(request)
-    _, named = split_by_planner(request["strategies"], policy=request["policy"])
     size, memory, devices = (request[name] for name in ("model_parallel_size", "device_memory", "devices"))
     given = argparse.Namespace(**{name: value for name, value in options.items() if value is not None})
     given.model_parallel_size = size
@@ -159,10 +156,8 @@ def plan_of_module(
     steps = DrySteps.asked(ids, given, devices if size == "auto" else size, **of_run)
     if steps is not None:
         steps.check_ranks()
-    fsdp = None
-    if "fsdp" in (named or ()):
-        # the configuration's may be of other strategies
-        fsdp = FullyShard(shard_ranks=options.get("fsdp_ranks"), offload=bool(options.get("fsdp_offload")))
+    # options of a configuration may be of other strategies
+    requested = requested_specs(ids if request["strategies"] else (), given)
     share = options.get("share_batch_statistics") is not False
 
     def step_at(n: int | None) -> StepOfModule:
@@ -172,7 +167,7 @@ def plan_of_module(
         return StepOfModule(module, lambda: batch, around=limited, batch_size=n, steps=steps)
 
     def look(step: StepOfModule) -> ProfiledStep:
-        return step.profiled(rates, options={"fsdp": fsdp}, shared_statistics=share and devices > 1)
+        return step.profiled(rates, requested=requested, shared_statistics=share and devices > 1)
 
     step, naming = step_at(batch_size), partial(named_blocks, module, options.get("blocks"))
     with naming():
@@ -193,7 +188,6 @@ def plan_of_module(
             Counted(seen=seen, shape=shape),
             **request,
             micro_batches=options.get("micro_batches"),
-            schedule=options.get("schedule"),
             count=step.count,
         )
     made = with_spec(made, steps, "")

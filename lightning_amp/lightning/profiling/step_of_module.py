@@ -5,7 +5,7 @@ done to validate, test or predict. A step that cannot be profiled is trained as 
 why.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -41,7 +41,7 @@ from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, not_together
 from lightning_amp.techniques.technique import function_at
 
 T = TypeVar("T")
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+NOTHING: Mapping[str, Spec] = MappingProxyType({})
 
 
 class StepOfModule:
@@ -80,7 +80,6 @@ class StepOfModule:
         self._counted_steps: dict[int | None, CountedStep] = {}
         self._steps_with: dict[tuple[str, Spec], CountedStep | str] = {}
         self._rates = CPU_CORE
-        self.options: Mapping[str, Any] = {}
         self.shared_statistics = False
 
     @classmethod
@@ -109,13 +108,13 @@ class StepOfModule:
         return cls(module, partial(_batch_of, loaders, why), around=around, trains=True, steps=steps)
 
     def profiled(
-        self, rates: Rates, *, options: Mapping[str, Any] = NO_OPTIONS, shared_statistics: bool = False
+        self, rates: Rates, *, requested: Mapping[str, Spec] = NOTHING, shared_statistics: bool = False
     ) -> ProfiledStep:
         """Take one batch and profile the step as it is.
 
         Args:
             rates: What the device reaches.
-            options: By technique, its spec with the options of the request; None where there are none.
+            requested: By technique, the spec that a person has requested.
             shared_statistics: Whether ranks exchange the statistics of batches.
 
         Raises:
@@ -123,9 +122,9 @@ class StepOfModule:
             PlanError: It needs values, and takes more than its limit.
         """
         self.take()
-        self._rates, self.options, self.shared_statistics = rates, options, shared_statistics
+        self._rates, self.shared_statistics = rates, shared_statistics
         if self._steps is not None:
-            return self._profiled_stepped(self._steps)
+            return self._profiled_stepped(self._steps, requested)
         step = self.step()
         self._profiles[_places(())] = step.profile
         return ProfiledStep(
@@ -133,7 +132,8 @@ class StepOfModule:
             chain=step.chain,
             rates=rates,
             gradient_sizes=gradient_sizes(self.module),
-            facts={name: function_at(row.look)(self) for name, row in STRATEGIES.items() if row.look},
+            requested=requested,
+            facts=facts_of_module(self.module) | self._facts(STRATEGIES),
             refused=refused_techniques(self.module, step, values=self._trains),
             statistics_bytes=statistics_bytes(self.module),
             notes=tuple(self._notes(step)),
@@ -175,21 +175,25 @@ class StepOfModule:
                 self._steps_with[key] = str(error)
         return self._steps_with[key]
 
-    def _profiled_stepped(self, steps: DrySteps) -> ProfiledStep:
+    def _facts(self, names: Iterable[str]) -> dict[str, Any]:
+        """What techniques read from the step."""
+        return {name: function_at(STRATEGIES[name].look)(self) for name in names if STRATEGIES[name].look}
+
+    def _profiled_stepped(self, steps: DrySteps, requested: Mapping[str, Spec]) -> ProfiledStep:
         """Of rank 0 with the steps of a technique, and what that goes together with."""
         links = self._rates.links
         step = steps.choose(self._batch, lambda: self.step_with(()), links) or self.step_with(())
         self._profiles[_places(())] = step.profile
         together = STRATEGIES[steps.name].together
         others = {other: not_together(steps.name, other) for other in PREDICTIONS if other not in together}
-        facts = {name: function_at(STRATEGIES[name].look)(self) for name in together if STRATEGIES[name].look}
         found = ProfiledStep(
             profile=step.profile,
             chain=step.chain,
             rates=self._rates,
             # what splits parameters too averages no whole gradients
             gradient_sizes=() if STRATEGIES[steps.name].data_axis else gradient_sizes(self.module),
-            facts=facts,
+            requested=requested,
+            facts=facts_of_module(self.module) | self._facts(together),
             refused={**refused_techniques(self.module, step, values=self._trains), **others},
             sent_seconds=steps.sent_seconds(links),
             averages=not STRATEGIES[steps.name].data_axis,
@@ -279,6 +283,12 @@ class StepOfModule:
         finally:
             if undo is not None:
                 undo()
+
+
+def facts_of_module(module: LightningModule) -> dict[str, Any]:
+    """What techniques read from a module without its step."""
+    rows = {name: row.look_at_module for name, row in STRATEGIES.items() if row.look_at_module}
+    return {name: function_at(look)(module) for name, look in rows.items()}
 
 
 def refused_techniques(module: LightningModule, step: CountedStep, *, values: bool) -> dict[str, str]:

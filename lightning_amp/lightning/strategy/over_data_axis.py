@@ -1,4 +1,4 @@
-"""Install what a plan requires over the data axis: shared batch statistics, and fsdp."""
+"""Install what a plan requires over the data axis: shared batch statistics, and split parameters."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -12,14 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.sharding import sharding_of
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.data.row import ShareBatchStatistics
-from lightning_amp.techniques.fsdp.agreement import Agreement
-from lightning_amp.techniques.fsdp.fully_sharded import FullySharded
-from lightning_amp.techniques.fsdp.spec import FullyShard
+from lightning_amp.techniques.ranks.agreement import Agreement
 from lightning_amp.techniques.table import STRATEGIES, with_steps
+from lightning_amp.techniques.technique import function_at
 
 Undo = list[Callable[[], None]]
 
@@ -72,13 +70,12 @@ def shard_fully(
             for one in units.parameters
         )
         return Shards(model, own, units=units)
-    spec = sharding_of(plan.rules)
-    if spec is None:
+    splitting = [name for name in plan.strategies if STRATEGIES[name].split_parameters]
+    if not splitting:
         return shards
-    fqns = [rule.fqn for rule in plan.rules if isinstance(rule.spec, FullyShard)]
-    n = spec.shard_ranks or mesh.size()
-    groups = groups_of(n) if n < mesh.size() else None
-    units = FullySharded(model, fqns, mesh, groups=groups, offload=spec.offload)
+    (name,) = splitting
+    rules = [rule for rule in plan.rules if rule.strategy == name]
+    units = function_at(STRATEGIES[name].split_parameters)(model, rules, mesh, groups_of)
     undo.append(units.undo)
     return Shards(model, (*shards.sharded, *units.parameters), shards.partial, units=units)
 

@@ -6,14 +6,19 @@ from math import inf
 from pathlib import Path
 from typing import Literal
 
+from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.find_blocks import check_entries
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import is_number, parse_bytes
-from lightning_amp.techniques.fsdp.spec import FullyShard
-from lightning_amp.techniques.pipeline.schedule.schedules import SCHEDULES
-from lightning_amp.techniques.table import STRATEGIES, parse_strategies
-from lightning_amp.techniques.tensor3d.row import OVERLAP, cache_bytes
+from lightning_amp.techniques.option_checks import one_of
+from lightning_amp.techniques.table import (
+    STRATEGIES,
+    options_of_techniques,
+    parse_strategies,
+    requested_specs,
+)
+from lightning_amp.techniques.tensor3d.row import OVERLAP
 
 CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "policy": ("auto", "paper"),
@@ -22,26 +27,10 @@ CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "share_batch_statistics": (True, False),
     "save_distributed_checkpoint": (True, False),
     "check_finite": (True, False),
-    "schedule": (None, *SCHEDULES),
     "rescue": (True, False),
-    "fsdp_offload": (True, False),
     "device_speeds": (None, "measure"),
     "verbose": (True, False),
 }
-
-OPTIONS_OF = {
-    "micro_batches": "pipeline",
-    "schedule": "pipeline",
-    "fsdp_ranks": "fsdp",
-    "fsdp_offload": "fsdp",
-    "sequence_dim": "sequence",
-    "sequence_sizes": "sequence",
-    "sequence_grid": "sequence",
-    "tensor_grid": "tensor3d",
-    "tensor_overlap": "tensor3d",
-    "tensor_cache": "tensor3d",
-}
-"""Options that say how one strategy is done, which has to be named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +75,8 @@ class Request:
         for name, allowed in CHOICES.items():
             one_of(name, getattr(self, name), allowed)
         self._check_numbers()
-        self._check_overlap()
         self._check_plan()
-        self._check_grid()
+        self._check_options()
         if self.blocks is not None:
             check_entries(self.blocks)
         for name, what in (
@@ -120,11 +108,9 @@ class Request:
         )
 
     @property
-    def sharding(self) -> FullyShard | None:
-        """How fsdp is to split where it was requested; None leaves it to the policy."""
-        if self.strategies is None or "fsdp" not in parse_strategies(self.strategies):
-            return None
-        return FullyShard(shard_ranks=self.fsdp_ranks, offload=self.fsdp_offload)
+    def specs(self) -> dict[str, Spec]:
+        """The specs of requested strategies that have options, by strategy."""
+        return requested_specs(() if self.strategies is None else parse_strategies(self.strategies), self)
 
     def data_dir_or(self, data: object) -> str | Path | None:
         """The data directory that was requested, else the data module's; None without either."""
@@ -138,12 +124,6 @@ class Request:
                 f"model_parallel_size={size!r} is not supported; allowed are 'auto' and a whole number of ranks, 1"
                 " or more"
             )
-        for name, least in (("micro_batches", 1), ("fsdp_ranks", 2)):
-            value = getattr(self, name)
-            if value is not None and not (type(value) is int and value >= least):
-                raise PlanError(
-                    f"{name}={value!r} is not supported; allowed is a whole number, {least} or more, or None"
-                )
         if not (is_number(self.bucket_mb) and 0 < self.bucket_mb < inf):
             raise PlanError(
                 f"bucket_mb={self.bucket_mb!r} is not supported; allowed is a number of MiB above 0"
@@ -155,46 +135,24 @@ class Request:
                     f"{name}={value!r} is not supported; allowed is a number of seconds above 0, .inf for never"
                 )
 
-    def _check_grid(self) -> None:
-        """Two axes of a grid are the model axis."""
-        grid = self.tensor_grid
-        if grid is None:
-            return
-        if not (
-            isinstance(grid, tuple | list) and len(grid) == 3 and all(type(n) is int and n > 0 for n in grid)
-        ):
-            raise PlanError(
-                f"tensor_grid={grid!r} was given; allowed are three whole numbers of ranks, as (2, 1, 2)"
-            )
-        # a sample that z splits is one of all ranks of the grid
-        ranks = grid[0] * grid[1] * (1 if self.sequence_dim == "auto" else grid[2])
-        if self.model_parallel_size not in ("auto", ranks):
-            raise PlanError(
-                f"model_parallel_size={self.model_parallel_size!r} was given with tensor_grid={tuple(grid)!r}, of which"
-                f" it is {ranks}; leave model_parallel_size out"
-            )
-        object.__setattr__(self, "model_parallel_size", ranks)
-
-    def _check_overlap(self) -> None:
-        names, allowed = self.tensor_overlap, OVERLAP.split(",")
-        if not isinstance(names, tuple | list) or any(name not in allowed for name in names):
-            raise PlanError(
-                f"tensor_overlap={names!r} was given; allowed are none or some of {', '.join(map(repr, allowed))}, as"
-                " a tuple"
-            )
-        # a command line has lists
-        object.__setattr__(self, "tensor_overlap", tuple(names))
-        cache_bytes(self.tensor_cache)
+    def _check_options(self) -> None:
+        """Options of one technique require it, and have the values that it allows."""
+        chosen = () if self.strategies is None else parse_strategies(self.strategies)
+        for name, owners in options_of_techniques().items():
+            value, default = getattr(self, name), getattr(Request, name)
+            # a command line has lists
+            same = value == (list(default) if isinstance(value, list) and default else default)
+            if not same and not {*owners} & {*chosen}:
+                of = owners[0]
+                raise PlanError(
+                    f"{name}={value!r} is an option of {of}; add strategies={of!r}, or leave it out"
+                )
+        for spec in self.specs.values():
+            # a grid that was given decides the model axis
+            if getattr(spec, "grid", "") and (ranks := getattr(spec, "model_ranks", None)):
+                object.__setattr__(self, "model_parallel_size", ranks)
 
     def _check_plan(self) -> None:
-        chosen = () if self.strategies is None else parse_strategies(self.strategies)
-        for name, of in OPTIONS_OF.items():
-            others = ("tensor3d",) if name == "sequence_dim" else ()
-            if getattr(self, name) != getattr(Request, name) and not {of, *others} & {*chosen}:
-                raise PlanError(
-                    f"{name}={getattr(self, name)!r} is an option of {of}; add strategies={of!r}, or leave"
-                    " it out"
-                )
         if self.plan is None:
             return
         decided = {"policy": self.policy, "model_parallel_size": str(self.model_parallel_size)}
@@ -213,9 +171,3 @@ class Request:
                 f"plan={self.plan!r} and strategies={self.strategies!r} cannot be used together; a plan"
                 " names its strategies. Give one of the two"
             )
-
-
-def one_of(name: str, value: object, allowed: tuple[str | bool | None, ...]) -> None:
-    """Refuse any other value with a PlanError; 1 and 0 do not pass for True and False."""
-    if not any(type(value) is type(choice) and value == choice for choice in allowed):
-        raise PlanError(f"{name}={value!r} is not supported; allowed are {', '.join(map(repr, allowed))}")

@@ -56,11 +56,12 @@ from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import let_segments_grow
 from lightning_amp.lightning.strategy.out_of_memory import explain
 from lightning_amp.lightning.strategy.over_data_axis import check_split, shard_fully, share_statistics
-from lightning_amp.lightning.strategy.request import Request, one_of
+from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.whole_state import WholeState
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.data.gradient_sync import MIB
 from lightning_amp.techniques.deferred import check_deferred, is_deferred, without_memory
+from lightning_amp.techniques.option_checks import one_of
 from lightning_amp.techniques.table import with_steps
 
 OF_LIGHTNING = (

@@ -41,8 +41,6 @@ from lightning_amp.planning.modules.plan_stages import (
     with_stages,
 )
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.sharding import sharding_of
-from lightning_amp.techniques.fsdp.predict import split_by
 from lightning_amp.techniques.pipeline.options import OPEN, PipelineOptions
 from lightning_amp.techniques.table import PREDICTIONS, parse_strategies
 
@@ -217,7 +215,7 @@ def _drafted(seen: ProfiledStep, rules: tuple[Rule, ...], *, ranks: int, count: 
     """The step with rules: counted with those installed that change modules, the others added to that."""
     strategies = tuple(dict.fromkeys(rule.strategy for rule in rules))
     local = tuple(rule for rule in rules if PREDICTIONS[rule.strategy].counted)
-    seen = split_by(seen, sharding_of(rules))
+    seen = seen.requesting({rule.strategy: rule.spec for rule in rules})
     counts = not local or count is not None
     if local and count is not None:
         seen = replace(seen, profile=count(local))

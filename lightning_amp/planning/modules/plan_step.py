@@ -9,10 +9,8 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.plan_module import Count, model_axis_size, plan_module, split_by_planner
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.sharding import with_sharding
-from lightning_amp.planning.policies.build_rules import with_schedule
+from lightning_amp.planning.policies.build_rules import with_requested
 from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.techniques.fsdp.predict import facts_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +35,6 @@ def plan_step(
     strategies: str | Sequence[str] | None = None,
     model_parallel_size: int | str = "auto",
     micro_batches: int | None = None,
-    schedule: str | None = None,
     count: Count | None = None,
 ) -> Plan:
     """Decide what to install.
@@ -45,7 +42,7 @@ def plan_step(
     Args:
         counted: The module's step.
         devices, device_memory, policy, strategies, model_parallel_size: As of `lightning_amp.plan`.
-        micro_batches, schedule: Of a pipeline.
+        micro_batches: Of a pipeline; None leaves their number open.
         count: Counts the step again with rules installed.
 
     Raises:
@@ -70,8 +67,7 @@ def plan_step(
         shape=shape,
         rates=seen.rates,
     )
-    base = with_schedule(base, shape, micro_batches=micro_batches, schedule=schedule)
-    base = with_sharding(base, facts_of(seen).spec, launches=seen.rates.launches)
+    base = with_requested(base, seen.requested, shape, launches=seen.rates.launches)
     return plan_module(
         base,
         seen,

@@ -15,7 +15,6 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.techniques.data.row import BalanceCells
-from lightning_amp.techniques.fsdp.spec import FullyShard
 from lightning_amp.techniques.hic.strata.rows import StreamStrata
 from lightning_amp.techniques.table import (
     STRATEGIES,
@@ -263,7 +262,10 @@ def _contradictions(plan: Plan) -> Iterator[str]:
         )
         return
     yield from conflicts(without_blocks(plan.strategies, (rule.spec for rule in plan.rules)))
-    yield from _contradictions_of_fsdp(plan)
+    for name in plan.strategies:
+        if (check := STRATEGIES[name].contradictions) is not None:
+            specs = dict.fromkeys(rule.spec for rule in plan.rules if rule.strategy == name)
+            yield from check(list(specs), plan.gradient_ranks)
     ruled = {rule.strategy for rule in plan.rules}
     if ruled != set(plan.strategies):
         yield f"strategies={list(plan.strategies)!r}, but its rules are for {sorted(ruled)!r}"
@@ -287,14 +289,3 @@ def _contradictions(plan: Plan) -> Iterator[str]:
             yield f"workers={rule.spec.workers!r}, where {why}, in one order: it is 1"
     if plan.balance_cells != any(isinstance(rule.spec, BalanceCells) for rule in plan.rules):
         yield f"balance_cells={plan.balance_cells!r}, and the rules say otherwise"
-
-
-def _contradictions_of_fsdp(plan: Plan) -> Iterator[str]:
-    specs = list(dict.fromkeys(rule.spec for rule in plan.rules if isinstance(rule.spec, FullyShard)))
-    if len(specs) > 1:
-        yield f"rules of fsdp have the specs {specs[0]!r} and {specs[1]!r}; all of them must have the same"
-    for spec in specs:
-        if type(spec.offload) is not bool:
-            yield f"offload={spec.offload!r} of fsdp is neither true nor false"
-        if why := spec.no_groups_of(plan.gradient_ranks):
-            yield f"shard_ranks={spec.shard_ranks!r} of fsdp, {why}"

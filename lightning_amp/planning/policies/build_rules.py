@@ -1,5 +1,6 @@
 """Build rules from strategies: which modules each changes, why, and what it is predicted to save."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_amp.costs.model_shape import ModelShape
@@ -10,11 +11,10 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Explanation, Plan
-from lightning_amp.planning.time.fill_settings import settle, strata_ends, with_even_stages
+from lightning_amp.planning.time.fill_settings import settle, strata_ends
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
 from lightning_amp.techniques.hic.features.row import FeatureParallel
 from lightning_amp.techniques.hic.strata.rows import StrataParallel
-from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.table import STRATEGIES, targets_of
 
 _SHARED = Rule(
@@ -62,7 +62,7 @@ def build_rules(
             rules.append(
                 Rule(
                     fqn=fqn,
-                    spec=settle(spec, shape, axes, mesh),
+                    spec=settle(strategy, spec, shape, axes, mesh),
                     strategy=strategy,
                     why=f"{BY_USER} ({why})" if policy == "strategies" else why,
                     # of the strategy as a whole, shown once
@@ -94,25 +94,32 @@ def with_balance(plan: Plan, *, balance: bool) -> Plan:
     return replace(plan, rules=rules, balance_cells=balance and "S1" in plan.strategies)
 
 
-def with_schedule(plan: Plan, shape: ModelShape, *, micro_batches: int | None, schedule: str | None) -> Plan:
-    """The same plan with another schedule of its pipeline; None leaves it as it is. A rank has two stages of it, if
-    interleaved.
+def with_requested(
+    plan: Plan, requested: Mapping[str, Spec], shape: ModelShape, *, launches: bool = False
+) -> Plan:
+    """The same plan whose rules have the specs that a person has requested, by technique.
+
+    Args:
+        launches: Whether the device is another one than the host's processor.
 
     Raises:
-        PlanError: More stages than blocks.
+        PlanError: A spec that this mesh or model cannot have.
     """
+    notes = []
+    for strategy, spec in requested.items():
+        row = STRATEGIES[strategy]
+        for why in row.contradictions([spec], plan.gradient_ranks) if row.contradictions is not None else ():
+            raise PlanError(why)
+        if row.remark is not None and (note := row.remark(spec, launches)):
+            notes.append(note)
 
     def asked(rule: Rule) -> Rule:
-        if not isinstance(rule.spec, PipelineStages):
+        spec = requested.get(rule.strategy)
+        if spec is None or STRATEGIES[rule.strategy].steps:
             return rule
-        spec = replace(rule.spec, micro_batches=micro_batches or rule.spec.micro_batches)
-        if schedule is not None and schedule != spec.schedule:
-            each = 2 if schedule == "interleaved" else 1
-            spec = replace(spec, schedule=schedule, stages_per_rank=each)
-            spec = with_even_stages(spec, shape, ranks=plan.mesh.model)
-        return replace(rule, spec=spec)
+        return replace(rule, spec=settle(rule.strategy, spec, shape, plan.axes, plan.mesh))
 
-    return replace(plan, rules=tuple(map(asked, plan.rules)))
+    return replace(plan, rules=tuple(map(asked, plan.rules)), notes=(*plan.notes, *notes))
 
 
 def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Plan:

@@ -116,7 +116,10 @@ def _carried_out(request: PlanRequest, choice: StrategyChoice, profile: Profile,
     shape, chosen = request.shape, choice.strategies
     mesh = _mesh(chosen, replace(request, model_parallel_size=choice.model_parallel_size))
     _check_decoder(chosen, shape)
-    _check_pipeline(chosen, shape)
+    for name in chosen:
+        row = STRATEGIES[name]
+        if row.unsuited is not None and (why := row.unsuited(shape, chosen)):
+            raise PlanError(why)
     predicted = predict(shape, chosen, model_ranks=mesh.model)
     balance, balance_note = decide_balance(profile, mesh, shape.batch_size)
     return Plan(
@@ -297,33 +300,12 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
             f" {', '.join(local)} out, or use 'nodes', which splits its anchors over ranks"
         )
     found = list(conflicts(chosen))
-    if shape.decoder is not None and "fsdp" in chosen and not found:
-        found = [f"{STRATEGIES['fsdp'].no_decoder}, as those of {shape.decoder.fqn!r} here"]
+    if shape.decoder is not None and not found:
+        reasons = [STRATEGIES[name].no_decoder for name in chosen]
+        found = [f"{why}, as those of {shape.decoder.fqn!r} here" for why in reasons if why]
     if found:
         raise PlanError(
             f"strategies={','.join(chosen)!r} cannot be combined: {'; '.join(found)}. Leave one of them out"
-        )
-
-
-def _check_pipeline(chosen: tuple[str, ...], shape: ModelShape) -> None:
-    """Refuse, with a PlanError, stages without a list of blocks, or with a technique that was not tested with them."""
-    if "pipeline" not in chosen:
-        return
-    beside = [strategy for strategy in chosen if strategy not in ("S1", "pipeline")]
-    if beside:
-        raise PlanError(
-            f"pipeline is supported together with S1 only, found {', '.join(beside)}: leave {', '.join(beside)} out"
-        )
-    if shape.decoder is not None:
-        raise PlanError(
-            f"pipeline: {shape.decoder.fqn!r} is a decoder of strata, which all read the latents of the cells and"
-            " add to one loss, so that they cannot be stages. Use 'strata', which splits them over the model axis,"
-            " or leave 'pipeline' out"
-        )
-    if shape.block_list is None:
-        raise PlanError(
-            "pipeline requires a ModuleList or Sequential of two or more modules, and the module has none: put its"
-            " blocks into one, or leave 'pipeline' out"
         )
 
 
@@ -339,7 +321,7 @@ def _across_nodes(mesh: MeshShape, node_devices: int | None) -> list[str]:
 def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
     unknown = {
         strategy: (row.registered and row.shape_after is None)
-        or (strategy == "pipeline" and not shape.profiled)
+        or (bool(row.look or row.look_at_module) and row.choice is None and not shape.profiled)
         for strategy, row in STRATEGIES.items()
         if strategy in chosen
     }
@@ -349,10 +331,6 @@ def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
         for strategy in unknown
         if unknown[strategy]
     ]
-    if "fsdp" in chosen:
-        notes.append(
-            "the prediction counts whole parameters, gradients and optimiser state: fsdp saves what it splits"
-        )
     if "compile" in chosen:
         notes.append(
             "the prediction is that of strata that are not compiled: torch's compiler decides what is fused and kept"

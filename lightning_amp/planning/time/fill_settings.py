@@ -11,16 +11,14 @@ from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.step_seconds import stratum_seconds
 from lightning_amp.techniques.hic.attention.rows import FusedAttention
 from lightning_amp.techniques.hic.strata.rows import StrataParallel, StreamStrata
-from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.table import STRATEGIES
 
 
-def settle(spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
+def settle(strategy: str, spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
     """The spec with the settings that are decided here; one that has none, or ends that are set, as it is."""
     match spec:
         case StrataParallel(ends=""):
             return replace(spec, ends=",".join(map(str, strata_ends(shape, axes, ranks=mesh.model))))
-        case PipelineStages(ends=""):
-            return with_even_stages(spec, shape, ranks=mesh.model)
         case FusedAttention() | StreamStrata():
             assert shape.decoder is not None, (
                 "a strategy with a choice needs a decoder, which the policy has checked"
@@ -29,7 +27,8 @@ def settle(spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshShape) -> Spec:
             if isinstance(spec, FusedAttention):
                 return replace(spec, keep=sizes.keeps_weights)
             return replace(spec, workers=sizes.side_by_side)
-    return spec
+    own = STRATEGIES[strategy].settle
+    return spec if own is None else own(spec, shape, mesh.model)
 
 
 def strata_ends(
@@ -50,20 +49,3 @@ def strata_ends(
         )
     costs, passing = stratum_seconds(shape.decoder, axes, cells=shape.batch_size, ranks=ranks)
     return deal(costs, ranks, speeds, passing)
-
-
-def with_even_stages(spec: PipelineStages, shape: ModelShape, *, ranks: int) -> PipelineStages:
-    """Stages of as many blocks each, give or take one; the first ones have the more.
-
-    Raises:
-        PlanError: More stages than blocks.
-    """
-    stages = ranks * spec.stages_per_rank
-    name, blocks = shape.block_list or ("", 0)
-    if stages > blocks:
-        raise PlanError(
-            f"pipeline got {stages!r} stages, and {name!r}, the longest list of modules, has {blocks!r}"
-            f" blocks; choose model_parallel_size={blocks!r} at most, or leave 'pipeline' out"
-        )
-    ends = (sum(blocks // stages + (s < blocks % stages) for s in range(n + 1)) for n in range(stages))
-    return replace(spec, ends=",".join(map(str, ends)))

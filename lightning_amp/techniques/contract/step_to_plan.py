@@ -1,6 +1,6 @@
 """Define what techniques can read of a module's training step before it is planned."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from lightning.pytorch import LightningModule
@@ -16,13 +16,11 @@ class StepToPlan(Protocol):
 
     Attributes:
         module: Whose step it is.
-        options: By technique, its spec with the options of the request; None where there are none.
         shared_statistics: Whether ranks exchange the statistics of batches.
         no_stages: Why the blocks of the module cannot be stages of a pipeline; "" where they can.
     """
 
     module: LightningModule
-    options: Mapping[str, Any]
     shared_statistics: bool
     no_stages: str
 

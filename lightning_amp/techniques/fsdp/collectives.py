@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_amp.dist.collectives import start_adding_rows
-from lightning_amp.techniques.fsdp.agreement import Agreement
+from lightning_amp.techniques.ranks.agreement import Agreement
 
 # torch 2.13 renames both and warns of the old names
 _ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -50,13 +50,13 @@ from lightning_amp._torch import (
 )
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
-from lightning_amp.techniques.fsdp.agreement import Agreement
 from lightning_amp.techniques.fsdp.collectives import AddUp, Gather
 from lightning_amp.techniques.fsdp.parameters import ReachedParameters, split_parameters
 from lightning_amp.techniques.fsdp.refusals import SWAPPED, refuse
-from lightning_amp.techniques.fsdp.units import find_units
 from lightning_amp.techniques.ranks import collectives
+from lightning_amp.techniques.ranks.agreement import Agreement
 from lightning_amp.techniques.ranks.check_region import leaves_of
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -111,7 +111,7 @@ class FullySharded:
         refuse(module, units, by_hand=self._shows)
         self.parameters, self.groups, self.offload = (), groups, offload
         self._module: Any = module
-        self._mesh, self._agreement = mesh, Agreement(mesh)
+        self._mesh, self._agreement = mesh, Agreement(mesh, "fsdp")
         self._depth, self._begun, self._looks = 0, False, LOOKS
         self._undo: list[Callable[[], None]] = []
         self._shown: list[tuple[ShardedParameter, Tensor, Tensor | None]] = []
@@ -367,7 +367,7 @@ def refuse_swapped(fqn: str, unit: nn.Module, *_: Any) -> None:
 
 def _chosen(module: nn.Module, fqns: Sequence[str]) -> dict[str, nn.Module]:
     """The units of some names or patterns; the root is none of them."""
-    possible = find_units(module)
+    possible = blocks_with_own_parameters(module)
     for fqn in fqns:
         if fqn and not any(fnmatchcase(unit, fqn) for unit in possible):
             raise InstallError(

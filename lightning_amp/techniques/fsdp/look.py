@@ -1,23 +1,16 @@
-"""Read from a module which parameters fsdp can gather together, and whether the module refuses it."""
+"""Read from a module, and from its counted step, whether fsdp can train it."""
 
 from lightning.pytorch import LightningModule
 
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.chain.chain_of import CountedStep
-from lightning_amp.techniques.contract.step_to_plan import StepToPlan
-from lightning_amp.techniques.fsdp.predict import NAME, FsdpFacts
+from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
 from lightning_amp.techniques.fsdp.refusals import SWAPPED, refuse
-from lightning_amp.techniques.fsdp.units import find_units, units_of
-
-
-def look(step: StepToPlan) -> FsdpFacts:
-    """Units, and the requested way to split."""
-    return FsdpFacts(units=units_of(step.module), spec=step.options.get(NAME))
 
 
 def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
     """Why fsdp cannot train this module; "" where it can."""
-    units = find_units(module)
+    units = blocks_with_own_parameters(module)
     try:
         refuse(module, units, values=values)
     except InstallError as error:

@@ -5,36 +5,22 @@ gathered for both, so such a block is left to the root, which is gathered for th
 lies in another one. Parameters without a dimension cannot be split; they stay whole, and are averaged as under S1.
 """
 
-from collections import Counter
-
 from torch import Tensor, nn
 
-from lightning_amp.footprint.find_blocks import find_blocks
+from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit
-
-
-def find_units(module: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a module that are units, by name, in the order of the module."""
-    owners = Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
-    return {fqn: block for fqn, block in find_blocks(module).items() if fqn and _is_unit(block, owners)}
 
 
 def units_of(module: nn.Module) -> tuple[ParameterUnit, ...]:
     """The units of a module with the sizes of their parameters, the root last; the module is whole."""
     taken: set[int] = set()
     found = []
-    for fqn, block in (*find_units(module).items(), ("", module)):
+    for fqn, block in (*blocks_with_own_parameters(module).items(), ("", module)):
         prefix = f"{fqn}." if fqn else ""
         own = [(f"{prefix}{name}", p) for name, p in block.named_parameters() if id(p) not in taken]
         taken |= {id(p) for _, p in own}
         found.append(ParameterUnit(fqn=fqn, parameters=tuple(_shape(name, p) for name, p in own if p.dim())))
     return tuple(found)
-
-
-def _is_unit(block: nn.Module, owners: Counter[int]) -> bool:
-    inside = Counter(id(p) for child in block.modules() for p in child._parameters.values() if p is not None)
-    splits = any(p.dim() for p in block.parameters())
-    return splits and all(owners[key] == count for key, count in inside.items())
 
 
 def _shape(name: str, parameter: Tensor) -> ParameterShape:

@@ -1,13 +1,70 @@
 """Define the row of pipeline in the table of techniques."""
 
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
 from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.errors import PlanError
+from lightning_amp.techniques.option_checks import one_of, whole_number
+from lightning_amp.techniques.pipeline.schedule.schedules import SCHEDULES
 from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.technique import Installer, Target, Technique
 
 
 def _targets(shape: ModelShape) -> list[Target]:
     # the stages depend on the mesh, and are filled in later
-    return [] if shape.block_list is None else [(shape.block_list[0], PipelineStages(ends=""))]
+    return [] if shape.block_list is None else [(shape.block_list[0], PipelineStages())]
+
+
+def _asked(spec: PipelineStages, request: Any) -> tuple[PipelineStages, bool]:
+    """The spec with `micro_batches` and `schedule` of a request; a rank has two stages if interleaved."""
+    micro_batches, schedule = getattr(request, "micro_batches", None), getattr(request, "schedule", None)
+    whole_number("micro_batches", micro_batches, least=1)
+    one_of("schedule", schedule, (None, *SCHEDULES))
+    spec = replace(spec, micro_batches=micro_batches or spec.micro_batches)
+    if schedule is not None and schedule != spec.schedule:
+        spec = replace(
+            spec, schedule=schedule, stages_per_rank=2 if schedule == "interleaved" else 1, ends=""
+        )
+    return spec, True
+
+
+def _settle(spec: PipelineStages, shape: ModelShape, ranks: int) -> PipelineStages:
+    """Stages of as many blocks each, give or take one; the first ones have the more.
+
+    Raises:
+        PlanError: More stages than blocks.
+    """
+    if spec.ends:
+        return spec
+    stages = ranks * spec.stages_per_rank
+    name, blocks = shape.block_list or ("", 0)
+    if stages > blocks:
+        raise PlanError(
+            f"pipeline got {stages!r} stages, and {name!r}, the longest list of modules, has {blocks!r}"
+            f" blocks; choose model_parallel_size={blocks!r} at most, or leave 'pipeline' out"
+        )
+    ends = (sum(blocks // stages + (s < blocks % stages) for s in range(n + 1)) for n in range(stages))
+    return replace(spec, ends=",".join(map(str, ends)))
+
+
+def _unsuited(shape: ModelShape, strategies: Collection[str]) -> str:
+    others = [strategy for strategy in strategies if strategy not in ("S1", "pipeline")]
+    if others:
+        return f"pipeline is supported together with S1 only, found {', '.join(others)}: leave {', '.join(others)} out"
+    if shape.decoder is not None:
+        return (
+            f"pipeline: {shape.decoder.fqn!r} is a decoder of strata, which all read the latents of the cells and"
+            " add to one loss, so that they cannot be stages. Use 'strata', which splits them over the model axis,"
+            " or leave 'pipeline' out"
+        )
+    if shape.block_list is None:
+        return (
+            "pipeline requires a ModuleList or Sequential of two or more modules, and the module has none: put its"
+            " blocks into one, or leave 'pipeline' out"
+        )
+    return ""
 
 
 ROW = Technique(
@@ -19,6 +76,10 @@ ROW = Technique(
     },
     targets=_targets,
     model_axis=True,
+    option_names=("micro_batches", "schedule"),
+    options=_asked,
+    settle=_settle,
+    unsuited=_unsuited,
     look="lightning_amp.techniques.pipeline.look:look",
     refusal="lightning_amp.techniques.pipeline.look:refusal",
 )

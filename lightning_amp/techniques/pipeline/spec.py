@@ -9,13 +9,13 @@ class PipelineStages:
 
     Attributes:
         ends: One past the last block of every stage, separated by commas, such as "2,4,6"; stage s is on rank s mod the
-            ranks of the model axis.
+            ranks of the model axis. "" before it is cut.
         schedule: "gpipe", "1f1b" or "interleaved".
         micro_batches: Of a batch, or as many as it has samples where these are fewer.
         stages_per_rank: More than 1 for "interleaved" only.
     """
 
-    ends: str
+    ends: str = ""
     schedule: str = "1f1b"
     micro_batches: int = 4
     stages_per_rank: int = 1

@@ -19,7 +19,7 @@ class SequenceParallel:
         grid: Ranks along the first and the second dim, such as "2x2"; "" where one dim is split.
     """
 
-    dims: str
+    dims: str = ""
     sizes: str = "even"
     grid: str = ""
 
@@ -84,6 +84,7 @@ ROW = Technique(
         "tensor3d": "z of a grid splits samples: leave 'sequence' out, and give strategies='tensor3d' with"
         " sequence_dim, such as {'ids': 1, 'labels': 1}",
     },
+    option_names=("sequence_dim", "sequence_sizes", "sequence_grid"),
     options=asked,
     without_step="Name the dims, as in AMPStrategy(sequence_dim={'ids': 1})",
 )

@@ -56,6 +56,7 @@ def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]
         PlanError: Only a part of a grid is given.
     """
     grid, size = getattr(request, "tensor_grid", None), getattr(request, "model_parallel_size", "auto")
+    _check_grid(grid)
     if grid is None and size != "auto":
         raise PlanError(
             f"model_parallel_size={size!r} was given with strategies='tensor3d'; give tensor_grid=(x, y, z), of which"
@@ -70,10 +71,37 @@ def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]
             f"sequence_dim={given!r} was given with strategies='tensor3d' and without a grid; give"
             " tensor_grid=(x, y, z), of which z splits samples"
         )
-    overlap = ",".join(getattr(request, "tensor_overlap", OVERLAP.split(",")))
+    names, allowed = getattr(request, "tensor_overlap", OVERLAP.split(",")), OVERLAP.split(",")
+    if not isinstance(names, tuple | list) or any(name not in allowed for name in names):
+        raise PlanError(
+            f"tensor_overlap={names!r} was given; allowed are none or some of {', '.join(map(repr, allowed))}, as"
+            " a tuple"
+        )
     cache = cache_bytes(getattr(request, "tensor_cache", 0))
-    grid = spec.grid if grid is None else "x".join(map(str, grid))
-    return replace(spec, grid=grid, dims=dims, overlap=overlap, cache_bytes=cache), False
+    found = replace(
+        spec,
+        grid=spec.grid if grid is None else "x".join(map(str, grid)),
+        dims=dims,
+        overlap=",".join(names),
+        cache_bytes=cache,
+    )
+    if grid is not None and size not in ("auto", found.model_ranks):
+        raise PlanError(
+            f"model_parallel_size={size!r} was given with tensor_grid={tuple(grid)!r}, of which it is"
+            f" {found.model_ranks}; leave model_parallel_size out"
+        )
+    return found, False
+
+
+def _check_grid(grid: Any) -> None:
+    if grid is None:
+        return
+    if not (
+        isinstance(grid, tuple | list) and len(grid) == 3 and all(type(n) is int and n > 0 for n in grid)
+    ):
+        raise PlanError(
+            f"tensor_grid={grid!r} was given; allowed are three whole numbers of ranks, as (2, 1, 2)"
+        )
 
 
 def cache_bytes(text: str | int) -> int:
@@ -104,6 +132,7 @@ ROW = Technique(
         "replay": "it runs operators on whole tensors again, and a rank of a grid has parts; recompute runs blocks"
         " again",
     },
+    option_names=("tensor_grid", "tensor_overlap", "tensor_cache", "sequence_dim"),
     options=asked,
     without_step="Give a grid (tensor_grid=), or a plan of a fit (plan=)",
 )

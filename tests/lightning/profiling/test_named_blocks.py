@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 import lightning_amp
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import PlanError
-from lightning_amp.footprint.find_blocks import find_blocks, named_blocks
-from lightning_amp.techniques.fsdp.units import find_units
+from lightning_amp.footprint.find_blocks import blocks_with_own_parameters, find_blocks, named_blocks
 from lightning_amp.techniques.pipeline.run.blocks import blocks_for_stages
 from tests.any_module import Meter
 
@@ -81,7 +80,7 @@ def test_classes_names_and_patterns_are_blocks_everywhere() -> None:
     for blocks in ([Res], [path], ["*"], ["unused*", "*1", "*2"]):
         with named_blocks(module, blocks):
             assert {"unused", "down1", "down2", "up1", "up2"} <= {*find_blocks(module)}
-            assert [*find_units(module)] == [*find_blocks(module)]
+            assert [*blocks_with_own_parameters(module)] == [*find_blocks(module)]
             assert "down1.inner" not in find_blocks(module)
     planned = lightning_amp.plan(module, f"{ROWS}x4", strategies="recompute", blocks=["down1", "up*"])
     assert [rule.fqn for rule in planned.plan.rules if rule.fqn] == ["down1", "up1", "up2"]

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.planning.plan.sharding import sharding_of
 from lightning_amp.techniques.contract.sharded_parameter import local
 from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.spec import FullyShard
@@ -170,7 +169,7 @@ def chosen(rank: int, folder: Path) -> FullyShard | None:
     own: dict[str, Any] = {"devices": 2, "num_nodes": 2, "plugins": [TwoNodes(rank, 4)], "max_epochs": 1}
     trainer_of(rank, 4, strategy, **own).fit(module, loader([batch] * 2))
     assert strategy.plan is not None
-    return sharding_of(strategy.plan.rules)
+    return next((rule.spec for rule in strategy.plan.rules if rule.strategy == "fsdp"), None)
 
 
 def plain(rank: int, ranks: int, folder: Path) -> Found:

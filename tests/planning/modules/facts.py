@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterUnit
-from lightning_amp.techniques.fsdp.predict import FsdpFacts
 from lightning_amp.techniques.fsdp.spec import FullyShard
 from lightning_amp.techniques.pipeline.options import stages_of
 
@@ -16,8 +15,9 @@ def with_units(
 ) -> ProfiledStep:
     """Parameters that fsdp can split, whose gradients ranks average."""
     sizes = tuple(p.whole_bytes for unit in units for p in unit.parameters if p.trained)
-    facts = {**step.facts, "fsdp": FsdpFacts(units=tuple(units), spec=spec)}
-    return replace(step, facts=facts, gradient_sizes=sizes)
+    facts = {**step.facts, "fsdp": tuple(units)}
+    requested = {} if spec is None else {"fsdp": spec}
+    return replace(step, facts=facts, gradient_sizes=sizes).requesting(requested)
 
 
 def with_stages(step: ProfiledStep, **more: Any) -> ProfiledStep:

@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 
 from lightning_amp.costs.device_rates import CPU_CORE, rates_for
+from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.plan.sharding import ON_HOST, sharding_of, with_sharding
+from lightning_amp.planning.policies.build_rules import with_requested
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_peak_bytes
-from lightning_amp.techniques.fsdp.predict import facts_of, variants
+from lightning_amp.techniques.fsdp.predict import units_in, variants
+from lightning_amp.techniques.fsdp.row import ON_HOST
 from lightning_amp.techniques.fsdp.seconds import (
     HANDLING_S,
     MESSAGES,
@@ -27,6 +29,7 @@ from tests.planning.modules.test_plan_of_a_module import NAMES, base, chain, pro
 
 GIB = 2**30
 A100 = rates_for("A100").on_nodes_of(8)
+SHAPE = ModelShape(decoder=None, batch_size=8, parameter_bytes=25, base_activation_bytes=0, profiled=True)
 
 
 def heavy(fsdp: FullyShard | None = None, rates: Any = A100, *, seconds: float = 0.01) -> ProfiledStep:
@@ -41,17 +44,21 @@ def heavy(fsdp: FullyShard | None = None, rates: Any = A100, *, seconds: float =
 
 
 def seconds_of(step: ProfiledStep, spec: FullyShard, ranks: int) -> float:
-    return fsdp_seconds(step, facts_of(step).units, spec, ranks)
+    return fsdp_seconds(step, units_in(step), spec, ranks)
 
 
-def ways_to_split(step: ProfiledStep, ranks: int) -> list[FullyShard | None]:
-    return [facts_of(one).spec for one in variants(step, ranks)]
+def ways_to_split(step: ProfiledStep, ranks: int) -> list[Any]:
+    return [one.requested["fsdp"] for one in variants(step, ranks)]
 
 
 def made(step: ProfiledStep, ranks: int, budget: int | None) -> Draft:
     found = draft(step, ("fsdp",), ranks=ranks, budget=budget)
     assert isinstance(found, Draft)
     return found
+
+
+def split_by(plan: Plan) -> set[Any]:
+    return {rule.spec for rule in plan.rules if rule.strategy == "fsdp"}
 
 
 def split_of(one: Draft) -> Any:
@@ -104,13 +111,13 @@ def test_a_plan_keeps_its_groups_and_is_predicted_with_them() -> None:
     step, given = heavy(), base(3 * GIB, devices=16)
     found = plan_module(given, step)
     assert found.strategies == ("S1", "fsdp")
-    assert sharding_of(found.rules) == FullyShard(shard_ranks=8)
+    assert split_by(found) == {FullyShard(shard_ranks=8)}
     assert Plan.from_json(found.to_json()) == found
     again = plan_again(found, step)
     assert again.rules == found.rules
     assert again.predicted_peak_bytes == found.predicted_peak_bytes
     asked = plan_module(given, heavy(FullyShard()), named=("fsdp",))
-    assert sharding_of(asked.rules) == FullyShard()
+    assert split_by(asked) == {FullyShard()}
     assert asked.predicted_peak_bytes < found.predicted_peak_bytes
 
 
@@ -146,11 +153,9 @@ def test_on_a_cpu_rows_are_in_the_hosts_memory_anyway() -> None:
     away, here = (made(heavy(spec, CPU_CORE), 4, None) for spec in (asked, FullyShard()))
     assert (away.peak_bytes, away.seconds) == (here.peak_bytes, here.seconds)
     plan = base(None, devices=4)
-    noted = with_sharding(plan, asked, launches=False)
-    assert noted.notes == (*plan.notes, ON_HOST)
-    assert with_sharding(noted, asked, launches=False) == noted
-    assert with_sharding(plan, asked, launches=True) == plan
-    assert with_sharding(plan, None, launches=False) == plan
+    assert with_requested(plan, {"fsdp": asked}, SHAPE).notes == (*plan.notes, ON_HOST)
+    assert with_requested(plan, {"fsdp": asked}, SHAPE, launches=True) == plan
+    assert with_requested(plan, {}, SHAPE) == plan
 
 
 @pytest.mark.parametrize(
@@ -160,10 +165,10 @@ def test_on_a_cpu_rows_are_in_the_hosts_memory_anyway() -> None:
 def test_sizes_that_do_not_divide_are_refused(shard_ranks: int, devices: int, allowed: str) -> None:
     plan, asked = base(None, devices=devices, strategies="fsdp"), FullyShard(shard_ranks=shard_ranks)
     if not allowed:
-        assert sharding_of(with_sharding(plan, asked, launches=True).rules) == asked
+        assert split_by(with_requested(plan, {"fsdp": asked}, SHAPE)) == {asked}
         return
     with pytest.raises(PlanError) as caught:
-        with_sharding(plan, asked, launches=True)
+        with_requested(plan, {"fsdp": asked}, SHAPE)
     assert str(caught.value).startswith(f"fsdp_ranks={shard_ranks} is not supported, found {devices} ranks")
     assert allowed in str(caught.value)
 
@@ -171,9 +176,9 @@ def test_sizes_that_do_not_divide_are_refused(shard_ranks: int, devices: int, al
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        ('"shard_ranks": null', '"shard_ranks": 3', "shard_ranks=3 of fsdp, found 4 ranks"),
-        ('"shard_ranks": null', '"shard_ranks": 1', "shard_ranks=1 of fsdp, found 4 ranks"),
-        ('"shard_ranks": null', '"shard_ranks": "2"', "shard_ranks='2' of fsdp, found 4 ranks"),
+        ('"shard_ranks": null', '"shard_ranks": 3', "fsdp_ranks=3 is not supported, found 4 ranks"),
+        ('"shard_ranks": null', '"shard_ranks": 1', "fsdp_ranks=1 is not supported, found 4 ranks"),
+        ('"shard_ranks": null', '"shard_ranks": "2"', "fsdp_ranks='2' is not supported, found 4 ranks"),
         ('"offload": false', '"offload": 1', "offload=1 of fsdp is neither true nor false"),
     ],
 )

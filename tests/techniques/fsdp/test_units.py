@@ -10,8 +10,9 @@ from torch import nn
 from torch.func import functional_call
 
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
 from lightning_amp.techniques.fsdp.fully_sharded import refuse_swapped
-from lightning_amp.techniques.fsdp.units import find_units, units_of
+from lightning_amp.techniques.fsdp.units import units_of
 
 
 def test_a_block_that_shares_a_parameter_is_left_to_the_root() -> None:
@@ -19,7 +20,7 @@ def test_a_block_that_shares_a_parameter_is_left_to_the_root() -> None:
     module.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)])
     module.head = nn.Linear(3, 3)
     module.head.weight = module.blocks[1].weight  # type: ignore[union-attr,assignment]
-    assert list(find_units(module)) == ["blocks.0", "blocks.3"]
+    assert list(blocks_with_own_parameters(module)) == ["blocks.0", "blocks.3"]
     names = {unit.fqn: [parameter.name for parameter in unit.parameters] for unit in units_of(module)}
     assert names == {
         "blocks.0": ["blocks.0.weight", "blocks.0.bias"],

@@ -91,9 +91,7 @@ class PlanningContext:
             return None, ""
         try:
             shared = self.here.n_ranks > 1 and self.request.share_batch_statistics
-            found = self.step.profiled(
-                self.rates[0], options={"fsdp": self.request.sharding}, shared_statistics=shared
-            )
+            found = self.step.profiled(self.rates[0], requested=self.request.specs, shared_statistics=shared)
             return without_stages(found, self.here.device, self.request, self.trainer), ""
         except PlanError:
             # it was to run with values, and there was not enough memory for that

@@ -23,11 +23,10 @@ from lightning_amp.planning.modules.plan_module import (
     split_by_planner,
 )
 from lightning_amp.planning.plan.plan import Explanation, Plan
-from lightning_amp.planning.plan.sharding import sharding_of, with_sharding
 from lightning_amp.planning.policies.balance_cells import too_few_cells
 from lightning_amp.planning.policies.build_rules import (
     with_balance,
-    with_schedule,
+    with_requested,
     with_shared_statistics,
     with_speeds,
     without_shared_statistics,
@@ -134,12 +133,8 @@ def plan_run(
             rates=rates,
             node_devices=here.node_ranks,
         )
-        made = with_schedule(made, shape, micro_batches=request.micro_batches, schedule=request.schedule)
-        made = with_spec(
-            with_sharding(made, request.sharding, launches=rates.launches),
-            steps,
-            facts.seen[1],
-        )
+        made = with_requested(made, request.specs, shape, launches=rates.launches)
+        made = with_spec(made, steps, facts.seen[1])
         made = with_speeds(made, shape, facts.speeds)
         return replace(made, notes=(*made.notes, *note, *notes))
 
@@ -238,7 +233,6 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
     notes = notes + note + _not_counted(plan, shape) + too_few_cells(profile, plan.mesh, shape.batch_size)
-    plan = with_sharding(plan, sharding_of(plan.rules), launches=rates.launches)
     if shape.batch_norms:
         # the plan may be of a model without
         plan = with_shared_statistics(plan)

@@ -1,33 +1,15 @@
 """Find the blocks of a module that can be pipeline stages, and define the technique that runs them so."""
 
-import re
-from collections import Counter
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
-from lightning_amp.footprint.find_blocks import MARK, find_blocks
+from lightning_amp.footprint.find_blocks import MARK, find_blocks, longest_list
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.hooks import hooks_within
 from lightning_amp.techniques.data.batch_norm import has_batch_norms
 from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, StageBlock
 from lightning_amp.techniques.pipeline.spec import PipelineStages
-
-
-def longest_list(module: nn.Module) -> tuple[str, int] | None:
-    """Name and length of the longest ModuleList or Sequential of two modules and more; None where there is none.
-
-    Lists that are there several times under names that differ in numbers only are parts of blocks, and are no blocks.
-    """
-    lists = {
-        name: len(child)
-        for name, child in module.named_modules()
-        if name and isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1
-    }
-    alike = Counter(re.sub(r"\d+", "*", name) for name in lists)
-    once = {name: n for name, n in lists.items() if alike[re.sub(r"\d+", "*", name)] == 1}
-    return max(once.items(), key=lambda item: item[1], default=None)
 
 
 def pipeline_stages(blocks: nn.Module, spec: PipelineStages, mesh: DeviceMesh) -> Change:

@@ -207,15 +207,15 @@ def with_threads(n: int, **sizes: Any) -> ModelShape:
 def test_the_planner_settles_it() -> None:
     mesh, open_spec = MeshShape(data=1, model=1), StreamStrata(cells=3)
     alone, ranks = Axes.of(("fused", "stream")), Axes.of(("nodes", "fused", "stream"))
-    assert settle(open_spec, with_threads(2), alone, mesh) == StreamStrata(cells=3, workers=2)
-    assert settle(open_spec, with_threads(2, anchors=2**17, dim=128), alone, mesh) == open_spec, (
+    assert settle("stream", open_spec, with_threads(2), alone, mesh) == StreamStrata(cells=3, workers=2)
+    assert settle("stream", open_spec, with_threads(2, anchors=2**17, dim=128), alone, mesh) == open_spec, (
         "large ones alone"
     )
-    assert settle(open_spec, with_threads(2), ranks, MeshShape(data=1, model=2)) == open_spec
+    assert settle("stream", open_spec, with_threads(2), ranks, MeshShape(data=1, model=2)) == open_spec
     for axes, anchors, keep in ((alone, 500, True), (alone, 2**24, False), (Axes.of(("fused",)), 500, False)):
-        assert settle(FusedAttention(), with_threads(1, anchors=anchors), axes, mesh) == FusedAttention(
-            keep=keep
-        )
+        assert settle(
+            "fused", FusedAttention(), with_threads(1, anchors=anchors), axes, mesh
+        ) == FusedAttention(keep=keep)
 
 
 @pytest.mark.parametrize("cells", [8, 4000])

@@ -1,4 +1,4 @@
-"""Check that all ranks issue the same FSDP collectives in the same order.
+"""Check that all ranks issue the same collectives of sharded parameters in the same order.
 
 Collectives find each other by their order alone. A rank that skips a block, as a branch on its own cells may, would
 take another block's parameters for those of its own: numbers without meaning where the sizes agree, and no end where
@@ -22,7 +22,7 @@ from lightning_amp.techniques.ranks.collectives import wait_in_all_reduce
 class Agreement:
     """What the ranks of a mesh axis are about to do, compared."""
 
-    def __init__(self, mesh: DeviceMesh, technique: str = "fsdp") -> None:
+    def __init__(self, mesh: DeviceMesh, technique: str) -> None:
         self._mesh, self._technique = mesh, technique
         self._unseen: list[tuple[str, Tensor]] = []
 
