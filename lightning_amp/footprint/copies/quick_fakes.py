@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lightning_amp._torch import FakeTensor, FakeTensorMode, as_meta, fake_like, tree_leaves
 
+IS_ALL_TRUE = torch.ops.aten._is_all_true.default
+"""By which `torch.distributions` checks arguments (`validate_args`), and little else."""
 _OF_VALUES = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -47,10 +49,16 @@ MOST = 100_000
 
 
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A FakeTensorMode for one step or one graph, in which operators may have other tensors as arguments too."""
+    """A FakeTensorMode for one step or one graph, in which operators may have other tensors as arguments too.
 
-    def __init__(self) -> None:
+    Args:
+        valid: Whether the checks of `torch.distributions` pass. A step that is counted passes them, or the run ends
+            with their error; a graph that is captured would lose them.
+    """
+
+    def __init__(self, *, valid: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._valid = valid
         self._looked_up: dict[Any, bool] = {}
         self._by_offset: dict[Any, bool] = {}
         self._alike: dict[torch.device, dict[str, Any]] = {}
@@ -60,6 +68,11 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of an operator."""
         kwargs = kwargs or {}
+        if self._valid and func is IS_ALL_TRUE:
+            result: Any = super().dispatch(func, types, args, kwargs)
+            # of a fake tensor with a constant, bool() is that of the constant
+            result.constant = torch.ones((), dtype=torch.bool)
+            return result
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._may_look_up(func) or not self._describe(
             (*args, *kwargs, *kwargs.values()), key, offsets=self._by_offset[func]

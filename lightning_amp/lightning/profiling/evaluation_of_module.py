@@ -131,7 +131,7 @@ class EvaluationOfModule:
         self, batch: Any, rules: Sequence[Rule], calls: dict[str, tuple[int, int]] | None = None
     ) -> tuple[int, int]:
         """Bytes before the step, and the most in it; `calls` gets those before and within each module."""
-        fake = QuickFakes()
+        fake = QuickFakes(valid=True)
         twin: Any = copy_of(self._trainer.lightning_module, fake).eval()
         install_rules(twin, rules)
         for child in twin.modules():

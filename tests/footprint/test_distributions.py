@@ -1,0 +1,102 @@
+"""Claim: a step whose distributions check arguments is counted without values, and training still checks them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributions import (
+    Bernoulli,
+    Beta,
+    Categorical,
+    Dirichlet,
+    Distribution,
+    Gamma,
+    Laplace,
+    NegativeBinomial,
+    Normal,
+    Poisson,
+    kl_divergence,
+)
+
+from lightning_amp import AMPStrategy, profile
+from lightning_amp.footprint.copies import quick_fakes
+
+GENES = 30
+COUNTS = torch.poisson(torch.ones(16, GENES), generator=torch.Generator().manual_seed(0))
+
+
+class Vae(LightningModule):
+    """A variational autoencoder of counts, as those of single cells are written."""
+
+    def __init__(self, likelihood: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(GENES, 8), nn.Linear(4, GENES)
+        self.likelihood = likelihood
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        mean, log_scale = self.encoder(batch).chunk(2, -1)
+        posterior = Normal(mean, log_scale.exp(), validate_args=True)
+        prior = Normal(torch.zeros_like(mean), torch.ones_like(mean), validate_args=True)
+        found = self.likelihood(self.decoder(posterior.rsample())).sum(-1)
+        return (kl_divergence(posterior, prior).sum(-1) - found).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+def of(made: Callable[[Tensor], Distribution], value: Tensor = COUNTS) -> Callable[[Tensor], Tensor]:
+    return lambda x: made(x).log_prob(value)
+
+
+INSIDE = COUNTS.clamp(0.1, 0.9)
+LIKELIHOODS = {
+    "poisson": of(lambda x: Poisson(x.exp(), validate_args=True)),
+    "negative binomial": of(lambda x: NegativeBinomial(x.exp(), logits=x, validate_args=True)),
+    "bernoulli": of(lambda x: Bernoulli(logits=x, validate_args=True), (COUNTS > 0).float()),
+    "gamma": of(lambda x: Gamma(x.exp(), x.exp(), validate_args=True), COUNTS + 1),
+    "beta": of(lambda x: Beta(x.exp(), x.exp(), validate_args=True), INSIDE),
+    "laplace": of(lambda x: Laplace(x, x.exp(), validate_args=True)),
+    "categorical": of(lambda x: Categorical(logits=x, validate_args=True), COUNTS[:, 0]),
+    "dirichlet": of(lambda x: Dirichlet(x.exp(), validate_args=True), INSIDE / INSIDE.sum(-1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_bytes_are_those_of_a_step_with_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Vae(LIKELIHOODS[name])
+    counted = profile(module, COUNTS)
+    assert counted.reason == ""
+    # a step that is not counted without values runs with them
+    monkeypatch.setattr(quick_fakes, "IS_ALL_TRUE", None)
+    measured = profile(module, COUNTS)
+    assert "torch.distributions checks" in measured.reason
+    assert counted.peak_bytes == measured.peak_bytes
+    assert counted.by_kind == measured.by_kind
+
+
+def test_a_value_that_is_not_allowed_ends_the_training() -> None:
+    module = Vae(LIKELIHOODS["poisson"])
+    strategy = AMPStrategy(device_memory="1GiB")
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    wrong = [COUNTS, torch.full_like(COUNTS, torch.nan)]
+    with pytest.raises(ValueError, match="Expected parameter loc"):
+        trainer.fit(module, torch.utils.data.DataLoader(wrong, batch_size=None))  # type: ignore[arg-type]
+    assert strategy.plan is not None
+    assert strategy.plan.fits
+
+
+def test_a_captured_graph_does_not_lose_the_check() -> None:
+    with quick_fakes.QuickFakes(), pytest.raises(Exception, match="_local_scalar_dense"):
+        Poisson(torch.ones(3), validate_args=True)
