@@ -75,7 +75,7 @@ def profile(
     from lightning_amp.data.batch_of_shapes import batch_of_shapes
     from lightning_amp.footprint.chain.chain_of import count_step
     from lightning_amp.installing.describe_module import describe
-    from lightning_amp.lightning.profiling.step_of_module import facts_of_module, refused_techniques
+    from lightning_amp.lightning.profiling.step_of_module import facts_of_step, refused_techniques
     from lightning_amp.techniques.data.batch_norm import statistics_bytes
     from lightning_amp.techniques.data.gradient_sync import gradient_sizes
 
@@ -87,7 +87,7 @@ def profile(
         chain=step.chain,
         rates=CPU_CORE,
         gradient_sizes=gradient_sizes(what),
-        facts=facts_of_module(what),
+        facts=facts_of_step(what, step),
         refused=refused_techniques(what, step, values=False),
         statistics_bytes=statistics_bytes(what),
     )

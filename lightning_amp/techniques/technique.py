@@ -85,7 +85,7 @@ class Technique:
         data_axis: Whether it splits parameters over the data axis; the Lightning strategy itself carries it out.
         prediction: How it changes the step of any module; None where only decoders have it, or a person names it.
         look: "module:function" that reads from a step what `prediction` needs (`ProfiledStep.facts`).
-        look_at_module: The same of what the module alone shows, without a step.
+        read_step: "module:function": (module, counted step) -> the same, where one count of the step shows it.
         refusal: "module:function": (module, counted step, values=) -> why the module cannot have it, or "".
         unsuited: (shape of the model, strategies of the plan) -> why it cannot be in the plan, or "".
         settle: (spec, shape of the model, ranks of the model axis) -> the spec with what depends on these.
@@ -120,7 +120,7 @@ class Technique:
     data_axis: bool = False
     prediction: Prediction | None = None
     look: str = ""
-    look_at_module: str = ""
+    read_step: str = ""
     refusal: str = ""
     unsuited: Callable[[ModelShape, Collection[str]], str] | None = None
     settle: Callable[[Any, ModelShape, int], Spec] | None = None

@@ -70,6 +70,7 @@ class CountedStep:
         decides: Whether it draws numbers that may decide which blocks run.
         went_back: Modules that a backward pass has gone through which the step began by itself.
         swapped: Blocks that it called with other parameters than their own.
+        read_outside: Blocks of which it read parameters outside of their calls.
     """
 
     profile: ModuleProfile
@@ -81,6 +82,7 @@ class CountedStep:
     decides: bool
     went_back: frozenset[str]
     swapped: frozenset[str]
+    read_outside: frozenset[str] = frozenset()
 
 
 def count_step(
@@ -128,4 +130,5 @@ def count_step(
         decides=step.decides,
         went_back=frozenset(step.went_back),
         swapped=frozenset(step.swapped),
+        read_outside=step.read_outside,
     )

@@ -145,6 +145,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.swapped: set[str] = set()
         self.trained = frozenset(self._parameters.values())
         self._rates, self._stages, self.watches_saved = rates, frozenset(stages), watches_saved
+        self._spans: dict[str, list[range]] = {}
         self._open: int | None = None
         self._aside = False
         self._within = False
@@ -160,6 +161,21 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def seconds(self) -> float:
         """Of all operators."""
         return sum(self.took)
+
+    @property
+    def read_outside(self) -> frozenset[str]:
+        """Blocks of which the forward pass reads parameters while no call of the block runs, as one that calls a
+        block's parts by themselves does.
+        """
+        found = set()
+        for fqn in find_blocks(self._module).keys() - self.transformed if self.watches_saved else ():
+            spans = self._spans.get(fqn, [])
+            reads = (
+                at for name, places in self.readers.items() if name.startswith(f"{fqn}.") for at in places
+            )
+            if any(not any(at in span for span in spans) for at in reads):
+                found.add(fqn)
+        return frozenset(found)
 
     @property
     def whole_lives(self) -> list[Life]:
@@ -202,7 +218,10 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return forward(*args, **kwargs)
         again = autograd_node() is not None or self._open is not None
         if again or not self.watches_saved or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            begin = len(self.work)
+            result = forward(*args, **kwargs)
+            self._spans.setdefault(fqn, []).append(range(begin, len(self.work)))
+            return result
         given = BlockCall.of(fqn, args, kwargs)
         call = RecordedCall(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
         leaves = tree_leaves((args, kwargs))
@@ -219,6 +238,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         finally:
             self._open = None
         call.end, call.last_order = len(self.work) - 1, autograd_order()
+        self._spans.setdefault(fqn, []).append(range(call.start, len(self.work)))
         call.fixed = call.fixed or first.settle()
         call.result, self._uses_before = likeness(result), len(self.uses)
         results = list(tensors_of(tree_leaves(result)))

@@ -133,7 +133,7 @@ class StepOfModule:
             rates=rates,
             gradient_sizes=gradient_sizes(self.module),
             requested=requested,
-            facts=facts_of_module(self.module) | self._facts(STRATEGIES),
+            facts=facts_of_step(self.module, step) | self._facts(STRATEGIES),
             refused=refused_techniques(self.module, step, values=self._trains),
             statistics_bytes=statistics_bytes(self.module),
             notes=tuple(self._notes(step)),
@@ -193,7 +193,7 @@ class StepOfModule:
             # what splits parameters too averages no whole gradients
             gradient_sizes=() if STRATEGIES[steps.name].data_axis else gradient_sizes(self.module),
             requested=requested,
-            facts=facts_of_module(self.module) | self._facts(together),
+            facts=facts_of_step(self.module, step) | self._facts(together),
             refused={**refused_techniques(self.module, step, values=self._trains), **others},
             sent_seconds=steps.sent_seconds(links),
             averages=not STRATEGIES[steps.name].data_axis,
@@ -285,10 +285,10 @@ class StepOfModule:
                 undo()
 
 
-def facts_of_module(module: LightningModule) -> dict[str, Any]:
-    """What techniques read from a module without its step."""
-    rows = {name: row.look_at_module for name, row in STRATEGIES.items() if row.look_at_module}
-    return {name: function_at(look)(module) for name, look in rows.items()}
+def facts_of_step(module: LightningModule, step: CountedStep) -> dict[str, Any]:
+    """What techniques read from a module and one count of its step."""
+    rows = {name: row.read_step for name, row in STRATEGIES.items() if row.read_step}
+    return {name: function_at(read)(module, step) for name, read in rows.items()}
 
 
 def refused_techniques(module: LightningModule, step: CountedStep, *, values: bool) -> dict[str, str]:

@@ -321,7 +321,7 @@ def _across_nodes(mesh: MeshShape, node_devices: int | None) -> list[str]:
 def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
     unknown = {
         strategy: (row.registered and row.shape_after is None)
-        or (bool(row.look or row.look_at_module) and row.choice is None and not shape.profiled)
+        or (bool(row.look or row.read_step) and row.choice is None and not shape.profiled)
         for strategy, row in STRATEGIES.items()
         if strategy in chosen
     }

@@ -5,7 +5,14 @@ from lightning.pytorch import LightningModule
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterUnit
 from lightning_amp.techniques.fsdp.refusals import SWAPPED, refuse
+from lightning_amp.techniques.fsdp.units import units_of
+
+
+def read_step(module: LightningModule, step: CountedStep) -> tuple[ParameterUnit, ...]:
+    """The units of a module: blocks of which the step reads parameters outside of their calls are left to the root."""
+    return units_of(module, apart=step.read_outside)
 
 
 def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:

@@ -43,7 +43,7 @@ ROW = Technique(
     data_axis=True,
     no_decoder="fsdp gathers what a forward needs when it is called, and a decomposed decoder's strata are run in"
     " parts",
-    look_at_module="lightning_amp.techniques.fsdp.units:units_of",
+    read_step="lightning_amp.techniques.fsdp.look:read_step",
     refusal="lightning_amp.techniques.fsdp.look:refusal",
     option_names=("fsdp_ranks", "fsdp_offload"),
     options=_asked,

@@ -130,7 +130,34 @@ class Several(Blocks):
         return [torch.optim.SGD(outer, lr=0.02, momentum=0.5), torch.optim.Adam(inner, lr=0.01)]
 
 
-MODULES: dict[str, type[Blocks]] = {kind.__name__: kind for kind in (Blocks, SharedBlock, Frozen, Several)}
+class ReadsElsewhere(Blocks):
+    """A block's weight is read outside of its forward."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        return super().loss(batch) + (self.blocks[0][0].weight * torch.ones(7, 5, dtype=torch.float64)).sum()
+
+
+class Penalised(Blocks):
+    def loss(self, batch: Batch) -> Tensor:
+        return super().loss(batch) + 1e-3 * sum(p.square().sum() for p in self.blocks.parameters())
+
+
+class InParts(Blocks):
+    """The parts of a block are called one by one, and the block is not."""
+
+    def through(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            made = x
+            for part in block:
+                made = part(made)
+            x = x + made
+        return x
+
+
+MODULES: dict[str, type[Blocks]] = {
+    kind.__name__: kind for kind in (Blocks, SharedBlock, Frozen, Several, ReadsElsewhere, Penalised, InParts)
+}
 
 
 def loader(batches: list[Any]) -> Any:

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 
-from tests.lightning.strategy.fsdp_features import Blocks, loader, trainer_of
+from lightning_amp import AMPStrategy
+from tests.lightning.strategy.fsdp_features import Blocks, Penalised, ReadsElsewhere, loader, trainer_of
 from tests.lightning.strategy.strategy_cases import EVEN, Batch, Case
 
 
@@ -31,13 +32,6 @@ class SkipsBackward(Blocks):
             made = block(x)
             x = x + (made.detach() if k == 1 and self.trainer.global_rank == 1 else made)
         return x
-
-
-class ReadsElsewhere(Blocks):
-    """A block's weight is read outside of its forward."""
-
-    def loss(self, batch: Batch) -> Tensor:
-        return super().loss(batch) + (self.blocks[0][0].weight * torch.ones(7, 5, dtype=torch.float64)).sum()
 
 
 class Stray(Blocks):
@@ -93,11 +87,6 @@ class Old(Blocks):
         return self.low_rank(super().through(x))
 
 
-class Penalised(Blocks):
-    def loss(self, batch: Batch) -> Tensor:
-        return super().loss(batch) + 1e-3 * sum(p.square().sum() for p in self.blocks.parameters())
-
-
 class Sparse(Blocks):
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +126,7 @@ class Mixed(Blocks):
 REFUSED: dict[str, tuple[type[Blocks], dict[str, Any], str]] = {
     "a block that a rank skips": (Skips, {}, "rank 1 gathers the parameters of 'blocks.2'"),
     "gradients that a rank has not": (SkipsBackward, {}, "all ranks use the same blocks in the same order"),
-    "parameters read elsewhere": (ReadsElsewhere, {}, "code outside of it has read some"),
+    "parameters read elsewhere": (ReadsElsewhere, {"given": True}, "code outside of it has read some"),
     "a backward pass of one's own": (Stray, {}, "call self.manual_backward(loss)"),
     "one of the root's parameters alone": (StrayRoot, {}, "call self.manual_backward(loss)"),
     "a parameter changed in a step": (Clamped, {}, "'last.bias' is gathered for a training step"),
@@ -151,7 +140,7 @@ REFUSED: dict[str, tuple[type[Blocks], dict[str, Any], str]] = {
     "a sparse gradient": (Sparse, {}, "['words'] have sparse gradients"),
     "a complex parameter": (Complex, {}, "which is complex"),
     "data that are assigned": (Averaged, {}, "assigned to the .data of 'bias'"),
-    "a penalty on weights": (Penalised, {}, "the loss is computed from a rank's rows"),
+    "a penalty on weights": (Penalised, {"given": True}, "the loss is computed from a rank's rows"),
     "an optimiser that mixes entries": (Quasinewton, {}, "parameters that fsdp splits over ranks"),
     "hooks on a parameter": (Hooked, {}, "'first.weight' over the ranks, which has hooks"),
     "two types in a block": (Mixed, {}, "have the types ['float32', 'float64']"),
@@ -169,11 +158,16 @@ def refusals(rank: int) -> dict[str, tuple[str, bool]]:
     With all its values where nothing was trained, else with the rank's rows.
     """
     found = {}
+    fitted = trainer_of(rank, 2)
+    fitted.fit(Blocks(), loader(Case(Blocks, cells=EVEN).batches(rank)))
+    # of a module that reads no block's parameters elsewhere; a plan of one that does has no such blocks
+    plan = fitted.strategy.plan  # type: ignore[attr-defined]
     for name, (kind, options, _) in REFUSED.items():
         module, data = kind(), loader(Case(kind, cells=EVEN).batches(rank))
         callbacks = [make() for make in options.get("callbacks", ())]
+        strategy = AMPStrategy(plan=plan) if options.get("given") else None
         try:
-            trainer_of(rank, 2, callbacks=callbacks).fit(module, data)
+            trainer_of(rank, 2, strategy, callbacks=callbacks).fit(module, data)
             told = ""
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
