@@ -23,7 +23,7 @@ from tests.paths import ROOT
 PAGES = {
     str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-NOT_RUN = 16
+NOT_RUN = 15
 """Blocks that are marked as not run; a page that marks one more says so here."""
 RUN = ("profile", "plan")
 """Commands that are cheap; the others are parsed."""
@@ -31,6 +31,17 @@ BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<language>python|console|yaml)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^ *```$",
     re.MULTILINE | re.DOTALL,
 )
+MOST_WORDS = 20_000
+"""Words that people wrote in README and pages: who reads everything reads for an hour and a half."""
+NOT_PROSE = (
+    re.compile(r"<!-- written by ([\w.]+).*?<!-- end of \1 -->", re.DOTALL),
+    re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL),
+    re.compile(r"<!--.*?-->", re.DOTALL),
+    re.compile(r"^ *\|.*$", re.MULTILINE),
+    re.compile(r"(?<=\n\n)(?: {4}.*\n+)+"),
+    re.compile(r"(?<=\])\([^)\s]*\)"),
+)
+"""Generated parts, fenced code, comments, rows of tables, indented code, targets of links."""
 LINK = re.compile(r"(?<!`)\[[^\]\n]*(?:\n[^\]\n]*)?\]\(([^)\s]+)\)")
 
 
@@ -161,3 +172,26 @@ def test_the_readme_is_short() -> None:
     assert len(re.findall(r"\S*\w\S*", prose)) <= 450
     assert "docs/memory_per_stratum.png" in text
     assert len(LINK.findall(text)) >= 15
+
+
+def words(page: Path) -> int:
+    """The words of a page that a person wrote as text."""
+    text = page.read_text()
+    for pattern in NOT_PROSE:
+        text = pattern.sub("", text)
+    return len(re.findall(r"[A-Za-z][\w'-]*", text))
+
+
+def test_the_pages_have_few_words() -> None:
+    counts = {name: words(page) for name, page in PAGES.items()}
+    listed = sorted(counts.items(), key=lambda row: -row[1])
+    assert sum(counts.values()) <= MOST_WORDS, "\n".join(f"{count:6} {name}" for name, count in listed)
+
+
+def test_words_are_those_of_text(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Two [words](a/long/link.md).\n\n| a | table |\n\n    indented code\n\n```console\n$ fenced code\n```\n"
+        "\n<!-- not run: a comment -->\n<!-- written by x.y --write -->\n\ngenerated\n\n<!-- end of x.y -->\n\n- one\n"
+    )
+    assert words(page) == 3

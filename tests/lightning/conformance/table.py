@@ -3,7 +3,8 @@
     python -m tests.lightning.conformance.table --write
 
 Two groups of processes run all features, one after the other: one process has plain Lightning, "ddp" and "amp" on one
-rank, a pair has "ddp" and "amp" on two ranks. `judge` compares and makes a `Row` of the table in docs/conformance.md.
+rank, a pair has "ddp" and "amp" on two ranks. `judge` compares and makes a `Row` of the table in
+docs/reference/conformance.md.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from tests.lightning.conformance.cases import (
 from tests.paths import ROOT
 from tests.ranks import run_ranks
 
-DOCUMENT = ROOT / "docs" / "conformance.md"
+DOCUMENT = ROOT / "docs" / "reference" / "conformance.md"
 PLAIN, DDP_1, AMP_1, DDP_2, AMP_2 = "plain", "ddp 1", "1", "ddp 2", "2"
 FLOOR = 1e-13
 SAME_RANKS = 1e-12
@@ -210,7 +211,7 @@ NAMES = {WIDE: "W", STRATA: "T", NODES: "N", PIPELINE: "P", RECOMPUTED: "R", CHU
 
 
 def document(rows: list[Row]) -> str:
-    """docs/conformance.md."""
+    """docs/reference/conformance.md."""
     rows = sorted(rows, key=lambda row: ORDER.index(row.feature.run.__module__.rpartition(".")[2]))
     head = HEAD.format(
         wide=WIDE, strata=STRATA, nodes=NODES, pipeline=PIPELINE, recomputed=RECOMPUTED, chunked=CHUNKED

@@ -1,6 +1,7 @@
 """Claim: Lightning's features give under `strategy="amp"` what they give on one device and under ddp, or are refused.
 
-All features run once, on one rank and on two; each test reads one row. docs/conformance.md says what was found.
+All features run once, on one rank and on two; each test reads one row. docs/reference/conformance.md has
+what was found.
 """
 
 from typing import Any
