@@ -1,6 +1,5 @@
 """The comparison as a document: goals, tables, pictures, and how all of it was found."""
 
-import textwrap
 from collections.abc import Iterator
 
 from benchmarks.page import empty_part, origin, paragraph, table
@@ -14,6 +13,38 @@ from lightning_amp.quantities import format_bytes
 
 ALONE_HEADER = ["method", "memory", "of eager", "step", "times as fast", "of matmul peak", "off by"]
 RANKS_HEADER = ["method", "ranks x threads", "memory per rank", "step", "sent per rank", "off by"]
+
+
+MEANINGS = {
+    "exact": (
+        "*off by* is the larger relative difference of the first step's loss, and of its gradient of the "
+        "anchors' latents along one random direction, from the eager decoder (where it was not run, from ours "
+        "on one device), in float32"
+    ),
+    "eager": (
+        "the reference decoder with the attention of the `local-attention` package; D is 128, the window 20 "
+        "anchors per stratum (HiGLUE's default), and 2 % of the counts are not zero"
+    ),
+    "HiGLUE": (
+        "its own answers: strata computed again in the backward pass; or some of the anchors only, which is "
+        "another loss"
+    ),
+    "measured": (
+        "in new processes with a fixed number of threads; those that a goal compares take turns in several "
+        "rounds, and the median counts"
+    ),
+    "step": "forward pass, backward pass and reduction of gradients of the decoder, of the slowest rank",
+    "memory above start": (
+        "the high-water mark of a process's resident memory over its training steps, less what it held at the "
+        "start, with the parameters, the latents and the batch in memory"
+    ),
+    "simulated": "a training step by `lightning-amp simulate`; of several ranks the highest counts",
+    "the decoder's part": "of the peak: without batch, latents, parameters, gradients and the optimizer's state",
+    "matmul peak": (
+        "FLOP of the products of matrices of one eager step, over the time of the method and the rate of a "
+        "product of two square matrices of 2,048 in the same run"
+    ),
+}
 
 
 def document(results: Results, *, quick: bool) -> str:
@@ -174,29 +205,7 @@ def _whole_steps() -> Iterator[str]:
 def _method() -> Iterator[str]:
     yield "## How it was found"
     yield ""
-    for text in (
-        """**Exact.** *Off by* is the larger relative difference of the first step's loss, and of its gradient of the
-        anchors' latents along one random direction, from the eager decoder (where it was not run, from ours on one
-        device), in float32.""",
-        """**Eager** is the reference decoder with the attention of the `local-attention` package. D is 128 and the
-        window 20 anchors per stratum, HiGLUE's default; 2 % of the counts are not zero. **HiGLUE's own answers** are
-        strata that are computed again in the backward pass, and some of the anchors only, which is another loss.""",
-        """**Measured** cases run in new processes with a fixed number of threads; those that a goal compares take
-        turns in several rounds, and the median counts. *Step* is forward pass, backward pass and the reduction of
-        gradients of the decoder, of the slowest rank.""",
-        """**Memory above start** is the high-water mark of a process's resident memory over its training steps, less
-        what it held at the start, with the parameters, the latents and the batch in memory.""",
-        """**Simulated** is a training step by `lightning-amp simulate`. The decoder's part is the peak without batch,
-        latents, parameters, gradients and the optimizer's state. Of several ranks the highest counts.""",
-        """**Matmul peak**: FLOP of the products of matrices of one eager step, over the time of the method and the
-        rate of a product of two square matrices of 2,048 in the same run.""",
-    ):
-        yield from _item(text)
-    yield ""
-
-
-def _item(text: str) -> Iterator[str]:
-    yield from textwrap.wrap(f"- {' '.join(text.split())}", 110, subsequent_indent="  ")
+    yield from table(["word", "meaning"], [[word, meaning] for word, meaning in MEANINGS.items()])
 
 
 def _picture(name: str, caption: str) -> Iterator[str]:
