@@ -9,15 +9,18 @@ import shlex
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_amp import AMPStrategy
 from lightning_amp.cli.main import TRAINING, main
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.diagnosis.diagnose import FROM_OUTSIDE
 from lightning_amp.techniques.table import STRATEGIES
+from tests.cli import options
 from tests.paths import ROOT
 
 PAGES = {
@@ -25,6 +28,8 @@ PAGES = {
 }
 NOT_RUN = 15
 """Blocks that are marked as not run; a page that marks one more says so here."""
+LIGHTNINGS = ("process_group_backend", "timeout", "start_method")
+"""Options that Lightning's strategies have too."""
 RUN = ("profile", "plan")
 """Commands that are cheap; the others are parsed."""
 BLOCK = re.compile(
@@ -164,6 +169,21 @@ def test_every_page_is_in_the_navigation_and_every_public_name_on_the_python_pag
     assert sorted(f"docs/{path}" for path in listed) == sorted(set(PAGES) - {"README.md"})
     python = PAGES["docs/reference/api.md"].read_text()
     assert [name for name in lightning_amp.__all__ if f"::: lightning_amp.{name}\n" not in python] == []
+
+
+def test_the_options_of_the_commands_are_those_of_their_parsers() -> None:
+    assert PAGES["docs/reference/options.md"].read_text() == options.page(), (
+        "write it again: python -m tests.cli.options"
+    )
+
+
+def test_every_technique_and_every_option_of_the_strategy_is_in_the_reference() -> None:
+    text = PAGES["docs/reference/strategy.md"].read_text()
+    rows = re.findall(r"^\| (?:\[)?(\w+)", text, re.MULTILINE)
+    assert [name for name in STRATEGIES if name not in rows] == []
+    code = text.partition("AMPStrategy(\n")[2].partition("\n)")[0]
+    own = [name for name, of in signature(AMPStrategy).parameters.items() if of.kind is of.KEYWORD_ONLY]
+    assert [name for name in own if f"{name}=" not in code and name not in LIGHTNINGS] == []
 
 
 def test_the_readme_is_short() -> None:
