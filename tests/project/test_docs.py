@@ -197,7 +197,8 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("docs/reports/")])
 def test_a_report_begins_with_its_date(name: str) -> None:
     head = PAGES[name].read_text().split("\n\n")[1]
-    assert re.search(r"\b20\d\d-\d\d-\d\d\b", head) and re.search(r"GPU|torch", head), head
+    assert re.search(r"\b20\d\d-\d\d-\d\d\b", head), head
+    assert re.search(r"GPU|torch", head), head
 
 
 def words(page: Path) -> int:
