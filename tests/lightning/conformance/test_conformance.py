@@ -24,7 +24,7 @@ from tests.lightning.conformance.table import (
 
 # the first test runs everything
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.full, pytest.mark.ranks]
-REFUSED = DOCUMENT.parent / "reference" / "refused.md"
+REFUSED = DOCUMENT.parent / "refused.md"
 
 
 FEW = [True, pytest.param(False, marks=[pytest.mark.exhaustive, pytest.mark.release])]
