@@ -184,8 +184,8 @@ def _references(
 
 HEAD = """# Lightning's features under `strategy="amp"`
 
-Every feature runs with a tiny model with a stratified Hi-C decoder: under plain Lightning on one device, under
-`strategy="ddp"` on two CPU ranks, and under `strategy="amp"`.
+Every feature runs with a tiny model under plain Lightning on one device, under `strategy="ddp"` on two CPU ranks, and
+under `strategy="amp"`.
 
 - **worked**: the results in the column "compared" are equal in double precision. One rank equals one device to
   1e-12. Two ranks of the data axis equal one device with the samples of both to 1e-9, and `ddp` to 1e-12. Two ranks
@@ -198,8 +198,7 @@ Three things differ from a plain Trainer by design:
   numbers it is called again, so that the run draws the numbers of a plain run.
 - `trainer.callbacks` contains callbacks of the strategy.
 - A fit first profiles one step on copies of the module and the data module, and calls their hooks. This leaves no
-  trace in the process (tested for every hook of Lightning). This does not cover what a step sends to other
-  processes, such as by `wandb.log`.
+  trace in the process, but what a step sends to other processes, such as by `wandb.log`, is sent.
 
 Plans of the model axis: W is {wide}, T is {strata}, N is {nodes}. In rows that begin with "stages" the module has a
 list of blocks instead of the decoder; there P is {pipeline}, R is {recomputed} and C is {chunked}.
