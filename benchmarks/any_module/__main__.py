@@ -9,8 +9,9 @@ the refusal says (budgets.py). `peers`: peak and time of the same modules, with 
 `activation_memory_budget`, FSDP2 and recomputed blocks written by hand, and for amp (peers.py).
 
 A run is a new process for each rank, a fork of one that has imported torch, of one thread. Bytes are exact; times are
-medians of steps, in rounds that take turns. `--write` puts the tables into docs/any_module.md as they grow. Modules
-whose packages are not there are left out, and named. About two hours on two quiet cores, with --quick 10 minutes.
+medians of steps, in rounds that take turns. `--write` puts the tables into docs/reports/any_module.md as they grow.
+Modules whose packages are not there are left out, and named. About two hours on two quiet cores, with --quick
+10 minutes.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from benchmarks.page import ROOT, origin, paragraph, read_part, write_part
 from benchmarks.page import table as markdown
 from tests.any_module import NAMES
 
-PAGE = ROOT / "docs" / "any_module.md"
+PAGE = ROOT / "docs" / "reports" / "any_module.md"
 TABLES = {
     # times first, for what is exact may be counted while the machine does something else
     "peers": (peers.HEADER, peers.peer_rows),
@@ -66,7 +67,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=NAMES, help="these modules")
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/any_module.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/reports/any_module.md")
     arguments = parser.parse_args()
     names, absent = available(arguments.only or list(QUICK if arguments.quick else NAMES))
     if absent:

@@ -7,7 +7,7 @@ by hand, `activation_memory_budget` of torch.compile's partitioner, and amp with
 blocks that are named. The second step is measured by torch.distributed._tools.mem_tracker. Compiled code does not run
 where operators are looked at, and is measured by the allocator; hooks of the MemTracker read what every module returns,
 which makes logits whole that `logits` computes in chunks: such a fit is measured by the library's meter. About five
-minutes. `--write` puts the table into docs/any_module.md.
+minutes. `--write` puts the table into docs/reports/any_module.md.
 """
 
 import argparse
@@ -213,7 +213,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--write", action="store_true", help="put the table into docs/any_module.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reports/any_module.md")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -221,7 +221,7 @@ def main() -> None:
     text = f"{origin('python -m benchmarks.any_module.attributes --write')} Bytes of the second step."
     lines = [*paragraph(text), *table(HEADER, done)]
     if asked.write:
-        write_part(Path(ROOT / "docs" / "any_module.md"), "any_module.attributes", lines)
+        write_part(Path(ROOT / "docs" / "reports" / "any_module.md"), "any_module.attributes", lines)
     print("\n".join(lines))
 
 

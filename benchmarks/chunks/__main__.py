@@ -1,6 +1,6 @@
-"""Write docs/chunks.md: chunks of any module in inference and in training.
+"""Write docs/reports/chunks.md: chunks of any module in inference and in training.
 
-    python -m benchmarks.chunks [--quick] [--only budgets ...] [--out docs/chunks.md]
+    python -m benchmarks.chunks [--quick] [--only budgets ...] [--out docs/reports/chunks.md]
 
 After Zhao et al. 2024 (AutoChunk), Figures 1 and 5, on small models of the same kinds, and in training, which theirs
 has not. Bytes are exact; times are medians of 5 rounds that take turns, and tell something on a machine that does
@@ -23,7 +23,7 @@ from benchmarks.chunks.promises import promises
 from benchmarks.chunks.training import training
 from benchmarks.page import ROOT, origin, paragraph
 
-PICTURE = ROOT / "docs" / "chunks.png"
+PICTURE = ROOT / "docs" / "reports" / "chunks.png"
 TEXTS = {
     "budgets": f"""## Inference under a budget
 
@@ -87,7 +87,9 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="short inputs")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="some parts")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "chunks.md", help="document to write")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs" / "reports" / "chunks.md", help="document to write"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -5,7 +5,7 @@
 The decoder with and without `compile`, in turns in one process, one thread: medians of steps, and of their ratios, in
 seconds of the processor, which others on the machine do not change much. The compiler starts with empty caches for
 every plan, and the first step has its work in it, that of the C++ compiler too.
-`--write` puts the table into docs/gpu.md.
+`--write` puts the table into docs/reports/gpu.md.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/gpu.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reports/gpu.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [measure(chosen, arguments.rounds) for chosen in CHOICES]
@@ -71,7 +71,7 @@ def main() -> None:
         *table(HEADER, rows),
     ]
     if arguments.write:
-        write_part(ROOT / "docs" / "gpu.md", "compiled", found)
+        write_part(ROOT / "docs" / "reports" / "gpu.md", "compiled", found)
         return
     print("\n".join(found))
 

@@ -4,7 +4,7 @@
 
 Decoders of K 32, D 128 and w = min(640, N / 4) on one device with the memory and the rates of its data sheet
 (costs/device_rates.py), in float32 without TF32; kernels are counted as for a device that has them launched.
-All legal plans are compared as the policy "auto" does. `--write` puts the tables into docs/gpu.md.
+All legal plans are compared as the policy "auto" does. `--write` puts the tables into docs/reports/gpu.md.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from lightning_amp.planning.policies.auto import TIE, candidates
 from lightning_amp.planning.time.model_seconds import on_device
 from lightning_amp.simulation.models_without_values import decoder_subject
 
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "docs" / "reports" / "gpu.md"
 ANCHORS = (600, 1000, 2000, 2700, 5400, 10800, 16200, 27000)
 CELLS = (8, 64, 256)
 STRATA, DIM, WINDOW = 32, 128, 640

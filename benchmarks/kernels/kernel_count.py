@@ -7,7 +7,8 @@ A decoder with a few strata runs a step on the CPU, computing with the sizes at 
 one with more strata, and what comes once a step drops out of the difference. Steps are not the first: what is looked at
 once, at installation or for the first batch, is not counted. Where `sparse` is in a plan the counts come by their
 entries, as the data module hands them out. What the words mean: benchmarks/kernels/count_operators.py.
-`--write` puts the counts into docs/gpu.md. `--lines` lists the operators of one plan by the line that asks for them.
+`--write` puts the counts into docs/reports/gpu.md. `--lines` lists the operators of one plan by
+the line that asks for them.
 """
 
 import argparse
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument(
         "--lines", metavar="STRATEGIES", help='list the operators of one plan; "" is the eager one'
     )
-    parser.add_argument("--write", action="store_true", help="put the counts into docs/gpu.md")
+    parser.add_argument("--write", action="store_true", help="put the counts into docs/reports/gpu.md")
     arguments = parser.parse_args()
     sizes = {name: getattr(arguments, name) for name in ("anchors", "window", "dim", "device_type")}
     if arguments.lines is not None:
@@ -160,7 +161,9 @@ def main() -> None:
     rows = [_row(one) for one in counts]
     if arguments.write:
         write_part(
-            ROOT / "docs" / "gpu.md", "kernel_count", markdown(HEADER[:-1], [row[:-1] for row in rows])
+            ROOT / "docs" / "reports" / "gpu.md",
+            "kernel_count",
+            markdown(HEADER[:-1], [row[:-1] for row in rows]),
         )
         return
     print(table(HEADER, rows))

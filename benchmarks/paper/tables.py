@@ -1,6 +1,6 @@
-"""Tables 7 to 9, Figure 4 and Section 4.3 of the AMP paper from `simulate`, written to docs/paper_tables.md.
+"""Tables 7 to 9, Figure 4 and Section 4.3 of the AMP paper from `simulate`, written to docs/reports/paper_tables.md.
 
-    python -m benchmarks.paper.tables [--out docs]
+    python -m benchmarks.paper.tables [--out docs/reports]
 
 No GPU is needed: every row is one training step without values under a fake process group, every byte counted. About
 20 minutes on 2 cores. What the paper does not state is chosen once, in benchmarks/paper/runs.py, and said in the
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from benchmarks.page import paragraph, table
+from benchmarks.page import origin, paragraph, table
 from benchmarks.paper.runs import (
     ALL,
     COARSE,
@@ -39,35 +39,31 @@ def introduction() -> Iterator[str]:
     """What is compared, and what was chosen."""
     yield "# The paper's tables without a GPU"
     yield ""
+    yield from paragraph(origin("python -m benchmarks.paper.tables"))
     yield from paragraph(
-        """Written by `python -m benchmarks.paper.tables`. The paper is Zhang et al. 2026, AMP, Electronics 15,
-        2769; its figures are beside ours. Ours are one training step of the decoder alone, batch 1, counted by
-        `lightning-amp simulate` (every byte of tensors; no allocator, no CUDA context), with 24 GiB per device.
-        The paper measures whole processes on GPUs, Table 7 with batch 1, other runs with batch 256 at 500 kb
-        and 128 at 100 kb: only what fits, and the order of failures, can be compared with ours."""
+        """The paper is Zhang et al. 2026, AMP, Electronics 15, 2769. Ours are one training step of the decoder
+        alone, batch 1, counted by `lightning-amp simulate`, with 24 GiB per device. The paper measures whole
+        processes on GPUs, Table 7 with batch 1, other runs with batch 256 at 500 kb and 128 at 100 kb: only what
+        fits, and the order of failures, can be compared."""
     )
     yield from paragraph(
         """*The paper's form* keeps the probabilities of every chunk of attention for the backward pass. *Ours*
-        computes them again. Both are installed by the same plans; only `ChunkedAttention(retain=True)` differs."""
+        computes them again."""
     )
-    yield "The paper leaves open:"
-    yield ""
-    yield from paragraph(
-        f"""- **The attention window.** {WINDOW} anchors per bucket, {3 * WINDOW} keys per query, half of HiGLUE's
-        default of 20 per stratum: with it the paper's form grows per stratum about as the paper does with all
-        strategies on 8 GPUs. Nothing else was fitted."""
+    window = (
+        f"{WINDOW} anchors per bucket, {3 * WINDOW} keys per query, half of HiGLUE's default: with it the paper's form"
+        " grows per stratum about as the paper does with all strategies on 8 GPUs; nothing else was fitted"
     )
-    yield from paragraph(
-        """- **The guidance graph at 100 kb.** 113,505 vertices at 500 kb are stated; 5,400 bins are taken out of
-        them and 27,000 put in."""
-    )
-    yield from paragraph(
-        """- **Features.** 4,700 per stratum at 500 kb, from the stated 77 MB of the first layer; 27,000 at 100 kb."""
-    )
-    yield from paragraph(
-        """- **The rest of the model** (encoders, graph, RNA) is left out. With batch 1 it is small compared with
-        the decoder at 500 kb; at 100 kb the paper's base is larger than ours."""
-    )
+    rows = [
+        ["the attention window", window],
+        ["the guidance graph at 100 kb", "the 113,505 vertices at 500 kb, less 5,400 bins, and 27,000 more"],
+        [
+            "features of a stratum",
+            "4,700 at 500 kb, from the stated 77 MB of the first layer; 27,000 at 100 kb",
+        ],
+        ["the rest of the model", "left out; at 100 kb the paper's base is larger than ours"],
+    ]
+    yield from table(["the paper leaves open", "chosen here"], rows)
 
 
 def ablation() -> Iterator[str]:
@@ -112,8 +108,8 @@ def ablation() -> Iterator[str]:
         complete."""
     )
     yield from paragraph(
-        """- *Without S3* the paper makes one matrix of all scores, 113,505 x 113,505. The reference model works on
-        buckets, with and without chunks. `benchmarks/paper/full_matrix.py` makes the matrix."""
+        """- *Without S3* the paper makes one matrix of all scores, 113,505 x 113,505, as
+        `benchmarks/paper/full_matrix.py` does. The reference model works on buckets."""
     )
     yield from paragraph(
         f"""- *Without S5* fails some strata later than in the paper: the paper grows by 1.38 GB per stratum there,
@@ -163,10 +159,7 @@ def slopes(out: Path) -> Iterator[str]:
     yield from table(["", "paper", "the paper's form, simulated", "ours, simulated"], rows)
     yield from paragraph(
         """S5 splits the [N, D] tensors over the ranks and keeps the probabilities of attention whole. In the
-        paper's form these are most of what is kept, which is why 4 and 8 GPUs differ so little in the paper. At
-        100 kb the paper grows by less per stratum than at 500 kb. With one window for both, and more channels
-        per rank, that takes a graph with fewer vertices; the paper does not state how many there are at 100 kb,
-        and our assumption has more."""
+        paper's form these are most of what is kept, which is why 4 and 8 GPUs differ so little."""
     )
     yield f"![Memory after each stratum, 100 kb, 4 ranks]({FIGURE})"
     yield ""
@@ -202,7 +195,7 @@ def heavy() -> Iterator[str]:
     yield from table(["configuration", "paper", "the paper's form, simulated", "ours, simulated"], rows)
     yield from paragraph(
         """Where the paper's form does not complete at 100 kb, our assumption on the graph is too large for it; ours
-        completes there. [AMP, table by table](paper/amp.md) predicts the seconds."""
+        completes there. [AMP, table by table](../paper/amp.md) predicts the seconds."""
     )
 
 
@@ -211,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("docs"))
+    parser.add_argument("--out", type=Path, default=Path("docs/reports"))
     out = parser.parse_args().out
     lines = [*introduction(), *ablation(), *slopes(out), *heavy()]
     (out / "paper_tables.md").write_text("\n".join(lines).rstrip() + "\n")

@@ -1,6 +1,6 @@
 """Cutting layers into stages: the figures of Zhou et al. 2025 (CSIMD) redone, and what a plan makes of real models.
 
-    python -m benchmarks.pipeline [--quick] [--only seven] [--print] [--out docs/pipeline.md]
+    python -m benchmarks.pipeline [--quick] [--only seven] [--print] [--out docs/reports/pipeline.md]
 
 Quality beside a dynamic program and IMD (their Figures 6 and 7), time beside both (8 and 9), how often cross-search
 stops short of the best pair; what a cut is worth by simulated time from measured layers (`speedups`), and a GPT of 7
@@ -324,7 +324,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few and small instances")
     parser.add_argument("--only", choices=list(SECTIONS), help="this part and no other")
     parser.add_argument("--print", action="store_true", help="write nothing")
-    parser.add_argument("--out", type=Path, default=Path("docs/pipeline.md"), help="document to write")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/reports/pipeline.md"), help="document to write"
+    )
     asked = parser.parse_args()
     for name in [asked.only] if asked.only else list(SECTIONS):
         lines = list[str]()

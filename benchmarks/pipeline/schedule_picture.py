@@ -1,6 +1,6 @@
 """The schedule of a pipeline, predicted above and measured below, drawn for the docs.
 
-    python -m benchmarks.pipeline.schedule_picture [--schedule 1f1b] [--out docs/schedule.png]
+    python -m benchmarks.pipeline.schedule_picture [--schedule 1f1b] [--out docs/techniques/schedule.png]
 
 Two gloo ranks of one thread, started by Lightning; the blocks are those of `unequal_devices.py`. Half a minute.
 """
@@ -27,7 +27,7 @@ def main() -> None:
     )
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--out", default=str(ROOT / "docs" / "schedule.png"))
+    parser.add_argument("--out", default=str(ROOT / "docs" / "techniques" / "schedule.png"))
     asked = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ bucket; no delay is added), one gloo rank in each. The model is VGG-16, every co
 of its own, as in torchvision; its even cut is before a pooling, so that four times as much is sent as after it. Seconds
 of blocks are measured one by one, what is sent takes its bytes by the rate, and `cut_pipeline` cuts by both. The two
 cuts take turns in one run: the median of every round's steps, and of these. `--write` puts the table into
-docs/pipeline.md. About two minutes.
+docs/reports/pipeline.md. About two minutes.
 """
 
 import argparse
@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, nargs="+", default=[200, 20], help="rates of the link")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/pipeline.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reports/pipeline.md")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     rounds = 1 if asked.quick else asked.rounds

@@ -5,8 +5,9 @@
 A VGG-like CNN without batch norm, GPT-2 small (124 million parameters, the head tied to the embedding, texts of 16
 words) and a chained decoder of ours, five steps of each with clipping, by every schedule, with even, uneven and planned
 cuts, and gradients accumulated over 1 and 3 batches. Parameters of one plain process, under Lightning's own strategy,
-are saved to a file, with which every rank compares what it holds. `--write` puts the table into docs/pipeline.md,
-`--add` those of its rows that the page has not (and those of the planned cuts whose plans these need). A run whose
+are saved to a file, with which every rank compares what it holds. `--write` puts the table into
+docs/reports/pipeline.md, `--add` those of its rows that the page has not (and those of
+the planned cuts whose plans these need). A run whose
 parameters are further away than 1e-10 ends the command with an error. About 40 minutes on two quiet cores and 16 GiB
 of memory, with --quick (small models, the CNN and the GPT in one way each) one minute.
 """
@@ -47,7 +48,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 ACCUMULATIONS = (1, 3)
 CLIP = {"vgg": 0.1, "gpt2": 0.1, "chained": 0.01}
 """Largest norm of gradients, so small that every step is clipped."""
-PAGE, PART = ROOT / "docs" / "pipeline.md", "pipeline.training"
+PAGE, PART = ROOT / "docs" / "reports" / "pipeline.md", "pipeline.training"
 HEADER = [
     *("model", "schedule", "cut", "accumulation", "largest difference"),
     *("parameters and state of the ranks", "a step"),
@@ -372,7 +373,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="small models, one schedule")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="these models")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/pipeline.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reports/pipeline.md")
     parser.add_argument("--add", action="store_true", help="add to it the rows that are missing there")
     parser.add_argument("--rank-of", choices=NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

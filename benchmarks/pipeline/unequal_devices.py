@@ -7,7 +7,7 @@ alike blocks, or strata, and next to nothing beside them. The ideal is what the 
 alone, by what both can do together, 1 + 1/2; of stages, times (micro-batches + 1) by micro-batches, for no order of
 them is without that bubble. `AMPStrategy(device_speeds="measure")`, the plan without, and that plan with every split
 near the ideal one take turns; medians. Two quiet cores are needed, and five minutes. `--write` puts the table into
-docs/pipeline.md.
+docs/reports/pipeline.md.
 
 A quota of CPU time is no slower core: what passes of it unused, while a rank waits for the other, is lost.
 """
@@ -294,7 +294,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="these alone")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/pipeline.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reports/pipeline.md")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -1,6 +1,6 @@
-"""One device against eight: the decoder side by side with what people use today, written to docs/benchmarks.md.
+"""One device against eight: the decoder side by side with what people use today, written to docs/reports/benchmarks.md.
 
-    python -m benchmarks.side_by_side [--quick] [--out docs]
+    python -m benchmarks.side_by_side [--quick] [--out docs/reports]
 
 Compared are the eager decoder, DDP, FSDP2, HiGLUE's own answers, the paper's S1 to S5 and ours: memory, time and bytes
 communicated, how they grow with K, N, B and ranks, and whether goals are reached. Less than 25 minutes on two quiet
@@ -46,7 +46,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few and small sizes")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder to write to")
+    parser.add_argument("--out", type=Path, default=Path("docs/reports"), help="folder to write to")
     arguments = parser.parse_args()
     results = results_of(QUICK if arguments.quick else FULL)
     print("\n".join(["", *map(show, goals(results))]))

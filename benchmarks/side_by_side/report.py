@@ -1,10 +1,8 @@
 """The comparison as a document: goals, tables, pictures, and how all of it was found."""
 
-import textwrap
 from collections.abc import Iterator
-from datetime import date
 
-from benchmarks.page import empty_part, machine, paragraph, table, version
+from benchmarks.page import empty_part, origin, paragraph, table
 from benchmarks.side_by_side import pictures
 from benchmarks.side_by_side.cases import EAGER, OURS, OURS_ALONE, Case, Size
 from benchmarks.side_by_side.fresh_process import Measured
@@ -15,6 +13,38 @@ from lightning_amp.quantities import format_bytes
 
 ALONE_HEADER = ["method", "memory", "of eager", "step", "times as fast", "of matmul peak", "off by"]
 RANKS_HEADER = ["method", "ranks x threads", "memory per rank", "step", "sent per rank", "off by"]
+
+
+MEANINGS = {
+    "exact": (
+        "*off by* is the larger relative difference of the first step's loss, and of its gradient of the "
+        "anchors' latents along one random direction, from the eager decoder (where it was not run, from ours "
+        "on one device), in float32"
+    ),
+    "eager": (
+        "the reference decoder with the attention of the `local-attention` package; D is 128, the window 20 "
+        "anchors per stratum (HiGLUE's default), and 2 % of the counts are not zero"
+    ),
+    "HiGLUE": (
+        "its own answers: strata computed again in the backward pass; or some of the anchors only, which is "
+        "another loss"
+    ),
+    "measured": (
+        "in new processes with a fixed number of threads; those that a goal compares take turns in several "
+        "rounds, and the median counts"
+    ),
+    "step": "forward pass, backward pass and reduction of gradients of the decoder, of the slowest rank",
+    "memory above start": (
+        "the high-water mark of a process's resident memory over its training steps, less what it held at the "
+        "start, with the parameters, the latents and the batch in memory"
+    ),
+    "simulated": "a training step by `lightning-amp simulate`; of several ranks the highest counts",
+    "the decoder's part": "of the peak: without batch, latents, parameters, gradients and the optimizer's state",
+    "matmul peak": (
+        "FLOP of the products of matrices of one eager step, over the time of the method and the rate of a "
+        "product of two square matrices of 2,048 in the same run"
+    ),
+}
 
 
 def document(results: Results, *, quick: bool) -> str:
@@ -33,11 +63,8 @@ def _introduction(results: Results, *, quick: bool) -> Iterator[str]:
     yield "# One device against eight"
     yield ""
     command = f"python -m benchmarks.side_by_side{' --quick' if quick else ''}"
-    yield from paragraph(
-        f"""Written by `{command}` on {date.today().isoformat()}, version {version()}; {machine()}. *Ours* is
-        {" + ".join(OURS)}, with `strata` or `nodes` on several ranks: one stratum alive at a time, forward and
-        backward pass inside the loss."""
-    )
+    yield from paragraph(origin(command))
+    yield from paragraph(f"""*Ours* is {" + ".join(OURS)}, with `strata` or `nodes` on several ranks.""")
     rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s with {n}" for n, rate in sorted(results.matmul_rate.items()))
     yield from paragraph(f"Products of matrices reach {rates} threads in the same run.")
     if quick:
@@ -98,7 +125,7 @@ def _ranks(results: Results) -> Iterator[str]:
         )
     yield from paragraph(
         """DDP and FSDP2 give every rank half of the cells, and each computes all keys. *Sent* is what a rank hands to
-        collectives in a step, whatever the algorithm then moves."""
+        collectives in a step."""
     )
     yield from _picture(
         pictures.RANKS, "Memory and communication of a rank against the number of ranks, simulated."
@@ -178,35 +205,7 @@ def _whole_steps() -> Iterator[str]:
 def _method() -> Iterator[str]:
     yield "## How it was found"
     yield ""
-    for text in (
-        """**Exact.** Every row but the one with a quarter of the anchors computes the loss and the gradients of the
-        eager decoder. *Off by* is the larger relative difference of the first step's loss and of its gradient of the
-        anchors' latents along one random direction, in float32; where the eager decoder was not run, from ours on
-        one device. The tests compare all gradients in float64.""",
-        """**Eager** is the reference decoder with the attention of the `local-attention` package. D is 128 and the
-        window 20 anchors per stratum, HiGLUE's default, unless said otherwise; 2 % of the counts are not zero.""",
-        """**HiGLUE's own answers**: strata above 1 GiB are computed again in the backward pass, which is done here
-        at every size; or only some of the anchors are decoded, which is another loss.""",
-        """**Measured** cases run one after the other, each in new processes with a fixed number of threads; those
-        that a goal compares take turns in several rounds, and the median counts. *Step* is forward pass, backward
-        pass and the reduction of gradients of the decoder; of several ranks the slowest counts.""",
-        """**Memory above start** is the kernel's high-water mark of a process's resident memory over its training
-        steps, less what it held at the start: after all imports, with the parameters, the latents and the batch in
-        memory, and after one step of a miniature. The gradients of the step before, the new ones and the
-        optimiser's state count, and so does what the allocator does not give back between steps.""",
-        """**Simulated** is a training step without values (`lightning-amp simulate`): every byte of tensors, no
-        allocator. The eager decoder has the reference model's attention there. The decoder's part is the peak
-        without batch, latents, parameters, their gradients (of this step and of the last) and the optimiser's
-        state. Of several ranks the first, the middle and the last are simulated, and the highest counts.""",
-        """**Matmul peak**: FLOP of the products of matrices of one eager step, over the time of the method and the
-        rate of a product of two square matrices of 2,048 in the same run. Work done twice does not count.""",
-    ):
-        yield from _item(text)
-    yield ""
-
-
-def _item(text: str) -> Iterator[str]:
-    yield from textwrap.wrap(f"- {' '.join(text.split())}", 110, subsequent_indent="  ")
+    yield from table(["word", "meaning"], [[word, meaning] for word, meaning in MEANINGS.items()])
 
 
 def _picture(name: str, caption: str) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""Attacks on tensor3d, its exactness, bytes, loss curves, scale and peers; what docs/tensor3d.md says."""
+"""Attacks on tensor3d, its exactness, bytes, loss curves, scale and peers; what docs/reports/tensor3d.md says."""

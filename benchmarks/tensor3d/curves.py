@@ -5,7 +5,7 @@
 
 The grid is 2 x 2 x 2, so that all axes are in use, on 16 ranks with two copies; data are synthetic and drawn by seed,
 and one process takes the batches of all ranks together, as plain data parallelism would. In float64 the losses of 100
-steps are compared; with --float32 those of 300 steps are drawn into docs/tensor3d_curves.png. Processes on this
+steps are compared; with --float32 those of 300 steps are drawn into docs/reports/tensor3d_curves.png. Processes on this
 machine, connected by gloo; four minutes on two cores.
 """
 
@@ -31,7 +31,7 @@ from lightning_amp.figures import DPI, INK, PALETTE
 from tests.lightning.strategy.strategy_cases import RunningRanks
 
 GRID, ROWS, BOUND = (2, 2, 2), 16, 1e-10
-PICTURE = Path(__file__).resolve().parents[2] / "docs" / "tensor3d_curves.png"
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "reports" / "tensor3d_curves.png"
 
 
 def _text(draw: torch.Generator) -> Tensor:

@@ -14,7 +14,7 @@ two ranks 34 %. On a link of 500 Mbit/s an all-reduce takes much of a core itsel
 on one of 200 Mbit/s they hide 35 %, which is all of the products' seconds.
 
 What communication takes is the step with everything waited for at once, less the same step where the link is not
-limited; the share hidden is what a setting spares of it. `--write` puts the table into docs/tensor3d.md.
+limited; the share hidden is what a setting spares of it. `--write` puts the table into docs/reports/tensor3d.md.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_seconds
 from lightning_amp.techniques.tensor3d.row import OVERLAP
 
-PAGE, PART = ROOT / "docs" / "tensor3d.md", "tensor3d.overlap"
+PAGE, PART = ROOT / "docs" / "reports" / "tensor3d.md", "tensor3d.overlap"
 RANKS, PER_NODE = 2, 1
 STEPS, SKIPPED = 6, 2
 FREE = "none, link not limited"
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=200, help="rate of the link")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/tensor3d.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reports/tensor3d.md")
     parser.add_argument("--grid", type=int, nargs=3, help="one of the grids alone")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()

@@ -44,7 +44,7 @@ from lightning_amp.simulation.calibrate_links import links_of, measured_between
 from lightning_amp.techniques.tensor3d.grid_seconds import factorings, one_bandwidth, sent_seconds
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 
-PAGE, PART = ROOT / "docs" / "tensor3d.md", "tensor3d.ranking"
+PAGE, PART = ROOT / "docs" / "reports" / "tensor3d.md", "tensor3d.ranking"
 RANKS, PER_NODE, WITHIN = 8, 4, 8
 STEPS, SKIPPED, TOP, AT_ONCE = 8, 2, 5, 7
 """At once: grids that one start of the ranks trains; each leaves threads of its groups behind."""
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=200, help="rate of the link")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", choices=SIZES, help="one of the models")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/tensor3d.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/reports/tensor3d.md")
     parser.add_argument("--rank", nargs="*", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -9,7 +9,7 @@ tells a cell's type from its Hi-C embedding (5 folds). Differences grow from ste
 float32 say how much.
 
 Then the decoder alone, N 5,400, w 640, D 128, B 8: a step in both precisions, in turns, beside a product of matrices in
-both. `--write` puts the tables into docs/gpu.md.
+both. `--write` puts the tables into docs/reports/gpu.md.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=32, help="of a step")
     parser.add_argument("--strategies", default="S4,fused,sparse,stream")
     parser.add_argument("--data", type=Path, help="a data directory, beside synthetic cells")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/gpu.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reports/gpu.md")
     parser.add_argument("--rounds", type=int, default=5, help="of steps of the decoder alone")
     arguments = parser.parse_args()
     threads = torch.get_num_threads()
@@ -202,7 +202,7 @@ def main() -> None:
     if arguments.write:
         given = f" --data {arguments.data.name}" if arguments.data else ""
         text = origin(f"python -m benchmarks.training.bf16 --epochs {arguments.epochs}{given} --write")
-        write_part(ROOT / "docs" / "gpu.md", "bf16", [*paragraph(text), *lines])
+        write_part(ROOT / "docs" / "reports" / "gpu.md", "bf16", [*paragraph(text), *lines])
     else:
         print("\n".join(lines))
 

@@ -1,4 +1,4 @@
-"""How the time of a step and of an epoch grows with cells, bins, strata and ranks, written to docs/growth.md.
+"""How the time of a step and of an epoch grows with cells, bins, strata and ranks, written to docs/reports/growth.md.
 
     python -m benchmarks.training.growth [--quick] [--cores 2] [--rounds 3] [--seconds S]
     python -m benchmarks.training.growth --redraw
@@ -8,7 +8,7 @@ auto. One size grows at a time. Every method has the same cores: as threads of o
 each. A run is one new process, as in whole_step.py; those of a size take turns, and all sizes are measured in a
 round before the next round begins. An epoch is `EPOCH_CELLS` cells, its time what the measured steps took in all.
 
-Numbers are kept in docs/growth.json after every run, and a command that was stopped (or has used up `--seconds`)
+Numbers are kept in docs/reports/growth.json after every run. A command that was stopped (or has used up `--seconds`)
 continues there; one of another version of the sources, or with other arguments, is refused until the file is removed.
 `--redraw` only writes picture and page again. About 75 minutes on two quiet cores; with --quick, which has few and
 small sizes and one round, 8.
@@ -321,7 +321,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="3, or 1 with --quick")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no run begins")
     parser.add_argument("--redraw", action="store_true", help="write picture and page of what was measured")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder of page, picture and numbers")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs" / "reports", help="folder of page, picture and numbers"
+    )
     arguments = parser.parse_args()
     file = arguments.out / NUMBERS
     read_part(

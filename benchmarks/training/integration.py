@@ -1,9 +1,9 @@
 """Cells of Hi-C and of RNA embedded together: the reference model beside the package scglue's, on the same data.
 
     pip install '.[scglue]'
-    python -m benchmarks.training.integration [--out docs/integration.md] [--cortex FOLDER] [--seeds 0 1 2]
+    python -m benchmarks.training.integration [--out docs/reports/integration.md] [--cortex FOLDER] [--seeds 0 1 2]
 
-Writes docs/integration.md. The package's network is trained as in examples/scglue_lightning.py.
+Writes docs/reports/integration.md. The package's network is trained as in examples/scglue_lightning.py.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
-from benchmarks.page import ROOT, machine
+from benchmarks.page import ROOT, origin, table
 from lightning_amp import GLUE, SingleCellDataModule
 from lightning_amp.data.neighbours import same_type_share
 from lightning_amp.data.prepare.prepare import prepare
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("docs/integration.md"))
+    parser.add_argument("--out", type=Path, default=Path("docs/reports/integration.md"))
     parser.add_argument("--cortex", type=Path, help="folder with the files of examples/cortex.py")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sizes", nargs="*", choices=SIZES, default=list(SIZES))
@@ -129,10 +129,10 @@ def _scglue(data: SingleCellDataModule) -> LightningModule:
 def _embed(trainer: Trainer, module: LightningModule, data: SingleCellDataModule) -> dict[str, np.ndarray]:
     batches: Any = trainer.predict(module, data)
     found = {}
-    for name, table in data.tables.items():
+    for name, cells in data.tables.items():
         values = torch.cat([batch[name]["embedding"] for batch in batches if name in batch])
         rows = torch.cat([batch[name]["index"] for batch in batches if name in batch])
-        found[name] = np.full((table.n_cells, values.shape[1]), np.nan, dtype=np.float32)
+        found[name] = np.full((cells.n_cells, values.shape[1]), np.nan, dtype=np.float32)
         found[name][rows.numpy()] = values.numpy()
     return found
 
@@ -167,9 +167,9 @@ def _prepare_cortex(files: Path, folder: Path) -> None:
 
 
 def document(rows: dict[str, dict[str, list[Found]]], seeds: list[int]) -> Iterator[str]:
-    """The lines of docs/integration.md."""
+    """The lines of docs/reports/integration.md."""
     yield "# Do the modalities meet?\n"
-    yield f"Written by `python -m benchmarks.training.integration`; {machine()}, one thread."
+    yield f"{origin('python -m benchmarks.training.integration')} One thread.\n"
     of = ", ".join(map(str, seeds))
     yield f"Means over the seeds {of} of the synthetic data and of the models; in brackets the worst.\n"
     yield (
@@ -181,6 +181,7 @@ def document(rows: dict[str, dict[str, list[Found]]], seeds: list[int]) -> Itera
         yield f"| {name} | {_size(name)} | " + " | ".join(_cells(found)) + " |"
     yield ""
     yield from _goals({name: found for name, found in rows.items() if name in SIZES})
+    yield from table(["word", "meaning"], [[word, meaning] for word, meaning in MEANINGS.items()])
     yield ABOUT
 
 
@@ -212,23 +213,36 @@ def _goals(rows: dict[str, dict[str, list[Found]]]) -> Iterator[str]:
     yield ""
 
 
-ABOUT = f"""\
-- **Same-type share**: the share of a cell's 15 nearest neighbours in the other modality that are of its type, the mean
-  over cells of types that both have. By chance it is 0.25 in the synthetic data, 0.19 in the cortex.
-- **FOSCTTM**: the fraction of the other modality's cells that are closer than the true match, where every cell of the
-  same type is a true match in turn: there are no pairs. Types that lie on each other, and apart from the rest, give
-  0.125 with four types of equal number; chance gives 0.5.
-- **Ours**: `GLUE` with the settings of `configs/demo.yaml`, {STEPS["ours"]} steps of {CELLS["ours"]} cells of each
-  modality. **scglue**: the network of the package, with its own learning rate and weights, {STEPS["scglue"]} steps of
-  {CELLS["scglue"]} cells (60 epochs of the small set), trained as in `examples/scglue_lightning.py`. *Seconds* are
-  the processor's, of the training alone; neither model was stopped when it had converged, so they compare these
-  settings, not the fewest steps that would do.
-- **Synthetic data**: contacts around active bins are more frequent, so that a gene's expression and its bin's contacts
-  correlate over cell types (`lightning_amp/data/prepare/synthetic.py`).
-- **Cortex**: nuclei of Lee et al. 2019 (chromosome 1 at 1 Mb) and RNA of Darmanis et al. 2015, of other people; Sst
-  nuclei are compared with neurons. In these data a gene's expression and its bin's contacts at 0 and 1 Mb hardly
-  correlate over the four types: 0.30 for genes of one type, 0.00 for all that vary.
-  Neither model is better than chance there; no goal.
+MEANINGS = {
+    "same-type share": (
+        "the share of a cell's 15 nearest neighbours in the other modality that are of its type; by "
+        "chance 0.25 in the synthetic data, 0.19 in the cortex"
+    ),
+    "FOSCTTM": (
+        "the fraction of the other modality's cells that are closer than the true match, where every cell "
+        "of the same type is a true match in turn; well separated types give 0.125 with four types of "
+        "equal number, chance gives 0.5"
+    ),
+    "ours": (
+        f"`GLUE` with the settings of `configs/demo.yaml`, {STEPS['ours']} steps of {CELLS['ours']} cells "
+        "of each modality"
+    ),
+    "scglue": (
+        f"the network of the package, with its own learning rate and weights, {STEPS['scglue']} steps of "
+        f"{CELLS['scglue']} cells, trained as in `examples/scglue_lightning.py`"
+    ),
+    "seconds": (
+        "of the processor, of the training alone; they compare these settings, not the fewest steps that "
+        "would do"
+    ),
+    "cortex": (
+        "nuclei of Lee et al. 2019 (chromosome 1 at 1 Mb) and RNA of Darmanis et al. 2015, of other "
+        "people; Sst nuclei are compared with neurons"
+    ),
+}
+ABOUT = """\
+A gene's expression and its bin's contacts at 0 and 1 Mb hardly correlate in the cortex data. **Neither model is better
+than chance there**; no goal.
 """
 
 

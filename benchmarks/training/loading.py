@@ -7,7 +7,7 @@ a few synthetic cells, drawn again and again. Then trains the reference model un
 its predecessor's end to its own beginning, as a callback sees them: reading, making tensors, moving them, and what
 Lightning does in between. Printed is the share of the time of `STEPS` steps after warming up: for one
 chromosome at 1 Mb, whose batches are dense, and for a genome at 1 Mb, whose batches are entries (`SparseCounts`).
-`--write` puts what was found into docs/growth.md. Three minutes on a quiet core and 4 GB of memory for 1 GB.
+`--write` puts what was found into docs/reports/growth.md. Three minutes on a quiet core and 4 GB of memory for 1 GB.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from benchmarks.page import ROOT, origin, paragraph, read_part, write_part
 from benchmarks.training.whole_step import WARM_UP, prepared
 from lightning_amp.quantities import format_bytes, format_seconds
 
-PAGE = ROOT / "docs" / "growth.md"
+PAGE = ROOT / "docs" / "reports" / "growth.md"
 SIZES = ((250, 32), (2700, 8))
 """Bins and strata."""
 STEPS = 100
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--cells", type=int, default=64, help="of a step")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help="put the result into docs/growth.md")
+    parser.add_argument("--write", action="store_true", help="put the result into docs/reports/growth.md")
     arguments = parser.parse_args()
     if arguments.write:
         read_part(PAGE, "loading")  # a page without markers is refused before anything is measured

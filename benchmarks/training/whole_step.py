@@ -8,8 +8,8 @@ of the next, loading included, after `WARM_UP` batches. Printed are medians over
 the first method. The last column is what comes before: from the call of `fit` to the end of its first batch, in which
 processes are started, the plan is made and installed, and a kernel runs for the first time; it is a median too. Without
 `--data` the cells are synthetic. `--write` measures one rank with one and two threads and two ranks of one thread, on
-synthetic cells and on those of `--data`, and puts the tables into docs/benchmarks.md; about 25 minutes for each kind of
-cells on two quiet cores, with --quick 3.
+synthetic cells and on those of `--data`, and puts the tables into docs/reports/benchmarks.md; about 25 minutes for each
+kind of cells on two quiet cores, with --quick 3.
 """
 
 import argparse
@@ -52,7 +52,7 @@ TWO: dict[str, dict[str, Any] | str] = {
 }
 QUICK = ("plain Lightning", "ddp", "amp, S1", "amp, auto")
 HEADER = ["method", "step", "ratio", "plan", "fit to first batch"]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "reports" / "benchmarks.md"
 PLACES = ((1, 1), (1, 2), (2, 1))
 """Ranks and threads of each, of the tables that are written."""
 SYNTHETIC = "Synthetic cells (250 bins, 32 strata, 300 genes)"
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=64, help="of a step, over all ranks")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help="put all tables into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="put all tables into docs/reports/benchmarks.md")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:

@@ -94,8 +94,9 @@ def install(
     for rule in rules:
         if rule.strategy not in STRATEGIES:
             raise PlanError(
-                f"{rule.strategy} ({type(rule.spec).__name__}) is prescribed for {rule.fqn!r} ({rule.why}), and this"
-                " process has not registered it; call register_technique in a module that every rank imports"
+                f"the plan has {rule.strategy} ({type(rule.spec).__name__}) for {rule.fqn!r} "
+                f"({rule.why}), and this process has not registered it; call register_technique in a "
+                "module that every rank imports"
             )
     return install_rules(module, rules, mesh)
 
@@ -114,7 +115,8 @@ def install_rules(
     for rule, fqn in targets:
         if (fqn, type(rule.spec)) in claimed:
             raise InstallError(
-                f"{fqn!r} is claimed by two rules, the second is {rule.strategy} ({rule.fqn!r}); leave one out"
+                f"two rules of the plan change {fqn!r}, the second is {rule.strategy} ({rule.fqn!r}); "
+                "remove one of them"
             )
         claimed.add((fqn, type(rule.spec)))
         overlaps = any(overlap(fqn, decoder) for decoder in decoders)
@@ -154,8 +156,8 @@ def _refuse_shared(module: nn.Module, installed: Installed) -> None:
         use = uses.get(id(parameter.whole)) or uses.get(id(parameter.shard))
         if use:
             raise InstallError(
-                f"{parameter.name!r} of a layer was to be split over ranks, but {use}, which would be trained apart;"
-                " take the layer's rule out of the plan"
+                f"the layer's {parameter.name!r} cannot be split over ranks: {use}, which would be "
+                "trained separately; remove the layer's rule from the plan"
             )
         uses[id(parameter.whole)] = "another layer that the plan splits has it too"
 

@@ -235,9 +235,9 @@ def _measure(steps: list[Callable[[], None]], place: torch.device) -> list[list[
     # a GPU works while the processor waits
     if apart > APART or (place.type == "cpu" and share < SHARE):
         raise PlanError(
-            f"a step was to be measured on {place}, and something else keeps it busy: the median round took {apart:.1f}"
-            f" times as long as the best one, which had {share:.0%} of a processor; rates fitted to that would be"
-            " nonsense. Calibrate when the machine is idle"
+            f"cannot calibrate on {place}: something else keeps it busy, and the median round took "
+            f"{apart:.1f} times as long as the best one, which had {share:.0%} of a processor. Calibrate "
+            "when the machine is idle"
         )
     return rounds
 

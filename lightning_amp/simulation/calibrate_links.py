@@ -86,8 +86,8 @@ def measure_links(links: Links, device: str | None = None) -> MeasuredLinks | No
         rank, kind = 0, device or ("cuda" if there > 1 else "cpu")
         if kind == "cuda" and there < 2:
             raise PlanError(
-                f"the links of GPUs were to be measured, and torch finds {there} of them here; name --device cpu, or"
-                " run it under torchrun where there are two"
+                f"cannot measure links of GPUs: torch finds {there} of them here; use --device cpu, or "
+                "torchrun on a machine with two"
             )
         with tempfile.TemporaryDirectory() as folder:
             start_processes(_as_rank, (folder, kind), nprocs=2)  # type: ignore[no-untyped-call]
@@ -122,9 +122,7 @@ def measured_between(rank: int, ranks: int, place: torch.device) -> dict[str, An
         place: Its device.
     """
     if ranks < 2:
-        raise PlanError(
-            "the links between ranks were to be measured, and there is one rank; start two or more"
-        )
+        raise PlanError("cannot measure links between ranks: there is one rank; start two or more")
     everyones: list[Any] = [None] * ranks
     # torchrun's number of the node
     dist.all_gather_object(everyones, os.environ.get("GROUP_RANK", "0"))

@@ -106,14 +106,15 @@ def _answers(folder: Path, ranks: int, silent: list[int], timeout: float) -> lis
     for rank in range(ranks):
         if rank not in answers and rank not in silent:
             raise AmpError(
-                f"rank {rank} ended without a word; what it has printed says more. It may have run out of memory, or it"
-                ' could not import the script that calls verify: that needs `if __name__ == "__main__":` around its'
-                " work"
+                f"rank {rank} ended without a message; see what it has printed. It may have run out of "
+                "memory, or failed to import the script that calls verify: put the call under `if "
+                '__name__ == "__main__":`'
             )
     if silent:
         raise AmpError(
-            f"{', '.join(f'rank {rank}' for rank in silent)} gave no answer within {timeout:.0f} s; steps that take"
-            " long need a larger timeout, and ranks that wait for each other were made to communicate unequally often"
+            f"{', '.join(f'rank {rank}' for rank in silent)} did not answer within {timeout:.0f} s; "
+            "if steps take long, raise timeout; if they do not, ranks wait for each other because "
+            "they communicate unequally often"
         )
     return [answers[rank] for rank in range(ranks)]
 
@@ -158,6 +159,6 @@ def _as_amp_error(error: BaseException, rank: int) -> AmpError:
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or list(frames)
     where = "".join(traceback.format_list(own)).rstrip()
     return AmpError(
-        f"the module was to be trained for verify, and {type(error).__name__} was raised in rank {rank}: {error}; it"
-        f" must train there before it can be compared. Seen in\n{where}"
+        f"verify cannot train the module: in rank {rank} {type(error).__name__} was raised: {error}; it must train"
+        f" there before it can be compared. It was raised in\n{where}"
     )

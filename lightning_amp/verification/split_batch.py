@@ -39,14 +39,15 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
     sizes = sizes_of(batch)
     if count_cells(batch) is None:
         raise DataError(
-            f"a batch was to be split over {parts} ranks, found first axes {sizes!r}; allowed are tensors whose first"
-            " axis is the sample, equally long in the whole batch or in each modality of a batch {modality: mapping}:"
-            " bring it into that form, or verify one data rank with model_parallel_size=devices"
+            f"the batch cannot be split over {parts} ranks: its tensors have the first axes "
+            f"{sizes!r}; allowed are tensors whose first axis is the sample, equally long in the "
+            f"whole batch or in each modality of a batch {{modality: mapping}}: bring it into that "
+            "form, or verify one data rank with model_parallel_size=devices"
         )
     if sizes[0] < parts:
         raise DataError(
-            f"a batch of {sizes[0]!r} samples was to be split over {parts} data ranks; every rank needs one: give a"
-            f" batch of {parts} or more samples, or fewer devices"
+            f"a batch of {sizes[0]!r} samples cannot be split over {parts} data ranks; every rank "
+            f"needs a sample: give a batch of {parts} or more samples, or fewer devices"
         )
     return _each(batch, lambda x: x[slice(*_bounds(len(x), part, parts))])
 

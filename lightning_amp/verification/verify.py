@@ -120,7 +120,8 @@ def subject_of(module: LightningModule, data: Any, steps: int) -> bytes:
         torch.save((module, data), buffer)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError, NotImplementedError) as error:
         raise AmpError(
-            f"verify was to send {type(module).__name__} and its data to other processes, and they cannot be pickled:"
-            f" {error}; define classes at the top level of a file, and keep lambdas and open files out of them"
+            f"verify cannot send {type(module).__name__} and its data to other processes, because "
+            f"they cannot be pickled: {error}; define classes at the top level of a file, and keep "
+            "lambdas and open files out of them"
         ) from error
     return buffer.getvalue()

@@ -129,7 +129,7 @@ def test_refuses_the_counts_that_the_likelihood_refuses(kind: type, wrong: float
         leaf(x, *given)
     for form in (x, entries):
         with pytest.raises(
-            ModelError, match="allowed are whole numbers from 0: hand in the counts as they were"
+            ModelError, match="allowed are whole numbers from 0: pass the counts as they were"
         ):
             sparse(form, *given)
 

@@ -38,7 +38,7 @@ def test_json_has_what_the_text_says(capsys) -> None:
     assert sum(found["breakdown"].values()) == max(found["peak_bytes"])
     assert set(found["comm_bytes"]) == {"all_reduce", "all_gather", "reduce_scatter"}
     assert found["mesh"] == {"data": 2, "model": 2}
-    document = ROOT.joinpath("docs/simulate.md").read_text()
+    document = ROOT.joinpath("docs/reference/simulate.md").read_text()
     assert [key for key in (*found, *found["breakdown"]) if f"`{key}`" not in document] == []
     text = run(capsys, *words)
     assert "status: ok (fits in 24.0 GiB)" in text

@@ -161,7 +161,7 @@ def test_plans_that_cannot_be_read(text, message) -> None:
 def test_a_rule_of_unknown_type_and_a_missing_file(tmp_path) -> None:
     plain = json.loads(plan(profile(), devices=2).to_json())
     plain["rules"][0]["spec"]["type"] = "Teleport"
-    with pytest.raises(PlanError, match="a rule asks for 'Teleport'; this version can install"):
+    with pytest.raises(PlanError, match="a rule of the plan has the type 'Teleport'; this version knows"):
         Plan.from_json(json.dumps(plain))
     with pytest.raises(PlanError, match="cannot be read"):
         Plan.read(tmp_path / "absent.json")

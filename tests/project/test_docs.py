@@ -9,28 +9,44 @@ import shlex
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_amp import AMPStrategy
 from lightning_amp.cli.main import TRAINING, main
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.diagnosis.diagnose import FROM_OUTSIDE
 from lightning_amp.techniques.table import STRATEGIES
+from tests.cli import options
 from tests.paths import ROOT
 
 PAGES = {
     str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-NOT_RUN = 16
+NOT_RUN = 15
 """Blocks that are marked as not run; a page that marks one more says so here."""
+LIGHTNINGS = ("process_group_backend", "timeout", "start_method")
+"""Options that Lightning's strategies have too."""
 RUN = ("profile", "plan")
 """Commands that are cheap; the others are parsed."""
 BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<language>python|console|yaml)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^ *```$",
     re.MULTILINE | re.DOTALL,
 )
+MOST_WORDS = 20_000
+"""Words that people wrote in README and pages: who reads everything reads for an hour and a half."""
+NOT_PROSE = (
+    re.compile(r"<!-- written by ([\w.]+).*?<!-- end of \1 -->", re.DOTALL),
+    re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL),
+    re.compile(r"<!--.*?-->", re.DOTALL),
+    re.compile(r"^ *\|.*$", re.MULTILINE),
+    re.compile(r"(?<=\n\n)(?: {4}.*\n+)+"),
+    re.compile(r"(?<=\])\([^)\s]*\)"),
+)
+"""Generated parts, fenced code, comments, rows of tables, indented code, targets of links."""
 LINK = re.compile(r"(?<!`)\[[^\]\n]*(?:\n[^\]\n]*)?\]\(([^)\s]+)\)")
 
 
@@ -155,9 +171,54 @@ def test_every_page_is_in_the_navigation_and_every_public_name_on_the_python_pag
     assert [name for name in lightning_amp.__all__ if f"::: lightning_amp.{name}\n" not in python] == []
 
 
+def test_the_options_of_the_commands_are_those_of_their_parsers() -> None:
+    assert PAGES["docs/reference/options.md"].read_text() == options.page(), (
+        "write it again: python -m tests.cli.options"
+    )
+
+
+def test_every_technique_and_every_option_of_the_strategy_is_in_the_reference() -> None:
+    text = PAGES["docs/reference/strategy.md"].read_text()
+    rows = re.findall(r"^\| (?:\[)?(\w+)", text, re.MULTILINE)
+    assert [name for name in STRATEGIES if name not in rows] == []
+    code = text.partition("AMPStrategy(\n")[2].partition("\n)")[0]
+    own = [name for name, of in signature(AMPStrategy).parameters.items() if of.kind is of.KEYWORD_ONLY]
+    assert [name for name in own if f"{name}=" not in code and name not in LIGHTNINGS] == []
+
+
 def test_the_readme_is_short() -> None:
     text = PAGES["README.md"].read_text()
     prose = re.sub(r"^(```.*?^```| {4}.*?)$", "", text, flags=re.MULTILINE | re.DOTALL)
     assert len(re.findall(r"\S*\w\S*", prose)) <= 450
     assert "docs/memory_per_stratum.png" in text
     assert len(LINK.findall(text)) >= 15
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("docs/reports/")])
+def test_a_report_begins_with_its_date(name: str) -> None:
+    head = PAGES[name].read_text().split("\n\n")[1]
+    assert re.search(r"\b20\d\d-\d\d-\d\d\b", head), head
+    assert re.search(r"GPU|torch", head), head
+
+
+def words(page: Path) -> int:
+    """The words of a page that a person wrote as text."""
+    text = page.read_text()
+    for pattern in NOT_PROSE:
+        text = pattern.sub("", text)
+    return len(re.findall(r"[A-Za-z][\w'-]*", text))
+
+
+def test_the_pages_have_few_words() -> None:
+    counts = {name: words(page) for name, page in PAGES.items()}
+    listed = sorted(counts.items(), key=lambda row: -row[1])
+    assert sum(counts.values()) <= MOST_WORDS, "\n".join(f"{count:6} {name}" for name, count in listed)
+
+
+def test_words_are_those_of_text(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Two [words](a/long/link.md).\n\n| a | table |\n\n    indented code\n\n```console\n$ fenced code\n```\n"
+        "\n<!-- not run: a comment -->\n<!-- written by x.y --write -->\n\ngenerated\n\n<!-- end of x.y -->\n\n- one\n"
+    )
+    assert words(page) == 3

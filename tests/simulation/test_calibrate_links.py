@@ -71,5 +71,5 @@ def test_the_command_keeps_what_it_measures(tmp_path: Path, capsys: Any, monkeyp
 
 
 def test_one_gpu_has_no_links(monkeypatch: Any) -> None:
-    with pytest.raises(PlanError, match="torch finds 0 of them here; name --device cpu"):
+    with pytest.raises(PlanError, match="torch finds 0 of them here; use --device cpu"):
         measure_links(CPU_CORE.links, "cuda")

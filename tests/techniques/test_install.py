@@ -94,7 +94,7 @@ def test_a_rule_that_matches_nothing_leaves_the_module_as_it_was() -> None:
 def test_two_rules_on_one_module_are_refused() -> None:
     model = Model()
     made = planned("S1,S4")
-    with pytest.raises(InstallError, match="'decoders.hic.strata.0.decode' is claimed by two rules"):
+    with pytest.raises(InstallError, match="two rules of the plan change 'decoders.hic.strata.0.decode'"):
         install(model, replace(made, rules=(*made.rules, made.rules[-1])))
 
 

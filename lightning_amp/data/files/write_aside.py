@@ -77,7 +77,7 @@ def _refusing(path: Path) -> Iterator[None]:
 def cannot_write(path: str | Path | None, error: OSError) -> str:
     """Say that a disk is full or read-only, and what to do."""
     what = "a file" if path is None else f"{str(path)!r}"
-    return f"{what} was to be written and cannot be: {error.strerror}; make room or choose another folder"
+    return f"cannot write {what}: {error.strerror}; make room or choose another folder"
 
 
 def _check_free(out: Path, *, overwrite: bool) -> None:

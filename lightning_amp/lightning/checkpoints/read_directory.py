@@ -149,9 +149,10 @@ def open_directory(
     skeleton, metadata = _safely(path, META, read_meta), _safely(path, TORCH_META, read_metadata)
     if BULK[0] not in skeleton:
         raise DataError(
-            f"{str(path)!r} was to be loaded, its {META!r} has {sorted(map(str, skeleton))!r} and no {BULK[0]!r}:"
-            " another strategy has written it; load it with that one, or convert it with Lightning's"
-            " `python -m lightning.pytorch.utilities.consolidate_checkpoint`"
+            f"cannot load {str(path)!r}: its {META!r} has {sorted(map(str, skeleton))!r} and not "
+            f"{BULK[0]!r}, so another strategy has written it; load it with that strategy, or "
+            "convert it with Lightning's `python -m "
+            "lightning.pytorch.utilities.consolidate_checkpoint`"
         )
     _check_files(path, metadata)
 
@@ -175,8 +176,8 @@ def load_either(path: str | Path, read_file: ReadFile, *, weights_only: bool | N
     previous = earlier_name(place)
     if not place.exists() and is_directory(previous):
         raise DataError(
-            f"the checkpoint {str(path)!r} was to be loaded, found nothing: a run has ended while it replaced it. The"
-            f" one before is complete: rename {str(previous)!r} to {place.name!r}"
+            f"the checkpoint {str(path)!r} does not exist: a run ended while it replaced it. The "
+            f"one before is complete: rename {str(previous)!r} to {place.name!r}"
         )
     if not place.is_dir():
         # as it was given: it may be the address of a file elsewhere
@@ -215,9 +216,10 @@ def _safely(path: Path, name: str, read: Callable[[], Any]) -> Any:
         if not unsafe:
             raise _damaged(path, f"has no file {name!r} that can be read: {error!r}") from error
         raise DataError(
-            f"the sharded checkpoint {str(path)!r} was to be read; its file {name!r} asks for {unsafe[1]!r}, which is"
-            " neither torch's nor a plain value, and could run code. If you trust whoever wrote it, say so:"
-            " Trainer.fit(..., weights_only=False), or `lightning-amp convert --trust`"
+            f"cannot read the sharded checkpoint {str(path)!r}: its file {name!r} contains "
+            f"{unsafe[1]!r}, which is neither torch's nor a plain value, and could run code. If you "
+            "trust its author, use Trainer.fit(..., weights_only=False), or `lightning-amp convert "
+            "--trust`"
         ) from error
 
 
@@ -235,6 +237,6 @@ def _check_files(path: Path, metadata: Metadata) -> None:
 
 def _damaged(path: Path, found: str) -> DataError:
     return DataError(
-        f"the sharded checkpoint {str(path)!r} was to be read; it {found}. It is damaged or no directory of shards:"
-        " write the checkpoint anew, or take an earlier one"
+        f"cannot read the sharded checkpoint {str(path)!r}: it {found}. It is damaged, or not a "
+        "directory of shards: write the checkpoint again, or load an earlier one"
     )

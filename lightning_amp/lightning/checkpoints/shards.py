@@ -99,8 +99,9 @@ class Shards:
         """Refuse, with a PlanError, a backward outside of a fit: nobody completes gradients that lie on other ranks."""
         if self.partial or self._held():
             raise PlanError(
-                "manual_backward was called outside of a fit, and the plan leaves parts of the gradients on other"
-                " ranks, which are put together in a fit only; use model_parallel_size=1, and no fsdp, for this run"
+                "manual_backward was called outside of a fit; only in a fit are the gradients of this "
+                "plan, which lie on several ranks, put together: use model_parallel_size=1, and no "
+                "fsdp, for this run"
             )
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
@@ -250,9 +251,9 @@ class Shards:
         if not isinstance(value, Tensor | Stored) or value.shape != one.shape:
             found = tuple(value.shape) if isinstance(value, Tensor | Stored) else value
             raise DataError(
-                f"state for {name!r} was to be loaded, found {found!r}; the whole parameter of shape"
-                f" {tuple(one.shape)!r} is needed, of which every rank takes its part: load a checkpoint that was"
-                " written with strategy='amp' or on one device"
+                f"cannot load {name!r} from the checkpoint: found {found!r}, and the whole parameter of "
+                f"shape {tuple(one.shape)!r} is required, of which every rank takes its part; load a "
+                "checkpoint that was written with strategy='amp' or on one device"
             )
         whole = value.read() if isinstance(value, Stored) else value
         # a copy: a view would keep the whole alive

@@ -189,9 +189,9 @@ class StageParameters(Shards):
         for optimizer in optimizers:
             if any(kind.__name__ == "LBFGS" for kind in type(optimizer).__mro__):
                 raise InstallError(
-                    "the optimizer 'LBFGS' is not supported: its step depends on all parameters at once, of"
-                    " which a rank of a pipeline has its stage's; use one that updates every parameter by"
-                    " itself (Adam, SGD), or leave 'pipeline' out"
+                    "the optimizer 'LBFGS' is not supported: its step depends on all parameters, and a "
+                    "rank of a pipeline has those of its stage; use an optimizer that updates each "
+                    "parameter separately (Adam, SGD), or leave 'pipeline' out"
                 )
 
     def _gradients(self, among: Sequence[Held]) -> list[Tensor]:

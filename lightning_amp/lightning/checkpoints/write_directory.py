@@ -68,9 +68,9 @@ class Part:
     def __reduce__(self) -> NoReturn:
         """Refuse to be written as if it were the whole."""
         raise DataError(
-            f"a checkpoint was to be written with a part of a tensor of shape {tuple(self.shape)!r} outside of"
-            " 'state_dict' and 'optimizer_states', where a hook has put it; a part is of use to no one: leave it out,"
-            " or take save_distributed_checkpoint=False, with which hooks see whole tensors"
+            f"a hook has put a part of a tensor of shape {tuple(self.shape)!r} into the checkpoint, "
+            "outside of 'state_dict' and 'optimizer_states'; no run could use a part: leave it "
+            "out, or set save_distributed_checkpoint=False, with which hooks get whole tensors"
         )
 
 
@@ -198,7 +198,7 @@ def _is_plain(value: Any) -> bool:
 def _failed(path: Path, how: str) -> DataError:
     there = next(folder for folder in path.absolute().parents if folder.is_dir())
     return DataError(
-        f"the checkpoint {str(path)!r} was to be written and {how}; what was there before is as it was, and"
-        f" {format_bytes(shutil.disk_usage(there).free)} are free on that disk. Make room, or save to a folder that all"
-        " ranks can write to"
+        f"the checkpoint {str(path)!r} was not written: it {how}. What was there before is "
+        f"unchanged; {format_bytes(shutil.disk_usage(there).free)} are free on that disk. Make "
+        "room, or save to a folder that all ranks can write to"
     )

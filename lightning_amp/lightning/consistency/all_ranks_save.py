@@ -41,9 +41,9 @@ def wait_for_all(*, rank: int, ranks: int, failed: bool = False) -> None:
         if time.monotonic() > deadline:
             store.add(_key(rank), -1)
             raise AmpError(
-                f"a checkpoint was to be saved on rank {rank}, and ranks {missing!r} have not come to save it within"
-                f" {patience:g} s; all ranks have to, for some hold a part of it. Call trainer.save_checkpoint on"
-                " every rank: only one writes the file"
+                f"rank {rank} saves a checkpoint, and ranks {missing!r} did not within {patience:g} s; "
+                "every rank has to, because some hold a part of it. Call trainer.save_checkpoint on "
+                "every rank: only one writes the file"
             )
         time.sleep(POLL_S)
 

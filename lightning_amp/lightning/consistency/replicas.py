@@ -112,7 +112,7 @@ def check_replicas(
     if any_rank(mine != first):
         differing = sorted(set(mine) ^ set(first)) or "their order"
         raise InstallError(
-            "the same model is needed on every rank; rank 0 and another rank differ in parameters or"
-            f" buffers, seen from rank {rank}: {differing!r}. Build the model from values that are the same"
-            " on all ranks, not from a rank's data"
+            f"the model must be the same on every rank; on rank {rank} parameters or buffers differ "
+            f"from another rank's: {differing!r}. Build the model from values that are the same on "
+            "all ranks, not from a rank's data"
         )

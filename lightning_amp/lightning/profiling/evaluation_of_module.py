@@ -153,8 +153,8 @@ class EvaluationOfModule:
             raise
         except Exception as error:
             raise ModelError(
-                f"the bytes of {self._step} of {type(twin).__name__!r} were to be counted without values, which failed:"
-                f" {type(error).__name__}: {error}"
+                f"the memory of {self._step} of {type(twin).__name__!r} cannot be counted: on tensors "
+                f"without values it fails with {type(error).__name__}: {error}"
             ) from error
         return held, live.peak if peak is None else max(peak.most, live.peak)
 

@@ -48,8 +48,8 @@ def example_batch(loaders: object) -> Any:
         return _first_batch(loaders)
     except Exception as error:
         raise DataError(
-            f"a batch was to be made by hand of {type(loaders.dataset).__name__!r}, which raised"
-            f" {type(error).__name__}: {error}"
+            f"no example batch could be read from {type(loaders.dataset).__name__!r}, which raised "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -57,13 +57,13 @@ def _check(loader: object) -> None:
     kind = type(loader)
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         raise DataError(
-            f"the training loader is a {kind.__name__!r}, of which nothing can be read without training missing it;"
-            f" {WAY_OUT}"
+            f"the training loader is a {kind.__name__!r}; a batch that is read from it before "
+            f"training would be missing in training. {WAY_OUT}"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
-            f"the data set is a stream ({type(loader.dataset).__name__!r}), of which nothing can be read without"
-            f" training missing it; {WAY_OUT}"
+            f"the data set is a stream ({type(loader.dataset).__name__!r}); a batch that is read "
+            f"from it before training would be missing in training. {WAY_OUT}"
         )
 
 

@@ -64,7 +64,7 @@ def let_segments_grow(device: torch.device) -> None:
     """Let CUDA's allocator grow the segments that it has, unless the environment configures it.
 
     Segments of one size each are kept for tensors of that size: under recomputation 12.3 GiB were taken where 7.5 were
-    used at once (docs/gpu.md), and a step that fits by its tensors ran out of memory.
+    used at once (docs/reports/gpu.md), and a step that fits by its tensors ran out of memory.
     """
     if device.type == "cuda" and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
         set_allocator("expandable_segments:True")

@@ -217,8 +217,8 @@ def _spec(plain: Mapping[str, Any]) -> Spec:
     kind, known = plain["type"], specs_by_name()
     if kind not in known:
         raise PlanError(
-            f"a rule asks for {kind!r}; this version can install {sorted(known)}. If a package of yours registers"
-            " it, import that package before the plan is read"
+            f"a rule of the plan has the type {kind!r}; this version knows {sorted(known)}. If a "
+            "package of yours registers it, import that package before the plan is read"
         )
     return known[kind](**{name: value for name, value in plain.items() if name != "type"})
 

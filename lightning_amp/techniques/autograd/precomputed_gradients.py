@@ -69,9 +69,10 @@ def gradients(
     if strangers:
         shapes = sorted({tuple(found.shape) for found in strangers})
         raise InstallError(
-            f"strata were to be streamed, and read tensors of the shapes {shapes!r} that need gradients and are neither"
-            " their own parameters nor handed to them (u, v, log_weights, library); their gradients would be lost: make"
-            " them parameters of the stratum, detach them, or leave 'stream' out"
+            f"strata cannot be streamed: they read tensors of the shapes {shapes!r} that need "
+            "gradients and are neither their parameters nor their arguments (u, v, log_weights, "
+            "library); their gradients would be lost. Make them parameters of the stratum, detach "
+            "them, or leave 'stream' out"
         )
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     # the pass of a loss under autocast runs outside of it too; the meta device has no autocast itself
@@ -140,9 +141,10 @@ def add_up(found: Iterable[tuple[GradientSum, Tensor | None]]) -> None:
 
 def _refuse(own: Tensor) -> None:
     raise InstallError(
-        f"a backward pass came to a tensor of shape {tuple(own.shape)!r} that a streamed stratum has read, and not from"
-        " the stratum's loss but from what a hook, or the stratum, has kept; its gradient would be lost. Compute the"
-        " term from the decoder's inputs or the parameter itself, detach what is kept, or leave 'stream' out"
+        f"a backward pass reached a tensor of shape {tuple(own.shape)!r} that a streamed "
+        "stratum has read, from something that a hook or the stratum has kept instead of from "
+        "the stratum's loss; its gradient would be lost. Compute the term from the decoder's "
+        "inputs or the parameter itself, detach what is kept, or leave 'stream' out"
     )
 
 
@@ -195,16 +197,15 @@ class _Ready(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise InstallError(
-                "a second derivative of a loss is not supported (create_graph=True): its strata are"
-                " streamed: their gradients are numbers by then; leave 'stream' out, which 'recompute' can"
-                " stand in for"
+                "a second derivative of a loss is not supported (create_graph=True) if its strata are "
+                "streamed; leave 'stream' out, for example for 'recompute'"
             )
         # taken out, not copied: they are scaled in place, and a second pass would scale them again
         ready, ctx.ready = ctx.ready, None
         if ready is None:
             raise InstallError(
-                "a second backward pass through a loss is not supported: its strata are streamed: their"
-                " gradients were handed out by the first; compute the loss again, or leave 'stream' out"
+                "a second backward pass through a loss is not supported if its strata are streamed; "
+                "compute the loss again, or leave 'stream' out"
             )
         _scale(ready, grad)
         return None, None, *ready

@@ -26,8 +26,9 @@ def check_parameters(
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if changed:
         raise InstallError(
-            f"{type(new).__name__!r} was to replace {fqn!r} and does not own the same parameters: {changed!r} differ;"
-            " a replacement keeps the parameter objects and their names, or lists a shard in Change.sharded"
+            f"{type(new).__name__!r} cannot replace {fqn!r}, because it does not own the same "
+            f"parameters: {changed!r} differ; a replacement keeps the parameter objects and their "
+            "names, or lists a shard in Change.sharded"
         )
 
 
@@ -36,8 +37,9 @@ def check_hooks(fqn: str, old: nn.Module | None) -> None:
     found = hooks_within(old) if old is not None else []
     if found:
         raise InstallError(
-            f"{fqn!r} was to be replaced and has {', '.join(found)}, which would see a part of its values or nothing;"
-            " register hooks on the decoder or its strata instead, or take the rule out of the plan"
+            f"{fqn!r} cannot be replaced: it has {', '.join(found)}, which would see a part of its "
+            "values or nothing; register hooks on the decoder or its strata instead, or remove the "
+            "rule from the plan"
         )
 
 

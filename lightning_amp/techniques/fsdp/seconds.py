@@ -25,7 +25,7 @@ MESSAGES = 3
 HANDLING_S = 3.3e-3
 """Of a message on a CPU, where nothing hides it: torch's hooks, the copies into and out of what is sent, gloo's threads
 besides the computation. By hand FSDP2 takes 8 to 14 ms more than ddp for each unit of five of the examples, three
-messages each, on two ranks of one core (docs/any_module.md)."""
+messages each, on two ranks of one core (docs/reports/any_module.md)."""
 PASSES = 2
 """Times that a rank's core of the host goes over rows, gradients and state in an optimiser's step: Adam, measured on
 one core."""

@@ -94,6 +94,6 @@ def _name(leaf: Tensor, module: nn.Module) -> str:
 
 def _refusal(what: str, found: str, advice: str) -> InstallError:
     return InstallError(
-        f"the loss was to be trained, and has {what}, which it {found}; {advice}, or leave out what splits it (S2, S5,"
-        " strata, nodes)"
+        f"the loss cannot be trained: it has {what}, which it {found}; {advice}, or leave out "
+        "what splits it (S2, S5, strata, nodes)"
     )

@@ -91,9 +91,9 @@ class SharedRegion(nn.Module):
         assert self.anchors is not None, "own rows are those of nodes"
         if len(v) != len(self.anchors.own):
             raise InstallError(
-                f"v was to come with this rank's {len(self.anchors.own)!r} of {self.anchors.bounds[-1]!r} anchors,"
-                f" found {len(v)!r} rows; take them from the graph encoder's `rows`, or give nodes a rule with"
-                " DomainParallel(vertices=False)"
+                f"the decoder got {len(v)!r} rows of v, and this rank has {len(self.anchors.own)!r} of "
+                f"{self.anchors.bounds[-1]!r} anchors; take the rows from the graph encoder's `rows`, "
+                "or give nodes a rule with DomainParallel(vertices=False)"
             )
         u, log_weights = collectives.enter(self.mesh, u, log_weights)
         return u, v, log_weights

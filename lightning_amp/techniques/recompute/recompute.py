@@ -123,7 +123,6 @@ def _refusal(name: str, reason: str) -> str:
 
 def _stale(name: str, what: str) -> str:
     return (
-        f"{name} was to be computed again in the backward pass, and {what} has been changed in place since the first"
-        " time; it would be another function: change it after the backward pass, or leave the block out of the plan's"
-        " rules of recompute"
+        f"{name} cannot be computed again in the backward pass: {what} has been changed in place since the forward"
+        " pass; change it after the backward pass, or leave the block out of the plan's rules of recompute"
     )

@@ -274,10 +274,10 @@ def test_rows_that_are_dealt_one_by_one_come_back(runs: Runs) -> None:
     [
         (
             "full",
-            "failed on ranks {1: \"OSError(28, 'No space left on device')\"}; what was there before is as it was",
+            "failed on ranks {1: \"OSError(28, 'No space left on device')\"}. What was there before is unchanged",
         ),
-        ("piece", "with a part of a tensor of shape (7, 3) outside of 'state_dict' and 'optimizer_states'"),
-        ("no folder", "was to be written and failed with"),
+        ("piece", "a part of a tensor of shape (7, 3) into the checkpoint, outside of 'state_dict'"),
+        ("no folder", "was not written: it failed with"),
         ("gap", "invalid fill tensor-volume"),
     ],
 )

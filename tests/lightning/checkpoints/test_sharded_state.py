@@ -214,7 +214,7 @@ def test_state_of_another_size_is_refused(value: Tensor | None, found: str) -> N
     model, sharded = shared_weight()
     state = {**model.state_dict(), "0.weight": value}
     with pytest.raises(
-        DataError, match=rf"state for '0.weight' .* found {found}; .* shape \(5, 7\) is needed"
+        DataError, match=rf"cannot load '0.weight' .* found {found}, .* shape \(5, 7\) is required"
     ):
         Shards(model, sharded).own_state(state)
     del state["0.weight"]
@@ -226,7 +226,7 @@ def test_state_of_an_optimizer_of_another_size_is_refused() -> None:
     optimizer = torch.optim.RMSprop(model.parameters())
     model(inputs(FEATURES)).sum().backward()
     optimizer.step()
-    with pytest.raises(DataError, match=r"state for 'square_avg' was to be loaded, found \(5, 4\)"):
+    with pytest.raises(DataError, match=r"cannot load 'square_avg' from the checkpoint: found \(5, 4\)"):
         Shards(model, sharded).own_optimizer_states([optimizer], [optimizer.state_dict()])
 
 

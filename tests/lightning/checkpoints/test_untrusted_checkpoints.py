@@ -76,7 +76,7 @@ def test_a_pickle_that_runs_code_is_refused(
     place(directory, inside, ran)
     for weights_only in (None, True):
         with pytest.raises(
-            DataError, match=rf"its file '{name}' asks for '.*', which is neither .*weights_only=False"
+            DataError, match=rf"its file '{name}' contains '.*', which is neither .*weights_only=False"
         ):
             open_directory(directory, weights_only=weights_only)
     assert not ran.exists()

@@ -96,7 +96,7 @@ def saved_by_hand(site: Site) -> Outcome:
     return checkpoint(path) | {f"loaded {name}": value for name, value in loaded.items()}
 
 
-ALONE = "a checkpoint was to be saved on rank 0, and ranks [1] have not come to save it within"
+ALONE = "rank 0 saves a checkpoint, and ranks [1] did not within"
 
 
 @feature(

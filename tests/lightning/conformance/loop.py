@@ -174,7 +174,7 @@ def advanced_profiler(site: Site) -> Outcome:
 @feature(
     "PyTorchProfiler",
     checked=TRAINED + "; the file has operators",
-    refused={WIDE: "and has PyTorchProfiler's hooks"},
+    refused={WIDE: "it has PyTorchProfiler's hooks"},
     note="it hangs hooks on every module, also on those that a plan replaces: see the next row",
 )
 def pytorch_profiler(site: Site) -> Outcome:

@@ -81,7 +81,7 @@ class SharedWide(Tiny):
     "the wide encoder's weight shared with another layer",
     checked=TRAINED,
     plans=EVERY,
-    refused={WIDE: "another layer that the plan splits has it too, which would be trained apart"},
+    refused={WIDE: "another layer that the plan splits has it too, which would be trained separately"},
     note="S2 refuses to split it",
 )
 def shared_wide(site: Site) -> Outcome:

@@ -169,9 +169,7 @@ def scaled(site: Site) -> Outcome:
     return {name: value.double() for name, value in trained(site, module).items()}
 
 
-@feature(
-    "stages: BatchNorm", checked=TRAINED, against="one", refused={PIPELINE: "statistics of a batch"}, **ONLY
-)
+@feature("stages: BatchNorm", checked=TRAINED, against="one", refused={PIPELINE: "BatchNorm layers"}, **ONLY)
 def normalised(site: Site) -> Outcome:
     return fit(site, Layered(nn.BatchNorm1d(8)))
 
@@ -211,7 +209,7 @@ class Quasinewton(Layered):
     checked=TRAINED,
     against="one",
     rtol=1e-7,
-    refused={PIPELINE: "all parameters at once"},
+    refused={PIPELINE: "depends on all parameters"},
     **ONLY,
 )
 def quasinewton(site: Site) -> Outcome:

@@ -3,7 +3,8 @@
     python -m tests.lightning.conformance.table --write
 
 Two groups of processes run all features, one after the other: one process has plain Lightning, "ddp" and "amp" on one
-rank, a pair has "ddp" and "amp" on two ranks. `judge` compares and makes a `Row` of the table in docs/conformance.md.
+rank, a pair has "ddp" and "amp" on two ranks. `judge` compares and makes a `Row` of the table in
+docs/reference/conformance.md.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from tests.lightning.conformance.cases import (
 from tests.paths import ROOT
 from tests.ranks import run_ranks
 
-DOCUMENT = ROOT / "docs" / "conformance.md"
+DOCUMENT = ROOT / "docs" / "reference" / "conformance.md"
 PLAIN, DDP_1, AMP_1, DDP_2, AMP_2 = "plain", "ddp 1", "1", "ddp 2", "2"
 FLOOR = 1e-13
 SAME_RANKS = 1e-12
@@ -183,8 +184,8 @@ def _references(
 
 HEAD = """# Lightning's features under `strategy="amp"`
 
-Every feature runs with a tiny model with a stratified Hi-C decoder: under plain Lightning on one device, under
-`strategy="ddp"` on two CPU ranks, and under `strategy="amp"`.
+Every feature runs with a tiny model under plain Lightning on one device, under `strategy="ddp"` on two CPU ranks, and
+under `strategy="amp"`.
 
 - **worked**: the results in the column "compared" are equal in double precision. One rank equals one device to
   1e-12. Two ranks of the data axis equal one device with the samples of both to 1e-9, and `ddp` to 1e-12. Two ranks
@@ -197,8 +198,7 @@ Three things differ from a plain Trainer by design:
   numbers it is called again, so that the run draws the numbers of a plain run.
 - `trainer.callbacks` contains callbacks of the strategy.
 - A fit first profiles one step on copies of the module and the data module, and calls their hooks. This leaves no
-  trace in the process (tested for every hook of Lightning). This does not cover what a step sends to other
-  processes, such as by `wandb.log`.
+  trace in the process, but what a step sends to other processes, such as by `wandb.log`, is sent.
 
 Plans of the model axis: W is {wide}, T is {strata}, N is {nodes}. In rows that begin with "stages" the module has a
 list of blocks instead of the decoder; there P is {pipeline}, R is {recomputed} and C is {chunked}.
@@ -210,7 +210,7 @@ NAMES = {WIDE: "W", STRATA: "T", NODES: "N", PIPELINE: "P", RECOMPUTED: "R", CHU
 
 
 def document(rows: list[Row]) -> str:
-    """docs/conformance.md."""
+    """docs/reference/conformance.md."""
     rows = sorted(rows, key=lambda row: ORDER.index(row.feature.run.__module__.rpartition(".")[2]))
     head = HEAD.format(
         wide=WIDE, strata=STRATA, nodes=NODES, pipeline=PIPELINE, recomputed=RECOMPUTED, chunked=CHUNKED

@@ -1,6 +1,7 @@
 """Claim: Lightning's features give under `strategy="amp"` what they give on one device and under ddp, or are refused.
 
-All features run once, on one rank and on two; each test reads one row. docs/conformance.md says what was found.
+All features run once, on one rank and on two; each test reads one row. docs/reference/conformance.md has
+what was found.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ from tests.lightning.conformance.table import (
 
 # the first test runs everything
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.full, pytest.mark.ranks]
-REFUSED = DOCUMENT.parent / "reference" / "refused.md"
+REFUSED = DOCUMENT.parent / "refused.md"
 
 
 FEW = [True, pytest.param(False, marks=[pytest.mark.exhaustive, pytest.mark.release])]

@@ -1,4 +1,4 @@
-"""The faults that test_faults.py injects, and the table of docs/reliability.md.
+"""The faults that test_faults.py injects, and the table of docs/reference/reliability.md.
 
     python -m tests.lightning.faults.fault_table --write
 
@@ -20,7 +20,7 @@ from typing import Any
 from tests.lightning.faults.fault_cases import Case, Outcome, run_group, run_scripts
 from tests.paths import ROOT
 
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "reference" / "reliability.md"
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 AT_ONCE = 2
 STUCK = {"stuck_after": 3.0}

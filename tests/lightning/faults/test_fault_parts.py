@@ -252,7 +252,7 @@ def test_a_save_after_an_error_waits_shortly_and_asks_only_those_that_are_missin
     try:
         raise error
     except ValueError:
-        with pytest.raises(AmpError, match=r"ranks \[1\] have not come to save it within 0.1 s") as caught:
+        with pytest.raises(AmpError, match=r"ranks \[1\] did not within 0.1 s") as caught:
             wait_for_all(rank=0, ranks=3, failed=True)
     assert caught.value.__context__ is error
     assert asked.count("2") == 1

@@ -35,7 +35,7 @@ EXAMPLES = {
     # a mean over what is hidden, of which every sample has as much
     "gene_transformer": "",
     "unet": "it is no mean over samples",
-    "cnn": "statistics of a batch",
+    "cnn": "BatchNorm",
 }
 """What is said of the unedited modules; nothing of those that train."""
 if find_spec("transformers"):

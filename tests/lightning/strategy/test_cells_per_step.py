@@ -173,8 +173,8 @@ def normalised(rank: int, ranks: int, n: int, options: dict[str, Any]) -> tuple[
 def test_one_cell_is_too_few_for_batch_normalisation(ranks: int, options: Any, tmp_path: Path) -> None:
     for steps, text in run_ranks(normalised, ranks, tmp_path, 1, options):
         assert steps == 0
-        assert "train on one value per channel, which has no variance, found" in text
-        assert "take a batch_size of 2 or more" in text
+        assert "train on one value per channel, which has no variance" in text
+        assert "set batch_size to 2 or more" in text
 
 
 def test_two_ranks_of_one_cell_are_enough_for_shared_statistics(tmp_path: Path) -> None:

@@ -218,8 +218,8 @@ REFUSED: dict[type[Corner], str] = {
     OwnReference: "'weight' of a layer that S2 or nodes has replaced, which it still reads",
     EarlyOptimizer: "the optimizer 'Adam' has 1 parameters that the plan has replaced by the rank's shard",
     TiedEncoders: "but another layer that the plan splits has it too",
-    HookedAttention: "'decoder.strata.1.key.attention' was to be replaced and has forward_hooks",
-    HookedNorm: "'decoder.strata.1.key.prenorm' was to be replaced and has forward_hooks",
+    HookedAttention: "'decoder.strata.1.key.attention' cannot be replaced: it has forward_hooks",
+    HookedNorm: "'decoder.strata.1.key.prenorm' cannot be replaced: it has forward_hooks",
     HookedWeight: "S2 does not support a layer that has weight.backward_hooks",
 }
 OTHER_CELLS: dict[str, tuple[type[Corner], Callable[[Batch, int], Any]]] = {

@@ -346,7 +346,7 @@ def test_a_logged_constant_stays_that_constant(ranks: list[Any]) -> None:
     [
         ("plan", "PlanError", "no plan for you"),
         ("ranks", "PlanError", "a plan for 3 x 1 ranks (data x model) is not supported, the run has 2 ranks"),
-        ("differs", "InstallError", "the same model is needed on every rank"),
+        ("differs", "InstallError", "the model must be the same on every rank"),
         ("lazy", "InstallError", "['spare.weight', 'spare.bias'] have none yet"),
         ("file", "PlanError", "/nowhere/plan.json"),
     ],

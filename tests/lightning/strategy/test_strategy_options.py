@@ -246,7 +246,5 @@ def test_replicas_that_differ_only_in_order_are_refused() -> None:
     first: list[Any] = []
     check_replicas(one, rank=0, broadcast=lambda mine: first.append(mine) or mine, any_rank=bool)
     other = nn.ModuleDict({"b": one["b"], "a": one["a"]})
-    with pytest.raises(
-        InstallError, match="rank 0 and another rank differ in parameters or buffers, .*their order"
-    ):
+    with pytest.raises(InstallError, match="parameters or buffers differ from another rank's: .*their order"):
         check_replicas(other, rank=1, broadcast=lambda mine: first[0], any_rank=bool)

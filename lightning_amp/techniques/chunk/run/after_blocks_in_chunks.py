@@ -61,9 +61,10 @@ class AfterBlocksInChunks(InChunks):
                 return
             if _state() != state:
                 raise InstallError(
-                    f"what follows the blocks of {self.fqn or type(module).__name__!r} was to run in chunks, and the"
-                    f" last of them, {fqn!r}, is called within something that ends after it, such as autocast, another"
-                    " gradient mode or a checkpoint; leave the rule of chunk for it out"
+                    f"what follows the blocks of {self.fqn or type(module).__name__!r} cannot run in "
+                    f"chunks: the last block, {fqn!r}, is called within something that ends after it, such "
+                    "as autocast, another gradient mode or a checkpoint; remove its rule of chunk from the "
+                    "plan"
                 )
             raise _Reached(result)
 

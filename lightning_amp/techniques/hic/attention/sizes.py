@@ -27,8 +27,8 @@ def check_rows(q: Tensor, k: Tensor, values: Tensor) -> None:
     """
     if not len(q) == len(k) == len(values):
         raise ModelError(
-            f"attention was called with {len(q)!r} queries, {len(k)!r} keys and {len(values)!r} values; every"
-            " anchor has one of each: hand in as many"
+            f"attention was called with {len(q)!r} queries, {len(k)!r} keys and {len(values)!r} "
+            "values; allowed is one of each for every anchor: pass equally many"
         )
 
 

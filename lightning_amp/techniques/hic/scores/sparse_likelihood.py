@@ -111,8 +111,8 @@ class SparseZINB(nn.Module):
         """
         if tuple(x.shape) != tuple(log_mu.shape):
             raise ModelError(
-                f"a sparse likelihood got counts of the shape {tuple(x.shape)!r} for means of the shape"
-                f" {tuple(log_mu.shape)!r}; hand in the stratum's own columns, or leave 'sparse' out"
+                f"a sparse likelihood got counts of the shape {tuple(x.shape)!r} for means of the shape "
+                f"{tuple(log_mu.shape)!r}; pass the stratum's own columns, or leave 'sparse' out"
             )
         if isinstance(x, Tensor) and wants_gradients((x,)):
             raise InstallError(
@@ -135,8 +135,8 @@ class SparseZINB(nn.Module):
         wrong = counts[~((counts >= 0) & (counts.frac() == 0))]
         if len(wrong):
             raise ModelError(
-                f"a likelihood got counts such as {float(wrong[0])!r}; allowed are whole numbers from 0: hand in the"
-                " counts as they were read, not scaled ones"
+                f"a likelihood got counts such as {float(wrong[0])!r}; allowed are whole numbers from "
+                "0: pass the counts as they were read, not scaled ones"
             )
 
 

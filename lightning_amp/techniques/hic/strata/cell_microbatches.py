@@ -95,9 +95,9 @@ class CellMicrobatches(nn.Module):
         odd = {name: n for name, value in cells.items() if (n := _n_rows(value)) not in (1, len(u))}
         if odd:
             raise InstallError(
-                f"a stratum's {len(u)!r} cells were to be taken in micro-batches, and it is called with {odd!r} rows;"
-                " allowed is one row per cell, or one for all: make the rest a parameter or a buffer of the stratum, or"
-                " leave 'stream' out"
+                f"a stratum cannot be streamed in micro-batches of its {len(u)!r} cells: an argument "
+                f"has {odd!r} rows, and one row per cell, or one for all, is allowed; make the rest a "
+                "parameter or a buffer of the stratum, or leave 'stream' out"
             )
         if not self.known and len(u) > max(1, self.size):
             check_sum(nll, key, u, lambda part: _rows(cells, part))
@@ -216,9 +216,10 @@ def check_sum(
     if not abs(both - (first + second)) > room:
         return
     raise InstallError(
-        f"a stratum's cells were to be taken in micro-batches, and the loss of two cells is {both!r}, of each"
-        f" {first!r} and {second!r}; allowed is a sum over cells: use reduction='sum', normalise cells before it,"
-        " add what is not of a cell (a penalty on weights) to the loss outside of it, or leave 'stream' out"
+        "a stratum cannot be streamed in micro-batches of cells, because its loss is no sum "
+        f"over cells: that of two cells is {both!r}, of each {first!r} and {second!r}. Use "
+        "reduction='sum', normalise cells before the decoder, add what is not of a cell (a "
+        "penalty on weights) to the loss outside of the decoder, or leave 'stream' out"
     )
 
 

@@ -93,9 +93,9 @@ class _Read:
             changed.append("train() or eval()")
         if changed:
             raise InstallError(
-                f"a stratum ({type(self.stratum).__name__}) was to be computed again in the backward pass, and what it"
-                f" reads has been changed since the first time: {', '.join(changed[:5])}; it would be another function:"
-                " change it after the backward pass, or leave 'recompute' out"
+                f"a stratum ({type(self.stratum).__name__}) cannot be computed again in the backward "
+                f"pass: what it reads has changed since the forward pass: {', '.join(changed[:5])}; "
+                "change it after the backward pass, or leave 'recompute' out"
             )
         apart = {name: _alias(self.tensors[name].clone()) for name in self.changing if name in self.tensors}
         return call_with(self.tensors | apart, self.stratum, call)

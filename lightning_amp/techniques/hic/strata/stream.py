@@ -219,9 +219,9 @@ class _Stream:
             found.append(leaf(cast(Any, self.strata[k]).spine(found[-1]), True))
         if _random_state() != drawn:
             raise InstallError(
-                "strata were to be streamed, and what they hand on to each other draws random numbers (dropout), and is"
-                " computed more than once: it would be other numbers each time; move the draws off the spine, or leave"
-                " 'stream' out"
+                "strata cannot be streamed: what they pass to the next stratum draws random numbers "
+                "(dropout) and is computed more than once, with other numbers each time; draw them "
+                "elsewhere in the stratum, or leave 'stream' out"
             )
         return found
 
@@ -240,8 +240,9 @@ class _Stream:
             outputs, grad_outputs = [nll, v_next], [grad_outputs[0], grad_v_next]
         if v_next is not v and not self.chained:
             raise InstallError(
-                f"strata were to be streamed, and stratum {k} hands on another v than it was given, but none of them"
-                " has chained=True, so the next one would not get it; set `chained` on the strata that do so"
+                f"strata cannot be streamed: stratum {k} returns another v than it got, and no stratum "
+                "has chained=True, so the next one would not get it; set `chained` on strata that "
+                "change v"
             )
         # not needed any more: `outputs` has it where it has a gradient
         del v_next

@@ -58,10 +58,9 @@ def refuse_batch_statistics(module: nn.Module) -> None:
     """Refuse, with an InstallError, a module whose layers would see the statistics of a micro-batch."""
     if has_batch_norms(module):
         raise InstallError(
-            "pipeline is not supported: the module has layers that normalise by the statistics of a batch"
-            " (BatchNorm): in a pipeline they would see those of a micro-batch, and train another model;"
-            " take layers that normalise every sample by itself (LayerNorm, GroupNorm), or leave 'pipeline'"
-            " out"
+            "pipeline is not supported: the module has BatchNorm layers, which in a pipeline would "
+            "use the statistics of a micro-batch and train another model; use layers that "
+            "normalise each sample separately (LayerNorm, GroupNorm), or leave 'pipeline' out"
         )
 
 

@@ -34,9 +34,10 @@ def cut(batch: Any, parts: int) -> tuple[list[Any], list[int]]:
     lengths = {shape[0] for shape in shapes if shape}
     if len(lengths) != 1 or not all(lengths) or strange:
         raise DataError(
-            f"a batch was to be cut into {parts!r} micro-batches, found tensors of the shapes {shapes!r} and"
-            f" {strange!r}; allowed are numbers, texts and tensors, of which all that have a dimension need the same"
-            " first one, that of the samples: bring the batch into that form, or take micro_batches=1"
+            f"the batch cannot be cut into {parts!r} micro-batches: it has tensors of the shapes "
+            f"{shapes!r} and {strange!r}; allowed are numbers, texts and tensors, and all tensors "
+            "with a dimension must have the same first one, that of the samples: bring the batch "
+            "into that form, or set micro_batches=1"
         )
     n = lengths.pop()
     _refuse_lists(batch, n)
@@ -82,9 +83,9 @@ def _refuse_lists(batch: Any, n: int) -> None:
         has_samples = any(isinstance(part, get_args(Samples)) for part in parts_in(batch))
         if not has_samples and len(batch) == n:
             raise DataError(
-                f"a batch was to be cut into micro-batches, and has a list of {n!r} values that are no tensors, such as"
-                f" {batch[0]!r}, one for each sample perhaps; make it a tensor, take it out of the batch, or take"
-                " micro_batches=1"
+                f"the batch cannot be cut into micro-batches: it has a list of {n!r} values that are no "
+                f"tensors, such as {batch[0]!r}, perhaps one for each sample; make it a tensor, take it "
+                "out of the batch, or set micro_batches=1"
             )
         for value in cast(list[Any], batch):
             _refuse_lists(value, n)

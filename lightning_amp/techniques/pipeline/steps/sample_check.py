@@ -108,8 +108,7 @@ def _difference(whole: Any, part: Any, first: Any, second: Any, *, same: int, si
 
 def _refusal(told: str) -> str:
     return (
-        "a batch was to be trained on in micro-batches, and what its samples become until the last block depends on the"
-        f" other samples of the batch, found {told}: a statistic of the batch (BatchNorm by hand, a loss within a"
-        " block, samples of one another) would be that of a micro-batch. Let blocks compute every sample by itself, or"
-        " take micro_batches=1, or leave 'pipeline' out"
+        "the batch cannot be cut into micro-batches: blocks compute a sample from other samples of the batch (BatchNorm"
+        f" by hand, a loss within a block), which in a micro-batch are others; found {told}. Let blocks compute each"
+        " sample separately, set micro_batches=1, or leave 'pipeline' out"
     )

@@ -187,6 +187,6 @@ def test_refuses_a_weight_that_is_used_twice() -> None:
     model.append(nn.Linear(9, HIDDEN))
     model[3].weight = model[0].weight
     before = dict(model.named_modules())
-    with pytest.raises(InstallError, match="'weight' of a layer .* uses it as '3.weight' too"):
+    with pytest.raises(InstallError, match="the layer's 'weight' .* uses it as '3.weight' too"):
         put_in(model, fake_mesh(rank=0, ranks=2))
     assert dict(model.named_modules()) == before

@@ -336,7 +336,7 @@ def test_refuses_what_cannot_be_dealt() -> None:
     cells = {name: batch(0)["hic"][name] for name in ("batch", "library")}
     u = torch.ones(CELLS, DIM, dtype=torch.float64)
     with pytest.raises(
-        InstallError, match=f"v was to come with this rank's 10 of {N} anchors, found {N} rows"
+        InstallError, match=f"the decoder got {N} rows of v, and this rank has 10 of {N} anchors"
     ):
         model.decoders["hic"].mean(u, v, **cells)
     rows = shard_anchors(4, 2, mesh["model"])

@@ -228,7 +228,7 @@ def test_a_term_of_what_a_stratum_has_read_is_refused(
     (model() + kept[0].detach().square().sum()).backward()
     kept.clear()
     loss = model() + kept[0].square().mean()
-    with pytest.raises(InstallError, match=r"came to a tensor of shape \(.*its gradient would be lost"):
+    with pytest.raises(InstallError, match=r"reached a tensor of shape \(.*its gradient would be lost"):
         loss.backward()
 
 
@@ -295,7 +295,7 @@ def test_what_changes_between_the_passes_is_refused(what: str, named: str) -> No
     loss = model()
     change(model, what)
     with pytest.raises(
-        InstallError, match=rf"\(Stratum\) was to be computed again.*first time: .*{named}.*;"
+        InstallError, match=rf"\(Stratum\) cannot be computed again.*since the forward pass: .*{named}.*;"
     ):
         loss.backward()
     model().backward()
