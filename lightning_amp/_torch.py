@@ -174,6 +174,9 @@ gelu_backward = torch.ops.aten.gelu_backward.grad_input
 # factor * sigmoid(beta x) in one kernel, to memory that is there
 softplus_backward = torch.ops.aten.softplus_backward.grad_input
 
+IS_ALL_TRUE = torch.ops.aten._is_all_true.default
+"""By which `torch.distributions` checks arguments (`validate_args`), and little else."""
+
 
 def softmax_backward(grad: Tensor, weights: Tensor, *, out: Tensor) -> None:
     """The backward pass of a softmax over the last dim in one kernel, to memory that is there."""

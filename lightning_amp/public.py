@@ -100,7 +100,7 @@ def plan(
     what: Profile | ModuleProfile,
     *,
     devices: int = 1,
-    device_memory: str | int | None = None,
+    device_memory: str | int | Sequence[str | int] | None = None,
     policy: str = "auto",
     strategies: str | list[str] | tuple[str, ...] | None = "auto",
     batch_size: int | None = None,
@@ -117,7 +117,7 @@ def plan(
     batch: Any,
     *,
     devices: int = 1,
-    device_memory: str | int | None = None,
+    device_memory: str | int | Sequence[str | int] | None = None,
     policy: str = "auto",
     strategies: str | list[str] | tuple[str, ...] | None = "auto",
     batch_size: int | None = None,
@@ -133,7 +133,7 @@ def plan(
     batch: Any = None,
     *,
     devices: int = 1,
-    device_memory: str | int | None = None,
+    device_memory: str | int | Sequence[str | int] | None = None,
     policy: str = "auto",
     strategies: str | list[str] | tuple[str, ...] | None = "auto",
     batch_size: int | None = None,
@@ -150,7 +150,8 @@ def plan(
         what: Any LightningModule; or what `lightning_amp.profile` returns, of a data directory or of a module.
         batch: For a module: an example of what its `training_step` gets, or its shapes as text, as for `profile`.
         devices: Ranks in all, over all nodes.
-        device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown.
+        device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown. A list has
+            one for each device: stages are cut by that of their own, for all other plans the least counts.
         policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
         strategies: The user's own choice from the library instead of the policy's; still checked and predicted. "auto"
             and None leave it to the policy.

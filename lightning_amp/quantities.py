@@ -1,6 +1,7 @@
 """Parse and print numbers, byte sizes and durations: "24GiB", 25769803776; "1.73 s"."""
 
 import re
+from collections.abc import Sequence
 from typing import TypeGuard
 
 from lightning_amp.errors import PlanError
@@ -46,6 +47,35 @@ def parse_bytes(text: str | int | float) -> int:
     if not 1 <= n_bytes < float("inf"):
         raise PlanError(f"a memory size must be larger than zero, found {text!r}; write for example '24GiB'")
     return int(n_bytes)
+
+
+def memory_of_ranks(
+    device_memory: str | int | Sequence[str | int], devices: int | None = None
+) -> tuple[int, ...]:
+    """Bytes of every device: one number where all have as many, else one for each rank.
+
+    Args:
+        device_memory: Size in the sense of `parse_bytes`, or one for each rank, as a list or as "24GiB,80GiB".
+        devices: Ranks in all; None does not check their number.
+
+    Raises:
+        PlanError: Not a size, or a list for another number of devices.
+    """
+    listed = device_memory.split(",") if isinstance(device_memory, str) else device_memory
+    if isinstance(listed, int | float):
+        return (parse_bytes(listed),)
+    if not isinstance(listed, Sequence) or not listed:
+        raise PlanError(
+            f"device_memory={device_memory!r} is not supported; allowed is a size, or a list of one for each device"
+        )
+    found = tuple(map(parse_bytes, listed))
+    single = isinstance(device_memory, str) and len(found) == 1
+    if devices is not None and len(found) != devices and not single:
+        raise PlanError(
+            f"device_memory={device_memory!r} has {len(found)} sizes, and there are {devices} devices; give one for"
+            " each, or one size for all"
+        )
+    return found if len({*found}) > 1 else found[:1]
 
 
 def format_bytes(n_bytes: float) -> str:

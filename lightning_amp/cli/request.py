@@ -36,7 +36,10 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     add_data(parser)
     parser.add_argument("--devices", type=int, help="ranks in all (default: 1)")
-    parser.add_argument("--device-memory", help="memory of one device, such as 24GiB (default: unknown)")
+    parser.add_argument(
+        "--device-memory",
+        help="memory of one device, such as 24GiB, or of each, as 24GiB,80GiB (default: unknown)",
+    )
     parser.add_argument("--policy", help="auto (default) or paper")
     parser.add_argument("--strategies", help="your own choice instead of the policy's, such as S1,S3")
     parser.add_argument("--batch-size", type=int, help=f"cells per rank and step (default: {BATCH_SIZE})")

@@ -109,7 +109,8 @@ class Draft:
 
     Attributes:
         ranks: D.
-        peak_bytes: Predicted peak with what has been added so far.
+        peak_bytes: Predicted peak with what has been added so far; of the fullest rank, less `more_bytes`.
+        more_bytes: Of a pipeline, what the device of that rank has more than the smallest one.
         relief_bytes: How much less a rank has than one device has at the moments of the chain; below zero: more.
         chain: The blocks of the step with what has been added that changes what they hold; None as it is.
         floor_bytes: What it has at another moment, whatever blocks keep: while gradients are averaged.
@@ -127,6 +128,7 @@ class Draft:
     model: int = 1
     stages: tuple[Stage, ...] = ()
     held_bytes: int | None = None
+    more_bytes: int = 0
     relief_bytes: int = 0
     floor_bytes: int = 0
     chain: Chain | None = None

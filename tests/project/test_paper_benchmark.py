@@ -1,10 +1,11 @@
-"""Claim: the page on the AMP paper is written by its command, and what it says of the paper's figures holds.
+"""Claim: the pages on AMP and AutoChunk are written by their commands, and what they say of the papers' figures holds.
 
 Nothing is simulated: bytes and seconds are predicted.
 """
 
 import pytest
 
+from benchmarks.chunks import autochunk
 from benchmarks.page import read_part
 from benchmarks.paper.__main__ import PAGE, PART, SECTIONS
 from benchmarks.paper.growth import PAPER, Choice, figures, gathered
@@ -17,6 +18,15 @@ def test_the_page_has_every_table() -> None:
     assert [line[4:] for line in written if line.startswith("### ")] == list(SECTIONS)
     # of them one is computed here, as the page has it
     assert "\n".join(gathered()).strip() in "\n".join(written)
+
+
+def test_the_page_on_autochunk_has_every_table_and_few_words() -> None:
+    written = read_part(autochunk.PAGE, autochunk.PART)
+    assert [line[4:] for line in written if line.startswith("### ")] == list(autochunk.SECTIONS)
+    # of them one takes a second, and is here as the page has it
+    assert "\n".join(autochunk.nodes()).strip() in "\n".join(written)
+    by_hand = autochunk.PAGE.read_text().partition("<!--")[0].splitlines()
+    assert sum(len(line.split()) for line in by_hand if not line.startswith("|")) <= 400
 
 
 def test_no_division_of_the_same_work_doubles_the_speed() -> None:

@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import FakeTensor, FakeTensorMode, as_meta, fake_like, tree_leaves
+from lightning_amp._torch import IS_ALL_TRUE, FakeTensor, FakeTensorMode, as_meta, fake_like, tree_leaves
 
-IS_ALL_TRUE = torch.ops.aten._is_all_true.default
-"""By which `torch.distributions` checks arguments (`validate_args`), and little else."""
 _OF_VALUES = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,

@@ -26,7 +26,7 @@ from lightning_amp.planning.modules.questions import answers, largest_batches
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import without_shared_statistics
 from lightning_amp.planning.reports.step_report import step_report
-from lightning_amp.quantities import parse_bytes
+from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.chunk.look import code
 from lightning_amp.techniques.table import STRATEGIES, parse_strategies, requested_specs
 
@@ -44,6 +44,7 @@ class ModulePlan:
         naming: Lets the module's blocks be those of `blocks`, while it is counted.
         named: Whether its techniques were named, rather than chosen by the policy.
         steps: Of a technique with its own steps, of which the questions cannot be answered.
+        unlike: Whether devices have unlike memory, of which they cannot either.
     """
 
     plan: Plan
@@ -54,6 +55,7 @@ class ModulePlan:
     naming: Callable[[], AbstractContextManager[None]] = field(repr=False)
     named: bool = field(repr=False)
     steps: DrySteps | None = field(repr=False)
+    unlike: bool = field(default=False, repr=False)
 
     def report(self) -> str:
         """What holds the peak, what helps, what does not, and what is predicted, as text of at most 80 columns."""
@@ -93,7 +95,7 @@ class ModulePlan:
     def answers(self) -> list[str]:
         """Both, as sentences, with and without techniques; none where there is no budget."""
         budget = self.plan.budget_bytes
-        if budget is None or self.steps is not None:
+        if budget is None or self.unlike or self.steps is not None:
             return []
         with self.naming():
             return answers(self.seen_at, self.seen_at(self.profile.batch_size), budget=budget, **self._asked)
@@ -109,9 +111,10 @@ class ModulePlan:
             return code(self.step, self.plan.rules)
 
     def _budget(self, question: str) -> int:
-        if self.plan.budget_bytes is None:
+        if self.plan.budget_bytes is None or self.unlike:
+            found = "unlike ones of its devices" if self.unlike else "none"
             raise PlanError(
-                f"{question} requires a plan with a budget, found none; give device_memory='24GiB'"
+                f"{question} requires a plan with one budget, found {found}; give device_memory='24GiB'"
             )
         if self.steps is not None:
             raise PlanError(
@@ -148,10 +151,11 @@ def plan_of_module(
             " what lightning_amp.profile returns without one"
         )
     request = dict(request)
-    size, memory, devices = (request[name] for name in ("model_parallel_size", "device_memory", "devices"))
+    size, asked, devices = (request[name] for name in ("model_parallel_size", "device_memory", "devices"))
+    memory = () if asked is None else memory_of_ranks(asked, devices)
     given = argparse.Namespace(**{name: value for name, value in options.items() if value is not None})
     given.model_parallel_size = size
-    of_run = {"run_ranks": devices, "budget": None if memory is None else parse_bytes(memory)}
+    of_run = {"run_ranks": devices, "budget": min(memory, default=None)}
     ids = parse_strategies(request["strategies"] or "S1")
     steps = DrySteps.asked(ids, given, devices if size == "auto" else size, **of_run)
     if steps is not None:
@@ -208,4 +212,5 @@ def plan_of_module(
         naming=naming,
         named=request["strategies"] is not None,
         steps=steps,
+        unlike=len(memory) > 1,
     )

@@ -13,7 +13,7 @@ from lightning_amp.costs.device_rates import Rates
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.consistency.replicas import Broadcast
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.quantities import parse_bytes
+from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.rates_of import rates_of
 
 TENSORS_SHARE = 0.97
@@ -107,8 +107,12 @@ def rates_in(request: Request, here: ThisRank, precision: str) -> tuple[Rates, l
     return found.on_nodes_of(here.node_ranks), [note] if note else []
 
 
-def budget_in(request: Request, here: ThisRank) -> int:
-    """Bytes of one device: those in the request, else what the device has."""
+def memory_in(request: Request, here: ThisRank) -> tuple[int, ...]:
+    """Bytes of every device as in the request, one number for all that are equal; else what the device has.
+
+    Raises:
+        PlanError: A list for another number of ranks.
+    """
     if request.device_memory is not None:
-        return parse_bytes(request.device_memory)
-    return device_budget(here.device, node_ranks=here.node_ranks)
+        return memory_of_ranks(request.device_memory, here.n_ranks)
+    return (device_budget(here.device, node_ranks=here.node_ranks),)

@@ -10,7 +10,7 @@ from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.find_blocks import check_entries
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.quantities import is_number, parse_bytes
+from lightning_amp.quantities import is_number, memory_of_ranks
 from lightning_amp.techniques.option_checks import one_of
 from lightning_amp.techniques.table import (
     STRATEGIES,
@@ -45,7 +45,7 @@ class Request:
     plan: str | Path | Plan | None = None
     strategies: list[str] | str | None = None
     blocks: Sequence[type | str] | None = None
-    device_memory: str | int | None = None
+    device_memory: str | int | Sequence[str | int] | None = None
     unfit: Literal["refuse", "train"] | None = None
     rates: str | Path | None = None
     rescue: bool = False
@@ -88,7 +88,8 @@ class Request:
                 raise PlanError(f"{name}={path!r} is not supported; allowed is the path {what}, or None")
         if self.device_memory is not None:
             # as text, for a person who writes 8 means no bytes
-            parse_bytes(str(self.device_memory))
+            sizes = self.device_memory
+            memory_of_ranks([str(n) for n in sizes] if isinstance(sizes, list | tuple) else str(sizes))
 
     @property
     def if_unfit(self) -> str:

@@ -18,7 +18,7 @@ from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, put_steps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.lightning.strategy.hardware import ThisRank, budget_in
+from lightning_amp.lightning.strategy.hardware import ThisRank, memory_in
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.modules.candidates import TIE
 from lightning_amp.planning.modules.plan_module import plan_module
@@ -45,7 +45,7 @@ def dry_steps(request: Request, here: ThisRank, trained: Plan | None) -> DryStep
     strategies = parse_strategies(request.strategies or "S1")
     if not with_steps(strategies):
         return None
-    of_run = {"run_ranks": here.n_ranks, "budget": budget_in(request, here)}
+    of_run = {"run_ranks": here.n_ranks, "budget": min(memory_in(request, here))}
     steps = DrySteps.asked(strategies, request, ranks, **of_run)
     if steps is not None:
         steps.check_ranks()

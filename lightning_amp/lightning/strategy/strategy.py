@@ -96,7 +96,7 @@ class AMPStrategy(WholeState):
         plan: str | Path | Plan | None = None,
         strategies: list[str] | str | None = None,
         blocks: list[str | type[nn.Module]] | None = None,
-        device_memory: str | int | None = None,
+        device_memory: str | int | Sequence[str | int] | None = None,
         unfit: Literal["refuse", "train"] | None = None,
         rates: str | Path | None = None,
         rescue: bool = False,
@@ -135,7 +135,7 @@ class AMPStrategy(WholeState):
             strategies: The strategies to use, such as "S1,S3", instead of the policy's.
             blocks: Classes, their paths, or names or patterns of the submodules that are blocks, for techniques that
                 work on blocks; None takes the children of lists and sequences.
-            device_memory: Budget of one device, as bytes or "24GiB"; None asks the device.
+            device_memory: Budget of one device, as bytes or "24GiB", or of each in a list; None asks the device.
             unfit: "refuse" or "train" a plan that is predicted not to fit; None refuses where `device_memory` is given.
             rates: File that `lightning-amp calibrate` wrote, to predict times with; None takes the device's kind.
             rescue: Whether a batch for which memory ends runs again with a leaner plan, up to three times in a fit.

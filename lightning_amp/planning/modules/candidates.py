@@ -292,7 +292,7 @@ def _candidate(
     if one is best:
         verdict = "chosen"
     elif budget is not None and one.peak_bytes > budget:
-        verdict = f"exceeds {format_bytes(budget)}"
+        verdict = f"exceeds {format_bytes(budget + one.more_bytes)}"
     else:
         ratio = one.pace / best.pace
         verdict = f"within {100 * (TIE - 1):.0f} %, no simpler" if ratio < TIE else f"{ratio:.2f} x the time"
@@ -300,7 +300,7 @@ def _candidate(
         strategies=in_order({*base, *one.strategies}),
         data=one.ranks,
         model=one.model,
-        peak_bytes=one.peak_bytes,
+        peak_bytes=one.peak_bytes + one.more_bytes,
         step_seconds=one.seconds,
         cell_seconds=one.seconds / (one.ranks * batch_size),
         verdict=verdict,

@@ -69,9 +69,17 @@ def rules_of(best: Draft, *, named: bool) -> tuple[Rule, ...]:
     )
 
 
+def of_fullest(plan: Plan, made: Draft) -> tuple[Plan, Draft]:
+    """A plan with the memory of the fullest rank as its budget, and a draft with all bytes of that rank."""
+    whole = replace(made, peak_bytes=made.peak_bytes + made.more_bytes, more_bytes=0)
+    budget = plan.budget_bytes
+    return (plan if budget is None else replace(plan, budget_bytes=budget + made.more_bytes)), whole
+
+
 def finished(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Rule, ...]) -> Plan:
     """The plan of the best draft, on top of the rules that `base` has."""
-    best, order = compared.best, list(STRATEGIES)
+    order = list(STRATEGIES)
+    base, best = of_fullest(base, compared.best)
     notes = [*seen.notes]
     if best.model not in (1, base.mesh.model):
         notes.append(_shared(base.mesh.data, best.model))

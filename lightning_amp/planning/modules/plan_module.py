@@ -163,10 +163,12 @@ def _why(error: AmpError) -> str:
     return str(error.__cause__ if isinstance(error.__cause__, AmpError) else error)
 
 
-def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None) -> Plan:
-    """A plan that was given, with the prediction for this step."""
+def plan_again(
+    given: Plan, seen: ProfiledStep, *, count: Count | None = None, memory: tuple[int, ...] = ()
+) -> Plan:
+    """A plan that was given, with the prediction for this step, on ranks of so much memory."""
     if (spec := pipeline_of(given, seen)) is not None:
-        return predicted_again(given, seen, spec)
+        return predicted_again(given, seen, spec, memory)
     rules = tuple(rule for rule in given.rules if rule.strategy in PREDICTIONS)
     ranks = given.gradient_ranks
     made = _drafted(seen, rules, ranks=ranks, count=count)

@@ -2,13 +2,19 @@
 
 from dataclasses import replace
 
-from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.candidates import (
     Compared,
 )
 from lightning_amp.planning.modules.diagnosis import diagnose_module
-from lightning_amp.planning.modules.finish_plan import finished, kept_notes, missing_bytes, rules_of
+from lightning_amp.planning.modules.finish_plan import (
+    finished,
+    kept_notes,
+    missing_bytes,
+    of_fullest,
+    rules_of,
+)
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.pipeline.options import PipelineOptions
@@ -90,8 +96,10 @@ def options_of_named(
     )
 
 
-def predicted_again(given: Plan, seen: ProfiledStep, spec: PipelineStages) -> Plan:
-    """A given plan with the prediction of its stages for this step."""
+def predicted_again(
+    given: Plan, seen: ProfiledStep, spec: PipelineStages, memory: tuple[int, ...] = ()
+) -> Plan:
+    """A given plan with the prediction of its stages for this step, on ranks of so much memory."""
     ends = tuple(int(end) for end in spec.ends.split(","))
     asked = PipelineOptions(
         model=given.mesh.model,
@@ -100,9 +108,12 @@ def predicted_again(given: Plan, seen: ProfiledStep, spec: PipelineStages) -> Pl
         ends=ends,
         again=tuple(rule.fqn for rule in given.rules if isinstance(rule.spec, RecomputeBlock)),
         chunks={rule.fqn: rule.spec for rule in given.rules if isinstance(rule.spec, ChunkBlock)},
+        memory=memory,
     )
     found = staged(seen, given.mesh.model, data=given.mesh.data, budget=given.budget_bytes, asked=asked)
     ranks = given.mesh.data * given.mesh.model
+    if isinstance(found, Draft):
+        given, found = of_fullest(given, found)
     stages = None if isinstance(found, str) else found
     diagnosis = diagnose_module(seen, ranks=ranks, budget=given.budget_bytes, stages=stages)
     given = replace(given, diagnosis=diagnosis, stages=())

@@ -9,8 +9,9 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.plan_module import Count, model_axis_size, plan_module, split_by_planner
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.build_rules import with_requested
+from lightning_amp.planning.policies.build_rules import with_memory, with_requested
 from lightning_amp.planning.policies.make_plan import plan as make_plan
+from lightning_amp.quantities import memory_of_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,7 @@ def plan_step(
     counted: Counted,
     *,
     devices: int = 1,
-    device_memory: str | int | None = None,
+    device_memory: str | int | Sequence[str | int] | None = None,
     policy: str = "auto",
     strategies: str | Sequence[str] | None = None,
     model_parallel_size: int | str = "auto",
@@ -56,10 +57,11 @@ def plan_step(
         )
     asked, named = split_by_planner(strategies, policy=policy)
     size, stages = model_axis_size(model_parallel_size, asked, shape, seen)
+    memory = () if device_memory is None else memory_of_ranks(device_memory, devices)
     base = make_plan(
         profile_of_module(shape),
         devices=devices,
-        device_memory=device_memory,
+        device_memory=min(memory, default=None),
         policy=policy,
         strategies=asked,
         batch_size=shape.batch_size,
@@ -68,11 +70,12 @@ def plan_step(
         rates=seen.rates,
     )
     base = with_requested(base, seen.requested, shape, launches=seen.rates.launches)
-    return plan_module(
+    made = plan_module(
         base,
         seen,
         named=named,
         budget_named=device_memory is not None,
         count=count,
-        asked=replace(stages, micro_batches=micro_batches),
+        asked=replace(stages, micro_batches=micro_batches, memory=memory),
     )
+    return with_memory(made, memory)

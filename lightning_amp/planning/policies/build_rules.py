@@ -12,6 +12,7 @@ from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.time.fill_settings import settle, strata_ends
+from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
 from lightning_amp.techniques.hic.features.row import FeatureParallel
 from lightning_amp.techniques.hic.strata.rows import StrataParallel
@@ -25,6 +26,7 @@ _SHARED = Rule(
 )
 
 
+UNLIKE = "memory of the devices by rank: "
 BY_USER = "requested by the user"
 
 
@@ -120,6 +122,17 @@ def with_requested(
         return replace(rule, spec=settle(rule.strategy, spec, shape, plan.axes, plan.mesh))
 
     return replace(plan, rules=tuple(map(asked, plan.rules)), notes=(*plan.notes, *notes))
+
+
+def with_memory(plan: Plan, memory: tuple[int, ...]) -> Plan:
+    """The plan with a note on devices of unlike memory; as it is where all have as much."""
+    if len(memory) < 2:
+        return plan
+    use = "stages are cut by that of their own rank"
+    if not plan.stages:
+        use = f"ranks hold the same, so that the least counts for all, {format_bytes(min(memory))}"
+    note = Explanation(f"{UNLIKE}{', '.join(map(format_bytes, memory))}; {use}")
+    return replace(plan, notes=(*(said for said in plan.notes if not said.startswith(UNLIKE)), note))
 
 
 def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Plan:

@@ -4,6 +4,7 @@ Policy "auto" compares all legal plans (auto.py), "paper" is AMP's fixed mapping
 else than the mapping would, a note says what both need.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
@@ -15,12 +16,12 @@ from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Candidate, Explanation, Plan
 from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, candidates
 from lightning_amp.planning.policies.balance_cells import decide_balance, too_few_cells
-from lightning_amp.planning.policies.build_rules import build_rules
+from lightning_amp.planning.policies.build_rules import build_rules, with_memory
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
 from lightning_amp.planning.policies.request import PlanRequest, check_request
 from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
-from lightning_amp.quantities import format_bytes, format_seconds, parse_bytes
+from lightning_amp.quantities import format_bytes, format_seconds, memory_of_ranks
 from lightning_amp.techniques.table import (
     STRATEGIES,
     conflicts,
@@ -33,7 +34,7 @@ def plan(
     profile: Profile,
     *,
     devices: int = 1,
-    device_memory: str | int | None = None,
+    device_memory: str | int | Sequence[str | int] | None = None,
     policy: str = "auto",
     strategies: str | list[str] | tuple[str, ...] | None = None,
     batch_size: int = 64,
@@ -47,7 +48,8 @@ def plan(
     Args:
         profile: The data.
         devices: Ranks in all, over all nodes.
-        device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown.
+        device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown. Of a list
+            with one for each device the least counts.
         policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
         strategies: The user's own choice from the library instead of the policy's; still checked and predicted.
         batch_size: Cells per rank and modality.
@@ -68,19 +70,19 @@ def plan(
         batch_size=batch_size,
         model_parallel_size=model_parallel_size,
     )
-    budget = None if device_memory is None else parse_bytes(device_memory)
+    memory = () if device_memory is None else memory_of_ranks(device_memory, devices)
     request = PlanRequest(
         diagnosis=diagnose(profile),
         shape=on_device(shape or reference_shape(profile, batch_size=batch_size), rates),
         devices=devices,
-        budget=budget,
+        budget=min(memory, default=None),
         rates=rates.on_nodes_of(node_devices),
         model_parallel_size=model_parallel_size,
         node_devices=node_devices,
     )
     asked = policy if strategies is None else "strategies"
     choice = _choose(request, asked, strategies)
-    return _carried_out(request, choice, profile, asked=asked)
+    return with_memory(_carried_out(request, choice, profile, asked=asked), memory)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,12 +1,13 @@
 """Check a planning request before data are read, and complete it from the data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.model_shape import LARGEST, ModelShape
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
-from lightning_amp.quantities import parse_bytes
+from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.table import parse_strategies
 
 POLICIES = ("auto", "paper")
@@ -28,7 +29,7 @@ class PlanRequest:
 def check_request(
     *,
     devices: int,
-    device_memory: str | int | None,
+    device_memory: str | int | Sequence[str | int] | None,
     policy: str,
     strategies: str | list[str] | tuple[str, ...] | None,
     batch_size: int,
@@ -47,7 +48,7 @@ def check_request(
                 f"{name}={value!r} is not supported; allowed is a whole number from 1 to {LARGEST:,}"
             )
     if device_memory is not None:
-        parse_bytes(device_memory)
+        memory_of_ranks(device_memory)
     if strategies is not None:
         parse_strategies(strategies)
     if model_parallel_size != "auto" and (type(model_parallel_size) is not int or model_parallel_size < 1):

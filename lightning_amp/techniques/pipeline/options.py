@@ -25,6 +25,7 @@ class PipelineOptions:
         chunks: Specs of blocks to run in chunks, by name or pattern; left open, where nothing else fits.
         all_chunks: Left open: all blocks that can be, with the least bytes that do not make them far slower.
         speeds: Of all ranks, by that of the fastest; none: all are equal.
+        memory: Bytes of all ranks; one or none: all have the budget.
     """
 
     model: int | None = None
@@ -35,6 +36,13 @@ class PipelineOptions:
     chunks: Mapping[str, ChunkBlock] | None = None
     all_chunks: bool = False
     speeds: tuple[float, ...] = ()
+    memory: tuple[int, ...] = ()
+
+    def more_bytes(self, model: int) -> tuple[int, ...]:
+        """Of the ranks of the model axis beyond the least of all ranks; of a place the least of its groups."""
+        if len(self.memory) < 2:
+            return (0,) * model
+        return tuple(min(self.memory[m::model]) - min(self.memory) for m in range(model))
 
 
 OPEN = PipelineOptions()

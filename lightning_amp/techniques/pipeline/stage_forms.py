@@ -31,7 +31,7 @@ from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.pipeline.layer_seconds import segment_seconds
-from lightning_amp.techniques.pipeline.options import StageChunks
+from lightning_amp.techniques.pipeline.options import PipelineOptions, StageChunks, stages_of
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peak
 from lightning_amp.techniques.recompute.spec import RecomputeBlock
 
@@ -98,10 +98,9 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
     )
 
 
-def fewest_again(pipeline: Pipeline, blocks: Sequence[int], budget: int) -> tuple[int, ...]:
-    """Of these blocks those that are computed again so that every rank fits, as far as it can."""
-    ranks = range(len(pipeline.orders))
-    return tuple(sorted(i for rank in ranks for i in _fewest_of(pipeline, rank, blocks, budget)))
+def fewest_again(pipeline: Pipeline, blocks: Sequence[int], budgets: Sequence[int]) -> tuple[int, ...]:
+    """Of these blocks those that are computed again so that every rank fits its bytes, as far as it can."""
+    return tuple(sorted(i for rank, n in enumerate(budgets) for i in _fewest_of(pipeline, rank, blocks, n)))
 
 
 def _fewest_of(pipeline: Pipeline, rank: int, blocks: Sequence[int], budget: int) -> list[int]:
@@ -162,6 +161,22 @@ class Levels:
         return self._chunks.passes(self._rows, self.at(level))
 
 
+def with_chunks(seen: ProfiledStep, part: Passes, asked: PipelineOptions) -> StagesInChunks | str:
+    """A micro-batch with what is to run in chunks whatever fits, or why that cannot be."""
+    if not (asked.chunks or asked.all_chunks):
+        return StagesInChunks(plain=part, part=part, chunks={})
+    in_chunks, chunks = stages_of(seen).chunks, asked.chunks
+    if in_chunks is None:
+        return "its blocks were not looked at for chunks"
+    if not chunks:
+        levels = Levels(in_chunks, part)
+        if levels.reason:
+            return levels.reason
+        chunks = levels.every
+    found = in_chunks.passes(part.rows, chunks)
+    return found if isinstance(found, str) else StagesInChunks(plain=part, part=found, chunks=chunks)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choice:
     """For one rank: by how much it exceeds the budget, its seconds, its blocks in chunks, and those computed again."""
@@ -177,7 +192,7 @@ class _Choice:
 
 
 def fewest_chunks(
-    pipeline: Pipeline, levels: Levels, again: Sequence[int], budget: int
+    pipeline: Pipeline, levels: Levels, again: Sequence[int], budgets: Sequence[int]
 ) -> tuple[dict[str, ChunkBlock], tuple[int, ...]]:
     """Blocks in chunks, and of `again` those that are computed again, so that every rank fits, as far as it can.
 
@@ -185,9 +200,9 @@ def fewest_chunks(
         pipeline: With nothing of both.
         levels: Of its micro-batch.
         again: Blocks that can be computed again.
-        budget: Bytes of a rank.
+        budgets: Bytes of every rank.
     """
-    found = [_choice(pipeline, rank, levels, again, budget) for rank in range(len(pipeline.orders))]
+    found = [_choice(pipeline, rank, levels, again, budget) for rank, budget in enumerate(budgets)]
     return (
         {name: spec for choice in found for name, spec in choice.chunks.items()},
         tuple(sorted(i for choice in found for i in choice.again)),

@@ -50,6 +50,7 @@ from lightning_amp.techniques.pipeline.stage_forms import (
     repeatable,
     targets_again,
     targets_in_chunks,
+    with_chunks,
 )
 
 SAFE = "gpipe"
@@ -72,12 +73,24 @@ class _Shape:
     micro_batches: int
     budget: int | None
     speeds: tuple[float, ...] = ()
+    more: tuple[int, ...] = ()
     compared: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def of_stages(self) -> tuple[float, ...] | None:
         """Speeds of the stages' ranks."""
         return self.speeds * self.each or None
+
+    @property
+    def unlike(self) -> tuple[float, ...]:
+        """Speeds of the ranks, where ranks differ in that or in memory."""
+        return self.speeds or (1.0,) * (self.ranks if any(self.more) else 0)
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Of the ranks, where there is a budget."""
+        assert self.budget is not None, "there is one"
+        return tuple(self.budget + more for more in self.more)
 
     @property
     def at_once(self) -> bool:
@@ -151,6 +164,7 @@ def staged(
         micro_batches=1,
         budget=budget,
         speeds=speeds,
+        more=asked.more_bytes(model),
     )
     blocks, stages = len(whole.names), model * first.each
     if stages > blocks:
@@ -173,7 +187,7 @@ def staged(
         if asked.again and not repeatable(seen, part, asked.again):
             return "no block of those chosen for recomputation can run a second time"
         parts.append(part)
-        run = _run(seen, part, asked)
+        run = with_chunks(seen, part, asked)
         if isinstance(run, str):
             # micro-batches may be too small for chunks
             refused = run
@@ -223,22 +237,6 @@ def _best(made: Sequence[Draft], budget: int | None) -> Draft:
     return min(made, key=lambda one: (one.peak_bytes, one.pace))
 
 
-def _run(seen: ProfiledStep, part: Passes, asked: PipelineOptions) -> StagesInChunks | str:
-    """A micro-batch with what is to run in chunks whatever fits, or why that cannot be."""
-    if not (asked.chunks or asked.all_chunks):
-        return StagesInChunks(plain=part, part=part, chunks={})
-    in_chunks, chunks = stages_of(seen).chunks, asked.chunks
-    if in_chunks is None:
-        return "its blocks were not looked at for chunks"
-    if not chunks:
-        levels = Levels(in_chunks, part)
-        if levels.reason:
-            return levels.reason
-        chunks = levels.every
-    found = in_chunks.passes(part.rows, chunks)
-    return found if isinstance(found, str) else StagesInChunks(plain=part, part=found, chunks=chunks)
-
-
 def _drafts(shape: _Shape, run: StagesInChunks, asked: PipelineOptions) -> Iterator[Draft]:
     """With the blocks that are recomputed; left open, with none, and with as few as are needed to fit."""
     again = repeatable(shape.seen, run.part, ("*",) if asked.again is None else asked.again)
@@ -249,7 +247,7 @@ def _drafts(shape: _Shape, run: StagesInChunks, asked: PipelineOptions) -> Itera
     if shape.budget is None or not again:
         return
     for ends in _likely_ends(shape, run.part, computed_again(run.part, again), asked):
-        blocks = fewest_again(_pipeline(shape, run.part, ends), again, shape.budget)
+        blocks = fewest_again(_pipeline(shape, run.part, ends), again, shape.budgets)
         if blocks:
             yield _draft(shape, run, ends=ends, again=blocks)
 
@@ -265,7 +263,7 @@ def _drafts_in_chunks(shape: _Shape, part: Passes, asked: PipelineOptions) -> It
     if isinstance(least, str):
         return
     for ends in _likely_ends(shape, part, computed_again(least, again), asked):
-        rules, blocks = fewest_chunks(_pipeline(shape, part, ends), levels, again, shape.budget)
+        rules, blocks = fewest_chunks(_pipeline(shape, part, ends), levels, again, shape.budgets)
         found = chunks.passes(part.rows, rules) if rules else ""
         if not isinstance(found, str):
             run = StagesInChunks(plain=part, part=found, chunks=rules)
@@ -294,6 +292,7 @@ def _draft(
         ends = _cut(shape, part, layers)
     pipeline = _pipeline(shape, part, ends)
     peaks = rank_peaks(pipeline)
+    peak, more = max((peak - more, more) for peak, more in zip(peaks, shape.more, strict=True))
     times = layers.stages(ends, shape.of_stages)
     line = timeline(shape.orders, times)
     seconds = line.seconds + layers.silent + _after(shape, pipeline)
@@ -315,7 +314,8 @@ def _draft(
     return Draft(
         ranks=shape.data,
         model=shape.ranks,
-        peak_bytes=max(peaks),
+        peak_bytes=peak,
+        more_bytes=more,
         seconds=seconds,
         targets=(
             _target(shape, ends, stages),
@@ -374,25 +374,27 @@ def _cut(shape: _Shape, part: Passes, layers: LayerSeconds) -> tuple[int, ...]:
         speeds=shape.of_stages,
     )
     seconds = layers.forward + layers.backward
-    found = filled(cut().ends, stages, seconds, shape.speeds)
+    found = filled(cut().ends, stages, seconds, shape.unlike)
     if shape.budget is None:
         return found
     rows = list(layer_bytes(part, shape.orders, stages, at_once=shape.at_once))
     made = partial(Pipeline, part=part, whole=shape.whole, orders=shape.orders, at_once=shape.at_once)
     best, least, ends = found, inf, found
     for _ in range(CAPS):
-        peaks = rank_peaks(made(ends=ends))
-        if max(peaks) < least:
-            best, least = ends, max(peaks)
-        over = max(peaks) - shape.budget
+        overs = [peak - own for peak, own in zip(rank_peaks(made(ends=ends)), shape.budgets, strict=True)]
+        over, runs = max(overs), list(pairwise((0, *ends)))
+        if over < least:
+            best, least = ends, over
         if over <= 0:
             break
-        # what the larger stage of the fullest rank has now has to exceed the cap
-        fullest, runs = peaks.index(max(peaks)), list(pairwise((0, *ends)))
-        has = max(sum(rows[n][slice(*runs[n])]) for n in range(fullest, stages, shape.ranks))
+        has = [sum(rows[n][slice(*run)]) for n, run in enumerate(runs)]
+        most = [max(has[rank :: shape.ranks]) for rank in range(shape.ranks)]
+        # what the larger stage of the fullest rank has now has to exceed the cap; others may come as near to theirs
+        less = max(1.0, min(over, most[overs.index(over)] / 8))
+        room = [max(0.0, n + over - less - own) for n, own in zip(most, overs, strict=True)]
+        caps = [room[n % shape.ranks] for n in range(stages)]
         try:
-            cap = max(0.0, has - max(1.0, min(over, has / 8)))
-            ends = filled(cut(layer_bytes=rows, stage_bytes=cap).ends, stages, seconds, shape.speeds)
+            ends = filled(cut(layer_bytes=rows, stage_bytes=caps).ends, stages, seconds, shape.unlike)
         except PlanError:
             break
     return best

@@ -72,13 +72,13 @@ def test_a_rank_computes_as_few_blocks_again_as_it_needs(name: str) -> None:
     orders = schedule(name, ranks, count)
     pipeline = Pipeline(part=part, whole=passes(), ends=(3, 6), orders=orders, at_once=name == "gpipe")
     peaks = rank_peaks(pipeline)
-    assert fewest_again(pipeline, range(6), max(peaks)) == ()
+    assert fewest_again(pipeline, range(6), [max(peaks)] * ranks) == ()
     fullest = peaks.index(max(peaks))
-    one = fewest_again(pipeline, range(6), max(peaks) - 1)
+    one = fewest_again(pipeline, range(6), [max(peaks) - 1] * ranks)
     assert len(one) == 1
     assert one[0] // 3 == fullest
     # what cannot be computed again is left as it is, and too small a budget takes all others
-    assert fewest_again(pipeline, (0, 1, 5), 1) == (0, 1, 5)
+    assert fewest_again(pipeline, (0, 1, 5), [1] * ranks) == (0, 1, 5)
 
 
 def test_a_budget_asks_for_blocks_of_a_stage_and_their_time() -> None:
@@ -174,7 +174,7 @@ def test_every_rank_takes_the_fastest_chunks_with_which_it_fits() -> None:
     pipeline = Pipeline(part=part, whole=passes(), ends=(3, 6), orders=orders, at_once=False)
     levels = Levels(stages_of(chunkable()).chunks, part)  # type: ignore[arg-type]
     peaks = rank_peaks(pipeline)
-    assert fewest_chunks(pipeline, levels, (), max(peaks)) == ({}, ())
+    assert fewest_chunks(pipeline, levels, (), [max(peaks)] * 2) == ({}, ())
 
     def peak(level: int) -> tuple[int, ...]:
         names = [f"blocks.{i}" for i in range(6) if i not in WHOLE]
@@ -184,17 +184,17 @@ def test_every_rank_takes_the_fastest_chunks_with_which_it_fits() -> None:
     fullest = peaks.index(max(peaks))
     own = {f"blocks.{i}" for i in ((1, 2), (3, 4))[fullest]}
     for least, budget in ((70, max(peaks) - 1), (50, peak(70)[fullest] - 1), (20, peak(50)[fullest] - 1)):
-        found, again = fewest_chunks(pipeline, levels, (), budget)
+        found, again = fewest_chunks(pipeline, levels, (), [budget] * 2)
         assert {name: found[name].budget_bytes for name in own} == dict.fromkeys(own, rows * least)
         assert again == ()
         line = replace(pipeline, part=in_chunks(rows, found))
         assert max(rank_peaks(line)) <= budget
     # with nothing that fits, that of the least bytes
-    found, _ = fewest_chunks(pipeline, levels, (), 1)
+    found, _ = fewest_chunks(pipeline, levels, (), [1, 1])
     assert {spec.budget_bytes for spec in found.values()} == {rows * 20}
     # computing a block again takes a second for every sample: two of them take as long as two in chunks of 50, which
     # do not fit here by themselves, and are faster than those of 20
-    found, again = fewest_chunks(pipeline, levels, range(6), peak(50)[fullest] - 1)
+    found, again = fewest_chunks(pipeline, levels, range(6), [peak(50)[fullest] - 1] * 2)
     assert {i for i in again if f"blocks.{i}" in own} or max(
         s.budget_bytes for s in found.values()
     ) > rows * 20

@@ -295,3 +295,42 @@ def test_slow_ranks_have_fewer_blocks() -> None:
     ends = list(map(int, spec_of(cut(0.5, 1.0, schedule="interleaved")).ends.split(",")))
     sizes = [b - a for a, b in zip((0, *ends), ends, strict=False)]
     assert sizes[0] + sizes[2] < sizes[1] + sizes[3]
+
+
+def test_ranks_of_unlike_memory_have_blocks_for_it() -> None:
+    """Of each block the first rank needs 450 bytes more, the second one 250: see the peaks of the cuts by hand."""
+    kept = PipelineOptions(micro_batches=4, schedule="1f1b", again=())
+
+    def cut(*memory: int, **more: object) -> Draft:
+        asked = replace(kept, memory=memory, **more)  # type: ignore[arg-type]
+        data = max(1, len(memory) // 2)
+        return made(staged(step(), 2, data=data, budget=min(memory, default=None), asked=asked))
+
+    free = cut()
+    first, second = (stage.peak_bytes for stage in free.stages)
+    assert spec_of(free).ends == "3,6"
+    for blocks in (1, 2, 4, 5):
+        peaks = [stage.peak_bytes for stage in cut(ends=(blocks, 6)).stages]
+        assert peaks == [first + 450 * (blocks - 3), second - 250 * (blocks - 3)]
+    # one byte less than three blocks need, on either rank
+    assert spec_of(cut(first - 1, first)).ends == "2,6"
+    assert spec_of(cut(first + 450, second - 1)).ends == "4,6"
+    # the peak is that of the rank nearest to its memory, less what its device has more than the smallest one
+    wide = cut(first, second + 50)
+    assert (spec_of(wide).ends, wide.more_bytes) == ("3,6", first - second - 50)
+    assert wide.peak_bytes + wide.more_bytes == first
+    # of two pipelines the smallest device of every place
+    assert spec_of(cut(first, second + 250, first - 1, 2 * second)).ends == "2,6"
+
+
+def test_a_plan_of_unlike_memory_fits_by_that_of_each_rank() -> None:
+    asked = PipelineOptions(model=2, micro_batches=4, schedule="1f1b", again=(), chunks={})
+    first, second = (s.peak_bytes for s in plan_module(base(None, devices=2), step(), asked=asked).stages)
+    least, memory = second + 10, (first, second + 10)
+    assert plan_module(base(least, devices=2), step(), asked=asked).fits is False
+    asked = replace(asked, memory=memory)
+    found = plan_module(base(least, devices=2), step(), asked=asked)
+    again = plan_again(replace(found, budget_bytes=least, stages=()), step(), memory=memory)
+    for plan in (found, again):
+        assert plan.fits
+        assert plan.predicted_peak_bytes == plan.budget_bytes == first > least

@@ -7,6 +7,7 @@ import torch
 
 import lightning_amp
 from benchmarks.chunks.models import GPT, Fused, Language
+from benchmarks.chunks.paper_models import KINDS
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.choose_chunks import choose_chunks
@@ -48,6 +49,21 @@ def test_blocks_of_the_example_modules(name: str) -> None:
         found, y = bytes_of(small, *args)
         assert found <= small.plan.budget_bytes, call.fqn
         close(y, right)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
+def test_the_papers_cost_chooses_exact_chunks_of_its_models(name: str) -> None:
+    """And the same ones when it is asked again."""
+    torch.manual_seed(0)
+    module = KINDS[name].make(False, "small").double().eval()
+    args = tuple(a.double() if a.is_floating_point() else a for a in KINDS[name].args("small"))
+    whole, right = bytes_of(module, *args)
+    small, again = (lightning_amp.chunk(module, *args, budget=whole // 2, policy="paper") for _ in range(2))
+    found, y = bytes_of(small, *args)
+    assert found == small.plan.peak_bytes <= whole // 2
+    assert small.plan.regions == again.plan.regions != {"": ()}
+    close(y, right)
 
 
 @pytest.mark.full

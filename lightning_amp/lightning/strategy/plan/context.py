@@ -16,7 +16,7 @@ from lightning_amp.lightning.profiling.cells_per_step import Cells, cells_per_st
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.profiling.within_budget import step_beside_decoder
-from lightning_amp.lightning.strategy.hardware import ThisRank, budget_in, rates_in
+from lightning_amp.lightning.strategy.hardware import ThisRank, memory_in, rates_in
 from lightning_amp.lightning.strategy.plan.measured_speeds import measured_speeds
 from lightning_amp.lightning.strategy.plan.pipeline_run import without_stages
 from lightning_amp.lightning.strategy.plan.read_run import read_run
@@ -113,9 +113,14 @@ class PlanningContext:
         return rates_in(self.request, self.here, str(self.trainer.precision))
 
     @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """Bytes of every device; one number where all have as many."""
+        return memory_in(self.request, self.here)
+
+    @property
     def budget(self) -> int:
-        """Bytes of one device."""
-        return budget_in(self.request, self.here)
+        """Bytes of the smallest device."""
+        return min(self.memory)
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
@@ -128,7 +133,7 @@ class PlanningContext:
         """The same, with fewer bytes."""
         fewer = copy.copy(self)
         fewer.request = replace(self.request, device_memory=f"{n_bytes}B")
-        vars(fewer).pop("budget", None)
+        vars(fewer).pop("memory", None)
         return fewer
 
     def predicted_step(self, plan: Plan) -> ModuleProfile | None:

@@ -26,6 +26,7 @@ from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.policies.balance_cells import too_few_cells
 from lightning_amp.planning.policies.build_rules import (
     with_balance,
+    with_memory,
     with_requested,
     with_shared_statistics,
     with_speeds,
@@ -72,8 +73,10 @@ def resolve_plan(
         asked = request.plan if given is None else given
         with ended_by_sigterm(facts.trainer):
             if asked is None or strategies is not None:
-                return plan_run(facts, strategies, model_ranks)
-            return predict_anew(asked if isinstance(asked, Plan) else Plan.read(asked), facts)
+                found = plan_run(facts, strategies, model_ranks)
+            else:
+                found = predict_anew(asked if isinstance(asked, Plan) else Plan.read(asked), facts)
+            return with_memory(found, facts.memory)
 
     try:
         plan = decide_on_rank_zero(decide, rank=here.rank, broadcast=here.broadcast)
@@ -167,7 +170,7 @@ def plan_run(
         named=named,
         budget_named=request.device_memory is not None,
         count=facts.step.count,
-        asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds),
+        asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds, memory=facts.memory),
     )
     chooses = request.chooses and strategies is None
     if chooses and (found.fits is False or is_slow(found, seen)):
@@ -254,7 +257,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     seen = facts.seen[0]
     if seen is None or facts.step is None:
         return replace(again, diagnosis=None, uncounted=facts.not_profiled)
-    return plan_again(again, seen, count=facts.step.count)
+    return plan_again(again, seen, count=facts.step.count, memory=facts.memory)
 
 
 def _not_counted(plan: Plan, shape: ModelShape) -> list[str]:

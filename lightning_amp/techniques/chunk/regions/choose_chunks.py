@@ -16,7 +16,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.candidates import Candidates, Cost, RegionCandidate
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
-from lightning_amp.techniques.chunk.regions.paper_cost import paper_cost
+from lightning_amp.techniques.chunk.regions.paper_cost import WEIGHTS, Weights, paper_cost
 from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan
 from lightning_amp.techniques.chunk.regions.region_search import Label, Line
@@ -37,10 +37,12 @@ class CostModel:
     Attributes:
         policy: "auto" or "paper".
         rates: Of the device.
+        weights: Of the paper's terms, under "paper".
     """
 
     policy: str = "auto"
     rates: Rates = CPU_CORE
+    weights: Weights = WEIGHTS
 
     def __post_init__(self) -> None:
         """Refuse another policy.
@@ -113,7 +115,8 @@ class _RegionSearch:
     def __init__(self, table: Table, costs: CostModel, *, train: bool) -> None:
         self._table, self._line = table, Line(table, train=train)
         self._seconds = Seconds(table, costs.rates, train=train)
-        cost: Cost = self._seconds.extra if costs.policy == "auto" else partial(paper_cost, table)
+        paper = partial(paper_cost, table, weights=costs.weights)
+        cost: Cost = self._seconds.extra if costs.policy == "auto" else paper
         self._candidates = Candidates(table, self._line.held(), cost, self._line.plain, train=train)
         self._known: dict[int, ChunkPlan | None] = {}
 

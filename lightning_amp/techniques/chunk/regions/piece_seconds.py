@@ -25,8 +25,9 @@ class Seconds:
     def __init__(self, table: Table, rates: Rates, *, train: bool) -> None:
         self._table, self._rates, self._train = table, rates, train
         self._result = [result_bytes(row) for row in table.rows]
-        self._rows = [self._row(i) for i in range(len(table.rows))]
-        self.whole = sum(self._rows) * (3 if train else 1)
+        self.rows = [self._row(i) for i in range(len(table.rows))]
+        """Of every row, computed whole."""
+        self.whole = sum(self.rows) * (3 if train else 1)
         """Of the block without regions."""
 
     def extra(self, region: Region) -> float:
@@ -36,12 +37,12 @@ class Seconds:
         again = sum(self._again(i, region) for i in inside)
         outputs = region.outputs(self._table)
         copies = sum(self._moved(2 * self._result[i]) + n * self._rates.overhead_seconds for i in outputs)
-        beside = (n - 1) * 2 * region.reach / region.units * sum(self._rows[i] for i in inside)
+        beside = (n - 1) * 2 * region.reach / region.units * sum(self.rows[i] for i in inside)
         forward = (n - 1) * again + copies + beside
         if not self._train:
             return forward
         # again before the backward pass, and both passes in pieces
-        return 4 * forward + sum(self._rows[i] for i in inside)
+        return 4 * forward + sum(self.rows[i] for i in inside)
 
     def of(self, regions: Sequence[Region]) -> float:
         """Of the block with some regions."""

@@ -8,7 +8,7 @@ from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget, choose_chunks
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
-from lightning_amp.techniques.chunk.regions.paper_cost import paper_cost
+from lightning_amp.techniques.chunk.regions.paper_cost import WEIGHTS, Weights, paper_cost
 from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
 from lightning_amp.techniques.chunk.regions.region import Region
 from tests.techniques.chunk.regions.tables import Rows
@@ -126,9 +126,23 @@ def test_the_papers_cost_by_hand() -> None:
     flops = table.flops
     density = (flops / 3 + 1) / (flops / 4 + 1)
     # all operations and three of four rows; the outermost dim has the largest stride
-    assert paper_cost(table, cut(at, 2)) == pytest.approx(3 / 4 + 1 + 1 / density + 1)
+    weights = Weights(2.0, 3.0, 5.0, 7.0)
+    assert paper_cost(table, cut(at, 2), weights) == pytest.approx(2 * 3 / 4 + 3 * 1 + 5 / density + 7 * 1)
+    assert paper_cost(table, cut(at, 2)) == paper_cost(table, cut(at, 2), WEIGHTS)
     inner = Region(first=y, last=y, dims={at["down"]: 1, y: 1}, units=6, n_chunks=6)
-    assert paper_cost(table, inner) == pytest.approx(1 / 4 + (flops / 4 + 1) + 4)
+    assert paper_cost(table, inner, weights) == pytest.approx(2 / 4 + 5 * (flops / 4 + 1) + 7 * 4)
+
+
+def test_the_papers_weights_decide_which_region_is_taken() -> None:
+    """The fewest rows in pieces that lower the peak, or all of them, which are the densest."""
+    new, at = feed_forward()
+    table = new.table(at["down"])
+    plans = {
+        term: choose_chunks(table, 255, costs=CostModel(policy="paper", weights=Weights(*weights)))
+        for term, weights in {"nodes": (1, 0, 0, 0), "density": (0, 0, 1, 0)}.items()
+    }
+    ends = {term: [(r.first, r.last) for r in plan.regions] for term, plan in plans.items()}
+    assert ends == {"nodes": [(at["up"], at["act"])], "density": [(at["up"], at["down"])]}
 
 
 def test_refusals() -> None:
