@@ -24,7 +24,7 @@ from lightning_amp.planning.modules.candidates import as_it_is
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.sequence.row import SequenceParallel
 
-H100 = rates_for("H100", tf32=True).on_nodes_of(16)
+H100 = rates_for("H100", products="tf32").on_nodes_of(16)
 
 
 def counted(side: int, dims: int, ranks: int) -> dict[str, Any]:
