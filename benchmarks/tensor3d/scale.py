@@ -20,6 +20,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -144,10 +145,10 @@ def step_of(found: Counted, grid: Grid, devices: int) -> tuple[float, float]:
 
 
 def grids_of(devices: int) -> Iterable[Grid]:
-    """A few, by hand: 4 or 8 ranks for features in different shapes, all or a part of the rest for z."""
-    for x, y in ((4, 1), (1, 4), (2, 2), (8, 1), (1, 8), (4, 2)):
+    """A few, by hand: 4 or 8 ranks for features in different shapes, a part of the rest for z."""
+    for x, y in ((4, 1), (2, 2), (8, 1)):
         rest = devices // (x * y)
-        yield from {(x, y, z): None for z in (rest, rest // 4, rest // 16, 8) if 1 <= z <= rest}
+        yield from {(x, y, z): None for z in (rest // 16, 8) if 1 <= z <= rest}
 
 
 Best = tuple[float, float, Grid, Counted]
@@ -194,19 +195,26 @@ GPT_HEADER += ["computing", "of 312 Tflop/s", "the paper"]
 
 def gpts(only: str = "") -> Iterator[list[str]]:
     """Table I on the devices of Table III."""
-    for name, paper in GPTS.items():
-        if only not in name:
-            continue
-        n = paper.devices
-        grids = (grids_of(n), [(1, 8, 1)], [(1, 1, n)])
-        theirs = (
-            f"AxoNN {paper.axonn} %",
-            f"Megatron-LM {paper.megatron} %, with a pipeline",
-            f"ZeRO-3 {paper.zero3} %",
-        )
-        for way, tried, measured in zip(WAYS, grids, theirs, strict=True):
-            seconds, sent, grid, found = best_of(name, n, tried)
-            yield [
+    names = [name for name in GPTS if only in name]
+    with ProcessPoolExecutor(len(names)) as pool:
+        for found in pool.map(gpt_rows, names):
+            yield from found
+
+
+def gpt_rows(name: str) -> list[list[str]]:
+    """A row for each way to split one GPT."""
+    paper, made = GPTS[name], list[list[str]]()
+    n = paper.devices
+    grids = (grids_of(n), [(1, 8, 1)], [(1, 1, n)])
+    theirs = (
+        f"AxoNN {paper.axonn} %",
+        f"Megatron-LM {paper.megatron} %, with a pipeline",
+        f"ZeRO-3 {paper.zero3} %",
+    )
+    for way, tried, measured in zip(WAYS, grids, theirs, strict=True):
+        seconds, sent, grid, found = best_of(name, n, tried)
+        made.append(
+            [
                 f"{name}, {n:,}",
                 way,
                 grid_and_copies(grid, n),
@@ -218,6 +226,8 @@ def gpts(only: str = "") -> Iterator[list[str]]:
                 f"{share_of_peak(name, n, seconds):.0%}",
                 measured,
             ]
+        )
+    return made
 
 
 def grid_and_copies(grid: Grid, n: int) -> str:
@@ -237,25 +247,35 @@ UNET_HEADER = [
 
 def unets() -> Iterator[list[str]]:
     """Table II; the layers of the paper's nets are not in our text."""
-    for name, (channels, n) in UNETS.items():
-        make = lambda c=channels: UNet(c, levels=4, blocks=3, groups=32)  # noqa: E731
-        with torch.device("meta"):
-            size = sum(p.numel() for p in make().parameters())
-        for grid in ((4, 1, n // 16), (1, 4, n // 16), (1, 4, 4), (1, 1, n)):
-            rows, begin = 2 * grid[0] * grid[1], [f"{name}, {n:,}", f"{size / 1e6:,.0f} million"]
-            try:
-                found = counted(make, lambda b=rows: torch.zeros(b, 6, 64, 64), grid)
-            except AmpError as error:
-                yield [*begin, grid_and_copies(grid, n), f"refused: {str(error)[-160:]}", "", ""]
-                continue
-            seconds, sent = step_of(found, grid, n)
-            yield [
+    with ProcessPoolExecutor(len(UNETS)) as pool:
+        for found in pool.map(unet_rows, UNETS):
+            yield from found
+
+
+def unet_rows(name: str) -> list[list[str]]:
+    """A row for each of some grids of one U-Net."""
+    made, (channels, n) = list[list[str]](), UNETS[name]
+    make = lambda c=channels: UNet(c, levels=4, blocks=3, groups=32)  # noqa: E731
+    with torch.device("meta"):
+        size = sum(p.numel() for p in make().parameters())
+    for grid in ((4, 1, n // 16), (1, 4, n // 16), (1, 4, 4), (1, 1, n)):
+        rows, begin = 2 * grid[0] * grid[1], [f"{name}, {n:,}", f"{size / 1e6:,.0f} million"]
+        try:
+            found = counted(make, lambda b=rows: torch.zeros(b, 6, 64, 64), grid)
+        except AmpError as error:
+            made.append([*begin, grid_and_copies(grid, n), f"refused: {str(error)[-160:]}", "", ""])
+            continue
+        seconds, sent = step_of(found, grid, n)
+        made.append(
+            [
                 *begin,
                 grid_and_copies(grid, n),
                 f"{format_bytes(round(4 * found.held))}, {format_bytes(round(found.peak))}",
                 format_bytes(round(sent)),
                 f"{seconds:.2f} s",
             ]
+        )
+    return made
 
 
 class Fused(MLP):
