@@ -20,7 +20,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -157,21 +156,24 @@ WAYS = ("3D tensor and data", "1D tensor (y) and data", "fully sharded (z)")
 
 def best_of(name: str, n: int, grids: Iterable[Grid]) -> Best:
     """Seconds, bytes sent, grid and counts of the fastest grid that fits on n devices, else of the least peak."""
-    found = list[Best]()
-    for grid in grids:
+
+    def of(grid: Grid, first: int) -> Best:
+        one = of_gpt(name, grid, 2 * grid[0] * grid[1], first)
+        return (*step_of(one, grid, n), grid, one)
+
+    tried, found = list(grids), list[Best]()
+    for grid in tried if len(tried) > 1 else ():
         try:
-            one = of_gpt(name, grid, 2 * grid[0] * grid[1])
+            found.append(of(grid, 1))
         except AmpError as error:
             print(f"{name} {grid}: {error}", file=sys.stderr)
-            continue
-        found.append((*step_of(one, grid, n), grid, one))
     found.sort(key=lambda best: best[0])
-    for i, (seconds, sent, grid, _) in enumerate(found):
-        exact = of_gpt(name, grid, 2 * grid[0] * grid[1], first=3)
-        found[i] = (seconds, sent, grid, exact)
-        if exact.peak <= MEMORY:
-            return found[i]
-    return min(found, key=lambda best: best[3].peak)
+    exact = list[Best]()
+    for grid in [best[2] for best in found] or tried:
+        exact.append(of(grid, 3))
+        if exact[-1][3].peak <= MEMORY:
+            return exact[-1]
+    return min(exact, key=lambda best: best[3].peak)
 
 
 def share_of_peak(name: str, n: int, seconds: float) -> float:
@@ -195,17 +197,15 @@ GPT_HEADER += ["computing", "of 312 Tflop/s", "the paper"]
 
 def gpts(only: str = "") -> Iterator[list[str]]:
     """Table I on the devices of Table III."""
-    names = [name for name in GPTS if only in name]
-    with ProcessPoolExecutor(len(names)) as pool:
-        for found in pool.map(gpt_rows, names):
-            yield from found
+    for name, paper in GPTS.items():
+        if only in name:
+            yield from gpt_rows(name, grids_of(paper.devices))
 
 
-def gpt_rows(name: str) -> list[list[str]]:
+def gpt_rows(name: str, grids_3d: Iterable[Grid]) -> Iterator[list[str]]:
     """A row for each way to split one GPT."""
-    paper, made = GPTS[name], list[list[str]]()
-    n = paper.devices
-    grids = (grids_of(n), [(1, 8, 1)], [(1, 1, n)])
+    paper, n = GPTS[name], GPTS[name].devices
+    grids = (grids_3d, [(1, 8, 1)], [(1, 1, n)])
     theirs = (
         f"AxoNN {paper.axonn} %",
         f"Megatron-LM {paper.megatron} %, with a pipeline",
@@ -213,21 +213,18 @@ def gpt_rows(name: str) -> list[list[str]]:
     )
     for way, tried, measured in zip(WAYS, grids, theirs, strict=True):
         seconds, sent, grid, found = best_of(name, n, tried)
-        made.append(
-            [
-                f"{name}, {n:,}",
-                way,
-                grid_and_copies(grid, n),
-                f"{format_bytes(round(4 * found.held))}, {format_bytes(round(found.peak))}"
-                + (" (does not fit)" if found.peak > MEMORY else ""),
-                format_bytes(round(sent)),
-                f"{seconds:.2f} s",
-                f"{found.compute:.2f} s",
-                f"{share_of_peak(name, n, seconds):.0%}",
-                measured,
-            ]
-        )
-    return made
+        yield [
+            f"{name}, {n:,}",
+            way,
+            grid_and_copies(grid, n),
+            f"{format_bytes(round(4 * found.held))}, {format_bytes(round(found.peak))}"
+            + (" (does not fit)" if found.peak > MEMORY else ""),
+            format_bytes(round(sent)),
+            f"{seconds:.2f} s",
+            f"{found.compute:.2f} s",
+            f"{share_of_peak(name, n, seconds):.0%}",
+            measured,
+        ]
 
 
 def grid_and_copies(grid: Grid, n: int) -> str:
@@ -247,35 +244,25 @@ UNET_HEADER = [
 
 def unets() -> Iterator[list[str]]:
     """Table II; the layers of the paper's nets are not in our text."""
-    with ProcessPoolExecutor(len(UNETS)) as pool:
-        for found in pool.map(unet_rows, UNETS):
-            yield from found
-
-
-def unet_rows(name: str) -> list[list[str]]:
-    """A row for each of some grids of one U-Net."""
-    made, (channels, n) = list[list[str]](), UNETS[name]
-    make = lambda c=channels: UNet(c, levels=4, blocks=3, groups=32)  # noqa: E731
-    with torch.device("meta"):
-        size = sum(p.numel() for p in make().parameters())
-    for grid in ((4, 1, n // 16), (1, 4, n // 16), (1, 4, 4), (1, 1, n)):
-        rows, begin = 2 * grid[0] * grid[1], [f"{name}, {n:,}", f"{size / 1e6:,.0f} million"]
-        try:
-            found = counted(make, lambda b=rows: torch.zeros(b, 6, 64, 64), grid)
-        except AmpError as error:
-            made.append([*begin, grid_and_copies(grid, n), f"refused: {str(error)[-160:]}", "", ""])
-            continue
-        seconds, sent = step_of(found, grid, n)
-        made.append(
-            [
+    for name, (channels, n) in UNETS.items():
+        make = lambda c=channels: UNet(c, levels=4, blocks=3, groups=32)  # noqa: E731
+        with torch.device("meta"):
+            size = sum(p.numel() for p in make().parameters())
+        for grid in ((4, 1, n // 16), (1, 1, n)):
+            rows, begin = 2 * grid[0] * grid[1], [f"{name}, {n:,}", f"{size / 1e6:,.0f} million"]
+            try:
+                found = counted(make, lambda b=rows: torch.zeros(b, 6, 64, 64), grid)
+            except AmpError as error:
+                yield [*begin, grid_and_copies(grid, n), f"refused: {str(error)[-160:]}", "", ""]
+                continue
+            seconds, sent = step_of(found, grid, n)
+            yield [
                 *begin,
                 grid_and_copies(grid, n),
                 f"{format_bytes(round(4 * found.held))}, {format_bytes(round(found.peak))}",
                 format_bytes(round(sent)),
                 f"{seconds:.2f} s",
             ]
-        )
-    return made
 
 
 class Fused(MLP):
