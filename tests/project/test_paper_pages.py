@@ -22,8 +22,8 @@ def test_the_pages_have_every_table() -> None:
         for name, part in axonn.SECTIONS.items()
     }
     made = {name: lines for name, lines in parts.items() if lines}
-    # two take long, and are not on the page yet
-    assert len(made) >= 4
+    # Figure 7 takes long, and is not on the page yet
+    assert len(made) >= 5
     for name, lines in made.items():
         assert lines[0] == f"### {name}"
         assert any(line.startswith("|---") for line in lines)
