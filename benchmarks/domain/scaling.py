@@ -11,11 +11,13 @@ of GB200.
 
 import argparse
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.domain.models import ViT
+from benchmarks.page import table
 from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
@@ -24,21 +26,47 @@ from lightning_amp.planning.modules.candidates import as_it_is
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.sequence.row import SequenceParallel
 
-H100 = rates_for("H100", tf32=True).on_nodes_of(16)
+H100 = rates_for("H100", products="tf32").on_nodes_of(16)
 
 
 def counted(side: int, dims: int, ranks: int) -> dict[str, Any]:
     """Seconds, peak and bytes sent of rank 0; parameters and the batch are on the device "meta"."""
     with torch.device("meta"):
         module, batch = ViT(side, 768, 16, 16, dims, 12), torch.empty(1, 3, *[side] * dims)
-    steps = DrySteps("sequence", SequenceParallel(dims="batch:2"), ranks) if ranks > 1 else None
+    return step_of(module, batch, "batch:2", ranks)
+
+
+def step_of(module: Any, batch: torch.Tensor, dims: str, ranks: int) -> dict[str, Any]:
+    """The same of any module whose batch is split."""
+    steps = DrySteps("sequence", SequenceParallel(dims=dims), ranks) if ranks > 1 else None
     step = StepOfModule(module, lambda: batch, around=BY_ITSELF, steps=steps)
     seen = step.profiled(H100)
     return {
         "seconds": as_it_is(seen, 1).seconds,
         "peak": seen.profile.peak_bytes,
+        "activations": max(moment.by_kind["activations"] for moment in seen.profile.timeline),
         "sent": sum(one.n_bytes for one in steps.sent) if steps is not None else 0,
     }
+
+
+HEADER = ["one sample", "ranks", "a step", "faster than 1 rank", "peak of a rank", "sent by a rank"]
+
+
+def rows(sides: Sequence[int], volumes: Sequence[int], numbers: Sequence[int]) -> Iterator[list[str]]:
+    """Of images and of volumes, on numbers of ranks of which the first is 1."""
+    for side, dims in [*((side, 2) for side in sides), *((side, 3) for side in volumes)]:
+        one = None
+        for ranks in numbers:
+            found = counted(side, dims, ranks)
+            one = one or found["seconds"] * ranks
+            yield [
+                " x ".join([f"{side:,}"] * dims),
+                f"{ranks}",
+                f"{found['seconds']:.3f} s",
+                f"{one / found['seconds']:.1f}",
+                format_bytes(found["peak"]),
+                format_bytes(found["sent"]),
+            ]
 
 
 def main() -> None:
@@ -51,25 +79,8 @@ def main() -> None:
     parser.add_argument("--volume", type=int, nargs="*", default=[1024])
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(
-        "| one sample | ranks | a step | faster than 1 rank | peak of a rank | sent by a rank |\n"
-        + "|---" * 6
-        + "|"
-    )
-    for side, dims in [*((side, 2) for side in asked.sides), *((side, 3) for side in asked.volume)]:
-        one = None
-        for ranks in asked.ranks:
-            found = counted(side, dims, ranks)
-            one = one or found["seconds"] * ranks
-            cells = (
-                " x ".join([f"{side:,}"] * dims),
-                ranks,
-                f"{found['seconds']:.3f} s",
-                f"{one / found['seconds']:.1f}",
-                format_bytes(found["peak"]),
-                format_bytes(found["sent"]),
-            )
-            print("|", " | ".join(map(str, cells)), "|", flush=True)
+    for line in table(HEADER, rows(asked.sides, asked.volume, asked.ranks)):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

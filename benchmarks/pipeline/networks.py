@@ -1,6 +1,6 @@
 """Training time of CSIMD and of its baselines for the networks of Zhou et al. 2025, Sections V-B and V-C, predicted.
 
-    python -m benchmarks.pipeline.networks [--quick] [--only NAME ...] [--write]
+    python -m benchmarks.pipeline.networks [--quick] [--only NAME ...] [--tokens] [--write]
 
 The step of every network is counted on fake tensors, for the whole batch and for four rows of it, at the rates of the
 paper's devices (NVIDIA V100: 15.7 TFLOP/s in float32, 900 GB/s by the data sheet; 5 us an operator) and the links that
@@ -10,7 +10,8 @@ it names. Seconds of a step are Eq. 8, as a ratio to the best pair of a cut and 
     GPipe-R     stages and p drawn at random, three times
     cross       the paper's cross-search, from p = 1
 
-No pipeline is run. `--write` puts the table into docs/paper/csimd.md. About ten minutes, with --quick one.
+No pipeline is run. `--write` puts the tables into docs/paper/csimd.md. About ten minutes, with --quick one; --tokens is
+the table of slices of texts (tokens.py) alone, half a minute.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 
 from benchmarks.page import ROOT, origin, paragraph, table, write_part
 from benchmarks.pipeline.models import GPT, VGG, Blocks
+from benchmarks.pipeline.tokens import section
 from lightning_amp.costs.device_rates import Rates, rates_for
 from lightning_amp.costs.link_seconds import Links
 from lightning_amp.footprint.inner_run import Around
@@ -44,7 +46,7 @@ from lightning_amp.techniques.pipeline.schedule.micro_batches import (
 )
 
 PAGE = ROOT / "docs" / "paper" / "csimd.md"
-PART = "pipeline.networks"
+PART, SLICES = "pipeline.networks", "pipeline.tokens"
 GIGABIT = 1.25e8
 """Bytes per second of a link of one gigabit per second."""
 STRATEGIES = ("E-1", "E-4", "E-BS", "R1", "R2", "R3", "cross")
@@ -219,8 +221,17 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="the first network alone")
     parser.add_argument("--only", nargs="+", choices=list(NETWORKS))
-    parser.add_argument("--write", action="store_true", help="put the table into docs/paper/csimd.md")
+    parser.add_argument("--tokens", action="store_true", help="slices of texts alone")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/paper/csimd.md")
     asked = parser.parse_args()
+    if asked.tokens or asked.write:
+        command = "python -m benchmarks.pipeline.networks --tokens --write"
+        lines = [*paragraph(origin(command)), *section(rates(GIGABITS[0]))]
+        if asked.write:
+            write_part(Path(PAGE), SLICES, lines)
+        print("\n".join(lines))
+    if asked.tokens:
+        return
     names = asked.only or (QUICK if asked.quick else list(NETWORKS))
     made = [
         row

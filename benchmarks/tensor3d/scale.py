@@ -4,11 +4,12 @@
     python -m benchmarks.tensor3d.scale unet      (about four minutes)
     python -m benchmarks.tensor3d.scale encoder   (one minute)
 
-Predictions: nothing is run on a GPU. A rank's step runs on fake tensors on the device "meta", with the layouts that are
-found; collectives are those of that run. Seconds follow from the operators and the data sheet of an A100 (40 GiB;
-bf16 products, links of nodes of four), no communication hidden. Blocks of a GPT are alike: models of one and of
-two blocks are counted, and the difference is taken as often as there are blocks. Bytes sent are of bf16, bytes held
-those of mixed precision: 16 a parameter; activations are counted in float32 and so are twice too large.
+Predictions: nothing is run on a GPU. A rank's step runs on fake tensors on the device "meta", with the layouts that
+are found; collectives are those of that run. Seconds follow from the operators and the data sheet of an A100 (40 GiB;
+bf16 products, links of nodes of four), no communication hidden. Blocks of a GPT are alike: models of one and of two
+blocks are counted, of three and four for the peak, and the difference is taken as often as there are blocks. Bytes
+sent are of bf16, bytes held those of mixed precision: 16 a parameter; activations are counted in float32 and so are
+twice too large.
 
 A batch has two sequences of 2,048 tokens a device, blocks are recomputed (the paper's batch is lost in our text). Table
 III has shares of 312 Tflop/s, by the formula of Narayanan et al.; ours is by the same one.
@@ -17,13 +18,15 @@ III has shares of 312 Tflop/s, by the formula of Narayanan et al.; ours is by th
 import argparse
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.page import table
 from benchmarks.tensor3d.models import GPT, MLP, Net, UNet
 from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.costs.link_seconds import collective_seconds
@@ -32,6 +35,7 @@ from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.profiling.dry_steps import _PRICED_AS, DrySteps
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.tensor3d.grid_seconds import one_bandwidth
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 
 A100 = rates_for("A100", products="tf32").on_nodes_of(4)
@@ -69,16 +73,28 @@ class Counted:
     """Of one rank in one step, without the average over copies of the grid.
 
     Attributes:
-        compute, sent_s: Seconds of operators and of collectives.
+        compute: Seconds of operators.
+        gathers, scatters: Seconds of collectives of parameters, and of their gradients.
+        forward, backward: Seconds of the others, by pass.
+        flat: Seconds of all collectives, were the bandwidth between any two ranks that within a node.
         sent: Bytes that it puts into collectives.
         peak, held: Bytes at its peak, and of parameters.
     """
 
     compute: float
-    sent_s: float
+    gathers: float
+    scatters: float
+    forward: float
+    backward: float
+    flat: float
     sent: float
     peak: float
     held: float
+
+    @property
+    def sent_s(self) -> float:
+        """Seconds of all collectives."""
+        return self.gathers + self.scatters + self.forward + self.backward
 
     def and_more(self, other: "Counted", times: int) -> "Counted":
         """With what another one has more, so many times."""
@@ -93,34 +109,30 @@ def counted(make: Callable[[], Net], batch: Callable[[], Any], grid: Grid) -> Co
     ranks = grid[0] * grid[1] * grid[2]
     steps = DrySteps("tensor3d", TensorParallel3D(grid="x".join(map(str, grid))), ranks, chosen=False)
     seen = StepOfModule(module, lambda: rows, around=BY_ITSELF, steps=steps).profiled(BF16)
-    profile = seen.profile
-    seconds = sum(
-        collective_seconds(
-            _PRICED_AS[one.kind], one.n_bytes / 2, one.ranks, A100.links, inner=_inner(one.ranks, grid)
-        )
-        for one in steps.sent
-    )
+    profile, by, flat = seen.profile, Counter[str](), one_bandwidth(A100.links)
+    inner = {"x": 1, "y": grid[0], "z": grid[0] * grid[1]}
+    for one in steps.sent:
+        kind = "backward" if one.backward else "forward"
+        kind = {"all_gather": "gathers", "reduce_scatter": "scatters"}.get(one.kind, kind)
+        priced, n_bytes = _PRICED_AS[one.kind], one.n_bytes / 2
+        by[kind] += collective_seconds(priced, n_bytes, one.ranks, A100.links, inner=inner[one.axis])
+        by["flat"] += collective_seconds(priced, n_bytes, one.ranks, flat)
     own = seen.seconds - steps.sent_seconds(BF16.links)
     sent = sum(one.n_bytes for one in steps.sent) / 2
-    return Counted(own, seconds, sent, profile.peak_bytes, profile.by_kind["parameters"])
-
-
-def _inner(ranks: int, grid: Grid) -> int:
-    """Ranks nested in a group of a size: x is innermost; where axes are of one size the outer one is meant."""
-    x, y, z = grid
-    return x * y if ranks == z else x if ranks == y else 1
+    seconds = [by[kind] for kind in ("gathers", "scatters", "forward", "backward", "flat")]
+    return Counted(own, *seconds, sent, profile.peak_bytes, profile.by_kind["parameters"])
 
 
 @cache
-def of_gpt(name: str, grid: Grid, rows: int) -> Counted:
-    """A whole GPT, from one and two blocks."""
+def of_gpt(name: str, grid: Grid, rows: int, first: int = 1) -> Counted:
+    """A whole GPT, from two with `first` blocks and one more; the peak grows evenly from the third block on."""
     paper = GPTS[name]
 
     def of(depth: int) -> Counted:
         make = lambda: GPT(paper.width, paper.heads, depth, WORDS, LENGTH, recompute=True)  # noqa: E731
         return counted(make, lambda: torch.zeros(rows, LENGTH + 1, dtype=torch.long), grid)
 
-    return of(1).and_more(of(2), paper.depth - 1)
+    return of(first).and_more(of(first + 1), paper.depth - first)
 
 
 def step_of(found: Counted, grid: Grid, devices: int) -> tuple[float, float]:
@@ -132,95 +144,125 @@ def step_of(found: Counted, grid: Grid, devices: int) -> tuple[float, float]:
 
 
 def grids_of(devices: int) -> Iterable[Grid]:
-    """A few, by hand: 4 or 8 ranks for features in different shapes, all or a part of the rest for z."""
-    for x, y in ((4, 1), (1, 4), (2, 2), (8, 1), (1, 8), (4, 2)):
+    """A few, by hand: 4 or 8 ranks for features in different shapes, a part of the rest for z."""
+    for x, y in ((4, 1), (2, 2), (8, 1)):
         rest = devices // (x * y)
-        yield from {(x, y, z): None for z in (rest, rest // 4, rest // 16, 8) if 1 <= z <= rest}
+        yield from {(x, y, z): None for z in (rest // 16, 8) if 1 <= z <= rest}
 
 
-def gpts(only: str) -> None:
+Best = tuple[float, float, Grid, Counted]
+WAYS = ("3D tensor and data", "1D tensor (y) and data", "fully sharded (z)")
+
+
+def best_of(name: str, n: int, grids: Iterable[Grid]) -> Best:
+    """Seconds, bytes sent, grid and counts of the fastest grid that fits on n devices, else of the least peak."""
+
+    def of(grid: Grid, first: int) -> Best:
+        one = of_gpt(name, grid, 2 * grid[0] * grid[1], first)
+        return (*step_of(one, grid, n), grid, one)
+
+    tried, found = list(grids), list[Best]()
+    for grid in tried if len(tried) > 1 else ():
+        try:
+            found.append(of(grid, 1))
+        except AmpError as error:
+            print(f"{name} {grid}: {error}", file=sys.stderr)
+    found.sort(key=lambda best: best[0])
+    exact = list[Best]()
+    for grid in [best[2] for best in found] or tried:
+        exact.append(of(grid, 3))
+        if exact[-1][3].peak <= MEMORY:
+            return exact[-1]
+    return min(exact, key=lambda best: best[3].peak)
+
+
+def share_of_peak(name: str, n: int, seconds: float) -> float:
+    """Of 312 Tflop/s, by the formula of Narayanan et al."""
+    paper = GPTS[name]
+    layers = 96 * 2 * n * LENGTH * paper.depth * paper.width**2
+    flops = layers * (1 + LENGTH / (6 * paper.width) + WORDS / (16 * paper.depth * paper.width))
+    return flops / n / seconds / 312e12
+
+
+GPT_HEADER = [
+    "model, devices",
+    "way",
+    "grid x, y, z (copies)",
+    "held and peak of a rank",
+    "sent by a rank",
+    "a step",
+]
+GPT_HEADER += ["computing", "of 312 Tflop/s", "the paper"]
+
+
+def gpts(only: str = "") -> Iterator[list[str]]:
     """Table I on the devices of Table III."""
-    print(
-        "| model, devices | way | grid x, y, z (copies) | held and peak of a rank | sent by a rank | a step"
-        " | communication | of 312 Tflop/s | the paper |\n" + "|---" * 9 + "|"
-    )
     for name, paper in GPTS.items():
-        if only not in name:
-            continue
-        n, rows = paper.devices, 2 * paper.devices
-        tokens = rows * LENGTH
-        layers = 96 * tokens * paper.depth * paper.width**2
-        flops = layers * (1 + LENGTH / (6 * paper.width) + WORDS / (16 * paper.depth * paper.width))
-        ways: dict[str, tuple[Iterable[Grid], str]] = {
-            "3D tensor and data": (grids_of(n), f"AxoNN {paper.axonn} %"),
-            "1D tensor (y) and data": ([(1, 8, 1)], f"Megatron-LM {paper.megatron} %, with a pipeline"),
-            "fully sharded (z)": ([(1, 1, n)], f"ZeRO-3 {paper.zero3} %"),
-        }
-        for way, (grids, theirs) in ways.items():
-            best: tuple[float, float, Grid, Counted] | None = None
-            for grid in grids:
-                samplers = n // (grid[0] * grid[1])
-                try:
-                    found = of_gpt(name, grid, rows // samplers)
-                except AmpError as error:
-                    print(f"{name} {grid}: {error}", file=sys.stderr)
-                    continue
-                seconds, sent = step_of(found, grid, n)
-                late = 0.0 if found.peak <= MEMORY else found.peak
-                if best is None or (late, seconds) < (
-                    0.0 if best[3].peak <= MEMORY else best[3].peak,
-                    best[0],
-                ):
-                    best = seconds, sent, grid, found
-            assert best is not None
-            seconds, sent, grid, found = best
-            copies = n // (grid[0] * grid[1] * grid[2])
-            cells = (
-                f"{name}, {n:,}",
-                way,
-                f"{grid[0]}, {grid[1]}, {grid[2]} ({copies})",
-                f"{format_bytes(round(4 * found.held))}, {format_bytes(round(found.peak))}"
-                + (" (does not fit)" if found.peak > MEMORY else ""),
-                format_bytes(round(sent)),
-                f"{seconds:.2f} s",
-                f"{1 - found.compute / seconds:.0%}",
-                f"{flops / n / seconds / 312e12:.0%}",
-                theirs,
-            )
-            print("|", " | ".join(cells), "|", flush=True)
+        if only in name:
+            yield from gpt_rows(name, grids_of(paper.devices))
 
 
-def unets() -> None:
-    """Table II; the layers of the paper's nets are not in our text."""
-    print(
-        "| U-Net, devices | parameters | grid x, y, z (copies) | held and peak of a rank | sent by a rank | a step |\n"
-        + "|---" * 6
-        + "|"
+def gpt_rows(name: str, grids_3d: Iterable[Grid]) -> Iterator[list[str]]:
+    """A row for each way to split one GPT."""
+    paper, n = GPTS[name], GPTS[name].devices
+    grids = (grids_3d, [(1, 8, 1)], [(1, 1, n)])
+    theirs = (
+        f"AxoNN {paper.axonn} %",
+        f"Megatron-LM {paper.megatron} %, with a pipeline",
+        f"ZeRO-3 {paper.zero3} %",
     )
+    for way, tried, measured in zip(WAYS, grids, theirs, strict=True):
+        seconds, sent, grid, found = best_of(name, n, tried)
+        yield [
+            f"{name}, {n:,}",
+            way,
+            grid_and_copies(grid, n),
+            f"{format_bytes(round(4 * found.held))}, {format_bytes(round(found.peak))}"
+            + (" (does not fit)" if found.peak > MEMORY else ""),
+            format_bytes(round(sent)),
+            f"{seconds:.2f} s",
+            f"{found.compute:.2f} s",
+            f"{share_of_peak(name, n, seconds):.0%}",
+            measured,
+        ]
+
+
+def grid_and_copies(grid: Grid, n: int) -> str:
+    """As in the tables."""
+    return f"{grid[0]}, {grid[1]}, {grid[2]} ({n // (grid[0] * grid[1] * grid[2])})"
+
+
+UNET_HEADER = [
+    "U-Net, devices",
+    "parameters",
+    "grid x, y, z (copies)",
+    "held and peak of a rank",
+    "sent by a rank",
+    "a step",
+]
+
+
+def unets() -> Iterator[list[str]]:
+    """Table II; the layers of the paper's nets are not in our text."""
     for name, (channels, n) in UNETS.items():
         make = lambda c=channels: UNet(c, levels=4, blocks=3, groups=32)  # noqa: E731
         with torch.device("meta"):
             size = sum(p.numel() for p in make().parameters())
-        for grid in ((4, 1, n // 16), (1, 4, n // 16), (1, 4, 4), (1, 1, n)):
-            rows = 2 * grid[0] * grid[1]
+        for grid in ((4, 1, n // 16), (1, 1, n)):
+            rows, begin = 2 * grid[0] * grid[1], [f"{name}, {n:,}", f"{size / 1e6:,.0f} million"]
             try:
                 found = counted(make, lambda b=rows: torch.zeros(b, 6, 64, 64), grid)
             except AmpError as error:
-                print(
-                    f"| {name}, {n:,} | {size / 1e6:,.0f} million | {grid} | refused: {str(error)[-160:]} |"
-                )
+                yield [*begin, grid_and_copies(grid, n), f"refused: {str(error)[-160:]}", "", ""]
                 continue
             seconds, sent = step_of(found, grid, n)
-            copies = n // (grid[0] * grid[1] * grid[2])
-            cells = (
-                f"{name}, {n:,}",
-                f"{size / 1e6:,.0f} million",
-                f"{grid[0]}, {grid[1]}, {grid[2]} ({copies})",
+            yield [
+                *begin,
+                grid_and_copies(grid, n),
                 f"{format_bytes(round(4 * found.held))}, {format_bytes(round(found.peak))}",
                 format_bytes(round(sent)),
                 f"{seconds:.2f} s",
-            )
-            print("|", " | ".join(cells), "|", flush=True)
+            ]
 
 
 class Fused(MLP):
@@ -262,7 +304,12 @@ def main() -> None:
     parser.add_argument("--only", default="")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
-    {"gpt": lambda: gpts(asked.only), "unet": unets, "encoder": encoder}[asked.what]()
+    if asked.what == "encoder":
+        encoder()
+    else:
+        header, rows = (GPT_HEADER, gpts(asked.only)) if asked.what == "gpt" else (UNET_HEADER, unets())
+        for line in table(header, rows):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -86,11 +86,16 @@ class GraphProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Everything the diagnosis reads: modalities in alphabetical order, and the guidance graph."""
+    """Everything the diagnosis reads: modalities in alphabetical order, and the guidance graph.
+
+    `unread` has h5ad files of modalities that are not known, by their path inside `data_dir`. None of their sizes is
+    known; a signal of `register_signal` may read them.
+    """
 
     data_dir: str
     modalities: tuple[ModalityProfile, ...]
     graph: GraphProfile | None
+    unread: tuple[str, ...] = ()
     schema: int = SCHEMA
 
     def modality(self, name: str) -> ModalityProfile | None:

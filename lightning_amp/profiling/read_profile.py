@@ -24,7 +24,7 @@ DENSE_RNA_MODEL = "Normal"
 def profile(
     data_dir: str | Path, *, setting: str | None = None, attention: Attention | None = None
 ) -> Profile:
-    """Profile a data directory.
+    """Profile a data directory; h5ad files of modalities that are not known are named in `unread`, and nothing more.
 
     Args:
         data_dir: A directory written by `lightning-amp prepare`, or by HiGLUE's preprocessing.
@@ -39,13 +39,14 @@ def profile(
         raise DataError(
             f"attention={attention!r} is not supported; allowed is True (local), 'full', False or None"
         )
-    directory = find(data_dir, setting=setting)
+    directory = find(data_dir, setting=setting, others=True)
     found = {name: path for name in PROBABILITY_MODELS if (path := getattr(directory, name)) is not None}
     headers = {name: read_header(path) for name, path in sorted(found.items())}
     return Profile(
         data_dir=str(directory.root),
         modalities=tuple(_modality(name, headers, directory, attention) for name in headers),
         graph=_graph(directory),
+        unread=tuple(str(path.relative_to(directory.root)) for path in directory.unread),
     )
 
 

@@ -1,8 +1,11 @@
-"""Measure the links between the ranks of a run: seconds of messages and their answers, between two ranks at a time.
+"""Measure the links between the ranks of a run: messages between two ranks at a time, then collectives of each axis.
 
 Under torchrun the ranks are those of the run, on one node or on several; else two processes of this machine are
 started. Of a pair the fastest message gives the latency, and the largest what more bytes take. Between two nodes one
 pair is measured by itself, and then all pairs at once, which share the adapters of a node.
+
+The axes are the ranks of a node, and the ranks of one place in all nodes. All groups of an axis run a collective at
+once, as in a step. What it takes more than messages between two ranks, as rounds of a ring, is kept for plans.
 
 Known limits: messages one way at a time, so that links that are slower when both directions are used look faster; the
 links between the first two nodes stand for all.
@@ -12,27 +15,29 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from lightning_amp.costs.link_seconds import Links
+from lightning_amp.costs.link_seconds import BETWEEN, WITHIN, Kind, Links, rounds
+from lightning_amp.dist.collectives import start_adding_rows
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.reports.table import table
 from lightning_amp.quantities import format_bytes, format_seconds
 
 SIZES = (8, 2**16, 2**20, 2**24)
 """Bytes of messages."""
-ROUNDS, WARM_UP = 20, 2
+ROUNDS, OF_GROUPS, WARM_UP = 20, 5, 2
+"""Messages and collectives of each size, and how many before that."""
 WAIT = timedelta(seconds=120)
-WITHIN, BETWEEN, ALL = "within a node", "between nodes", "between nodes, all at once"
+ALL, COLLECTIVES = "between nodes, all at once", "collectives"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +146,62 @@ def measured_between(rank: int, ranks: int, place: torch.device) -> dict[str, An
             everyones, None if mine is None else _one_way(mine, rank, place, shared=name == ALL)
         )
         found[name] = [everyones[a] for a, _ in pairs]
+    nodes = [first, *others]
+    axes: dict[str, list[Any]] = {WITHIN: nodes, BETWEEN: list(zip(*nodes, strict=False))}
+    found[COLLECTIVES] = {
+        axis: _of_axis(groups, rank, place) for axis, groups in axes.items() if len(groups[0]) > 1
+    }
     return found
+
+
+def _of_axis(groups: Sequence[Sequence[int]], rank: int, place: torch.device) -> dict[str, list[Any]]:
+    """Ranks of a group and seconds by size, of each kind; those of the slowest rank."""
+    made = [dist.new_group(list(group)) for group in groups]
+    own = next((i for i, group in enumerate(groups) if rank in group), None)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    found = dict[str, list[Any]]()
+    for kind in get_args(Kind):
+        dist.barrier()
+        mine = None if own is None else _of_kind(kind, list(groups[own]), made[own], rank, place)
+        dist.all_gather_object(everyones, mine)
+        seconds = [one for one in everyones if one is not None]
+        found[kind] = [len(groups[0]), [max(column) for column in zip(*seconds, strict=True)]]
+    return found
+
+
+def _of_kind(kind: Kind, group: list[int], made: Any, rank: int, place: torch.device) -> list[float]:
+    """Median seconds of a collective, by the bytes that a rank contributes."""
+    n, best = len(group), list[float]()
+    for size in SIZES:
+        # a row for each rank of the group
+        rows, seconds = torch.zeros(n, -(-size // (4 * n)), device=place), list[float]()
+        whole = rows.new_zeros(n * rows.numel())
+        for _ in range(WARM_UP + OF_GROUPS):
+            begin = time.perf_counter()
+            _run(kind, rows, whole, group, made, group.index(rank))
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)
+            seconds.append(time.perf_counter() - begin)
+        best.append(median(seconds[WARM_UP:]))
+    return best
+
+
+def _run(kind: Kind, rows: torch.Tensor, whole: torch.Tensor, group: list[int], made: Any, own: int) -> None:
+    """One collective, of what this rank contributes, as plans name it and the library runs it."""
+    flat, arrived = rows.view(-1), whole[: rows.numel()]
+    if kind == "all_reduce":
+        dist.all_reduce(flat, group=made)
+    elif kind == "all_gather":
+        dist.all_gather_into_tensor(whole, flat, group=made)
+    elif kind == "reduce_scatter":
+        start_adding_rows(rows, made)()
+    elif kind == "all_to_all":
+        dist.all_to_all_single(arrived, flat, group=made)
+    else:
+        there = dist.P2POp(dist.isend, flat, group[(own + 1) % len(group)], made)
+        back = dist.P2POp(dist.irecv, arrived, group[own - 1], made)
+        for work in dist.batch_isend_irecv([there, back]):
+            work.wait()
 
 
 def _one_way(pair: tuple[int, int], rank: int, place: torch.device, *, shared: bool) -> list[float]:
@@ -186,4 +246,14 @@ def links_of(links: Links, found: Mapping[str, Any]) -> MeasuredLinks:
         adapters = max(1, round(together / alone))
         links = replace(links, inter_bandwidth=max(alone, together), adapters=adapters)
     seconds = {name: found[name][0] for name in (WITHIN, BETWEEN, ALL) if name in found}
+    measured = dict[str, dict[str, list[float]]]()
+    for axis, kinds in found.get(COLLECTIVES, {}).items():
+        inner = 1 if axis == WITHIN else found["node"]
+        for kind, (ranks, by_size) in kinds.items():
+            seconds[f"{kind} of {ranks} {axis}"] = by_size
+            times, part = rounds(kind, ranks)
+            start = min(by_size) / times
+            reached = bandwidth(by_size) * times * part / links.bandwidth(ranks, inner=inner)
+            measured.setdefault(axis, {})[kind] = [start, reached]
+    links = replace(links, collectives=measured)
     return MeasuredLinks(links=links, seconds=seconds)

@@ -1,6 +1,7 @@
 """Claim: a profile states what the files hold, read from headers and index columns only."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -10,8 +11,10 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
+from lightning_amp.data.files.directory import find
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
+from lightning_amp.planning.reports.plan_report import profile_report
 from lightning_amp.profiling.read_profile import profile
 
 
@@ -87,3 +90,22 @@ def test_the_command_needs_no_torch(data_dir) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["strategies"] == ["S1"]
+
+
+def test_modalities_that_are_not_known_are_named_and_not_read(data_dir, tmp_path) -> None:
+    assert profile(data_dir).unread == ()
+    copied = shutil.copytree(data_dir, tmp_path / "data")
+    (copied / "spatial").mkdir()
+    (copied / "spatial" / "spots.h5ad").write_text("no HDF5")
+    made = profile(copied)
+    assert made.unread == ("spatial/spots.h5ad",)
+    assert made.modalities == profile(data_dir).modalities
+    assert (
+        "not read, because its modality is none of hic, rna, atac, methyl:\nspatial/spots.h5ad"
+        in profile_report(made)
+    )
+    assert json.loads(json.dumps(made.to_dict()))["unread"] == ["spatial/spots.h5ad"]
+    alone = shutil.copytree(copied / "spatial", tmp_path / "alone" / "spatial").parent
+    assert "no modality that is known" in profile_report(profile(alone))
+    with pytest.raises(DataError, match="no modality found"):
+        find(alone)

@@ -2,6 +2,7 @@
 training by stages is compared with one process, and says how far it is from that.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from benchmarks.pipeline.__main__ import searches
 from benchmarks.pipeline.dynamic_program import least_sum
 from benchmarks.pipeline.imd import EPSILON, imd
 from benchmarks.pipeline.instances import draw
+from benchmarks.pipeline.networks import rates
 from benchmarks.pipeline.shaped_links import refuse_without_root
+from benchmarks.pipeline.tokens import slice_times
 from benchmarks.pipeline.training import (
     TOLERANCE,
     Run,
@@ -43,6 +46,19 @@ def test_searches_are_compared() -> None:
     assert short.endswith(" of 2")
     assert float(most) >= 1
     assert min(float(one), float(four)) >= 1
+
+
+def test_slices_of_texts_compute_together_what_whole_texts_do() -> None:
+    """Products alone: neither operators' starts nor bytes."""
+    of = replace(rates(10), memory_bytes=1e30, overhead_seconds=0)
+    sizes = {"dim": 64, "heads": 4, "layers": 6}
+    whole, slices = (slice_times(sizes, 4, n, of) for n in (1, 8))
+    for name in ("forward", "backward"):
+        one, of_slice = getattr(whole[1], name), getattr(slices[1], name)
+        assert one.shape == (1, 6)
+        # the first and the last have the embedding and the loss, of which a text has no slice
+        assert 8 * of_slice[0, 1:5] == pytest.approx(one[0, 1:5], rel=1e-6)
+    assert [times.counts for times in slices.values()] == [(8,), (16,), (32,)]
 
 
 @pytest.mark.parametrize(("blocks", "stages"), [(12, 4), (12, 8), (14, 4), (14, 8), (4, 4)])

@@ -26,6 +26,8 @@ class DataDirectory:
     atac: Path | None = None
     methyl: Path | None = None
     graph: Path | None = None
+    unread: tuple[Path, ...] = ()
+    """h5ad files in folders of other names, which nothing here reads."""
 
     @property
     def modalities(self) -> dict[str, Path]:
@@ -34,11 +36,12 @@ class DataDirectory:
         return {name: path for name, path in files.items() if path is not None}
 
 
-def find(root: str | Path, *, setting: str | None = None) -> DataDirectory:
+def find(root: str | Path, *, setting: str | None = None, others: bool = False) -> DataDirectory:
     """Find the files under a directory.
 
     Args:
         setting: Which of several settings to take, e.g. "500kb_raw_0.98_2d_10".
+        others: Whether a directory of other modalities alone is allowed.
 
     Raises:
         DataError: No directory, no modality, or several settings and no `setting`.
@@ -50,13 +53,15 @@ def find(root: str | Path, *, setting: str | None = None) -> DataDirectory:
             f"{root}: expected a data directory, found {found}; `lightning-amp prepare` writes one"
         )
     files = {name: _choose(root, name, setting) for name in MODALITIES}
-    if not any(files.values()):
+    unread = tuple(path for path in sorted(root.glob("*/*.h5ad")) if path.parent.name not in FOLDERS)
+    if not any(files.values()) and not (others and unread):
         raise DataError(
             f"{root}: no modality found, the directory holds {sorted(p.name for p in root.iterdir())[:8]!r}; "
             f"expected .h5ad files in one of {list(MODALITIES)!r}"
         )
-    chosen = setting or next(_setting(path, name) for name, path in files.items() if path)
-    return DataDirectory(root, **files, graph=_choose_graph(root, chosen, named=setting is not None))
+    chosen = setting or next((_setting(path, name) for name, path in files.items() if path), "")
+    graph = _choose_graph(root, chosen, named=setting is not None)
+    return DataDirectory(root, **files, graph=graph, unread=unread)
 
 
 def _setting(path: Path, modality: str) -> str:

@@ -31,8 +31,7 @@ _PRICED_AS: dict[str, Kind] = {
     "all_reduce": "all_reduce",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
-    # bytes to other ranks, all at once
-    "all_to_all": "exchange",
+    "all_to_all": "all_to_all",
     "ring": "exchange",
 }
 

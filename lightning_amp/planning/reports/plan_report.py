@@ -5,6 +5,7 @@ from dataclasses import replace
 from textwrap import wrap
 
 from lightning_amp.costs.rule import Rule, Spec
+from lightning_amp.data.files.directory import MODALITIES
 from lightning_amp.planning.modules.min_memory_plan import LEAST
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.diagnosis_report import diagnosis_sections, shortened
@@ -38,13 +39,18 @@ def profile_report(profile: Profile) -> str:
                 detail,
             ]
         )
-    text = table(["modality", "model", "cells", "features", "zeros", "scale", "decoder"], rows)
+    header = ["modality", "model", "cells", "features", "zeros", "scale", "decoder"]
+    text = table(header, rows) if rows else "no modality that is known"
     graph = profile.graph
     line = (
         f"guidance graph: {graph.vertices:,} vertices, {graph.edges:,} edges"
         if graph
         else "no guidance graph"
     )
+    if profile.unread:
+        known = ", ".join(MODALITIES)
+        names = ", ".join(profile.unread)
+        line += "\n" + "\n".join(wrap(f"not read, because its modality is none of {known}: {names}", WIDTH))
     return f"Profile of {profile.data_dir}\n\n{text}\n\n{line}"
 
 

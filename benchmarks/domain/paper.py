@@ -1,0 +1,144 @@
+"""Tables and figures of the ShardTensor paper (Adams et al.) that can be counted or predicted without a GPU.
+
+    python -m benchmarks.domain.paper [--only NAME ...] [--write]
+
+`--write` puts the tables into docs/paper/shardtensor.md. Nothing is run: steps are counted on fake tensors, seconds
+follow from the data sheet of an H100 (TF32), all ranks in one domain of NVLink, no communication hidden; the paper's
+figures are of GB200. Three minutes.
+"""
+
+import argparse
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.domain.models import Net
+from benchmarks.domain.scaling import HEADER, counted, rows, step_of
+from benchmarks.page import ROOT, origin, paragraph, table, write_part
+
+PAGE = ROOT / "docs" / "paper" / "shardtensor.md"
+MIB = 2**20
+LAYERS = 20
+TABLE_I = {
+    (1, 1024): (80.1, 20),
+    (1, 8192): (5120.6, 160),
+    (2, 1024): (80.1, 5120),
+    (2, 8192): (5120.6, 40_960),
+    (3, 1024): (80.1, 1_310_720),
+    (3, 8192): (5120.6, 10_485_760),
+}
+"""Dims of 256 points and features: weights and activations in MB."""
+RANKS, LENGTHS = (1, 2, 4, 8, 16), (4096, 32_768, 262_144, 1_048_576)
+SIDES = (512, 1024, 1536, 2048, 3072, 4096)
+
+
+class Linears(Net):
+    """Layers of as many inputs as outputs."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(features, features) for _ in range(LAYERS)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """The sum, which keeps nothing."""
+        total: Tensor = self.layers(batch).sum()
+        return total
+
+
+class Attention(Net):
+    """Attention of 16 heads of 64 channels, with its projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(1024, 3072), nn.Linear(1024, 1024)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """The mean of squares."""
+        q, k, v = (part.unflatten(-1, (16, 64)).transpose(1, 2) for part in self.into(batch).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.out(mixed).square().mean()
+
+
+def linear_layers() -> Iterator[str]:
+    """Table I."""
+    made = []
+    for (dims, features), (weights, activations) in TABLE_I.items():
+        with torch.device("meta"):
+            module, batch = Linears(features), torch.empty(1, *[256] * dims, features)
+        held = step_of(module, batch, "", 1)
+        own = sum(p.nbytes for p in module.parameters()) / MIB
+        made.append(
+            [
+                " x ".join(["256"] * dims) + f", {features:,}",
+                f"{weights:,} and {activations:,}",
+                f"{own:,.1f} and {held['activations'] / MIB:,.0f}",
+            ]
+        )
+    yield from table(["points, features", "the paper, MB of weights and activations", "counted, MiB"], made)
+
+
+def ring() -> Iterator[str]:
+    """Figure 2."""
+    made = []
+    for length in LENGTHS:
+        with torch.device("meta"):
+            module, batch = Attention(), torch.empty(1, length, 1024)
+        seconds = [step_of(module, batch, "batch:1", ranks)["seconds"] for ranks in RANKS]
+        made.append(
+            [f"{length:,}", f"{seconds[0]:.4f} s", *(f"{seconds[0] / one:.1f}" for one in seconds[1:])]
+        )
+    yield from table(["tokens", "1 rank", *(f"{ranks} ranks, faster" for ranks in RANKS[1:])], made)
+
+
+def images() -> Iterator[str]:
+    """Figure 3."""
+    yield from table(HEADER, rows((1024, 2048, 4096), (1024,), (1, 4, 8, 16)))
+
+
+def memory() -> Iterator[str]:
+    """Figure 4: peaks of a rank, and how far they are from a + b side^2."""
+    made = []
+    for ranks in (1, 4, 16):
+        peaks = np.array([counted(side, 2, ranks)["peak"] for side in SIDES]) / 2**30
+        terms = np.stack([np.ones(len(SIDES)), np.square(SIDES, dtype=float)], axis=1)
+        (base, slope), *_ = np.linalg.lstsq(terms, peaks, rcond=None)
+        off = np.abs(terms @ (base, slope) / peaks - 1).max()
+        fit = f"{base:.2f} + {slope * MIB:.2f} (side / 1,024)^2"
+        made.append([f"{ranks}", *(f"{peak:.1f}" for peak in peaks), fit, f"{off:.1%}"])
+    yield from table(["ranks", *(f"{side:,}" for side in SIDES), "GiB, fitted", "furthest from it"], made)
+
+
+SECTIONS = {
+    "Table I, linear layers": linear_layers,
+    "Figure 2, ring attention, training": ring,
+    "Figure 3, vision transformer, training": images,
+    "Figure 4, memory by the side of an image": memory,
+}
+"""Heading of every part, and its lines."""
+
+
+def main() -> None:
+    """Print or write the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="some of the tables, printed")
+    parser.add_argument("--write", action="store_true", help="put all tables into docs/paper/shardtensor.md")
+    asked = parser.parse_args()
+    if asked.only and asked.write:
+        parser.error("--write puts all tables into the page: leave out --only")
+    warnings.simplefilter("ignore")
+    lines = list(paragraph(f"Counted or predicted. {origin('python -m benchmarks.domain.paper --write')}"))
+    for name in asked.only or SECTIONS:
+        lines += [f"### {name}", "", *SECTIONS[name]()]
+    if asked.write:
+        write_part(PAGE, "domain.paper", lines)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
