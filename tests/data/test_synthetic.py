@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import anndata
+import cooler
 import numpy as np
 import pytest
 
@@ -131,3 +132,6 @@ def test_the_files_are_prepared_to_what_synthesize_writes(tmp_path: Path) -> Non
         assert first.obs_names.equals(second.obs_names)
         assert (first.X != second.X).nnz == 0
         assert first.obs["celltype"].astype(str).equals(second.obs["celltype"].astype(str))
+    matrix = cooler.Cooler(f"{hic}::/cells/hic_cell0").matrix(balance=False)[:]
+    assert np.triu(matrix).sum() == anndata.read_h5ad(ready.hic)["hic_cell0"].X.sum()
+    assert (matrix == matrix.T).all()

@@ -109,7 +109,8 @@ def synthesize_files(out: str | Path, **sizes: int) -> list[Path]:
     names = ("cells.scool", "cells.tsv", "rna.h5ad", "genes.bed")
     with write_aside(out) as aside:
         hic, labels, rna, genes = (aside / name for name in names)
-        write_scool(hic, drawn.grid.bins, drawn.cells, n_cells=len(drawn.labels))
+        cells = ((name, pixels.sort_values(["bin1_id", "bin2_id"])) for name, pixels in drawn.cells)
+        write_scool(hic, drawn.grid.bins, cells, n_cells=len(drawn.labels))
         drawn.labels.to_csv(labels, sep="\t", index_label="cell")
         var = pd.DataFrame(index=drawn.rna.genes)
         AnnData(sp.csr_matrix(drawn.rna.counts), obs=drawn.rna.obs, var=var).write_h5ad(rna)
