@@ -142,9 +142,14 @@ def test_the_blocks_of_a_page_work(
             if block.status is None:
                 understood(words)
             else:
-                command = [sys.executable, "-m", words[0].replace("-", "_"), *words[1:]]
-                assert subprocess.run(command, check=False).returncode == block.status, words
+                assert start(words) == block.status, words
         printed = "\n".join(capfd.readouterr()).replace("INFO: ", "")
+
+
+def start(words: list[str]) -> int:
+    """Run `python` or `lightning-amp` in a process of its own; returns the exit status."""
+    module = [] if words[0] == "python" else ["-m", words[0].replace("-", "_")]
+    return subprocess.run([sys.executable, *module, *words[1:]], check=False).returncode
 
 
 def understood(words: list[str]) -> None:
