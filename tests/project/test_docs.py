@@ -222,3 +222,11 @@ def test_the_readme_is_short() -> None:
     assert len(re.findall(r"\S*\w\S*", prose)) <= 450
     assert "docs/memory_per_stratum.png" in text
     assert len(LINK.findall(text)) >= 15
+
+
+def test_an_output_has_the_words_of_the_page_and_nearly_its_numbers() -> None:
+    printed = "Plan\n----  ---\nfits 1,050 MiB\nmore\nend"
+    assert missing("Plan\n-----  ---\nfits 1,000 MiB\n...\nend", printed) == []
+    assert missing("fits 1,200 MiB", printed) == ["fits 1,200 MiB"]
+    assert missing("end\n...\nmore", printed) == ["\nmore"]
+    assert missing("fit 1,050 MiB", printed) != []
