@@ -116,6 +116,7 @@ def forget() -> Iterator[None]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "name", [name for name, page in PAGES.items() if any(block.language != "text" for block in blocks(page))]
 )
