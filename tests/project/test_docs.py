@@ -121,7 +121,7 @@ def forget() -> Iterator[None]:
     "name", [name for name, page in PAGES.items() if any(block.language != "text" for block in blocks(page))]
 )
 def test_the_blocks_of_a_page_work(
-    name: str, folder: Path, forget: None, capfd: pytest.CaptureFixture[str]
+    name: str, folder: Path, forget: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     names: dict[str, object] = {"__name__": "page"}
     printed = ""
@@ -133,6 +133,7 @@ def test_the_blocks_of_a_page_work(
                 pytest.fail(f"not printed: {lost}\nprinted: {printed}")
             continue
         capfd.readouterr()
+        caplog.clear()
         text = re.sub(r"max_epochs([=:]) ?\d+", r"max_epochs\1 1", block.text)
         if block.title:
             (folder / block.title).write_text(text)
@@ -145,7 +146,7 @@ def test_the_blocks_of_a_page_work(
                 understood(words)
             else:
                 assert start(words) == block.status, words
-        printed = "\n".join(capfd.readouterr()).replace("INFO: ", "")
+        printed = "\n".join([*capfd.readouterr(), *caplog.messages])
 
 
 def start(words: list[str]) -> int:
