@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-# what a profile and a plan print as
 from lightning_amp.costs.device_rates import CPU_CORE, Rates, products_under, rates_for
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import ProfiledStep
@@ -14,6 +13,9 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.planning.modules.plan_step import Counted, plan_step
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as plan_data
+
+# what profiles and plans print as
+from lightning_amp.planning.reports import module_report, plan_report  # noqa: F401
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import Attention
 from lightning_amp.profiling.read_profile import profile as profile_data

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import anndata
+import cooler
 import numpy as np
 import pytest
 
@@ -11,7 +12,8 @@ from lightning_amp.data.files.directory import DataDirectory
 from lightning_amp.data.files.graphml import read_graph
 from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import read_layout
-from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.data.prepare.prepare import prepare
+from lightning_amp.data.prepare.synthetic import synthesize, synthesize_files
 from lightning_amp.errors import DataError
 
 
@@ -117,3 +119,19 @@ def test_impossible_sizes_are_refused(tmp_path: Path, sizes: dict[str, Any], tex
     with pytest.raises(DataError, match=text):
         synthesize(tmp_path / "out", **sizes)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_files_are_prepared_to_what_synthesize_writes(tmp_path: Path) -> None:
+    sizes = {"cells": 12, "bins": 24, "strata": 4, "genes": 20}
+    hic, labels, rna, genes = synthesize_files(tmp_path / "files", **sizes)
+    ready = prepare(hic=hic, labels=labels, rna=rna, genes=genes, strata=4, out=tmp_path / "prepared")
+    for name, path in synthesize(tmp_path / "direct", **sizes).modalities.items():
+        first, second = anndata.read_h5ad(path), anndata.read_h5ad(ready.modalities[name])
+        first, second = first[:, first.var_names.sort_values()], second[:, second.var_names.sort_values()]
+        assert first.var_names.equals(second.var_names)
+        assert first.obs_names.equals(second.obs_names)
+        assert (first.X != second.X).nnz == 0
+        assert first.obs["celltype"].astype(str).equals(second.obs["celltype"].astype(str))
+    matrix = cooler.Cooler(f"{hic}::/cells/hic_cell0").matrix(balance=False)[:]
+    assert np.triu(matrix).sum() == anndata.read_h5ad(ready.hic)["hic_cell0"].X.sum()
+    assert (matrix == matrix.T).all()

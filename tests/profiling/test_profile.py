@@ -80,6 +80,19 @@ def test_a_missing_directory_is_named(tmp_path) -> None:
 
 
 @pytest.mark.long
+def test_a_profile_and_a_plan_print_as_reports_in_a_new_process(data_dir) -> None:
+    code = (
+        "import lightning_amp; profile = lightning_amp.profile('.'); print(profile);"
+        "print(lightning_amp.plan(profile, device_memory='24GiB', batch_size=4))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=data_dir, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.startswith("Profile of .\n"), run.stdout
+    assert "\nPlan (policy auto): " in run.stdout
+
+
+@pytest.mark.long
 def test_the_command_needs_no_torch(data_dir) -> None:
     # anndata 0.11 imports torch wherever it is installed, so that the test hides it
     code = (

@@ -1,11 +1,16 @@
 """Claim: what README and the pages show works: Python runs, commands are understood, links lead somewhere.
 
 A block with a title is a file, which later blocks of the page may use. A block after `<!-- not run: why -->` is only
-read by people. `max_epochs` is lowered to 1.
+read by people. `max_epochs` is lowered to 1. Commands are parsed, and run where they are cheap, or after `<!-- run -->`
+or `<!-- run: status N -->`. In the tutorials a text block is what the block above has printed, unless
+`<!-- not compared: why -->` stands before it: `...` is anything, and numbers may differ by a tenth.
 """
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,14 +31,15 @@ from tests.paths import ROOT
 PAGES = {
     str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-NOT_RUN = 15
+TUTORIALS = [name for name in PAGES if name.startswith("docs/tutorials/")]
+NOT_RUN = 19
 """Blocks that are marked as not run; a page that marks one more says so here."""
 LIGHTNINGS = ("process_group_backend", "timeout", "start_method")
 """Options that Lightning's strategies have too."""
 RUN = ("profile", "plan")
 """Commands that are cheap; the others are parsed."""
 BLOCK = re.compile(
-    r"^(?P<indent> *)```(?P<language>python|console|yaml)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^ *```$",
+    r"^(?P<indent> *)```(?P<language>python|console|yaml|text)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^ *```$",
     re.MULTILINE | re.DOTALL,
 )
 MOST_WORDS = 20_000
@@ -47,27 +53,53 @@ NOT_PROSE = (
     re.compile(r"(?<=\])\([^)\s]*\)"),
 )
 """Generated parts, fenced code, comments, rows of tables, indented code, targets of links."""
+MARK = re.compile(r"<!-- (?:not (?:run|compared): .*|run(?:: status (?P<status>\d+))?) -->")
+TOKEN = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?|[^\W\d]+|[^\w\s]")
+RULE = re.compile(r"-{3,}")  # under the head of a table, as long as its column
 LINK = re.compile(r"(?<!`)\[[^\]\n]*(?:\n[^\]\n]*)?\]\(([^)\s]+)\)")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page."""
+    """A fenced block of a page; `status` is that of its commands if they are run whatever they cost."""
 
     language: str
     title: str | None
     text: str
     runs: bool
+    status: int | None
 
 
 def blocks(page: Path) -> Iterator[Block]:
     text = page.read_text()
     for found in BLOCK.finditer(text):
         before = text[: found.start()].rstrip().splitlines()
-        marked = bool(before) and before[-1].strip().startswith("<!-- not run: ")
+        mark = MARK.fullmatch(before[-1].strip()) if before else None
+        runs = mark is None or mark[0].startswith("<!-- run")
         indent = len(found["indent"])
         lines = (line[indent:] for line in found["text"].splitlines())
-        yield Block(found["language"], found["title"], "\n".join(lines), not marked)
+        status = int(mark["status"] or 0) if mark and runs else None
+        yield Block(found["language"], found["title"], "\n".join(lines), runs, status)
+
+
+def missing(page: str, printed: str) -> list[str]:
+    """The parts of a page's output, between `...`, that were not printed in their order."""
+    have, at, lost = TOKEN.findall(RULE.sub("", printed)), 0, []
+    for part in page.split("..."):
+        want = TOKEN.findall(RULE.sub("", part))
+        places = range(at, len(have) - len(want) + 1)
+        found = next((i for i in places if all(map(same, want, have[i:]))), None)
+        at = at if found is None else found + len(want)
+        lost += [part] if found is None else []
+    return lost
+
+
+def same(word: str, other: str) -> bool:
+    """Equal, or numbers that differ by a tenth at most."""
+    if word[0].isdigit() and other[0].isdigit():
+        one, two = (float(text.replace(",", "")) for text in (word, other))
+        return abs(one - two) <= 0.1 * max(one, two)
+    return word == other
 
 
 def commands(block: Block) -> Iterator[list[str]]:
@@ -100,12 +132,24 @@ def forget() -> Iterator[None]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if any(blocks(page))])
-def test_the_blocks_of_a_page_work(name: str, folder: Path, forget: None) -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "name", [name for name, page in PAGES.items() if any(block.language != "text" for block in blocks(page))]
+)
+def test_the_blocks_of_a_page_work(
+    name: str, folder: Path, forget: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     names: dict[str, object] = {"__name__": "page"}
+    printed = ""
     for block in blocks(PAGES[name]):
         if not block.runs:
             continue
+        if block.language == "text":
+            if lost := name in TUTORIALS and missing(block.text, printed):
+                pytest.fail(f"not printed: {lost}\nprinted: {printed}")
+            continue
+        capfd.readouterr()
+        caplog.clear()
         text = re.sub(r"max_epochs([=:]) ?\d+", r"max_epochs\1 1", block.text)
         if block.title:
             (folder / block.title).write_text(text)
@@ -114,7 +158,21 @@ def test_the_blocks_of_a_page_work(name: str, folder: Path, forget: None) -> Non
                 warnings.simplefilter("ignore")
                 exec(compile(text, name, "exec"), names)
         for words in commands(block):
-            understood(words)
+            if block.status is None:
+                understood(words)
+            else:
+                assert start(words) == block.status, words
+        printed = "\n".join([*capfd.readouterr(), *caplog.messages])
+
+
+def start(words: list[str]) -> int:
+    """Run `python` or `lightning-amp` in a process of its own; returns the exit status."""
+    module = [] if words[0] == "python" else ["-m", words[0].replace("-", "_")]
+    # a Trainer of this process leaves them, and a process that has them waits for others to start its ranks
+    left = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    names = {name: value for name, value in os.environ.items() if name not in left}
+    command = [sys.executable, *module, *words[1:]]
+    return subprocess.run(command, check=False, env=names, stderr=subprocess.STDOUT, timeout=300).returncode
 
 
 def understood(words: list[str]) -> None:
@@ -135,7 +193,12 @@ def understood(words: list[str]) -> None:
 
 
 def test_few_blocks_are_not_run() -> None:
-    marked = [(name, block.text) for name, page in PAGES.items() for block in blocks(page) if not block.runs]
+    marked = [
+        (name, block.text)
+        for name, page in PAGES.items()
+        for block in blocks(page)
+        if not block.runs and block.language != "text"
+    ]
     assert len(marked) == NOT_RUN, "\n".join(f"{name}: {text.splitlines()[0]}" for name, text in marked)
     comments = sum(page.read_text().count("<!-- not run:") for page in PAGES.values())
     assert comments == NOT_RUN, "a mark stands before no block"
@@ -222,3 +285,11 @@ def test_words_are_those_of_text(tmp_path: Path) -> None:
         "\n<!-- not run: a comment -->\n<!-- written by x.y --write -->\n\ngenerated\n\n<!-- end of x.y -->\n\n- one\n"
     )
     assert words(page) == 3
+
+
+def test_an_output_has_the_words_of_the_page_and_nearly_its_numbers() -> None:
+    printed = "Plan\n----  ---\nfits 1,050 MiB\nmore\nend"
+    assert missing("Plan\n-----  ---\nfits 1,000 MiB\n...\nend", printed) == []
+    assert missing("fits 1,200 MiB", printed) == ["fits 1,200 MiB"]
+    assert missing("end\n...\nmore", printed) == ["\nmore"]
+    assert missing("fit 1,050 MiB", printed) != []

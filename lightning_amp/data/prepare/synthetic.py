@@ -1,4 +1,4 @@
-"""Makes a data directory of synthetic cells, of any size, with the writers of `prepare`.
+"""Makes synthetic cells of any size, as a data directory or as the files that `prepare` reads.
 
 Each cell type has its own active and inactive chromosome segments (compartments) and a few loops. Contacts
 between bins i and i + k fall off as 1 / (k + 1), are more frequent within a compartment and around active
@@ -16,7 +16,7 @@ chromosome 1) has 0.3 for the genes most particular to one type. Finer bins sepa
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.write_aside import write_aside
+from lightning_amp.data.files.write_cooler import write_scool
 from lightning_amp.data.prepare.feature_grid import FeatureGrid, build_grid
 from lightning_amp.data.prepare.prepare import write_modalities
 from lightning_amp.data.prepare.rna_counts import RnaCounts
@@ -52,8 +53,75 @@ class _Population:
     grid: FeatureGrid
 
 
-def synthesize(
-    out: str | Path,
+class _Drawn(NamedTuple):
+    """What was drawn; contacts are drawn cell by cell as `cells` is read."""
+
+    grid: FeatureGrid
+    cells: Iterator[tuple[str, pd.DataFrame]]
+    labels: pd.DataFrame
+    rna: RnaCounts
+    positions: pd.DataFrame
+
+
+def synthesize(out: str | Path, *, overwrite: bool = False, **sizes: int) -> DataDirectory:
+    """Write a synthetic data directory; the same arguments give the same values.
+
+    Args:
+        out: Directory to write.
+        overwrite: Replace an existing data directory.
+        cells, rna_cells: Numbers of Hi-C (200) and of RNA cells, by default equal.
+        bins, chromosomes: Number of bins in all (120), and of chromosomes (2) of about equal length.
+        strata, genes, cell_types: Numbers of these (8, 150, 4).
+        resolution: Bin width in base pairs (1,000,000).
+        depth: Mean number of contacts a cell (2000).
+        seed: Seed of all random draws (0).
+
+    Raises:
+        DataError: An argument is out of range, or `out` cannot be written.
+    """
+    drawn = _draw(**sizes)
+    with write_aside(out, overwrite=overwrite) as aside:
+        write_modalities(
+            aside,
+            grid=drawn.grid,
+            cells=drawn.cells,
+            labels=drawn.labels,
+            rna=drawn.rna,
+            positions=drawn.positions,
+            loop_quantile=LOOP_QUANTILE,
+            min_depth=0,
+            source="synthetic cells",
+        )
+    return find(Path(out))
+
+
+def synthesize_files(out: str | Path, **sizes: int) -> list[Path]:
+    """Write the files that `prepare` reads, of the cells of `synthesize`, into a new folder.
+
+    Contacts of bins `strata` or more apart are not drawn. Arguments and errors are those of `synthesize`.
+
+    Returns:
+        cells.scool, cells.tsv (labels of its cells), rna.h5ad and genes.bed.
+    """
+    from anndata import AnnData
+
+    drawn = _draw(**sizes)
+    names = ("cells.scool", "cells.tsv", "rna.h5ad", "genes.bed")
+    with write_aside(out) as aside:
+        hic, labels, rna, genes = (aside / name for name in names)
+        cells = ((name, pixels.sort_values(["bin1_id", "bin2_id"])) for name, pixels in drawn.cells)
+        write_scool(hic, drawn.grid.bins, cells, n_cells=len(drawn.labels))
+        drawn.labels.to_csv(labels, sep="\t", index_label="cell")
+        var = pd.DataFrame(index=drawn.rna.genes)
+        AnnData(sp.csr_matrix(drawn.rna.counts), obs=drawn.rna.obs, var=var).write_h5ad(rna)
+        bed = drawn.positions.assign(name=drawn.positions.index, score=0)
+        bed[["chrom", "start", "end", "name", "score", "strand"]].to_csv(
+            genes, sep="\t", header=False, index=False
+        )
+    return [Path(out) / name for name in names]
+
+
+def _draw(
     *,
     cells: int = 200,
     rna_cells: int | None = None,
@@ -65,23 +133,8 @@ def synthesize(
     resolution: int = 1_000_000,
     depth: int = 2000,
     seed: int = 0,
-    overwrite: bool = False,
-) -> DataDirectory:
-    """Write a synthetic data directory; the same arguments give the same values.
-
-    Args:
-        out: Directory to write.
-        cells, rna_cells: Numbers of Hi-C and of RNA cells, by default equal.
-        bins, chromosomes: Number of bins in all, and of chromosomes of about equal length.
-        strata, genes, cell_types: Numbers of these.
-        resolution: Bin width in base pairs.
-        depth: Mean number of contacts a cell.
-        seed: Seed of all random draws.
-        overwrite: Replace an existing data directory.
-
-    Raises:
-        DataError: An argument is out of range, or `out` cannot be written.
-    """
+) -> _Drawn:
+    """Draw cells and genes; arguments and errors as of `synthesize`."""
     rna_cells = cells if rna_cells is None else rna_cells
     sizes = {"cells": cells, "rna_cells": rna_cells, "genes": genes, "cell_types": cell_types, "depth": depth}
     _check_sizes(sizes | {"bins": bins, "chromosomes": chromosomes, "resolution": resolution})
@@ -91,22 +144,10 @@ def synthesize(
         table, strata=strata, chromosomes=table["chrom"].unique().tolist(), source="synthetic bins"
     )
     population = _make_population(rng, grid, cell_types)
-    with write_aside(out, overwrite=overwrite) as aside:
-        positions = _place_genes(rng, table, genes)
-        rna = _draw_rna(rng, population, positions, rna_cells)
-        labels = _label("hic", rng.permutation(np.arange(cells) % cell_types))
-        write_modalities(
-            aside,
-            grid=grid,
-            cells=_draw_cells(rng, population, labels, depth),
-            labels=labels,
-            rna=rna,
-            positions=positions,
-            loop_quantile=LOOP_QUANTILE,
-            min_depth=0,
-            source="synthetic cells",
-        )
-    return find(Path(out))
+    positions = _place_genes(rng, table, genes)
+    rna = _draw_rna(rng, population, positions, rna_cells)
+    labels = _label("hic", rng.permutation(np.arange(cells) % cell_types))
+    return _Drawn(grid, _draw_cells(rng, population, labels, depth), labels, rna, positions)
 
 
 def _check_sizes(sizes: dict[str, int]) -> None:

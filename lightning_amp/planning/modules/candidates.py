@@ -293,8 +293,9 @@ def _candidate(
         verdict = "chosen"
     elif budget is not None and one.peak_bytes > budget:
         verdict = f"exceeds {format_bytes(budget + one.more_bytes)}"
+    elif (ratio := one.pace / best.pace) < 1 / TIE:  # over the model axis, which is a last resort
+        verdict = f"{1 / ratio:.2f} x as fast"
     else:
-        ratio = one.pace / best.pace
         verdict = f"within {100 * (TIE - 1):.0f} %, no simpler" if ratio < TIE else f"{ratio:.2f} x the time"
     return Candidate(
         strategies=in_order({*base, *one.strategies}),
