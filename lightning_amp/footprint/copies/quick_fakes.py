@@ -50,8 +50,9 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A FakeTensorMode for one step or one graph, in which operators may have other tensors as arguments too.
 
     Args:
-        valid: Whether the checks of `torch.distributions` pass. A step that is counted passes them, or the run ends
-            with their error; a graph that is captured would lose them.
+        valid: Whether the checks of `torch.distributions` pass, and no value exceeds the bins that `torch.bincount` is
+            given. A step that is counted passes such checks, or the run ends with their error; a graph that is captured
+            would lose them.
     """
 
     def __init__(self, *, valid: bool = False) -> None:
@@ -71,6 +72,15 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             # of a fake tensor with a constant, bool() is that of the constant
             result.constant = torch.ones((), dtype=torch.bool)
             return result
+        if self._valid and func is torch.ops.aten.bincount.default:
+            bins, weights = _bins(*args, **kwargs)
+            if bins:
+                # as many as are given, as by torchmetrics; without a number they are as many as the largest value
+                dtype = torch.int64
+                if weights is not None:
+                    dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
+                like, options = torch.ops.aten.new_empty.default, {"dtype": dtype}
+                return super().dispatch(like, types, (args[0], [bins]), options)
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._may_look_up(func) or not self._describe(
             (*args, *kwargs, *kwargs.values()), key, offsets=self._by_offset[func]
@@ -173,6 +183,11 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         with as_meta(self):
             new = torch.empty_strided(shape, stride, dtype=result.dtype, device="meta").untyped_storage()
         return made if offset == 0 and new.nbytes() == memory.nbytes() else None
+
+
+def _bins(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> tuple[int, Tensor | None]:
+    """The arguments of `bincount` that its result follows from."""
+    return minlength, weights
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Claim: a step whose distributions check arguments is counted without values, and training still checks them."""
+"""Claim: a step whose distributions or metrics check values is counted without values, and training still checks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +20,7 @@ from torch.distributions import (
     Poisson,
     kl_divergence,
 )
+from torchmetrics import Accuracy, ConfusionMatrix, F1Score
 
 from lightning_amp import AMPStrategy, profile
 from lightning_amp.footprint.copies import quick_fakes
@@ -95,6 +96,56 @@ def test_a_value_that_is_not_allowed_ends_the_training() -> None:
         trainer.fit(module, torch.utils.data.DataLoader(wrong, batch_size=None))  # type: ignore[arg-type]
     assert strategy.plan is not None
     assert strategy.plan.fits
+
+
+class Classifier(LightningModule):
+    """Counts classes while it trains."""
+
+    def __init__(self, metric: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.metric = nn.Linear(GENES, 5), metric
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        scores, types = self.layer(batch), batch[:, 0].long().clamp(max=4)
+        self.metric(scores, types)
+        self.log("metric", self.metric)
+        return nn.functional.cross_entropy(scores, types)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+@pytest.mark.parametrize("kind", [F1Score, ConfusionMatrix, Accuracy])
+def test_metrics_with_as_many_bins_as_classes_are_counted(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Classifier(kind(task="multiclass", num_classes=5))
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    counted = profile(module, COUNTS)
+    assert counted.reason == ""
+    monkeypatch.setattr(quick_fakes.QuickFakes, "dispatch", fails)
+    measured = profile(module, COUNTS)
+    assert measured.reason
+    assert counted.peak_bytes == measured.peak_bytes
+    assert counted.by_kind == measured.by_kind
+
+
+def fails(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("no operator runs without values")
+
+
+def test_weights_and_bins_give_the_type_and_length_of_a_count() -> None:
+    for weights in (
+        None,
+        torch.ones(3),
+        torch.ones(3, dtype=torch.float64),
+        torch.ones(3, dtype=torch.int32),
+    ):
+        real = torch.bincount(torch.tensor([0, 1, 1]), weights, minlength=7)
+        with quick_fakes.QuickFakes(valid=True) as fake:
+            given = None if weights is None else fake.from_tensor(weights)
+            made = torch.bincount(fake.from_tensor(torch.tensor([0, 1, 1])), given, minlength=7)
+        assert (made.shape, made.dtype) == (real.shape, real.dtype)
+        with quick_fakes.QuickFakes(valid=True) as fake, pytest.raises(Exception, match="bincount"):
+            torch.bincount(fake.from_tensor(torch.tensor([0, 1, 1])))
 
 
 def test_a_captured_graph_does_not_lose_the_check() -> None:
