@@ -115,7 +115,7 @@ def test_the_batch_fits_on_the_fewest_devices_and_on_one_less_it_does_not() -> N
 def test_what_cannot_be_planned_or_answered_is_refused(whole: Any) -> None:
     for question in (whole.largest_batch, whole.fewest_devices):
         with pytest.raises(
-            PlanError, match="requires a plan with a budget, found none; give device_memory='24GiB'"
+            PlanError, match="requires a plan with one budget, found none; give device_memory='24GiB'"
         ):
             question()
     with pytest.raises(ModelError, match="cannot plan a 'Linear' and a batch; give a LightningModule"):

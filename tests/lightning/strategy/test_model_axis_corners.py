@@ -217,7 +217,7 @@ REFUSED: dict[type[Corner], str] = {
     LearnedLibrary: ", which it reads inside of the decoder that is split over the model axis",
     OwnReference: "'weight' of a layer that S2 or nodes has replaced, which it still reads",
     EarlyOptimizer: "the optimizer 'Adam' has 1 parameters that the plan has replaced by the rank's shard",
-    TiedEncoders: "but another layer that the plan splits has it too",
+    TiedEncoders: "another layer that the plan splits has it too",
     HookedAttention: "'decoder.strata.1.key.attention' cannot be replaced: it has forward_hooks",
     HookedNorm: "'decoder.strata.1.key.prenorm' cannot be replaced: it has forward_hooks",
     HookedWeight: "S2 does not support a layer that has weight.backward_hooks",

@@ -52,7 +52,8 @@ def filled(ends: tuple[int, ...], stages: int, seconds: Any, speeds: tuple[float
         whole = [*ends, *[blocks] * (stages - len(ends))]
         apart = list(accumulate(whole, lambda before, end: max(before + 1, end), initial=0))[1:]
         return tuple(min(end, blocks - (stages - 1 - s)) for s, end in enumerate(apart))
-    ends = tuple(sorted(set(ends)))
+    # caps of ranks may leave the first one without a block
+    ends = tuple(sorted({*ends} - {0}))
     work = np.concatenate([[0.0], np.cumsum(seconds)])
     while len(ends) < stages:
         runs = [run for run in pairwise((0, *ends)) if run[1] - run[0] > 1]

@@ -214,3 +214,12 @@ GOOD: dict[str, Any] = {"forward": [1, 2], "backward": [1, 2], "n_stages": 2}
 def test_it_refuses(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         cut_pipeline(**GOOD | changed)
+
+
+def test_as_many_stages_as_there_are_have_blocks() -> None:
+    # caps of ranks may leave the first stage, or others, without a block
+    for ends in ((0, 2, 4), (0, 0, 4), (4,), (1, 1, 4), (2, 4)):
+        found = filled(ends, 3, [1.0] * 4, ())
+        assert len(found) == 3
+        assert found[-1] == 4
+        assert list(found) == sorted(set(found) - {0}), ends
