@@ -91,6 +91,8 @@ def _measured(plan: Plan, arguments: argparse.Namespace) -> tuple[float, str]:
         settings = {
             "strategy": "amp",
             "strategy.plan": str(file),
+            # where the configuration of the run is written
+            "default_root_dir": folder,
             "devices": arguments.devices,
             "callbacks": json.dumps(timer),
             # a loader may have fewer batches
