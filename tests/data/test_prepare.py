@@ -118,6 +118,15 @@ def test_rna_keeps_raw_counts_of_placed_genes(files: Files) -> None:
     assert {"chrom", "chromStart", "chromEnd", "strand", "highly_variable", "in_hic"} <= set(rna.var)
 
 
+def test_a_cell_without_a_type_is_unknown_in_both_modalities(files: Files) -> None:
+    table = anndata.read_h5ad(files.rna)
+    table.obs["cell_type"] = pd.Categorical([None, *["b"] * 7])
+    table.write_h5ad(files.rna)
+    found = prepare(**files.arguments())
+    assert list(anndata.read_h5ad(found.rna).obs["celltype"]) == ["Unknown", *["b"] * 7]
+    assert set(anndata.read_h5ad(found.hic).obs["celltype"]) == {"Unknown"}
+
+
 def test_counts_layer_wins_over_a_scaled_matrix_and_empty_cells_go(files: Files) -> None:
     counts = rna_counts().toarray()
     counts[3, :10] = 0
@@ -260,11 +269,11 @@ def test_gtf_without_genes_falls_to_transcripts(tmp_path: Path) -> None:
 
 def test_labels_have_defaults_for_absent_columns(tmp_path: Path) -> None:
     path = tmp_path / "labels.tsv"
-    path.write_text("cell\tcelltype\na.500kb\tx\nb\t\n")
+    path.write_text("cell\tcell_type\na.500kb\tx\nb\t\n")
     labels = read_labels(path, resolution=500_000)
     assert labels.to_dict("index") == {
         "a": {"celltype": "x", "batch": "0", "read_depth": 1.0},
-        "b": {"celltype": "n/a", "batch": "0", "read_depth": 1.0},
+        "b": {"celltype": "Unknown", "batch": "0", "read_depth": 1.0},
     }
 
 

@@ -24,7 +24,7 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--genes", required=True, help="gene positions, GTF or BED, plain or .gz")
     parser.add_argument("--strata", required=True, type=int, help="bin distances to keep: 0 to STRATA - 1")
     parser.add_argument("--out", required=True, help="folder to write")
-    parser.add_argument("--labels", help="SCORE's table: cell, depth, batch, cluster")
+    parser.add_argument("--labels", help="table of Hi-C cells (TSV): cell, celltype, batch, depth")
     parser.add_argument("--resolution", help="check: the bin size that the file must have, such as 500kb")
     parser.add_argument(
         "--min-depth", type=int, default=0, help="drop cells with fewer contacts (default: 0)"

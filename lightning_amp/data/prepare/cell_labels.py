@@ -1,5 +1,6 @@
 """Reads the table of cell labels that goes with a .scool (the "reference" TSV of SCORE)."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -8,13 +9,16 @@ from lightning_amp.data.files.open_text import open_stream
 from lightning_amp.data.files.resolution import strip_resolution
 from lightning_amp.errors import DataError
 
+CELLTYPES = ("celltype", "cell_type", "cluster")
+
 
 def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
-    """Read a table (TSV with a header) of `cell`, and optionally `depth`, `batch`, `cluster` or `celltype`.
+    """Read a table (TSV with a header) of `cell`, and optionally `depth`, `batch`, and `celltype`, `cell_type` or
+    `cluster`.
 
     Suffixes of cell names that name the resolution, in base pairs, are removed. Returns, indexed by cell, celltype
-    (str, "n/a" where absent), batch (str, "0" where absent) and read_depth (float64, 1 where absent), then all other
-    columns of the table as text.
+    (str, "Unknown" where absent), batch (str, "0" where absent) and read_depth (float64, 1 where absent), then all
+    other columns of the table as text.
 
     Raises:
         DataError: The file cannot be read, has no column `cell`, repeats a cell or has a depth that is no
@@ -37,7 +41,7 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
         raise DataError(
             f"{path}: cells are listed more than once: {again[:3]!r} ({len(again)} cells); keep one line each"
         )
-    celltype = _column(table, ["celltype", "cluster"], "n/a")
+    celltype = _column(table, CELLTYPES, "Unknown")
     depth = pd.to_numeric(_column(table, ["depth"], "1"), errors="coerce")
     if depth.isna().any() or (depth < 0).any():
         line = int((depth.isna() | (depth < 0)).to_numpy().argmax())
@@ -50,7 +54,7 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
         "batch": _column(table, ["batch"], "0").to_numpy(),
         "read_depth": depth.to_numpy("float64"),
     }
-    others = table.drop(columns=["cell", *{"cluster", "depth", *known} & set(table)]).fillna("n/a")
+    others = table.drop(columns=["cell", *{*CELLTYPES, "depth", *known} & set(table)]).fillna("n/a")
     return pd.DataFrame(known, index=cells).join(others.set_axis(cells))
 
 
@@ -62,18 +66,18 @@ def label_cells(labels: pd.DataFrame | None, cells: list[str], *, path: str | Pa
     """
     if labels is None:
         return pd.DataFrame(
-            {"celltype": "n/a", "batch": "0", "read_depth": 1.0}, index=pd.Index(cells, name="cell")
+            {"celltype": "Unknown", "batch": "0", "read_depth": 1.0}, index=pd.Index(cells, name="cell")
         )
     missing = [cell for cell in cells if cell not in labels.index]
     if missing:
         raise DataError(
             f"{path}: {len(missing)} of {len(cells)} cells have no label, e.g. {missing[:3]!r}; the table "
-            f"has e.g. {labels.index[:3].tolist()!r}; add them or correct the names"
+            f"has e.g. {labels.index[:3].tolist()!r}; add them (the cell type may be empty) or correct the names"
         )
     return labels.loc[cells]
 
 
-def _column(table: pd.DataFrame, names: list[str], default: str) -> pd.Series:
+def _column(table: pd.DataFrame, names: Sequence[str], default: str) -> pd.Series:
     """Return the first of the columns that exists, with empty fields filled by the default."""
     found = next((name for name in names if name in table), None)
     return pd.Series(default, index=table.index) if found is None else table[found].fillna(default)

@@ -49,7 +49,7 @@ def prepare(
         genes: GTF or BED with the genes' positions on the same assembly.
         strata: Number of strata, i.e. contacts of bins less than `strata` apart are kept.
         out: Directory to write.
-        labels: TSV with cell types of the .scool's cells.
+        labels: TSV with a line for each of the .scool's cells, of the columns that `read_labels` names.
         resolution: Bin width that the .scool is expected to have; only checked.
         min_depth: Least number of contacts of a cell on the kept chromosomes.
         n_genes: Number of most variable genes to keep.

@@ -1,5 +1,6 @@
 """Reads raw RNA counts and writes the RNA modality."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,18 +49,27 @@ def read_rna(path: str | Path) -> RnaCounts:
             raise DataError(
                 f"{path}: neither layers['counts'] nor X found; write raw counts into one of them"
             )
+        others = [f"layers[{name!r}]" for name in file.get("layers", ()) if name != "counts"]
+        others += ["raw.X"] if "raw" in file and place == "X" else []
         counts = sp.csr_array(read_elem(file[place]))
         obs, var = read_elem(file["obs"]), read_elem(file["var"])
     if counts.shape != (len(obs), len(var)):
         raise DataError(
             f"{path}: {place} has shape {counts.shape!r}, obs and var {(len(obs), len(var))!r}; rewrite it"
         )
-    check_raw(counts, obs.index, var.index, where=str(path), place=place)
+    check_raw(counts, obs.index, var.index, where=str(path), place=place, others=others)
     return RnaCounts(counts.astype(np.float32), _cell_columns(obs), var.index.astype(str), str(path))
 
 
 def check_raw(
-    counts: Any, cells: pd.Index, features: pd.Index, *, where: str, place: str, feature: str = "gene"
+    counts: Any,
+    cells: pd.Index,
+    features: pd.Index,
+    *,
+    where: str,
+    place: str,
+    feature: str = "gene",
+    others: Sequence[str] = (),
 ) -> None:
     """Refuse values that are no raw counts, and repeated names.
 
@@ -68,6 +78,7 @@ def check_raw(
         cells, features: Their names.
         where, place: The file or object, and the place of the counts in it, for messages.
         feature: What a feature is called in messages.
+        others: Other places of the file or object that may hold the counts, for messages.
 
     Raises:
         DataError: One of these.
@@ -77,6 +88,7 @@ def check_raw(
         raise DataError(
             f"{where}: {place} has {fault[0]} values (e.g. {fault[1]!r}), so it holds no raw counts; put raw "
             "counts into layers['counts'] (scaled or normalised values cannot be used)"
+            + (f"; other matrices of the file are {', '.join(others)}" if others else "")
         )
     for names, what in ((cells, "cell"), (features, feature)):
         if names.has_duplicates:
@@ -90,7 +102,9 @@ def _cell_columns(obs: pd.DataFrame) -> pd.DataFrame:
     columns = {}
     for name, (sources, default) in CELL_COLUMNS.items():
         source = next((s for s in sources if s in obs), None)
-        columns[name] = default if source is None else obs[source].astype(str).to_numpy()
+        columns[name] = (
+            default if source is None else obs[source].astype(object).fillna(default).astype(str).to_numpy()
+        )
     known = pd.DataFrame(columns, index=obs.index.astype(str))
     return known.join(obs.drop(columns=list(columns), errors="ignore").set_axis(known.index))
 

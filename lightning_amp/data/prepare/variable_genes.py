@@ -45,8 +45,8 @@ def choose_genes(
     if shared.empty:
         raise DataError(
             f"{rna.source}: none of its {len(rna.genes)} genes is in {annotation}; found e.g. "
-            f"{rna.genes[:3].tolist()!r} and {genes.index[:3].tolist()!r}; both need the same kind of gene "
-            "names"
+            f"{rna.genes[:3].tolist()!r} and {genes.index[:3].tolist()!r}; set var_names to the annotation's "
+            "names (gene_name of a GTF)"
         )
     present = bins["chrom"].drop_duplicates().tolist()
     positions = genes.loc[shared]

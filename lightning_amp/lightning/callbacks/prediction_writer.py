@@ -289,7 +289,7 @@ def _cells_left_out(n_imputed: int, n_cells: int) -> list[str]:
         return []
     return [
         f"imputed.scool holds {n_imputed} of {n_cells} Hi-C cells; all with contact_map_cells: {n_cells} under"
-        " PredictionWriter, some by a list of their names"
+        " PredictionWriter, chosen ones with a list of their names"
     ]
 
 
