@@ -102,8 +102,9 @@ def _cell_columns(obs: pd.DataFrame) -> pd.DataFrame:
     columns = {}
     for name, (sources, default) in CELL_COLUMNS.items():
         source = next((s for s in sources if s in obs), None)
+        found = None if source is None else obs[source].astype(object)
         columns[name] = (
-            default if source is None else obs[source].astype(object).fillna(default).astype(str).to_numpy()
+            default if found is None else found.where(found.notna(), default).astype(str).to_numpy()
         )
     known = pd.DataFrame(columns, index=obs.index.astype(str))
     return known.join(obs.drop(columns=list(columns), errors="ignore").set_axis(known.index))
