@@ -98,6 +98,7 @@ def test_the_largest_batch_fits_with_the_plan_and_one_more_does_not(lean: Any) -
             assert found.plan.fits is fits
 
 
+@pytest.mark.release
 def test_the_batch_fits_on_the_fewest_devices_and_on_one_less_it_does_not() -> None:
     # parameters are most of it
     small = lightning_amp.plan(Deep(), "2x32")

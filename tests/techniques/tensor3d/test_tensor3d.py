@@ -104,7 +104,11 @@ def on_grids(rank: int, ranks: int, grids: list[Grid]) -> dict[Any, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "grids", [[(2, 1, 1), (1, 2, 1), (1, 1, 2)], [(2, 2, 1), (2, 1, 2), (1, 2, 1)]], ids=["2", "4"]
+    "grids",
+    [
+        pytest.param([(2, 1, 1), (1, 2, 1), (1, 1, 2)], id="2", marks=pytest.mark.release),
+        pytest.param([(2, 2, 1), (2, 1, 2), (1, 2, 1)], id="4"),
+    ],
 )
 def test_modules_train_as_one_process_does(tmp_path: Path, grids: list[Grid]) -> None:
     """Losses, parameters and metrics, with the predicted peak, once with a cache; a grid of two ranks on four has two
