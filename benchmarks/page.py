@@ -6,12 +6,14 @@ command.
     <!-- end of benchmarks.NAME -->
 """
 
+import argparse
 import platform
 import subprocess
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,6 +67,37 @@ def origin(command: str) -> str:
     return (
         f"Written by `{command}` on {date.today().isoformat()}, version {version()}; {machine()}, {device}."
     )
+
+
+def asked_tables(
+    doc: str | None, page: Path, sections: Mapping[str, Any], parser: argparse.ArgumentParser | None = None
+) -> argparse.Namespace:
+    """The flags of a command that prints or writes the tables of one part of a page; `only` and `write`."""
+    parser = parser or argparse.ArgumentParser()
+    parser.description, parser.formatter_class = doc, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--only", nargs="+", choices=list(sections), help="some of the tables, printed")
+    parser.add_argument("--write", action="store_true", help=f"put all tables into {page.relative_to(ROOT)}")
+    asked = parser.parse_args()
+    if asked.only and asked.write:
+        parser.error("--write puts all tables into the page: leave out --only")
+    return asked
+
+
+def show_tables(
+    asked: argparse.Namespace,
+    page: Path,
+    part: str,
+    sections: Mapping[str, Callable[[], Iterable[str]]],
+    *,
+    first: str,
+) -> None:
+    """Print the tables that were asked for under one paragraph, and write them where that was asked for."""
+    lines = list(paragraph(first))
+    for name in asked.only or sections:
+        lines += [f"### {name}", "", *sections[name]()]
+    if asked.write:
+        write_part(page, part, lines)
+    print("\n".join(lines))
 
 
 def version() -> str:

@@ -21,7 +21,7 @@ from torch import nn
 import lightning_amp
 from benchmarks.chunks.measure import count, forward, largest_difference, seconds
 from benchmarks.chunks.paper_models import KINDS, ROWS, evoformer, table_args
-from benchmarks.page import ROOT, origin, paragraph, table, write_part
+from benchmarks.page import ROOT, asked_tables, origin, show_tables, table
 from lightning_amp._torch import FakeTensorMode
 from lightning_amp.costs.device_rates import CPU_CORE, rates_for
 from lightning_amp.footprint.live_bytes import LiveBytes
@@ -267,26 +267,15 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
 
 def main() -> None:
     """Print or write the tables, or tune."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser()
     parser.add_argument("--tune", action="store_true", help="print tuned weights")
-    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="some of the tables, printed")
-    parser.add_argument("--write", action="store_true", help="put all tables into docs/paper/autochunk.md")
-    asked = parser.parse_args()
+    asked = asked_tables(__doc__, PAGE, SECTIONS, parser)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if asked.tune:
         print(tune())
         return
-    if asked.only and asked.write:
-        parser.error("--write puts all tables into the page: leave out --only")
-    lines = list(paragraph(origin("python -m benchmarks.chunks.autochunk --write")))
-    for name in asked.only or SECTIONS:
-        lines += [f"### {name}", "", *SECTIONS[name]()]
-    if asked.write:
-        write_part(PAGE, PART, lines)
-    print("\n".join(lines))
+    show_tables(asked, PAGE, PART, SECTIONS, first=origin("python -m benchmarks.chunks.autochunk --write"))
 
 
 if __name__ == "__main__":

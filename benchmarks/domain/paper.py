@@ -7,7 +7,6 @@ follow from the data sheet of an H100 (TF32), all ranks in one domain of NVLink,
 figures are of GB200. Three minutes.
 """
 
-import argparse
 import warnings
 from collections.abc import Iterator
 
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks.domain.models import Net
 from benchmarks.domain.scaling import HEADER, counted, rows, step_of
-from benchmarks.page import ROOT, origin, paragraph, table, write_part
+from benchmarks.page import ROOT, asked_tables, origin, show_tables, table
 
 PAGE = ROOT / "docs" / "paper" / "shardtensor.md"
 MIB = 2**20
@@ -123,21 +122,10 @@ SECTIONS = {
 
 def main() -> None:
     """Print or write the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="some of the tables, printed")
-    parser.add_argument("--write", action="store_true", help="put all tables into docs/paper/shardtensor.md")
-    asked = parser.parse_args()
-    if asked.only and asked.write:
-        parser.error("--write puts all tables into the page: leave out --only")
+    asked = asked_tables(__doc__, PAGE, SECTIONS)
     warnings.simplefilter("ignore")
-    lines = list(paragraph(f"Counted or predicted. {origin('python -m benchmarks.domain.paper --write')}"))
-    for name in asked.only or SECTIONS:
-        lines += [f"### {name}", "", *SECTIONS[name]()]
-    if asked.write:
-        write_part(PAGE, "domain.paper", lines)
-    print("\n".join(lines))
+    first = f"Counted or predicted. {origin('python -m benchmarks.domain.paper --write')}"
+    show_tables(asked, PAGE, "domain.paper", SECTIONS, first=first)
 
 
 if __name__ == "__main__":

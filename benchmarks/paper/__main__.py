@@ -7,9 +7,7 @@ memory model, seconds those of the time model at the rates of an RTX 3090. `pyth
 the steps, which takes 20 minutes.
 """
 
-import argparse
-
-from benchmarks.page import ROOT, origin, paragraph, write_part
+from benchmarks.page import ROOT, asked_tables, origin, show_tables
 from benchmarks.paper.growth import gathered, outcomes, settings, solved
 from benchmarks.paper.seconds import heavy, light, scale, scaling
 
@@ -29,20 +27,8 @@ SECTIONS = {
 
 def main() -> None:
     """Print or write the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="some of the tables, printed")
-    parser.add_argument("--write", action="store_true", help="put all tables into docs/paper/amp.md")
-    asked = parser.parse_args()
-    if asked.only and asked.write:
-        parser.error("--write puts all tables into the page: leave out --only")
-    lines = list(paragraph(origin("python -m benchmarks.paper --write")))
-    for name in asked.only or SECTIONS:
-        lines += [f"### {name}", "", *SECTIONS[name]()]
-    if asked.write:
-        write_part(PAGE, PART, lines)
-    print("\n".join(lines))
+    asked = asked_tables(__doc__, PAGE, SECTIONS)
+    show_tables(asked, PAGE, PART, SECTIONS, first=origin("python -m benchmarks.paper --write"))
 
 
 if __name__ == "__main__":

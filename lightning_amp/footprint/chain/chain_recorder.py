@@ -145,7 +145,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.swapped: set[str] = set()
         self.trained = frozenset(self._parameters.values())
         self._rates, self._stages, self.watches_saved = rates, frozenset(stages), watches_saved
-        self._spans: dict[str, list[range]] = {}
+        self._read_outside: set[str] = set()
         self._open: int | None = None
         self._aside = False
         self._within = False
@@ -167,15 +167,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         """Blocks of which the forward pass reads parameters while no call of the block runs, as one that calls a
         block's parts by themselves does.
         """
-        found = set()
-        for fqn in find_blocks(self._module).keys() - self.transformed if self.watches_saved else ():
-            spans = self._spans.get(fqn, [])
-            reads = (
-                at for name, places in self.readers.items() if name.startswith(f"{fqn}.") for at in places
-            )
-            if any(not any(at in span for span in spans) for at in reads):
-                found.add(fqn)
-        return frozenset(found)
+        return frozenset(self._read_outside - self.transformed) if self.watches_saved else frozenset()
 
     @property
     def whole_lives(self) -> list[Life]:
@@ -188,8 +180,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Begin a step, with what is there already."""
         super().start(batch, optimizers)
-        self._replaced = {}
-        for fqn, block in find_blocks(self._module).items():
+        self._replaced, self._blocks = {}, find_blocks(self._module)
+        for fqn, block in self._blocks.items():
             reason = unrepeatable(block)
             self._replaced[fqn] = block
             block.forward = partial(self._call, fqn, reason, block, block.forward)
@@ -218,10 +210,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return forward(*args, **kwargs)
         again = autograd_node() is not None or self._open is not None
         if again or not self.watches_saved or not torch.is_grad_enabled():
-            begin = len(self.work)
-            result = forward(*args, **kwargs)
-            self._spans.setdefault(fqn, []).append(range(begin, len(self.work)))
-            return result
+            return forward(*args, **kwargs)
         given = BlockCall.of(fqn, args, kwargs)
         call = RecordedCall(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
         leaves = tree_leaves((args, kwargs))
@@ -238,7 +227,6 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         finally:
             self._open = None
         call.end, call.last_order = len(self.work) - 1, autograd_order()
-        self._spans.setdefault(fqn, []).append(range(call.start, len(self.work)))
         call.fixed = call.fixed or first.settle()
         call.result, self._uses_before = likeness(result), len(self.uses)
         results = list(tensors_of(tree_leaves(result)))
@@ -322,6 +310,9 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         weights = [life.name for life in given if life.kind == PARAMETERS and life.name in self.trained]
         for name in weights:
             self.readers.setdefault(name, []).append(now)
+            running = {fqn for fqn, _ in self._running}
+            blocks = (fqn for fqn in self._blocks if name.startswith(f"{fqn}."))
+            self._read_outside.update(fqn for fqn in blocks if fqn not in running)
         results = {id(life) for life in self._lives_of(made)}
         if weights or any(id(life) in self.computed for life in given):
             self.computed |= results

@@ -140,10 +140,10 @@ class Request:
         """Options of one technique require it, and have the values that it allows."""
         chosen = () if self.strategies is None else parse_strategies(self.strategies)
         for name, owners in options_of_techniques().items():
-            value, default = getattr(self, name), getattr(Request, name)
+            value = getattr(self, name)
             # a command line has lists
-            same = value == (list(default) if isinstance(value, list) and default else default)
-            if not same and not {*owners} & {*chosen}:
+            given = (tuple(value) if isinstance(value, list) else value) != getattr(Request, name)
+            if given and not {*owners} & {*chosen}:
                 of = owners[0]
                 raise PlanError(
                     f"{name}={value!r} is an option of {of}; add strategies={of!r}, or leave it out"

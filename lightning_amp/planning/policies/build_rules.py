@@ -107,13 +107,10 @@ def with_requested(
     Raises:
         PlanError: A spec that this mesh or model cannot have.
     """
-    notes = []
     for strategy, spec in requested.items():
-        row = STRATEGIES[strategy]
-        for why in row.contradictions([spec], plan.gradient_ranks) if row.contradictions is not None else ():
-            raise PlanError(why)
-        if row.remark is not None and (note := row.remark(spec, launches)):
-            notes.append(note)
+        if (check := STRATEGIES[strategy].contradictions) is not None:
+            for why in check([spec], plan.gradient_ranks):
+                raise PlanError(why)
 
     def asked(rule: Rule) -> Rule:
         spec = requested.get(rule.strategy)
@@ -121,7 +118,15 @@ def with_requested(
             return rule
         return replace(rule, spec=settle(rule.strategy, spec, shape, plan.axes, plan.mesh))
 
-    return replace(plan, rules=tuple(map(asked, plan.rules)), notes=(*plan.notes, *notes))
+    notes = (*plan.notes, *remarks(requested, launches=launches))
+    return replace(plan, rules=tuple(map(asked, plan.rules)), notes=notes)
+
+
+def remarks(specs: Mapping[str, Spec], *, launches: bool) -> list[str]:
+    """What a person should know of specs, by technique, on a device that is the host's processor or another one."""
+    rows = ((STRATEGIES[strategy].remark, spec) for strategy, spec in specs.items())
+    found = (remark(spec, launches) for remark, spec in rows if remark is not None)
+    return [note for note in found if note]
 
 
 def with_memory(plan: Plan, memory: tuple[int, ...]) -> Plan:

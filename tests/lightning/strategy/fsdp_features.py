@@ -155,8 +155,19 @@ class InParts(Blocks):
         return x
 
 
+class ByForward(Blocks):
+    """`forward` of a block is called, which runs no hooks."""
+
+    def through(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block.forward(x)
+        return x
+
+
 MODULES: dict[str, type[Blocks]] = {
-    kind.__name__: kind for kind in (Blocks, SharedBlock, Frozen, Several, ReadsElsewhere, Penalised, InParts)
+    kind.__name__: kind
+    for kind in (Blocks, SharedBlock, Frozen, Several, ReadsElsewhere, Penalised, InParts, ByForward)
 }
 
 

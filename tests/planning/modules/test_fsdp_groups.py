@@ -12,7 +12,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.build_rules import with_requested
+from lightning_amp.planning.policies.build_rules import remarks, with_requested
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.predict import units_in, variants
 from lightning_amp.techniques.fsdp.row import ON_HOST
@@ -156,6 +156,8 @@ def test_on_a_cpu_rows_are_in_the_hosts_memory_anyway() -> None:
     assert with_requested(plan, {"fsdp": asked}, SHAPE).notes == (*plan.notes, ON_HOST)
     assert with_requested(plan, {"fsdp": asked}, SHAPE, launches=True) == plan
     assert with_requested(plan, {}, SHAPE) == plan
+    assert remarks({"fsdp": asked}, launches=False) == [ON_HOST], "also of a plan that is given"
+    assert remarks({"fsdp": FullyShard()}, launches=False) == []
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from lightning_amp.planning.modules.plan_module import (
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.policies.balance_cells import too_few_cells
 from lightning_amp.planning.policies.build_rules import (
+    remarks,
     with_balance,
     with_memory,
     with_requested,
@@ -236,6 +237,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
     notes = notes + note + _not_counted(plan, shape) + too_few_cells(profile, plan.mesh, shape.batch_size)
+    notes += remarks({rule.strategy: rule.spec for rule in plan.rules}, launches=rates.launches)
     if shape.batch_norms:
         # the plan may be of a model without
         plan = with_shared_statistics(plan)
