@@ -1,4 +1,4 @@
-"""Find the blocks of a module: those that the user names, else the children of its lists and sequences."""
+"""Find the blocks of a module: those that the user names, else the children of its containers."""
 
 import pkgutil
 import re
@@ -17,23 +17,30 @@ MARK = "_lightning_amp_block"
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """Blocks by name: the named ones where there are any, else the children of the outermost lists and sequences.
+    """Blocks by name: the named ones where there are any, else the children of the outermost containers.
 
-    A module is no block of itself.
+    Containers are ModuleList, Sequential, and of a ModuleDict the children whose class occurs twice: it often holds a
+    model's different parts (embedding, list of layers, head), which are no blocks. A module is no block of itself.
     """
     found = {fqn: child for fqn, child in module.named_modules() if fqn and MARK in vars(child)}
     if found:
         return found
 
-    def walk(fqn: str, parent: nn.Module) -> None:
+    def walk(fqn: str, parent: nn.Module, listed: bool) -> None:
+        # a dictionary is never called, so that one in a list cannot be a block, and its children are
+        kinds = Counter(type(child) for child in parent.children() if any(True for _ in child.children()))
+        listed = isinstance(parent, nn.ModuleList | nn.Sequential) or (
+            listed and isinstance(parent, nn.ModuleDict)
+        )
         for name, child in parent.named_children():
             inner = f"{fqn}.{name}" if fqn else name
-            if isinstance(parent, nn.ModuleList | nn.Sequential) and not isinstance(child, nn.ModuleList):
+            repeated = isinstance(parent, nn.ModuleDict) and kinds[type(child)] > 1
+            if (listed or repeated) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
                 found.setdefault(inner, child)
             else:
-                walk(inner, child)
+                walk(inner, child, listed)
 
-    walk("", module)
+    walk("", module, False)
     return found
 
 
@@ -43,7 +50,9 @@ def owners(module: nn.Module) -> dict[str, nn.Module]:
     return {
         fqn: child
         for fqn, child in module.named_modules()
-        if fqn and not isinstance(child, nn.ModuleList) and any(name.startswith(f"{fqn}.") for name in blocks)
+        if fqn
+        and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        and any(name.startswith(f"{fqn}.") for name in blocks)
     }
 
 

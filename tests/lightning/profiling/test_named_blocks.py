@@ -119,3 +119,33 @@ def test_what_cannot_be_a_block_is_refused() -> None:
         AMPStrategy(blocks="down1")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="'unused' is never called"):
         _fit(AMPStrategy(strategies="recompute", blocks=[Res]))
+
+
+class Keyed(Attributes):
+    """Layers in a dictionary, as a ModuleDict of a model's parts has them too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.down1, self.down2, self.up1, self.up2, self.unused
+        parts = {
+            "enter": nn.Linear(4, WIDTH),
+            "head": nn.Linear(4, 4),
+            "layers": nn.ModuleList([Res(), Res()]),
+        }
+        self.layers = nn.ModuleDict({f"layer{i}": Res() for i in range(4)})
+        self.parts = nn.ModuleDict(parts)
+        self.pairs = nn.ModuleList(nn.ModuleDict({"one": Res(), "two": nn.Linear(4, 4)}) for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.enter(batch)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_repeated_layers_of_a_dictionary_are_blocks_and_a_models_parts_are_not() -> None:
+    names = [*(f"layers.layer{i}" for i in range(4)), *(f"parts.layers.{i}" for i in range(2))]
+    names += [f"pairs.{i}.{name}" for i in range(2) for name in ("one", "two")]
+    assert list(find_blocks(Keyed())) == names
+    plan = lightning_amp.plan(Keyed(), torch.zeros(ROWS, 4), strategies="recompute")
+    assert [rule.fqn for rule in plan.plan.rules if rule.fqn] == names[:4]
