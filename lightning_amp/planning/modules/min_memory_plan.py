@@ -14,6 +14,7 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
 from lightning_amp.techniques.pipeline.stages import staged
 from lightning_amp.techniques.recompute.predict import all_fixed
+from lightning_amp.techniques.table import STRATEGIES
 
 LEAST = "the step requires at least "
 """Begins the sentence that says what is missing."""
@@ -33,9 +34,17 @@ def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
     said += f" ({fixed})" if fixed else ""
     more = fewest_ranks(seen, budget, above=ranks)
     if more is None:
-        return f"{said}; no number of ranks up to {MOST_RANKS} would be enough: use a smaller batch"
+        return f"{said}; no number of ranks up to {MOST_RANKS} would be enough: {smaller(seen)}"
     with_what = " and ".join(more.strategies) or "nothing else"
     return f"{said}; {on_ranks(more.ranks * more.model)} with {with_what} would fit"
+
+
+def smaller(seen: ProfiledStep) -> str:
+    """What to do with a step that fits on no number of ranks which have a whole sample each."""
+    # the techniques of the search leave a sample whole; those that run the step by themselves split it
+    splitting = " or ".join(repr(name) for name, row in STRATEGIES.items() if row.steps)
+    split = f"split a sample over several ranks with strategies={splitting}"
+    return split if seen.profile.batch_size == 1 else f"use a smaller batch, or {split}"
 
 
 def leanest(seen: ProfiledStep, ranks: int) -> Draft:

@@ -10,6 +10,7 @@ from lightning_amp.planning.modules.min_memory_plan import (
     fewest_ranks,
     over_data,
     over_stages,
+    smaller,
     spelled,
     with_techniques_of,
 )
@@ -140,5 +141,5 @@ def _devices(seen: ProfiledStep, budget: int) -> str:
     where = "for all of them" if found is not None and found.model > 1 else "on each"
     each = "" if length is None else f" with a batch of {length:,} {where}"
     if found is None:
-        return f"no number of devices has the memory for this step{each}: take a smaller batch"
+        return f"no number of devices has the memory for this step{each}: {smaller(seen)}"
     return f"the fewest devices for this step{each}: {found.ranks * found.model}, {spelled(found)}"

@@ -319,7 +319,12 @@ def test_what_is_missing_is_said() -> None:
     assert f"{more.ranks} ranks with {' and '.join(more.strategies)} would fit" in text
     assert text in plan_report(found).replace("\n  ", " ")
     hopeless = plan_module(base(10), heavy)
-    assert "no number of ranks up to 1024 would be enough: use a smaller batch" in shortfall(hopeless)
+    assert "no number of ranks up to 1024 would be enough: use a smaller batch, or split" in shortfall(
+        hopeless
+    )
+    one = replace(heavy, profile=replace(heavy.profile, batch_size=1))
+    said = shortfall(plan_module(base(10), one))
+    assert "enough: split a sample over several ranks with strategies='sequence' or 'tensor3d'" in said
 
 
 def test_no_technique_for_blocks_makes_less_of_what_averaging_takes() -> None:
