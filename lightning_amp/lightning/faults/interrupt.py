@@ -36,6 +36,9 @@ class InterruptibleLauncher(ScriptLauncher):
         return self.num_processes * self.num_nodes == 1
 
     def _call_children_scripts(self) -> None:
+        if self.num_processes * self.num_nodes == 1:
+            # Lightning would set LOCAL_RANK, so that a later Trainer or script takes itself for one of several ranks
+            return
         os.environ[STARTED_BY] = str(os.getpid())
         try:
             super()._call_children_scripts()

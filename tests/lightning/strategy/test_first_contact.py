@@ -90,9 +90,9 @@ def test_a_fit_says_five_lines_and_writes_the_report(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_one_device_opens_no_port(tmp_path: Path) -> None:
+def test_one_device_opens_no_port_and_leaves_no_rank_behind(tmp_path: Path) -> None:
     script = """
-        import torch, torch.distributed as dist
+        import os, torch, torch.distributed as dist
         from lightning.pytorch import Trainer
         from lightning.pytorch.demos.boring_classes import BoringModel
         import lightning_amp
@@ -104,7 +104,7 @@ def test_one_device_opens_no_port(tmp_path: Path) -> None:
         trainer = Trainer(strategy="amp", devices=1, accelerator="cpu", max_steps=2, logger=False, num_nodes=1,
                           enable_checkpointing=False, enable_progress_bar=False)
         trainer.fit(BoringModel())
-        print("trained", trainer.global_step)
+        print("trained", trainer.global_step, "LOCAL_RANK" in os.environ)
     """
     words = [sys.executable, "-c", textwrap.dedent(script)]
     found = subprocess.run(
@@ -115,7 +115,7 @@ def test_one_device_opens_no_port(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert "trained 2" in found.stdout, found.stderr[-2000:]
+    assert "trained 2 False" in found.stdout, found.stderr[-2000:]
 
 
 def test_a_plan_that_is_refused_is_written_and_one_that_trains_anyway_warns(
