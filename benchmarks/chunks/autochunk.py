@@ -20,6 +20,7 @@ from torch import nn
 
 import lightning_amp
 from benchmarks.chunks.measure import count, forward, largest_difference, seconds
+from benchmarks.chunks.models import GPT, ViT
 from benchmarks.chunks.paper_models import KINDS, ROWS, evoformer, table_args
 from benchmarks.page import ROOT, asked_tables, origin, show_tables, table
 from lightning_amp._torch import FakeTensorMode
@@ -48,6 +49,11 @@ WITHOUT = {
 """Terms of the paper's ablation, with its speeds in per cent."""
 GRID = (0.0, *(10.0**k for k in range(-8, 4)))
 """Values of a weight that coordinate search tries."""
+DEEP = {
+    "GPT": ("GPT-2 small, 12 layers", partial(GPT, 768, 12, heads=12)),
+    "ViT": ("ViT-L, 24 layers", partial(ViT, 1024, 24, patch=16, heads=16)),
+}
+"""All layers of two models, which run on the inputs of `KINDS`."""
 LENGTHS = (256, 384)
 LOSSES = (0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15)
 """Shares of fused attention's bytes that are tried."""
@@ -159,6 +165,23 @@ def budgets(size: str) -> Iterator[str]:
     yield from table(header, rows)
 
 
+def all_layers() -> Iterator[str]:
+    """Figure 5: peaks of models with all of their layers, both counted on fake tensors."""
+    rows = []
+    for name, (title, make) in DEEP.items():
+        with FakeTensorMode(), torch.no_grad():
+            module, args = make().eval(), KINDS[name].args("paper")
+            eager = count(forward(module, args))[0]
+            for share in SHARES:
+                n_bytes = int(share * eager)
+                made = lightning_amp.chunk(module, *args, budget=n_bytes, rates=RATES["paper"])
+                found = count(forward(made, args))[0]
+                assert found <= n_bytes, f"{title} is above its budget"
+                rows.append([title, KINDS[name].sizes["paper"], format_bytes(eager), f"{share:.0%}",
+                             format_bytes(found), f"{found / eager:.0%}"])  # fmt: skip
+    yield from table(["model", "size", "as it is", "budget", "in chunks", "of it"], rows)
+
+
 def runs(name: str) -> dict[float, list[str]]:
     """A small model at all budgets: throughput of both policies relative to eager, and the largest difference."""
     torch.manual_seed(0)
@@ -257,6 +280,7 @@ def ablation() -> Iterator[str]:
 SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "Figure 4, memory of nodes": nodes,
     "Figure 5, predicted on an A100": partial(budgets, "paper"),
+    "Figure 5, all layers, counted": all_layers,
     "Figure 5, small models on one core": partial(budgets, "small"),
     "Figure 6, after fused attention": fused,
     "Figures 7 and 8, chunks by an expert": expert,

@@ -5,9 +5,12 @@ result is within D / (eta - 1) + epsilon of the optimum (their Property 3).
 
 Two things differ from the printed algorithms, both to its advantage. Layers are packed by `OrderedRuns.fill`, which
 finds the end of a run by bisection and not layer by layer; and a run goes on past a place where a cut would be too
-expensive, where Algorithm 3 as printed stops once both sendings there exceed the bound.
+expensive, where Algorithm 3 as printed stops once both sendings there exceed the bound. `layer_by_layer` packs without
+these. It reads one line in another way than it is printed: a run ends where either sum exceeds its share, not where
+both do, since otherwise the shares (0, 1) allow a single run for any forward times.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 from benchmarks.pipeline.instances import GRID
@@ -17,8 +20,34 @@ EPSILON = GRID // 1000
 """The paper does not say its own."""
 
 
-def imd(runs: OrderedRuns, eta: int) -> int:
-    """rho_1 + rho_2 of the runs that IMD ends with."""
+def layer_by_layer(runs: OrderedRuns, f: int, b: int) -> list[int]:
+    """The ends of runs by Algorithm 3, in O(K) steps; the last one is K where the bound is met."""
+    ends, start = list[int](), 0
+    for _ in runs.devices:
+        end = start
+        for at in range(start + 1, runs.layers + 1):
+            there, back = runs.send_forward[at] > f, runs.send_backward[at] > b
+            if (there and back) or runs.forward[at] - runs.forward[start] > f:
+                break
+            if runs.backward[at] - runs.backward[start] > b:
+                break
+            if not (there or back):
+                end = at
+        ends.append(end)
+        if end in (start, runs.layers):
+            break
+        start = end
+    return ends
+
+
+def imd(
+    runs: OrderedRuns, eta: int, pack: Callable[[OrderedRuns, int, int], list[int]] = OrderedRuns.fill
+) -> int:
+    """rho_1 + rho_2 of the runs that IMD ends with.
+
+    Args:
+        pack: Layers into runs under a bound forward and backward.
+    """
     low = max(after - before for costs in (runs.forward, runs.backward) for before, after in pairwise(costs))
     high = runs.forward[-1] + runs.backward[-1] + sum(runs.send_forward) + sum(runs.send_backward)
     found = sum(runs.times(runs.fill(runs.no_bound, runs.no_bound)))
@@ -26,7 +55,7 @@ def imd(runs: OrderedRuns, eta: int) -> int:
         middle = (low + high) // 2
         for i in range(eta + 1):
             share = middle * i // eta
-            ends = runs.fill(share, middle - share)
+            ends = pack(runs, share, middle - share)
             if ends[-1] == runs.layers:
                 found, high = sum(runs.times(ends)), middle
                 break

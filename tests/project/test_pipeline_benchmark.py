@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from benchmarks.pipeline.__main__ import searches
+from benchmarks.pipeline.baselines import programmed, recursive
 from benchmarks.pipeline.dynamic_program import least_sum
-from benchmarks.pipeline.imd import EPSILON, imd
+from benchmarks.pipeline.imd import EPSILON, imd, layer_by_layer
 from benchmarks.pipeline.instances import draw
 from benchmarks.pipeline.networks import rates
 from benchmarks.pipeline.shaped_links import refuse_without_root
@@ -38,6 +39,18 @@ def test_three_ways_agree(seed: int, sending: float) -> None:
     # Property 3 of the paper
     eta = 50
     assert least <= imd(instance.runs(4), eta) <= EPSILON + least * eta / (eta - 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_imd_as_printed_packs_as_ours_where_nothing_is_sent(seed: int) -> None:
+    silent, sending = (draw(32, seed, sending=share).runs(4) for share in (0.0, 8.0))
+    assert imd(silent, 50, layer_by_layer) == imd(silent, 50)
+    assert imd(sending, 50, layer_by_layer) >= imd(sending, 50)
+
+
+def test_recursion_finds_what_the_dynamic_program_finds() -> None:
+    instance = draw(24, 0)
+    assert recursive(instance, 5) == programmed(instance, 5)
 
 
 def test_searches_are_compared() -> None:

@@ -42,7 +42,8 @@ class LayerSeconds:
         Args:
             part: Passes of the micro-batch.
             whole: Of the batch.
-            links: Between the ranks of the pipeline, of which there are `ranks`.
+            links: Between the ranks of the pipeline, of which there are `ranks`; over several nodes all neighbours send
+                at the slower one.
             at_once: Whether what follows the blocks runs once, for the whole batch.
         """
         there, back = segment_seconds(part)
