@@ -52,18 +52,6 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
     return _each(batch, lambda x: x[slice(*_bounds(len(x), part, parts))])
 
 
-def starts(batch: object, part: int, parts: int) -> dict[int, int]:
-    """Number of cells of a part of a global batch -> its first cell in it.
-
-    Where parts of two modalities have the same size and different first cells, the smaller modality's is kept.
-    """
-    found: dict[int, int] = {}
-    for n in sizes_of(batch):
-        first, last = _bounds(n, part, parts)
-        found.setdefault(last - first, first)
-    return found
-
-
 def cast(batch: Any, dtype: torch.dtype) -> Any:
     """The batch with its floating point tensors in another precision."""
     return _each(

@@ -5,7 +5,7 @@ take their parts of the same ones. Files lie in a folder that all ranks see:
 
     subject.pt          the module and the data, as the user gave them
     batches.pt          the global batches
-    one-float64.pt      what the single process has recorded, and errors after one rounding in every weight
+    one-float64.pt      what the single process has recorded
 """
 
 import os
@@ -32,17 +32,14 @@ from lightning_amp.lightning.checkpoints.atomic_file import write_state
 from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import (
-    ALLOWED,
     DTYPES,
     Precision,
     Report,
     common_factor,
-    loss_errors,
-    origins,
     record_errors,
 )
 from lightning_amp.verification.recorder import Record, Recorder
-from lightning_amp.verification.split_batch import Parts, cast, first_of, sizes_of, starts
+from lightning_amp.verification.split_batch import Parts, cast, first_of, sizes_of
 
 QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
@@ -75,9 +72,7 @@ def train_and_compare(rank: int, ranks: int, folder: Path, run: Run) -> list[Rep
 def train_one(folder: Path, precision: Precision, steps: int) -> None:
     """Train on the global batches in this process, as a Trainer without this package would."""
     one, *_ = _fit(folder, precision, steps)
-    nudged, *_ = _fit(folder, precision, steps, nudged=True)
-    found = record_errors(nudged, one) | {"losses": loss_errors(nudged.losses, one.losses)}
-    _keep((one, found), folder / f"one-{precision}.pt")
+    _keep(one, folder / f"one-{precision}.pt")
 
 
 def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: Run) -> Report:
@@ -87,7 +82,7 @@ def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: R
     # they are compared and named here
     strategy.own_statistics = True
     record, place, given, module = _fit(folder, precision, run.steps, ranks=ranks, strategy=strategy)
-    one, nudged = torch.load(folder / f"one-{precision}.pt", weights_only=False)
+    one = torch.load(folder / f"one-{precision}.pt", weights_only=False)
     plan, sizes = strategy.plan, sizes_of(given)
     assert plan is not None, "there is a plan after a fit"
     shared = strategy.share_batch_statistics or place[1] == 1
@@ -99,10 +94,8 @@ def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: R
         cells=record.cells,
         all_cells=count_cells(given) or 0,
         errors=record_errors(record, one),
-        nudged=nudged,
         factor=common_factor(record.gradients, one.gradients),
         draws=one.draws,
-        origins=origins(record.calls, one.calls, tolerance=ALLOWED[precision]["forward"]),
         apart=record.apart,
         unshared=[] if shared else [n for n, m in module.named_modules() if isinstance(m, AnyBatchNorm)],
         uneven=len(sizes) > 1 and any(n % place[1] for n in sizes),
@@ -118,7 +111,6 @@ def _fit(
     *,
     ranks: int = 1,
     strategy: AMPStrategy | None = None,
-    nudged: bool = False,
 ) -> tuple[Record, tuple[int, int], Any, torch.nn.Module]:
     """The record, the place of the rank, the first global batch and the module."""
     seed_everything(0, verbose=False)
@@ -144,7 +136,7 @@ def _fit(
         used.extend(torch.load(path, weights_only=False))
         return Parts([cast(batch, dtype) for batch in used], ranks=ranks, place=place)
 
-    recorder = Recorder(lambda step: starts(used[step], *place()), nudged=nudged)
+    recorder = Recorder()
     trainer = Trainer(
         **QUIET,
         accelerator="cpu",

@@ -61,7 +61,7 @@ def write_embedding(
     Args:
         path: The file.
         obs: Table of cells.
-        parts: obsm, obsp and uns.
+        parts: obsm and uns.
         var: Table of features.
         imputed: Rows and their [row, feature], a few cells at a time, for layers["imputed"]; NaN for other cells. There
             is no layer where this is empty.
@@ -80,8 +80,7 @@ def write_embedding(
                 layer.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
             file["layers/imputed"][rows] = values
             check()
-        for name in ("obsm", "obsp"):
-            write_elem(file, name, parts.get(name, {}))
+        write_elem(file, "obsm", parts.get("obsm", {}))
         write_annotations(file, obs=obs, var=var, uns=parts.get("uns", {}))
 
 

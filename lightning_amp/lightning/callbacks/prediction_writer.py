@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_amp.data.cell_keys import hash_integers
-from lightning_amp.data.describe_embedding import MOST_CELLS, describe_embedding
+from lightning_amp.data.describe_embedding import describe_embedding
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.data.files.write_results import (
     celltype_column,
@@ -218,11 +218,6 @@ class PredictionWriter(pl.Callback):
         for modality, embedding in embeddings.items():
             parts = describe_embedding(embedding)
             parts["uns"]["lightning_amp"] = about
-            if not parts["obsp"]:
-                self.remarks.append(
-                    f"{modality}: no nearest neighbours are written, for a cell was not predicted or there are less"
-                    f" than 3 or more than {MOST_CELLS:,} cells; scanpy.pp.neighbors finds them by use_rep='X_amp'"
-                )
             path = self.out_dir / f"embeddings_{modality}.h5ad"
             write_embedding(
                 path,
