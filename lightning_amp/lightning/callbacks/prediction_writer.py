@@ -60,10 +60,9 @@ class PredictionWriter(pl.Callback):
     Files:
         embeddings_<modality>.h5ad: all cells in the file's order, obs as there, var but for Hi-C, no X;
             obsm["X_amp"], NaN for a cell that was not predicted (`limit_predict_batches`), and its principal components
-            obsm["X_pca"]; nearest neighbours as scanpy's `pp.neighbors` keeps them, if all cells were predicted and are
-            at most 100,000; uns["lightning_amp"], versions, model, plan and settings
+            obsm["X_pca"]; uns["lightning_amp"], versions, model, plan and settings
         imputed.scool: expected contacts of some cells, if there is Hi-C
-        pseudobulk/<type>.cool, <type>.mcool: sum of the expected contacts of a type's cells, with `celltype_key`, if
+        pseudobulk/<type>.cool: sum of the expected contacts of a type's cells, with `celltype_key`, if
             there is Hi-C that has this column and the model has `impute`; every rank imputes all cells
         embedding.png: all modalities in the plane, by PCA or by UMAP
         contact_map.png: the first imputed cell, measured and expected

@@ -17,7 +17,7 @@ from scipy.spatial.distance import cdist
 from lightning_amp import figures
 from lightning_amp.data.describe_embedding import principal_components
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
-from lightning_amp.data.files.write_cooler import coarsen, is_fixed, write_mcool
+from lightning_amp.data.files.write_cooler import is_fixed
 from lightning_amp.data.files.write_results import _file_stems, labels_of, read_assembly, write_pseudobulk
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
@@ -152,8 +152,7 @@ def test_pseudobulk_is_the_sum_over_the_cells_of_a_type(root: Path, tmp_path: Pa
         assert clr.bins().columns.tolist() == ["chrom", "start", "end"], "no weights"
         assert clr.binsize == 1_000_000
         assert cooler.fileops.is_cooler(str(path))
-        assert cooler.fileops.is_multires_file(str(path.with_suffix(".mcool")))
-        assert {path, path.with_suffix(".mcool")} <= set(writer.written)
+        assert path in writer.written
 
 
 def test_imputed_maps_name_the_assembly_of_the_contacts(root: Path, tmp_path: Path) -> None:
@@ -167,31 +166,6 @@ def test_imputed_maps_name_the_assembly_of_the_contacts(root: Path, tmp_path: Pa
     data = SingleCellDataModule.from_anndata(hic=source(root, "hic"))
     data.setup()
     assert read_assembly(data.tables["hic"].path) == "hg38"
-
-
-def test_a_mcool_is_what_cooler_would_make_of_the_cool(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    bins = pd.concat(
-        pd.DataFrame({"chrom": chrom, "start": np.arange(n) * 10, "end": np.arange(n) * 10 + 10})
-        for chrom, n in (("chr1", 61), ("chr2", 44))
-    ).reset_index(drop=True)
-    bins.loc[60, "end"] -= 3
-    bin1, bin2 = np.nonzero(np.triu(rng.random((105, 105)) < 0.2))
-    pixels = pd.DataFrame({"bin1_id": bin1, "bin2_id": bin2, "count": rng.random(len(bin1))})
-    write_mcool(tmp_path / "ours.mcool", bins, pixels, assembly="hg38")
-    cooler.create_cooler(str(tmp_path / "base.cool"), bins, pixels, dtypes={"count": float}, ordered=True)
-    theirs = str(tmp_path / "theirs.mcool")
-    cooler.zoomify_cooler(str(tmp_path / "base.cool"), theirs, [10, 20], chunksize=1000)
-    found = cooler.fileops.list_coolers(str(tmp_path / "ours.mcool"))
-    assert found == ["/resolutions/10", "/resolutions/20"]
-    for name in found:
-        one, other = (cooler.Cooler(f"{path}::{name}") for path in (tmp_path / "ours.mcool", theirs))
-        pd.testing.assert_frame_equal(one.bins()[:], other.bins()[:])
-        pd.testing.assert_frame_equal(one.pixels()[:], other.pixels()[:])
-        pd.testing.assert_series_equal(one.chromsizes, other.chromsizes)
-        assert one.info["genome-assembly"] == "hg38"
-        assert one.info["bin-size"] == other.info["bin-size"]
-    assert len(coarsen(bins, pixels, 1000)[0]) == 2, "bins end with their chromosome"
 
 
 def test_bins_that_leave_some_out_are_not_of_one_width(tmp_path: Path) -> None:
