@@ -27,8 +27,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import DTYPES, Precision, Report, find_suspects, rows_of
 from lightning_amp.verification.processes import run_processes
 from lightning_amp.verification.result import Verification
-from lightning_amp.verification.split_batch import first_of
-from lightning_amp.verification.training_run import Run, train_and_compare
+from lightning_amp.verification.training_run import Run, first_of, train_and_compare
 
 TIMEOUT_S = 7200.0
 """For all runs of a few steps; a real model may take long on CPU."""

@@ -27,7 +27,7 @@ from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.models.glue import GLUE
 from lightning_amp.verification import processes
-from lightning_amp.verification import split_batch as cut
+from lightning_amp.verification import training_run as cut
 from lightning_amp.verification.compare import Precision, Report, errors, find_suspects, loss_errors
 from lightning_amp.verification.processes import run_processes
 from lightning_amp.verification.result import Row, Suspect, Verification

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_amp.data.cell_keys import hash_integers
-from lightning_amp.data.describe_embedding import describe_embedding
+from lightning_amp.data.describe_embedding import NEIGHBOURS, describe_embedding, same_type_share
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.data.files.write_results import (
     celltype_column,
@@ -33,7 +33,6 @@ from lightning_amp.data.files.write_results import (
 )
 from lightning_amp.data.loading.datamodule import HIC, SingleCellDataModule
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
-from lightning_amp.data.neighbours import NEIGHBOURS, same_type_share
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.lightning.callbacks.collect_predictions import (
     Embeddings,
