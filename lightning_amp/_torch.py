@@ -66,10 +66,6 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 # the common class of nn.Dropout, nn.Dropout2d, nn.AlphaDropout, ...
 from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 
-# a hook that gets keyword arguments leaves its number here when it is removed, and torch.compile warns of it
-from torch.nn.modules.module import _global_forward_hooks_with_kwargs as hooks_with_kwargs
-
-# a hook that gets keyword arguments leaves its number here when it is removed, and torch.compile warns of it
 # a process group of any size inside one process, whose collectives move nothing
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
@@ -125,7 +121,6 @@ __all__ = [
     "gelu_backward",
     "has_kernel",
     "has_no_values",
-    "hooks_with_kwargs",
     "in_transform",
     "is_compiled",
     "is_watched",

@@ -28,8 +28,8 @@ import h5py
 import numpy as np
 import pandas as pd
 
+from lightning_amp.data.files.read_columns import store_by_columns
 from lightning_amp.data.files.write_h5ad import write_annotations
-from lightning_amp.data.prepare.by_columns import store_by_columns
 from lightning_amp.quantities import format_bytes, format_seconds
 
 FEATURES, SHARE, BATCH, GIB = 20_000, 0.05, 64, 2**30

@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 
 from benchmarks.page import ROOT, origin, table
 from lightning_amp import GLUE, SingleCellDataModule
-from lightning_amp.data.neighbours import same_type_share
+from lightning_amp.data.describe_embedding import same_type_share
 from lightning_amp.data.prepare.prepare import prepare
 from lightning_amp.data.prepare.synthetic import synthesize
 

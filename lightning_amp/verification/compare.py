@@ -1,42 +1,114 @@
-"""Compute relative errors of what ranks have recorded, and bounds from rounding.
+"""Compare what ranks have recorded with one process, and name what in the module may make them differ.
+
+    error(x) = ||x - x_one|| / max(||x_one||, FLOOR ||all of its kind||)
 
 Rounding is amplified where a step divides by what is nearly zero: an adaptive optimiser makes a whole step of a
-gradient that is zero but for rounding, such as that of a bias in front of batch normalisation. So one process trains a
-second time from weights that differ in their last place, and what that changes is allowed several times over:
+gradient that is zero but for rounding, such as that of a bias in front of batch normalisation. In double precision that
+stays below what is allowed after an update; in single precision it may not, so double precision decides where both are
+compared.
 
-    error(x)   = ||x - x_one|| / max(||x_one||, FLOOR ||all of its kind||)
-    allowed(x) = min(MOST, max(ALLOWED, NUDGE error of x on the single process after one rounding in every weight))
+Suspects are named by what the runs have shown; nothing is tried to prove them:
 
-Where the single process's own error is beyond MOST already, an error above MOST says neither that ranks are right nor
-that they are wrong: rounding swamps x.
+    random draws                    a generator of the single process has moved in a training step; modules that drop
+    batch statistics                BatchNorm that is not shared
+    buffers                         ranks have changed buffers from their own cells
+    sum over samples                all gradients of one process are those of the ranks times the number of data ranks
+    unequal parts, mean of means    losses differ; modalities have parts of different sizes, or not
+    rounding                        double precision agrees, single precision does not
+    not finite, unknown             a loss or a gradient is not a number; nothing of this
 
 Legend: one = the single process; x = the same quantity on a rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_amp.verification.recorder import Calls, Prints, Record
-from lightning_amp.verification.result import Row
+from lightning_amp.lightning.consistency.same_parameters import SHARE_STATISTIC
+from lightning_amp.verification.recorder import Record
+from lightning_amp.verification.result import Row, Suspect
 
 Precision = Literal["float32", "float64"]
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
-FIRST, AFTER = ("forward", "first loss", "gradients"), ("later losses", "parameters", "buffers")
+FIRST, AFTER = ("first loss", "gradients"), ("later losses", "parameters", "buffers")
 """Kinds of quantities of the first step, and after an update."""
 ALLOWED: dict[str, dict[str, float]] = {
-    "float64": dict.fromkeys(FIRST, 1e-10) | dict.fromkeys(AFTER, 1e-9),
+    "float64": dict.fromkeys(FIRST, 1e-10) | dict.fromkeys(AFTER, 1e-6),
     "float32": dict.fromkeys(FIRST + AFTER, 1e-4) | {"first loss": 1e-5},
 }
-NUDGE = 30.0
-"""How much more than one rounding in every weight, on the single process, the ranks may do to a number."""
-MOST = {"float64": 1e-6, "float32": 1e-2}
-"""What is never allowed, however much one process by itself makes of a rounding."""
 FLOOR = 0.01
 """Share of the norm of all tensors of a kind that a tensor is compared with at least."""
+
+SAME = 1e-6
+THE_LOSS = "the loss in training_step"
+DRAWS = Suspect(
+    suspect="random draws",
+    why="Random numbers are drawn. Where they are drawn for samples, each rank draws for its part of the batch, so that"
+    " a sample gets other numbers than in one process.",
+    advice="Training is as random as before, only not the same. For equal runs make the draws a function of the sample:"
+    " lightning_amp.models.keyed_noise has KeyedDropout and keyed_normal; or switch them off while you compare.",
+)
+NORMS = Suspect(
+    suspect="batch statistics",
+    why="With share_batch_statistics=False BatchNorm normalises by the samples of one rank.",
+    advice="Share the statistics: AMPStrategy(share_batch_statistics=True), which is the default.",
+)
+BUFFERS = Suspect(
+    suspect="buffers",
+    why="These buffers differ between ranks after training: the module changes them from the samples of its rank, and"
+    " what reads them differs too.",
+    advice=f"{SHARE_STATISTIC}. Otherwise rank 0's are taken at every validation, and are in checkpoints.",
+)
+SUM = Suspect(
+    suspect="sum over samples",
+    where=THE_LOSS,
+    why="The gradients of one process are those of the ranks times the number of data ranks: the loss may be a sum over"
+    " samples, and ranks average.",
+    advice="Take the mean over samples (and a larger learning rate), then verify again.",
+)
+UNEQUAL = Suspect(
+    suspect="unequal parts",
+    where=THE_LOSS,
+    why="The loss differs. Modalities have different numbers of samples, and ranks unequal"
+    " parts of them: a rank's loss is weighted by all of its samples, which is right for one mean over samples only.",
+    advice="Give every rank equally many samples of every modality: drop_last=True, or SingleCellDataModule.",
+)
+MEANS = Suspect(
+    suspect="mean of means",
+    where=THE_LOSS,
+    why="The loss or its gradient differs. It may divide by something that differs between ranks, such as the number of"
+    " entries of a mask; or it, or a module, may relate samples of the batch, of which a rank has its part only.",
+    advice="Divide by the number of samples, or by a constant; or divide by the mean of the denominator over ranks:"
+    " self.trainer.strategy.reduce(denominator.detach(), reduce_op='mean'). Compute what is read of other samples over"
+    " those of all ranks (self.all_gather with sync_grads=True), use nn.BatchNorm, which the strategy shares, or split"
+    " the model instead, where it has a decomposed decoder: model_parallel_size=devices.",
+)
+ROUNDING = Suspect(
+    suspect="rounding",
+    why="Single precision differs, and in double precision both agree: sums in another order round in another way.",
+    advice="Nothing is wrong with the ranks; if one process with the samples in another order differs as much, the step"
+    " itself loses digits.",
+)
+ROUNDING_TOO = Suspect(
+    suspect="rounding",
+    why="Single precision alone was compared, in which sums in another order round in another way.",
+    advice="Compare in double precision too.",
+)
+NOT_FINITE = Suspect(
+    suspect="not finite",
+    why="A number that is not finite cannot be compared.",
+    advice="Let one process train first: Trainer(detect_anomaly=True) says where it begins.",
+)
+UNKNOWN = Suspect(
+    suspect="unknown",
+    why="No random draw, no statistic or buffer of one rank, no loss that averages in another way was seen.",
+    advice="Look for what depends on the rank (global_rank, files), in training_step, the optimisers and the hooks, or"
+    " on the order of samples; where nothing is found, this may be a fault of lightning_amp: please report it with this"
+    " table.",
+)
 
 Errors = dict[str, dict[str, float]]
 """Kind of quantity -> relative error of every tensor of it."""
@@ -50,10 +122,9 @@ class Report:
         place: Data rank and number of data ranks.
         losses, one_losses, cells: Per step, losses of the rank and of the single process, and cells on the rank.
         all_cells: Cells of the first global batch, 0 where their number is not known.
-        errors, nudged: Of the rank, and of the single process after one rounding in every weight.
+        errors: Of the rank.
         factor: What all gradients of the single process are those of the rank times, None where it is not one number.
-        draws: Place where the single process drew random numbers for cells -> name of the module.
-        origins: Modules whose outputs differ though their inputs agree, in the order of their calls.
+        draws: Where the single process drew random numbers.
         apart: Buffers that differ between the ranks.
         unshared: BatchNorm layers whose statistics are those of one rank's cells.
         uneven: Whether modalities have different numbers of cells, which the data ranks do not divide.
@@ -66,10 +137,8 @@ class Report:
     cells: list[int | None]
     all_cells: int
     errors: Errors
-    nudged: Errors
     factor: float | None
-    draws: dict[str, str]
-    origins: list[str]
+    draws: list[str]
     apart: list[str]
     unshared: list[str]
     uneven: bool
@@ -108,7 +177,6 @@ def rows_of(reports: Sequence[Report]) -> tuple[Row, ...]:
                 if known == known and not error <= known:
                     worst[kind][name] = error
     quantities = (
-        ("forward, step 1", "forward", worst["forward"]),
         ("loss, step 1", "first loss", losses[0]),
         ("gradients, step 1", "gradients", worst["gradients"]),
         ("loss, later steps", "later losses", losses[1]),
@@ -117,28 +185,13 @@ def rows_of(reports: Sequence[Report]) -> tuple[Row, ...]:
     )
     rows = []
     for quantity, kind, found in quantities:
-        of_one = first.nudged["losses" if "loss" in kind else kind]
-        nudged = {name: of_one.get(name, 0.0) for name in found}
-        # NUDGE times what one process makes of a rounding is beyond what is ever allowed
-        swamped = frozenset(name for name, error in nudged.items() if NUDGE * error > MOST[precision])
-        row = Row(quantity, precision, found, allowed(kind, precision, nudged), swamped)
-        rows += [row] if found else []
+        rows += [Row(quantity, precision, found, ALLOWED[precision][kind])] if found else []
     return tuple(rows)
-
-
-def allowed(kind: str, precision: Precision, nudged: Mapping[str, float]) -> dict[str, float]:
-    """What is allowed of every tensor of a kind: more, where one process by itself makes much of a rounding."""
-    least, most = ALLOWED[precision][kind], MOST[precision]
-    return {
-        name: min(most, max(least, NUDGE * error if error == error else least))
-        for name, error in nudged.items()
-    }
 
 
 def record_errors(found: Record, one: Record) -> Errors:
     """Relative errors of everything but losses."""
     return {
-        "forward": output_errors(found.calls, one.calls),
         "gradients": errors(found.gradients, one.gradients),
         "parameters": errors(found.parameters, one.parameters),
         "buffers": errors(found.buffers, one.buffers),
@@ -171,26 +224,6 @@ def loss_errors(found: list[list[float]], one: list[list[float]]) -> dict[str, f
     return result
 
 
-def output_errors(found: Calls, one: Calls, *, side: int = 1) -> dict[str, float]:
-    """Relative error of what every module returns (or reads: side 0) for the rank's cells, where both sides show it."""
-    floor = FLOOR * max((_size(part) for call in one.values() for _, part in call[1]), default=0.0)
-    result = {}
-    for name in one:
-        error = _largest(found[name][side], one[name][side], floor) if name in found else None
-        if error is not None:
-            result[name] = error
-    return result
-
-
-def origins(found: Calls, one: Calls, *, tolerance: float) -> list[str]:
-    """Modules whose outputs differ though their inputs agree, in the order of their calls."""
-    read = output_errors(found, one, side=0)
-    differing = [name for name, error in output_errors(found, one).items() if not error <= tolerance]
-    first = [name for name in differing if one[name][0] and read.get(name, 0.0) <= tolerance]
-    # a container differs because something in it does
-    return [name for name in first if not any(other.startswith(f"{name}.") for other in first)]
-
-
 def common_factor(found: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> float | None:
     """What all tensors of `one` are those of `found` times, None where it is not one number."""
     pairs = [(found[k].double().flatten(), one[k].double().flatten()) for k in one if k in found]
@@ -199,22 +232,43 @@ def common_factor(found: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> flo
     return mixed / own if own and ones and abs(1 - mixed * mixed / (own * ones)) < 1e-6 else None
 
 
-def _largest(found: Prints, one: Prints, floor: float) -> float | None:
-    """The largest relative error of some tensors; None where there are none, or not those of the rank's cells."""
-    if len(found) != len(one) or not one:
-        return None
-    largest = 0.0
-    for (start, mine), (_, whole) in zip(found, one, strict=True):
-        rows = whole[start : start + len(mine)]
-        if rows.shape != mine.shape:
-            return None
-        difference = float((mine - rows)[:, 0].norm())
-        if difference != difference:
-            return difference
-        if difference:
-            largest = max(largest, difference / max(_size(rows), floor))
-    return largest
+def find_suspects(rows: Sequence[Row], reports: Sequence[Report]) -> tuple[Suspect, ...]:
+    """Suspects for the rows that are wrong; `reports` are those of all ranks in all precisions."""
+    wrong = [row for row in rows if row.wrong]
+    if not wrong:
+        return ()
+    for row in wrong:
+        if row.error != row.error:
+            return (NOT_FINITE.at([f"{row.quantity}, {row.precision}"]),)
+    exact = [row for row in wrong if row.precision == "float64"]
+    if exact:
+        return tuple(_seen(exact, reports)) or (UNKNOWN,)
+    if any(report.precision == "float64" for report in reports):
+        return (ROUNDING.at([f"{wrong[0].quantity}, {wrong[0].worst}"]),)
+    return (*_seen(wrong, reports), ROUNDING_TOO)
 
 
-def _size(part: Tensor) -> float:
-    return float(part[:, 1].norm())
+def _seen(wrong: Sequence[Row], reports: Sequence[Report]) -> Iterator[Suspect]:
+    first = next(report for report in reports if report.precision == wrong[0].precision)
+    ranks, kinds = first.place[1], [row.quantity for row in wrong]
+    buffers = all(quantity.startswith("buffers") for quantity in kinds)
+    draws = [] if buffers else first.draws
+    drops = any(not place.startswith("training_step") for place in draws)
+    if drops:
+        yield DRAWS.at(draws)
+    if first.unshared:
+        yield NORMS.at(first.unshared)
+    apart = first.apart or (wrong[0].wrong if buffers else [])
+    if apart:
+        yield BUFFERS.at(apart)
+    if drops or first.unshared or apart:
+        return
+    # draws that are no cells' are the same on all ranks
+    if draws:
+        yield DRAWS.at(draws)
+    if ranks == 1 or not any(quantity.startswith(("loss", "gradients")) for quantity in kinds):
+        return
+    if first.factor is not None and abs(first.factor / ranks - 1) < SAME:
+        yield SUM
+    else:
+        yield UNEQUAL if first.uneven else MEANS

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
 from textwrap import fill, indent
 from typing import Any
 
@@ -11,10 +10,6 @@ from lightning_amp.planning.reports.table import WIDTH, table
 NAMED = 4
 """Places of a suspect that are named."""
 SUSPECTS = "Suspects; none is proved, and one difference can hide another: change one, then verify again."
-UNCLEAR = (
-    "? Cannot tell: a single rounding of weights in one process has an effect as large, so the error says"
-    " nothing; in float64, where there is less rounding, the same quantity can be judged."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +18,18 @@ class Row:
 
     Attributes:
         errors: Relative error of every tensor, by name; at least one.
-        tolerances: Largest relative error of each that is rounding.
-        swamped: Tensors of which a larger error may still be rounding, so that it tells nothing.
+        allowed: Largest relative error that is rounding.
     """
 
     quantity: str
     precision: str
     errors: Mapping[str, float]
-    tolerances: Mapping[str, float]
-    swamped: frozenset[str] = frozenset()
+    allowed: float
 
     @property
     def worst(self) -> str:
-        """The largest error relative to its tolerance, failures first; NaN comes before all."""
-        names = self.wrong or self.unclear or self.errors
-        return max(names, key=lambda name: _or_infinite(self.errors[name] / self.tolerances[name]))
+        """The tensor with the largest error; NaN comes before all."""
+        return max(self.errors, key=lambda name: _or_infinite(self.errors[name]))
 
     @property
     def error(self) -> float:
@@ -45,28 +37,14 @@ class Row:
         return self.errors[self.worst]
 
     @property
-    def allowed(self) -> float:
-        """What is allowed there."""
-        return self.tolerances[self.worst]
-
-    @property
     def wrong(self) -> list[str]:
-        """Tensors whose error is not rounding; one that is not a finite number never is."""
-        return [name for name in self._large if name not in self.swamped or not isfinite(self.errors[name])]
-
-    @property
-    def unclear(self) -> list[str]:
-        """Tensors whose error may be rounding or not."""
-        return [name for name in self._large if name in self.swamped and isfinite(self.errors[name])]
+        """Tensors whose error is not rounding; one that is not a number never is."""
+        return [name for name, error in self.errors.items() if not error <= self.allowed]
 
     @property
     def ok(self) -> bool:
         """Whether all errors are rounding."""
-        return not self._large
-
-    @property
-    def _large(self) -> list[str]:
-        return [name for name, error in self.errors.items() if not error <= self.tolerances[name]]
+        return not self.wrong
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +79,6 @@ class Verification:
         strategies, mesh: Of the plan that the ranks have carried out; ranks of the data and of the model axis.
         cells: Cells of the global batch, 0 where their number is not known.
         rows: Every quantity in every precision.
-        first_difference: The first module whose outputs differ, one whose inputs agree where there is one; "" where
-            none differs.
         suspects: What may make the ranks differ; empty where all rows are equal.
     """
 
@@ -112,14 +88,13 @@ class Verification:
     cells: int
     steps: int
     rows: tuple[Row, ...]
-    first_difference: str = ""
     suspects: tuple[Suspect, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether every quantity is equal up to rounding; where one precision cannot tell, in the other."""
-        told = {row.quantity for row in self.rows if row.ok}
-        return all(row.ok or (not row.wrong and row.quantity in told) for row in self.rows)
+        """Whether every quantity is equal up to rounding, in double precision where that was compared."""
+        exact = [row for row in self.rows if row.precision == "float64"]
+        return all(row.ok for row in exact or self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; errors that are no finite number as text."""
@@ -131,12 +106,11 @@ class Verification:
                 "allowed": row.allowed,
                 "worst": row.worst,
                 "ok": row.ok,
-                "unclear": row.unclear,
                 "errors": {name: _plain(error) for name, error in row.errors.items()},
             }
             for row in self.rows
         ]
-        return asdict(self) | {"schema": 2, "ok": self.ok, "rows": rows}
+        return asdict(self) | {"schema": 3, "ok": self.ok, "rows": rows}
 
     def __str__(self) -> str:
         data, model = self.mesh
@@ -151,24 +125,14 @@ class Verification:
                 row.precision,
                 f"{row.error:.1e}",
                 f"{row.allowed:.0e}",
-                "yes" if row.ok else "NO" if row.wrong else "?",
+                "yes" if row.ok else "NO",
                 row.worst if row.error else "",
             ]
             for row in self.rows
         ]
         found = table(["", "in", "error", "allowed", "equal", "largest at"], rows)
-        if self.ok:
-            verdict = "The ranks train as one process does."
-        elif any(row.wrong for row in self.rows):
-            verdict = "The ranks do not train as one process does."
-        else:
-            verdict = (
-                "Cannot tell whether the ranks train as one process does: verify fewer steps, in float64 too."
-            )
-        parts = [UNCLEAR] * any(row.unclear for row in self.rows) + [verdict]
-        if self.first_difference:
-            parts.append(f"The first module whose outputs differ: {self.first_difference}.")
-        parts += [SUSPECTS] * bool(self.suspects)
+        verdict = "train as one process does" if self.ok else "do not train as one process does"
+        parts = [f"The ranks {verdict}.", *[SUSPECTS] * bool(self.suspects)]
         text = [fill(head, WIDTH), found, *(fill(part, WIDTH) for part in parts)]
         for one in self.suspects:
             title = f"{one.suspect} at {one.where}" if one.where else one.suspect

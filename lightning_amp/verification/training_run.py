@@ -1,48 +1,142 @@
 """Train a few steps for a verification: on one process, or as one of several ranks, which compare themselves with it.
 
+A global batch is split into contiguous parts whose sizes differ by one at most. In a batch {modality: mapping} every
+modality has its own number of cells and is split by itself; anywhere else the first axes of all tensors must agree.
+
 Rank 0 trains alone before it is connected to the other ranks. It takes the batches from the user's data once; ranks
 take their parts of the same ones. Files lie in a folder that all ranks see:
 
     subject.pt          the module and the data, as the user gave them
     batches.pt          the global batches
-    one-float64.pt      what the single process has recorded, and errors after one rounding in every weight
+    one-float64.pt      what the single process has recorded
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import apply_to_collection  # type: ignore[attr-defined]
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.plugins.environments import (  # type: ignore[attr-defined]
     LightningEnvironment,
     TorchElasticEnvironment,
 )
 from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
 
 # the common base of BatchNorm1d, 2d and 3d has no public name
 from lightning_amp._torch import AnyBatchNorm
+from lightning_amp.data.batch_parts import parts_in
 from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.checkpoints.atomic_file import write_state
 from lightning_amp.lightning.steps.cell_weight import count_cells
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import (
-    ALLOWED,
     DTYPES,
     Precision,
     Report,
     common_factor,
-    loss_errors,
-    origins,
     record_errors,
 )
 from lightning_amp.verification.recorder import Record, Recorder
-from lightning_amp.verification.split_batch import Parts, cast, first_of, sizes_of, starts
+
+Cells = Tensor | SparseCounts | np.ndarray
+"""What has a first axis of cells."""
+
+
+def sizes_of(batch: object) -> list[int]:
+    """The different numbers of cells in a batch, one for each length of a first axis."""
+    shapes = [part.shape for part in parts_in(batch) if isinstance(part, Tensor | SparseCounts)]
+    return sorted({int(shape[0]) for shape in shapes if shape})
+
+
+def part_of(batch: Any, part: int, parts: int) -> Any:
+    """The cells of one data rank.
+
+    Raises:
+        DataError: The number of cells is not known, or there are fewer cells than ranks.
+    """
+    if parts == 1:
+        return batch
+    sizes = sizes_of(batch)
+    if count_cells(batch) is None:
+        raise DataError(
+            f"the batch cannot be split over {parts} ranks: its tensors have the first axes "
+            f"{sizes!r}; allowed are tensors whose first axis is the sample, equally long in the "
+            f"whole batch or in each modality of a batch {{modality: mapping}}: bring it into that "
+            "form, or verify one data rank with model_parallel_size=devices"
+        )
+    if sizes[0] < parts:
+        raise DataError(
+            f"a batch of {sizes[0]!r} samples cannot be split over {parts} data ranks; every rank "
+            f"needs a sample: give a batch of {parts} or more samples, or fewer devices"
+        )
+    return _each(batch, lambda x: x[slice(*_bounds(len(x), part, parts))])
+
+
+def cast(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating point tensors in another precision."""
+    return _each(
+        batch,
+        lambda x: x if isinstance(x, np.ndarray) or not x.dtype.is_floating_point else x.to(dtype=dtype),
+    )
+
+
+def first_of(loader: Iterable[Any], steps: int) -> list[Any]:
+    """The first batches of a loader, again from the start where it is shorter.
+
+    Raises:
+        DataError: It has no batch.
+    """
+    found = list(islice(loader, steps))
+    if not found:
+        raise DataError("a loader without batches was given to verify; give one with at least one batch")
+    return [found[step % len(found)] for step in range(steps)]
+
+
+class Parts:
+    """A training loader of one rank.
+
+    Attributes:
+        batch_size: Cells per rank, for the plan's prediction; None where the number of cells is not known.
+    """
+
+    def __init__(self, batches: list[Any], *, ranks: int, place: Callable[[], tuple[int, int]]) -> None:
+        """Serve parts of global batches; `place` gives data rank and number of data ranks, once they are known."""
+        self._batches, self._place = batches, place
+        cells = count_cells(batches[0])
+        self.batch_size = None if cells is None else max(1, cells // ranks)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (part_of(batch, *self._place()) for batch in self._batches)
+
+    def amp_example_batch(self) -> Any:
+        """The first part, for a plan: the ranks of the data axis are those of the request by then."""
+        return part_of(self._batches[0], *self._place())
+
+
+def _bounds(n: int, part: int, parts: int) -> tuple[int, int]:
+    size, longer = divmod(n, parts)
+    start = part * size + min(part, longer)
+    return start, start + size + (part < longer)
+
+
+def _each(values: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nesting of containers with everything that has cells changed, as Lightning moves it to a device."""
+    return apply_to_collection(values, get_args(Cells), lambda x: change(x) if x.shape else x)
+
 
 QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
@@ -75,9 +169,7 @@ def train_and_compare(rank: int, ranks: int, folder: Path, run: Run) -> list[Rep
 def train_one(folder: Path, precision: Precision, steps: int) -> None:
     """Train on the global batches in this process, as a Trainer without this package would."""
     one, *_ = _fit(folder, precision, steps)
-    nudged, *_ = _fit(folder, precision, steps, nudged=True)
-    found = record_errors(nudged, one) | {"losses": loss_errors(nudged.losses, one.losses)}
-    _keep((one, found), folder / f"one-{precision}.pt")
+    _keep(one, folder / f"one-{precision}.pt")
 
 
 def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: Run) -> Report:
@@ -87,7 +179,7 @@ def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: R
     # they are compared and named here
     strategy.own_statistics = True
     record, place, given, module = _fit(folder, precision, run.steps, ranks=ranks, strategy=strategy)
-    one, nudged = torch.load(folder / f"one-{precision}.pt", weights_only=False)
+    one = torch.load(folder / f"one-{precision}.pt", weights_only=False)
     plan, sizes = strategy.plan, sizes_of(given)
     assert plan is not None, "there is a plan after a fit"
     shared = strategy.share_batch_statistics or place[1] == 1
@@ -99,10 +191,8 @@ def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: R
         cells=record.cells,
         all_cells=count_cells(given) or 0,
         errors=record_errors(record, one),
-        nudged=nudged,
         factor=common_factor(record.gradients, one.gradients),
         draws=one.draws,
-        origins=origins(record.calls, one.calls, tolerance=ALLOWED[precision]["forward"]),
         apart=record.apart,
         unshared=[] if shared else [n for n, m in module.named_modules() if isinstance(m, AnyBatchNorm)],
         uneven=len(sizes) > 1 and any(n % place[1] for n in sizes),
@@ -118,7 +208,6 @@ def _fit(
     *,
     ranks: int = 1,
     strategy: AMPStrategy | None = None,
-    nudged: bool = False,
 ) -> tuple[Record, tuple[int, int], Any, torch.nn.Module]:
     """The record, the place of the rank, the first global batch and the module."""
     seed_everything(0, verbose=False)
@@ -144,7 +233,7 @@ def _fit(
         used.extend(torch.load(path, weights_only=False))
         return Parts([cast(batch, dtype) for batch in used], ranks=ranks, place=place)
 
-    recorder = Recorder(lambda step: starts(used[step], *place()), nudged=nudged)
+    recorder = Recorder()
     trainer = Trainer(
         **QUIET,
         accelerator="cpu",

@@ -3,9 +3,9 @@
     one process    Trainer(devices=1) without this package, on the global batch
     ranks          Trainer(strategy=AMPStrategy(...), devices=N), each data rank on its part of the same batch
 
-Both start from the same weights and generators and train a few steps. Compared are what every module outside a
-decomposed decoder returns for every cell, the loss of every step, the gradients that the first step's optimisers see,
-and parameters and buffers at the end. Where something differs, suspects in the model are named.
+Both start from the same weights and generators and train a few steps. Compared are the loss of every step, the
+gradients that the first step's optimisers see, and parameters and buffers at the end. Where something differs, suspects
+in the model are named.
 
 Known limits: gradient accumulation, clipping and callbacks of the user's own Trainer are not part of it.
 """
@@ -24,12 +24,10 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.verification.compare import DTYPES, Precision, Report, rows_of
+from lightning_amp.verification.compare import DTYPES, Precision, Report, find_suspects, rows_of
 from lightning_amp.verification.processes import run_processes
 from lightning_amp.verification.result import Verification
-from lightning_amp.verification.split_batch import first_of
-from lightning_amp.verification.suspects import find_suspects
-from lightning_amp.verification.training_run import Run, train_and_compare
+from lightning_amp.verification.training_run import Run, first_of, train_and_compare
 
 TIMEOUT_S = 7200.0
 """For all runs of a few steps; a real model may take long on CPU."""
@@ -82,15 +80,6 @@ def verification_of(module: str, found: Sequence[Sequence[Report]]) -> Verificat
     by_precision = list(zip(*found, strict=True))
     rows = tuple(row for reports in by_precision for row in rows_of(reports))
     first = found[0][0]
-    # in the precision that says most
-    reports = next((some for some in by_precision if some[0].precision == "float64"), by_precision[0])
-    differing = [
-        name
-        for row in rows
-        if row.quantity.startswith("forward") and row.precision == reports[0].precision
-        for name in row.wrong
-    ]
-    origins = [name for report in reports for name in report.origins if name in differing]
     return Verification(
         module=module,
         strategies=first.strategies,
@@ -98,7 +87,6 @@ def verification_of(module: str, found: Sequence[Sequence[Report]]) -> Verificat
         cells=first.all_cells,
         steps=len(first.one_losses),
         rows=rows,
-        first_difference=next(iter([*origins, *differing]), ""),
         suspects=find_suspects(rows, [report for reports in by_precision for report in reports]),
     )
 

@@ -120,7 +120,7 @@ def test_own_bins_are_those_of_the_contact_maps(tmp_path: Path) -> None:
 def test_prepared_counts_are_stored_by_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = write_all(tmp_path)
     right = prepare(**files.arguments())
-    monkeypatch.setattr("lightning_amp.data.prepare.by_columns.MOST", 50)
+    monkeypatch.setattr("lightning_amp.data.files.read_columns.MOST", 50)
     found = prepare(**files.arguments() | {"out": tmp_path / "columns"}, by_columns=True)
     for modality, path in found.modalities.items():
         one, other = anndata.read_h5ad(path), anndata.read_h5ad(right.modalities[modality])

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_amp.cli.commands.plan import WHAT_IF
 from lightning_amp.cli.main import main
 from lightning_amp.costs.device_rates import CPU_CORE, rates_for
 from lightning_amp.costs.model_shape import reference_shape
@@ -251,8 +250,6 @@ def test_times_are_those_of_the_device_or_the_file(data_dir, capsys, tmp_path) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["absent", "--what-if", "bin=1mb", "strata=10,32"], "--what-if is gone; plan one size at a time"),
-        (["--what-if", "--config", "absent.yaml"], "lightning-amp plan --shape anchors=5400,dim=64"),
         (
             ["absent", "--recommend-devices", "--model-parallel-size", "2"],
             "cannot be used with --model-parallel-size",
@@ -291,13 +288,6 @@ def test_a_recommendation_needs_no_torch(data_dir) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_what_the_message_about_what_if_names_can_be_run(capsys) -> None:
-    words = WHAT_IF.partition("lightning-amp plan ")[2].partition(". ")[0].split()
-    assert main(["plan", *words]) == 0
-    assert main(["plan", *words, "--policy", "paper", "--devices", "4"]) == 0
-    assert "predicted peak per rank" in capsys.readouterr().out
 
 
 def test_a_recommendation_is_plain_data() -> None:

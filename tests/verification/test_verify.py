@@ -4,11 +4,9 @@ import gc
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from argparse import Namespace
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from string import Template
@@ -29,11 +27,10 @@ from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.models.glue import GLUE
 from lightning_amp.verification import processes
-from lightning_amp.verification import split_batch as cut
-from lightning_amp.verification.compare import Precision, Report, allowed, errors, loss_errors
+from lightning_amp.verification import training_run as cut
+from lightning_amp.verification.compare import Precision, Report, errors, find_suspects, loss_errors
 from lightning_amp.verification.processes import run_processes
 from lightning_amp.verification.result import Row, Suspect, Verification
-from lightning_amp.verification.suspects import find_suspects
 from tests.verification import verify_cases as cases
 from tests.verification.verify_cases import cells, verified
 
@@ -79,10 +76,6 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def named(found: Verification) -> list[tuple[str, str]]:
-    return [(one.suspect, re.sub(r":\d+", ":", one.where)) for one in found.suspects]
-
-
 CLEAN = {
     "even": (cases.Clean, cells(8)),
     "uneven": (cases.Clean, cells(7)),
@@ -105,7 +98,7 @@ def test_clean_modules_are_equal_and_have_no_suspects(tmp_path: Path) -> None:
     results |= verified(tmp_path, both, precisions=("float32", "float64"))
     for name, found in results.items():
         assert found.ok, (name, str(found))
-        assert (found.suspects, found.first_difference) == ((), ""), name
+        assert {one.suspect for one in found.suspects} <= {"rounding"}, name
         assert "The ranks train as one process does." in str(found)
         rows = {row.quantity: row for row in found.rows if row.precision == "float64"}
         first, after = "gradients, step 1", "parameters after 2 steps"
@@ -113,83 +106,66 @@ def test_clean_modules_are_equal_and_have_no_suspects(tmp_path: Path) -> None:
         names = {name for name, _ in cases_of[name][0].named_parameters()}
         assert set(rows[first].errors) == set(rows[after].errors) == names
         if name == "amplified":
-            assert 1e-9 < rows[after].error < rows[after].allowed < 1e-5
+            assert 1e-9 < rows[after].error < 1e-6
 
 
-LINE = "in verify_cases.py:"
 LOSS = "the loss in training_step"
-DROPOUT = f"middle (Dropout), bernoulli {LINE}"
-DRAWS = f"training_step, randn_like {LINE}"
+DROPOUT = "middle (Dropout); training_step, torch.random"
+DRAWN = [("random draws", "training_step, torch.random"), ("mean of means", LOSS)]
 SCALE = "encoder.0.mean; encoder.0.scale"
 OWN = {"share_batch_statistics": False}
-SUSPECTS: dict[str, tuple[cases.Case, list[tuple[str, str]], str]] = {
-    "dropout": ((cases.Clean(nn.Dropout(0.5)), cells(8), {}), [("random draws", DROPOUT)], "middle"),
+SUSPECTS: dict[str, tuple[cases.Case, list[tuple[str, str]]]] = {
+    "dropout": ((cases.Clean(nn.Dropout(0.5)), cells(8), {}), [("random draws", DROPOUT)]),
     "attention": (
         (cases.Attends(), cells(8), {}),
-        [("random draws", f"attention (MultiheadAttention), bernoulli {LINE}")],
-        "attention",
+        [("random draws", "attention (MultiheadAttention); training_step, torch.random")],
     ),
-    "draws": ((cases.Samples(), cells(8), {}), [("random draws", DRAWS)], "head"),
-    "uneven draws": ((cases.Samples(), cells(5), {}), [("random draws", DRAWS)], "head"),
-    "draws at three places": (
-        (cases.SamplesTwice(), cells(8), {}),
-        [("random draws", f"training_step, rand {LINE}; {DRAWS}; {DROPOUT}")],
-        "middle",
-    ),
-    "mask": ((cases.Masked(), cells(8), {}), [("mean of means", LOSS)], ""),
-    "uneven mask": ((cases.Masked(), cells(7), {}), [("mean of means", LOSS)], ""),
-    "sum": ((cases.Summed(), cells(8), {}), [("sum over samples", LOSS)], ""),
-    "reads others": ((cases.Clean(cases.Centred()), cells(8), {}), [("batch statistics", "middle")], "middle"),
-    "not shared": ((cases.Clean(), cells(8), OWN), [("batch statistics", "encoder.1")], "encoder.1"),
+    "draws": ((cases.Samples(), cells(8), {}), DRAWN),
+    "uneven draws": ((cases.Samples(), cells(5), {}), DRAWN),
+    "mask": ((cases.Masked(), cells(8), {}), [("mean of means", LOSS)]),
+    "uneven mask": ((cases.Masked(), cells(7), {}), [("mean of means", LOSS)]),
+    "sum": ((cases.Summed(), cells(8), {}), [("sum over samples", LOSS)]),
+    "reads others": ((cases.Clean(cases.Centred()), cells(8), {}), [("mean of means", LOSS)]),
+    "not shared": ((cases.Clean(), cells(8), OWN), [("batch statistics", "encoder.1")]),
     "three at once": (
         (cases.Masked(nn.Dropout(0.5)), cells(8), OWN),
         [("random draws", DROPOUT), ("batch statistics", "encoder.1")],
-        "encoder.1",
     ),
-    "modalities": (
-        (cases.Modalities(), {"a": cells(8), "b": cells(7)}, {}), [("unequal parts", LOSS)], ""
-    ),
-    "buffer": ((cases.Centre(), cells(8), {}), [("buffers", "centre")], ""),
-    "scale": ((cases.Scaled(cases.RunningScale()), cells(8), {}), [("buffers", SCALE)], "encoder.0"),
-    "late scale": ((cases.Scaled(cases.RunningScale(late=True)), cells(7), {}), [("buffers", SCALE)], ""),
-    "scale after a layer that reads others": (
-        (cases.Scaled(nn.Sequential(cases.Centred(), cases.RunningScale())), cells(8), {}),
-        [("batch statistics", "encoder.0.0"), ("buffers", "encoder.0.1.scale")],
-        "encoder.0.0",
-    ),
-    "scale and mask": ((cases.ScaledAndMasked(), cells(8), {}), [("buffers", SCALE)], "encoder.0"),
+    "modalities": ((cases.Modalities(), {"a": cells(8), "b": cells(7)}, {}), [("unequal parts", LOSS)]),
+    "buffer": ((cases.Centre(), cells(8), {}), [("buffers", "centre")]),
+    "scale": ((cases.Scaled(cases.RunningScale()), cells(8), {}), [("buffers", SCALE)]),
+    "late scale": ((cases.Scaled(cases.RunningScale(late=True)), cells(7), {}), [("buffers", SCALE)]),
     "rank": (
         (cases.ByRank(), cells(8), {}),
         [("random draws", "training_step, numpy.random"), ("mean of means", LOSS)],
-        "",
     ),
-    "late": ((cases.Late(), cells(8), {}), [("mean of means", LOSS)], ""),
-    "not finite": ((cases.NotFinite(), cells(8), {}), [("not finite", "loss, step 1, float64")], ""),
-}  # fmt: skip
+    "late": ((cases.Late(), cells(8), {}), [("mean of means", LOSS)]),
+    "not finite": ((cases.NotFinite(), cells(8), {}), [("not finite", "loss, step 1, float64")]),
+}
 
 
 @pytest.mark.ranks
 @pytest.mark.long
 def test_suspects_are_named_and_nothing_else_is(tmp_path: Path) -> None:
     for name, found in verified(tmp_path, {name: case for name, (case, *_) in SUSPECTS.items()}).items():
-        _, suspects, first = SUSPECTS[name]
+        _, suspects = SUSPECTS[name]
         assert not found.ok, name
-        assert (named(found), found.first_difference) == (suspects, first), name
+        assert [(one.suspect, one.where) for one in found.suspects] == suspects, name
         assert "The ranks do not train as one process does." in str(found)
 
 
 def test_what_is_seen_in_single_precision_alone_may_be_rounding() -> None:
     def suspects(quantity: str, *precisions: Precision) -> list[str]:
-        errors = {kind: {"x": 1e-3} for kind in ("forward", "gradients")}
+        errors = {"gradients": {"x": 1e-3}}
         reports = [
             Report(
                 precision=precision, place=(0, 2), losses=[[1.0]], one_losses=[[1.0]], cells=[4], all_cells=8,
-                errors=errors, nudged=errors, factor=None, draws={}, origins=[], apart=[], unshared=[], uneven=False,
+                errors=errors, factor=None, draws=[], apart=[], unshared=[], uneven=False,
                 strategies=(), mesh=(2, 1),
             )
             for precision in precisions
         ]  # fmt: skip
-        row = Row(quantity=quantity, precision=precisions[0], errors={"x": 1e-3}, tolerances={"x": 1e-4})
+        row = Row(quantity=quantity, precision=precisions[0], errors={"x": 1e-3}, allowed=1e-4)
         return [one.suspect for one in find_suspects([row], reports)]
 
     assert suspects("gradients, step 1", "float32", "float64") == ["rounding"]
@@ -220,8 +196,6 @@ def test_the_reference_model_is_equal(data_dir: Path, tmp_path: Path) -> None:
         _, mesh, n = REFERENCE[strategies]
         assert found.ok, str(found)
         assert (found.mesh, found.cells, set(found.strategies)) == (mesh, n, set(strategies.split(",")))
-        (forward,) = (row for row in found.rows if row.quantity.startswith("forward"))
-        assert any(name.startswith("encoders.hic") for name in forward.errors)
 
 
 @pytest.mark.ranks
@@ -259,7 +233,7 @@ def test_the_command_reads_the_configuration_of_fit(
     found = json.loads(done.stdout)
     assert (found["strategies"], found["mesh"], found["cells"]) == (["S1", "S3"], [2, 1], 12)
     assert {one["suspect"] for one in found["suspects"]} == {"batch statistics"}
-    assert found["schema"] == 2
+    assert found["schema"] == 3
     assert main(["verify", "--config", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml'; give the YAML of" in capsys.readouterr().err
 
@@ -318,8 +292,6 @@ def test_parts_of_a_batch_make_up_the_batch() -> None:
     assert torch.equal(torch.cat([part["a"]["y"][0] for part in parts]), dense)
     assert parts[1]["a"]["y"][1][0].tolist() == [3, 4]
     assert parts[2]["a"]["name"] == "run"
-    assert cut.starts(batch, 1, 3) == {2: 2}
-    assert cut.starts(dense, 2, 3) == {2: 5}
     assert cut.cast(batch, torch.float64)["b"]["x"].dtype is torch.float64
     assert cut.cast(batch, torch.float64)["a"]["x"].dtype is sparse.dtype
     with pytest.raises(DataError, match=r"have the first axes \[4, 7\]"):
@@ -338,43 +310,22 @@ def test_errors_are_relative_and_nothing_is_passed_over() -> None:
     assert loss_errors([[1.0], [3.0]], [[1.0], [2.0]]) == {"step 1": 0.0, "step 2": 0.5}
     assert math.isnan(loss_errors([[1.0]], [[1.0, 2.0]])["step 1, backward 2"])
     assert math.isnan(loss_errors([[math.inf]], [[math.inf]])["step 1"])
-    nudged = {"a": 0.0, "b": 1e-9, "c": 1.0, "d": math.nan}
-    assert allowed("gradients", "float64", nudged) == pytest.approx(
-        {"a": 1e-10, "b": 3e-8, "c": 1e-6, "d": 1e-10}
-    )
-    assert max(allowed("parameters", "float32", nudged).values()) == 1e-2
 
 
 def test_a_row_is_as_good_as_its_worst_tensor() -> None:
-    row = Row(
-        quantity="gradients",
-        precision="float64",
-        errors={"a": 1e-3, "b": 1e-6},
-        tolerances={"a": 1e-2, "b": 1e-9},
-    )
-    assert (row.worst, row.error, row.allowed, row.ok, row.wrong) == ("b", 1e-6, 1e-9, False, ["b"])
-    unclear = Row(
-        quantity="gradients",
-        precision="float32",
-        errors={"encoders.hic.first.bias": 0.3, "b": 1e-5},
-        tolerances={"encoders.hic.first.bias": 1e-2, "b": 1e-4},
-        swamped=frozenset({"encoders.hic.first.bias"}),
-    )
-    assert (unclear.ok, unclear.wrong, unclear.unclear) == (False, [], ["encoders.hic.first.bias"])
-    assert not replace(unclear, errors={"encoders.hic.first.bias": math.inf, "b": 0.0}).unclear
-    told = Row(quantity="gradients", precision="float64", errors={"b": 0.0}, tolerances={"b": 1e-9})
+    row = Row(quantity="gradients", precision="float64", errors={"a": 1e-3, "b": 1e-6}, allowed=1e-5)
+    assert (row.worst, row.error, row.ok, row.wrong) == ("a", 1e-3, False, ["a"])
+    rounded = Row(quantity="gradients", precision="float32", errors={"a": 1e-3}, allowed=1e-4)
+    equal = Row(quantity="gradients", precision="float64", errors={"a": 0.0}, allowed=1e-9)
     for rows, ok, words in (
-        ((unclear, told), True, "The ranks train as one process does."),
-        ((unclear,), False, "Cannot tell whether the ranks train as one process does"),
-        ((unclear, row), False, "The ranks do not train as one process does."),
+        ((rounded, equal), True, "The ranks train as one process does."),
+        ((rounded,), False, "The ranks do not train as one process does."),
+        ((rounded, row), False, "The ranks do not train as one process does."),
     ):
         found = Verification(module="M", strategies=(), mesh=(1, 2), cells=0, steps=1, rows=rows)
         assert found.ok is ok
         assert words in str(found)
-        assert "? Cannot tell: a single rounding of weights" in str(found)
-        assert "1e-02    ?      encoders.hic." in str(found)
-        assert found.to_dict()["rows"][0]["unclear"] == ["encoders.hic.first.bias"]
-    broken = Row(quantity="loss", precision="float64", errors={"a": math.nan}, tolerances={"a": 1.0})
+    broken = Row(quantity="loss", precision="float64", errors={"a": math.nan}, allowed=1.0)
     assert not broken.ok
     suspect = Suspect(suspect="unknown", why="w", advice="a").at(list("vwxyz"))
     assert suspect.where == "v; w; x; y and 1 more"

@@ -118,17 +118,6 @@ class Samples(Clean):
         return (self.head(u + torch.randn_like(u)) - batch["y"]).square().mean()
 
 
-class SamplesTwice(Samples):
-    """Dropout beside it, and a draw for every cell that nothing reads."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Dropout(0.5))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        torch.rand(len(batch["x"]))
-        return super().training_step(batch, batch_idx) + self.loss(batch)
-
-
 class Masked(Clean):
     """A mean over the entries of a mask."""
 
@@ -230,13 +219,6 @@ class ByRank(Clean):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch) * (1 + self.global_rank + float(np.random.rand()))
-
-
-class ScaledAndMasked(Scaled, Masked):
-    """Two things that the same cells on every rank put right."""
-
-    def __init__(self) -> None:
-        super().__init__(RunningScale())
 
 
 class MaskedOverRanks(Clean):

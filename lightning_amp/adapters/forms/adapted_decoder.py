@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum
 from lightning_amp.adapters.forms.column_layout import Layout
 from lightning_amp.errors import ModelError
-from lightning_amp.models.decoders.strata_loop import EveryStratum
 from lightning_amp.models.decoders.stratified import StrataRegion, StratifiedDecoder
+from lightning_amp.models.decoders.stratum import EveryStratum
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion
 

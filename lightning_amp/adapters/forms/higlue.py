@@ -24,8 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
-from lightning_amp.adapters.forms.adapted_keys import AdaptedAttentionKey, AdaptedConvolutionKey
-from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum, GivenDistribution
+from lightning_amp.adapters.forms.adapted_stratum import (
+    AdaptedAttentionKey,
+    AdaptedConvolutionKey,
+    AdaptedStratum,
+    GivenDistribution,
+)
 from lightning_amp.adapters.forms.column_layout import LISTS, Layout, NotRecognised, read_layout
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratum import ZINB

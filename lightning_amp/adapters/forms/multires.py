@@ -24,8 +24,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
-from lightning_amp.adapters.forms.adapted_keys import AdaptedConvolutionKey, PairedAttentionKey
-from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum
+from lightning_amp.adapters.forms.adapted_stratum import (
+    AdaptedConvolutionKey,
+    AdaptedStratum,
+    PairedAttentionKey,
+)
 from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised
 from lightning_amp.adapters.forms.higlue import Form, dim_of, make_stratum, resembles
 from lightning_amp.errors import InstallError, ModelError

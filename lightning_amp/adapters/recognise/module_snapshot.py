@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.adapters.deferred import version
 from lightning_amp.adapters.forms.column_layout import LISTS
+from lightning_amp.adapters.lazy_distribution import version
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.recompute_state import DEPTH, mark_of
 from lightning_amp.techniques.contract.hooks import KINDS

@@ -29,11 +29,6 @@ DECIDED = {
     "--shape": "shape",
 }
 """Options that `--recommend-devices` decides by itself, or cannot use."""
-WHAT_IF = (
-    "--what-if is gone; plan one size at a time: lightning-amp plan --shape anchors=5400,dim=64,strata=32,batch=64"
-    " --device-memory 24GiB. Bins of half the size are twice the anchors, of which `lightning-amp profile DIR` has the"
-    " present number. --policy paper --devices N says what AMP's own mapping needs, and simulate takes the same --shape"
-)
 NOTHING_FITS = 3
 """Exit status where nothing fits the memory that was named, or where that is not known."""
 NO_CODE = "# no block of this plan runs in chunks; --strategies chunk, or a smaller --device-memory, would ask for them"
@@ -50,7 +45,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="say how many devices are worth having for steps of --batch-size cells in all",
     )
-    parser.add_argument("--what-if", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument(
         "--show-code",
         action="store_true",
@@ -66,8 +60,6 @@ def _run(arguments: argparse.Namespace) -> int:
     from lightning_amp.planning.policies.request import check_request
     from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 
-    if arguments.what_if is not None:
-        raise PlanError(WHAT_IF)
     if arguments.show_code and arguments.format == "json":
         raise PlanError(
             "--show-code cannot be used with --format json, which holds the plan alone; leave one out"

@@ -1,9 +1,10 @@
-"""Reads a range of columns of the matrix of an h5ad, in memory proportional to their entries.
+"""Reads a range of columns of the matrix of an h5ad, in memory proportional to their entries; stores h5ad so as CSC.
 
 Of CSC and dense matrices only these columns are read; CSR is read whole, a few rows at a time.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,36 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from lightning_amp.data.files.new_hdf5 import new_hdf5
 from lightning_amp.data.files.read_h5ad import open_h5ad, shape_of
+from lightning_amp.data.files.write_h5ad import PACKED
+
+MOST = 2**26
+"""About how many entries are in memory at a time."""
+
+
+def store_by_columns(path: Path) -> None:
+    """Store X and the layers of an h5ad, which are float32 CSR, as CSC; reads it once for every `MOST` entries."""
+    from anndata.io import sparse_dataset, write_elem
+
+    aside = path.with_name(f"{path.name}.columns")
+    with open_h5ad(path) as source, new_hdf5(aside) as (file, check):
+        file.attrs.update(source.attrs)
+        for name in source.keys() - {"X"}:
+            source.copy(name, file)
+        for name in ("X", *(f"layers/{layer}" for layer in source["layers"])):
+            runs = -(-len(source[name]["data"]) // MOST)
+            ends = np.linspace(0, shape_of(source[name])[1], runs + 1, dtype=int).tolist()
+            for first, stop in pairwise(ends):
+                part = read_columns(path, name, slice(first, stop)).tocsc()
+                part.indptr = part.indptr.astype(np.int64)
+                if first:
+                    sparse_dataset(file[name]).append(part)
+                else:
+                    write_elem(file, name, part, dataset_kwargs=PACKED)
+                check()
+    aside.replace(path)
+
 
 BLOCK = 2**19
 """Number of entries that are read together."""

@@ -1,8 +1,7 @@
-"""Writes contact maps in cooler's formats: .scool of single cells, .cool of one map, .mcool of one at several widths.
+"""Writes contact maps in cooler's formats: .scool of single cells, .cool of one map.
 
 Not by cooler, which opens files by name: on a full disk it ends the process by a segmentation fault, without a message
-(new_hdf5.py). A .scool of 4 cells with 3.6 million pixels each takes cooler 4.6 s and this 2.7 s; a .mcool takes both
-5 s.
+(new_hdf5.py). A .scool of 4 cells with 3.6 million pixels each takes cooler 4.6 s and this 2.7 s.
 
 Pixels are bin1_id, bin2_id (not below bin1_id) and count, sorted by both.
 """
@@ -22,8 +21,6 @@ from lightning_amp.data.files.new_hdf5 import new_hdf5
 PACKED: dict[str, Any] = {"compression": "gzip", "compression_opts": 6, "shuffle": True}
 URL = "https://github.com/open2c/cooler"
 UNKNOWN_ASSEMBLY = "unknown"
-FEWEST_BINS = 50
-"""Fewest bins of the coarsest map in a .mcool."""
 
 
 def write_scool(
@@ -77,40 +74,8 @@ def write_cool(
         OSError: Not all could be written, such as on a full disk.
     """
     with new_hdf5(path) as (file, _):
-        _write_map(file, bins, pixels, _about(bins, assembly, metadata))
-
-
-def write_mcool(
-    path: Path,
-    bins: pd.DataFrame,
-    pixels: pd.DataFrame,
-    *,
-    assembly: str = UNKNOWN_ASSEMBLY,
-    metadata: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a .mcool of one map: its bins, and bins of 2, 5, 10, 20, 50, ... times the width whose counts are sums.
-
-    Arguments and errors as for `write_cool`; the bins are of one width.
-    """
-    width = int((bins["end"] - bins["start"]).max())
-    with new_hdf5(path) as (file, check):
-        file.attrs.update({"format": "HDF5::MCOOL", "format-version": 2})
-        for factor in (step * 10**power for power in range(10) for step in (1, 2, 5)):
-            coarse, merged = coarsen(bins, pixels, factor)
-            if factor > 1 and len(coarse) < FEWEST_BINS:
-                break
-            about = _about(coarse, assembly, metadata)
-            _write_map(file.create_group(f"resolutions/{width * factor}"), coarse, merged, about)
-            check()
-
-
-def coarsen(bins: pd.DataFrame, pixels: pd.DataFrame, factor: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Merge each `factor` bins of a map into one, at the end of a chromosome fewer; return bins and pixels."""
-    first = (bins.groupby("chrom", sort=False).cumcount() % factor == 0).to_numpy()
-    coarse_of = np.cumsum(first) - 1
-    coarse = bins[first].assign(end=bins["end"].groupby(coarse_of).max().to_numpy()).reset_index(drop=True)
-    ids = {name: coarse_of[pixels[name].to_numpy()] for name in ("bin1_id", "bin2_id")}
-    return coarse, pixels.assign(**ids).groupby(["bin1_id", "bin2_id"], as_index=False)["count"].sum()
+        _write_bins(file, bins)
+        _write_pixels(file, pixels, _about(bins, assembly, metadata))
 
 
 def is_fixed(bins: pd.DataFrame) -> bool:
@@ -119,11 +84,6 @@ def is_fixed(bins: pd.DataFrame) -> bool:
     full = (widths == widths.max()) | (bins["chrom"] != bins["chrom"].shift(-1))
     placed = bins["start"] == bins.groupby("chrom", sort=False).cumcount() * widths.max()
     return bool((full & placed).all())
-
-
-def _write_map(group: Any, bins: pd.DataFrame, pixels: pd.DataFrame, about: dict[str, Any]) -> None:
-    _write_bins(group, bins)
-    _write_pixels(group, pixels, about)
 
 
 def _write_bins(group: Any, bins: pd.DataFrame) -> None:

@@ -16,13 +16,7 @@ from lightning_amp.data.files.new_hdf5 import new_hdf5
 from lightning_amp.data.files.read_h5ad import open_h5ad
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
 from lightning_amp.data.files.write_aside import written_aside
-from lightning_amp.data.files.write_cooler import (
-    UNKNOWN_ASSEMBLY,
-    is_fixed,
-    write_cool,
-    write_mcool,
-    write_scool,
-)
+from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY, write_cool, write_scool
 from lightning_amp.data.files.write_h5ad import write_annotations
 
 CELLTYPE_COLUMNS = ("celltype", "cell_type")
@@ -61,7 +55,7 @@ def write_embedding(
     Args:
         path: The file.
         obs: Table of cells.
-        parts: obsm, obsp and uns.
+        parts: obsm and uns.
         var: Table of features.
         imputed: Rows and their [row, feature], a few cells at a time, for layers["imputed"]; NaN for other cells. There
             is no layer where this is empty.
@@ -80,8 +74,7 @@ def write_embedding(
                 layer.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
             file["layers/imputed"][rows] = values
             check()
-        for name in ("obsm", "obsp"):
-            write_elem(file, name, parts.get(name, {}))
+        write_elem(file, "obsm", parts.get("obsm", {}))
         write_annotations(file, obs=obs, var=var, uns=parts.get("uns", {}))
 
 
@@ -114,8 +107,8 @@ def write_pseudobulk(
     key: str,
     assembly: str = UNKNOWN_ASSEMBLY,
 ) -> list[Path]:
-    """Write the sum of the expected contacts of each cell type, and return the files: <type>.cool and, where all bins
-    are of one width, <type>.mcool; with several resolutions, <type>_<resolution>.cool each.
+    """Write the sum of the expected contacts of each cell type, and return the files: <type>.cool, or, with several
+    resolutions, <type>_<resolution>.cool each.
 
     Args:
         out_dir: Where to write.
@@ -130,16 +123,14 @@ def write_pseudobulk(
     paths = []
     for tail, strata in _resolutions(layout):
         bins = bin_table(layout, strata[0])
-        kinds = {".cool": write_cool} | ({".mcool": write_mcool} if is_fixed(bins) else {})
         for stem, (label, (n_cells, total)) in zip(_file_stems(sums), sums.items(), strict=True):
             pixels = _pixels(strata, total)
             pixels = pixels[pixels["count"] > 0]
             metadata = {key: label, "cells": n_cells, "count": "sum of the expected contacts of the cells"}
-            for suffix, write in kinds.items():
-                path = out_dir / f"{stem}{tail}{suffix}"
-                with written_aside(path) as aside:
-                    write(aside, bins, pixels, assembly=assembly, metadata=metadata)
-                paths.append(path)
+            path = out_dir / f"{stem}{tail}.cool"
+            with written_aside(path) as aside:
+                write_cool(aside, bins, pixels, assembly=assembly, metadata=metadata)
+            paths.append(path)
     return paths
 
 

@@ -8,10 +8,10 @@ import pandas as pd
 from lightning_amp.data.files.chromosome_names import choose_chromosomes
 from lightning_amp.data.files.directory import DataDirectory, find
 from lightning_amp.data.files.graphml import write_graph
+from lightning_amp.data.files.read_columns import store_by_columns
 from lightning_amp.data.files.resolution import format_resolution, parse_resolution
 from lightning_amp.data.files.write_aside import write_aside
 from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY
-from lightning_amp.data.prepare.by_columns import store_by_columns
 from lightning_amp.data.prepare.cell_labels import label_cells, read_labels
 from lightning_amp.data.prepare.feature_grid import FeatureGrid, build_grid
 from lightning_amp.data.prepare.gene_positions import read_genes

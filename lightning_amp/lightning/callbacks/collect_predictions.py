@@ -38,7 +38,7 @@ def collect_predictions(outputs: list[Any] | None, data: SingleCellDataModule) -
 
     Returns:
         modality -> all cells in the data's order with their obs and, but for Hi-C, var, without X; obsm["X_amp"] is NaN
-        for a cell that was not predicted (`limit_predict_batches`). Principal components, nearest neighbours and
+        for a cell that was not predicted (`limit_predict_batches`). Principal components and
         uns["lightning_amp"] are those of the files of `PredictionWriter`
 
     Raises:

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_amp.data.cell_keys import hash_integers
-from lightning_amp.data.describe_embedding import MOST_CELLS, describe_embedding
+from lightning_amp.data.describe_embedding import NEIGHBOURS, describe_embedding, same_type_share
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.data.files.write_results import (
     celltype_column,
@@ -33,7 +33,6 @@ from lightning_amp.data.files.write_results import (
 )
 from lightning_amp.data.loading.datamodule import HIC, SingleCellDataModule
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
-from lightning_amp.data.neighbours import NEIGHBOURS, same_type_share
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.lightning.callbacks.collect_predictions import (
     Embeddings,
@@ -60,10 +59,9 @@ class PredictionWriter(pl.Callback):
     Files:
         embeddings_<modality>.h5ad: all cells in the file's order, obs as there, var but for Hi-C, no X;
             obsm["X_amp"], NaN for a cell that was not predicted (`limit_predict_batches`), and its principal components
-            obsm["X_pca"]; nearest neighbours as scanpy's `pp.neighbors` keeps them, if all cells were predicted and are
-            at most 100,000; uns["lightning_amp"], versions, model, plan and settings
+            obsm["X_pca"]; uns["lightning_amp"], versions, model, plan and settings
         imputed.scool: expected contacts of some cells, if there is Hi-C
-        pseudobulk/<type>.cool, <type>.mcool: sum of the expected contacts of a type's cells, with `celltype_key`, if
+        pseudobulk/<type>.cool: sum of the expected contacts of a type's cells, with `celltype_key`, if
             there is Hi-C that has this column and the model has `impute`; every rank imputes all cells
         embedding.png: all modalities in the plane, by PCA or by UMAP
         contact_map.png: the first imputed cell, measured and expected
@@ -218,11 +216,6 @@ class PredictionWriter(pl.Callback):
         for modality, embedding in embeddings.items():
             parts = describe_embedding(embedding)
             parts["uns"]["lightning_amp"] = about
-            if not parts["obsp"]:
-                self.remarks.append(
-                    f"{modality}: no nearest neighbours are written, for a cell was not predicted or there are less"
-                    f" than 3 or more than {MOST_CELLS:,} cells; scanpy.pp.neighbors finds them by use_rep='X_amp'"
-                )
             path = self.out_dir / f"embeddings_{modality}.h5ad"
             write_embedding(
                 path,

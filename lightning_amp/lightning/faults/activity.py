@@ -1,4 +1,4 @@
-"""Report what a rank is doing: Lightning's current hook and batch, and the stack of its main thread.
+"""Report what a rank is doing: Lightning's current hook and batch, and the stack of its main thread; and its `Fault`.
 
 The hook is the innermost function on the stack that has the name of one of Lightning's hooks; a rank waits for others
 while the innermost frames are torch.distributed's, or that of our own wait for a collective that is on its way.
@@ -13,6 +13,8 @@ a stack deeper than faulthandler's 100 functions the hook is the one that Lightn
 """
 
 import faulthandler
+import os
+import platform
 import re
 import sysconfig
 import tempfile
@@ -26,8 +28,61 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+from torch.distributed import DistError
 
 from lightning_amp.techniques.ranks.collectives import wait_in_all_reduce
+
+LONGEST = 600
+"""Characters of an error's text that are passed on."""
+
+OF_COMMUNICATION = re.compile(
+    r"gloo|nccl|c10d|connection (closed|reset|refused)|broken pipe|socket|process group", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One rank's end.
+
+    Attributes:
+        rank, host: The rank, its machine and process.
+        what: What happened to it, as the rest of a sentence.
+        asked: Whether a person has ended the run, who waits for it.
+    """
+
+    rank: int
+    host: str
+    what: str
+    asked: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}) {self.what}"
+
+
+def this_host() -> str:
+    """Machine and process."""
+    return f"{platform.node()}, process {os.getpid()}"
+
+
+def text_of(exception: BaseException) -> str:
+    """Kind and text of an error, not endlessly long."""
+    text = f"{type(exception).__name__}: {exception}".strip().rstrip(":")
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+
+
+def is_of_communication(exception: BaseException) -> bool:
+    """Whether an error may be nothing but the consequence of another rank's end."""
+    if isinstance(exception, DistError):
+        return True
+    return isinstance(exception, RuntimeError | OSError) and bool(OF_COMMUNICATION.search(str(exception)))
+
+
+def is_out_of_memory(exception: BaseException) -> bool:
+    """Whether an error says that memory could not be had, on whichever device."""
+    if isinstance(exception, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(exception, RuntimeError) and "allocate memory" in str(exception)
+
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "optimizer_step", "backward")
 OWNED = (pl.Callback, ModelHooks, DataHooks, CheckpointHooks)

@@ -31,8 +31,7 @@ from typing import Any
 
 import psutil
 
-from lightning_amp.lightning.faults.activity import Doing
-from lightning_amp.lightning.faults.fault import Fault, text_of, this_host
+from lightning_amp.lightning.faults.activity import Doing, Fault, text_of, this_host
 from lightning_amp.lightning.faults.link import Link
 
 GRACE_S = 3.0

@@ -22,9 +22,16 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning._compat import launch_process_observer, trainer_of
-from lightning_amp.lightning.faults.activity import doing_as_noted, doing_of_exception, doing_of_thread
+from lightning_amp.lightning.faults.activity import (
+    Fault,
+    doing_as_noted,
+    doing_of_exception,
+    doing_of_thread,
+    is_of_communication,
+    text_of,
+    this_host,
+)
 from lightning_amp.lightning.faults.detector import EXIT_STATUS, GRACE_S, Detector, Limits, say
-from lightning_amp.lightning.faults.fault import Fault, is_of_communication, text_of, this_host
 from lightning_amp.lightning.faults.interrupt import (
     STARTED_BY,
     STATUS_OF_SIGTERM,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torchmetrics import Metric
 
 from lightning_amp.lightning._compat import rank_zero_warn
-from lightning_amp.lightning.faults.fault import is_out_of_memory
+from lightning_amp.lightning.faults.activity import is_out_of_memory
 from lightning_amp.lightning.steps.counted_batches import CountedBatches
 from lightning_amp.lightning.steps.end_of_memory import tell_where
 from lightning_amp.random_streams import random_streams, set_random_streams

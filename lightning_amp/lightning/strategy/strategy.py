@@ -46,8 +46,8 @@ from lightning_amp.lightning.consistency.replicas import (
     take_buffers_of_first,
 )
 from lightning_amp.lightning.consistency.same_parameters import warn_of_differences
+from lightning_amp.lightning.faults.activity import is_out_of_memory
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
-from lightning_amp.lightning.faults.fault import is_out_of_memory
 from lightning_amp.lightning.faults.interrupt import make_interruptible
 from lightning_amp.lightning.faults.one_message import print_mistakes_once, raise_mistakes
 from lightning_amp.lightning.steps.cell_order import CellOrder

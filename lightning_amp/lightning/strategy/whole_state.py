@@ -10,7 +10,7 @@ from lightning_amp.lightning._compat import trainer_of
 from lightning_amp.lightning.checkpoints.read_directory import load_either
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_directory import write_directory
-from lightning_amp.lightning.consistency.all_ranks_save import wait_for_all
+from lightning_amp.lightning.consistency.replicas import wait_for_all
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.request import Request

@@ -17,9 +17,8 @@ from typing import cast
 from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
-from lightning_amp.models.decoders.strata_loop import EveryStratum
 from lightning_amp.models.decoders.stratified import StrataRegion
-from lightning_amp.models.decoders.stratum import AllCells
+from lightning_amp.models.decoders.stratum import AllCells, EveryStratum
 from lightning_amp.shapes import PerAnchor, PerCell, Scalar
 
 

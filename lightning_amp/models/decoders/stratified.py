@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import ModelError
-from lightning_amp.models.decoders.strata_loop import EveryStratum
 from lightning_amp.models.decoders.stratum import Decode as Decode
-from lightning_amp.models.decoders.stratum import KeyModule
+from lightning_amp.models.decoders.stratum import EveryStratum, KeyModule
 from lightning_amp.models.decoders.stratum import Stratum as Stratum
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey, Variant
 from lightning_amp.shapes import Counts, Experiment, Library, LogWeights, PerAnchor, PerCell, Scalar

@@ -1,8 +1,10 @@
-"""The profile of a module's training step as text of at most 80 columns."""
+"""The profile and the diagnosis of a module's training step as text of at most 80 columns."""
 
-from textwrap import fill
+from collections.abc import Sequence
+from textwrap import fill, wrap
 
 from lightning_amp.footprint.module_profile import KINDS, PHASES, ModuleProfile, TensorBytes
+from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
 
@@ -14,6 +16,43 @@ PARTS_IN_WORDS = {
     "tensor": "one tensor",
     "saved": "what is saved for the backward pass",
 }
+
+
+def diagnosis_sections(diagnosis: ModuleDiagnosis) -> list[str]:
+    """Where the peak is, its largest modules, and every technique with what it would do."""
+    first = (
+        f"the step as it is: {format_bytes(diagnosis.peak_bytes)}, counted on {diagnosis.measured}; the largest part is"
+        f" {PARTS_IN_WORDS[diagnosis.largest]}"
+    )
+    rows = [
+        [
+            format_bytes(size),
+            f"{100 * size / max(1, diagnosis.peak_bytes):.0f} %",
+            fqn or "(the module itself)",
+        ]
+        for fqn, size in diagnosis.modules.items()
+    ]
+    sections = ["\n".join(wrap(first, WIDTH)), table(["bytes", "share", "modules at the peak"], rows)]
+    return [*sections, *filter(None, [advice_table(diagnosis)])]
+
+
+def advice_table(diagnosis: ModuleDiagnosis) -> str:
+    """Every technique with what it would do; "" where there is none."""
+    advice = [[name, "helps", alone(name, text)] for name, text in diagnosis.helps.items()]
+    advice += [[name, "does not", alone(name, text)] for name, text in diagnosis.does_not_help.items()]
+    return table(["technique", "helps", "because"], advice) if advice else ""
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Names of modules; of many the first, the last and how many."""
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{names[0]} ... {names[-1]} ({len(names)})"
+
+
+def alone(name: str, text: str) -> str:
+    """A sentence without the technique's name, which stands before it."""
+    return text.removeprefix(f"{name} would not: ").removeprefix(f"{name} would make ")
 
 
 def module_report(profile: ModuleProfile) -> str:

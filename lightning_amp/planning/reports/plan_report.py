@@ -8,7 +8,7 @@ from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.data.files.directory import MODALITIES
 from lightning_amp.planning.modules.min_memory_plan import LEAST
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.reports.diagnosis_report import diagnosis_sections, shortened
+from lightning_amp.planning.reports.module_report import diagnosis_sections, shortened
 from lightning_amp.planning.reports.stages_report import stages_section
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.profiling.profile import Profile

@@ -6,8 +6,7 @@ from typing import TypeVar
 
 from lightning_amp.footprint.module_profile import ModuleBytes, ModuleProfile, TensorBytes
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.reports.diagnosis_report import advice_table, shortened
-from lightning_amp.planning.reports.module_report import called, peak_lines, share_of
+from lightning_amp.planning.reports.module_report import advice_table, called, peak_lines, share_of, shortened
 from lightning_amp.planning.reports.plan_report import shortfall, shown_notes
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes, format_seconds

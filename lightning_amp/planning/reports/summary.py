@@ -3,7 +3,7 @@
 from textwrap import wrap
 
 from lightning_amp.planning.plan.plan import Explanation, Plan
-from lightning_amp.planning.reports.diagnosis_report import alone
+from lightning_amp.planning.reports.module_report import alone
 from lightning_amp.planning.reports.plan_report import batch_text, labels, peak_text, step_text, techniques
 from lightning_amp.planning.reports.table import WIDTH
 from lightning_amp.quantities import format_bytes

@@ -11,17 +11,15 @@ import lightning.pytorch as pl
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.sparse as sp
 import torch
 from scipy.spatial.distance import cdist
 
 from lightning_amp import figures
-from lightning_amp.data.describe_embedding import describe_embedding, principal_components
+from lightning_amp.data.describe_embedding import principal_components
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
-from lightning_amp.data.files.write_cooler import coarsen, is_fixed, write_mcool
+from lightning_amp.data.files.write_cooler import is_fixed
 from lightning_amp.data.files.write_results import _file_stems, labels_of, read_assembly, write_pseudobulk
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
-from lightning_amp.data.neighbours import neighbour_graph
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.lightning.callbacks import prediction_writer
@@ -86,7 +84,7 @@ def source(root: Path, modality: str) -> anndata.AnnData:
     return anndata.read_h5ad(path)
 
 
-def test_the_h5ad_has_genes_neighbours_and_settings(root: Path, tmp_path: Path) -> None:
+def test_the_h5ad_has_genes_and_settings(root: Path, tmp_path: Path) -> None:
     writer = PredictionWriter(tmp_path, impute_rna=True, contact_map_cells=0, **KEYS)
     outputs, data = predict(root, writer)
     collected = collect_predictions(outputs, data)
@@ -97,12 +95,6 @@ def test_the_h5ad_has_genes_neighbours_and_settings(root: Path, tmp_path: Path) 
         pca = found.obsm["X_pca"]
         np.testing.assert_allclose(cdist(pca, pca), cdist(embedding, embedding), atol=1e-5)
         assert found.uns["pca"]["variance_ratio"].sum() == pytest.approx(1)
-        params = found.uns["neighbors"]["params"]
-        assert (params["n_neighbors"], params["method"], params["use_rep"]) == (15, "umap", "X_amp")
-        for name in ("distances", "connectivities"):
-            assert found.uns["neighbors"][f"{name}_key"] == name
-            assert (found.obsp[name] != collected[modality].obsp[name]).nnz == 0
-        assert (found.obsp["distances"].getnnz(axis=1) == 14).all()
         about = found.uns["lightning_amp"]
         assert about["torch"] == torch.__version__
         assert (about["model"], about["checkpoint"], about["strategy"]) == (
@@ -119,15 +111,12 @@ def test_the_h5ad_has_genes_neighbours_and_settings(root: Path, tmp_path: Path) 
     np.testing.assert_array_equal(found.layers["imputed"], cells.X.toarray() / 2)
 
 
-def test_what_was_not_predicted_has_no_neighbours_and_no_expression(root: Path, tmp_path: Path) -> None:
+def test_what_was_not_predicted_has_no_expression(root: Path, tmp_path: Path) -> None:
     writer = PredictionWriter(tmp_path, impute_rna=True, contact_map_cells=0, celltype_key="celltype")
     predict(root, writer, limit_predict_batches=1)
     found = anndata.read_h5ad(tmp_path / "embeddings_rna.h5ad")
     assert np.isfinite(found.layers["imputed"]).all(axis=1).tolist() == [True] * 8 + [False] * 13
     assert np.isfinite(found.obsm["X_pca"]).all(axis=1).tolist() == [True] * 8 + [False] * 13
-    assert not found.obsp
-    assert "neighbors" not in found.uns
-    assert any("rna: no nearest neighbours are written" in remark for remark in writer.remarks)
     cells = sum(json.loads(cooler_attribute(path, "metadata"))["cells"] for path in pseudobulk(tmp_path))
     assert cells == 8, "the cells that were predicted"
 
@@ -163,8 +152,7 @@ def test_pseudobulk_is_the_sum_over_the_cells_of_a_type(root: Path, tmp_path: Pa
         assert clr.bins().columns.tolist() == ["chrom", "start", "end"], "no weights"
         assert clr.binsize == 1_000_000
         assert cooler.fileops.is_cooler(str(path))
-        assert cooler.fileops.is_multires_file(str(path.with_suffix(".mcool")))
-        assert {path, path.with_suffix(".mcool")} <= set(writer.written)
+        assert path in writer.written
 
 
 def test_imputed_maps_name_the_assembly_of_the_contacts(root: Path, tmp_path: Path) -> None:
@@ -178,31 +166,6 @@ def test_imputed_maps_name_the_assembly_of_the_contacts(root: Path, tmp_path: Pa
     data = SingleCellDataModule.from_anndata(hic=source(root, "hic"))
     data.setup()
     assert read_assembly(data.tables["hic"].path) == "hg38"
-
-
-def test_a_mcool_is_what_cooler_would_make_of_the_cool(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    bins = pd.concat(
-        pd.DataFrame({"chrom": chrom, "start": np.arange(n) * 10, "end": np.arange(n) * 10 + 10})
-        for chrom, n in (("chr1", 61), ("chr2", 44))
-    ).reset_index(drop=True)
-    bins.loc[60, "end"] -= 3
-    bin1, bin2 = np.nonzero(np.triu(rng.random((105, 105)) < 0.2))
-    pixels = pd.DataFrame({"bin1_id": bin1, "bin2_id": bin2, "count": rng.random(len(bin1))})
-    write_mcool(tmp_path / "ours.mcool", bins, pixels, assembly="hg38")
-    cooler.create_cooler(str(tmp_path / "base.cool"), bins, pixels, dtypes={"count": float}, ordered=True)
-    theirs = str(tmp_path / "theirs.mcool")
-    cooler.zoomify_cooler(str(tmp_path / "base.cool"), theirs, [10, 20], chunksize=1000)
-    found = cooler.fileops.list_coolers(str(tmp_path / "ours.mcool"))
-    assert found == ["/resolutions/10", "/resolutions/20"]
-    for name in found:
-        one, other = (cooler.Cooler(f"{path}::{name}") for path in (tmp_path / "ours.mcool", theirs))
-        pd.testing.assert_frame_equal(one.bins()[:], other.bins()[:])
-        pd.testing.assert_frame_equal(one.pixels()[:], other.pixels()[:])
-        pd.testing.assert_series_equal(one.chromsizes, other.chromsizes)
-        assert one.info["genome-assembly"] == "hg38"
-        assert one.info["bin-size"] == other.info["bin-size"]
-    assert len(coarsen(bins, pixels, 1000)[0]) == 2, "bins end with their chromosome"
 
 
 def test_bins_that_leave_some_out_are_not_of_one_width(tmp_path: Path) -> None:
@@ -241,43 +204,9 @@ def test_missing_labels_are_unknown() -> None:
     assert labels_of(obs, None).tolist() == ["Unknown", "Unknown"]
 
 
-def test_the_graph_of_neighbours_is_that_of_umap() -> None:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(600, 5)).astype(np.float32)
-    distances, connectivities = neighbour_graph(x)
-    all_pairs = cdist(x, x)
-    np.fill_diagonal(all_pairs, np.inf)
-    nearest = np.sort(all_pairs, axis=1)[:, :14]
-    found = np.sort(distances.data.reshape(600, 14), axis=1)
-    np.testing.assert_allclose(found, nearest, rtol=1e-5)
-    np.testing.assert_allclose(
-        distances[3, distances[3].indices].toarray()[0], all_pairs[3, distances[3].indices]
-    )
-    assert abs(connectivities - connectivities.T).max() == 0
-    assert (connectivities.data > 0).all()
-    assert connectivities.data.max() == 1, "the nearest neighbour"
-    # one direction: the sigma of a row for which its memberships add up to log2(15)
-    beyond = nearest - nearest[:, :1]
-    for row, column in ((0, 3), (599, 13)):
-        low, high = 1e-6, 1e3
-        for _ in range(200):
-            sigma = (low + high) / 2
-            low, high = (low, sigma) if np.exp(-beyond[row] / sigma).sum() > np.log2(15) else (sigma, high)
-        other = int(np.argsort(all_pairs[row])[column])
-        forth = np.exp(-beyond[row, column] / sigma)
-        least = forth if all_pairs[other, row] > nearest[other, -1] else 0
-        assert connectivities[row, other] >= forth - 1e-4
-        if least:
-            assert connectivities[row, other] == pytest.approx(forth, rel=1e-3)
-    same = neighbour_graph(np.ones((20, 3), np.float32))
-    assert (same[0].data == 0).all()
-    assert (same[1].data == 1).all()
-    few = describe_embedding(x[:3])
-    assert few["obsp"]["distances"].nnz == 6
-    assert not describe_embedding(x[:2])["obsp"]
-    scores, variances = principal_components(x.astype(np.float64))
+def test_variances_of_principal_components_are_those_of_the_scores() -> None:
+    scores, variances = principal_components(np.random.default_rng(0).normal(size=(600, 5)))
     np.testing.assert_allclose(np.diag(np.cov(scores.T)), variances)
-    assert sp.issparse(few["obsp"]["connectivities"])
 
 
 def test_pairs_without_data_are_grey_in_the_picture_of_a_map(

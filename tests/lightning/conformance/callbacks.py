@@ -26,7 +26,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from lightning_amp.errors import AmpError
-from lightning_amp.lightning.consistency import all_ranks_save as save_guard
+from lightning_amp.lightning.consistency import replicas as save_guard
 from tests.lightning.conformance.cases import (
     CASE,
     NODES,

@@ -34,12 +34,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO, _aside, _remove_left_over
-from lightning_amp.lightning.consistency import all_ranks_save as save_guard
-from lightning_amp.lightning.consistency.all_ranks_save import wait_for_all
-from lightning_amp.lightning.faults.activity import Doing, doing_of_thread
+from lightning_amp.lightning.consistency import replicas as save_guard
+from lightning_amp.lightning.consistency.replicas import wait_for_all
+from lightning_amp.lightning.faults.activity import Doing, Fault, doing_of_thread
 from lightning_amp.lightning.faults.detector import Detector, Limits
 from lightning_amp.lightning.faults.failure_watch import FailureWatch, _requeues_on_sigterm
-from lightning_amp.lightning.faults.fault import Fault
 from lightning_amp.lightning.faults.interrupt import STARTED_BY, InterruptibleLauncher
 from lightning_amp.lightning.faults.link import LONGEST_HELLO, Link, connect, listen
 from lightning_amp.lightning.strategy.plan.same_plan import facts_of_plan
