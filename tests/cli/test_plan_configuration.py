@@ -16,6 +16,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.techniques.fsdp.row import ON_HOST
 from lightning_amp.techniques.fsdp.spec import FullyShard
+from tests.each import FEW
 
 FILE = """
 import lightning.pytorch as pl
@@ -99,12 +100,13 @@ def planned(words: list[str], capsys: Any) -> Plan:
 
 @IGNORED
 @pytest.mark.full
-def test_layers_that_are_made_when_a_fit_begins_are_planned(config: str, capsys: Any) -> None:
+@pytest.mark.parametrize("few", FEW)
+def test_layers_that_are_made_when_a_fit_begins_are_planned(config: str, capsys: Any, few: bool) -> None:
     memory = planned(["plan", "--config", config], capsys).predicted_peak_bytes // 2
     words = ["plan", "--config", config, "--device-memory", str(memory + 2**20)]
     whole = planned(words, capsys)
     text = Path(config).read_text()
-    for needs_values in (False, True):
+    for needs_values in (False,) if few else (False, True):
         made = f"deep_model.Late\n  init_args: {{needs_values: {needs_values}}}"
         Path(config).write_text(text.replace("deep_model.Deep", made))
         late = planned(words, capsys)
