@@ -172,20 +172,6 @@ def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any
     assert "fsdp_ranks=2 is not supported, found 3 ranks that average gradients" in capsys.readouterr().err
 
 
-@pytest.mark.full
-@IGNORED
-def test_the_largest_batch_fits_and_one_more_does_not(config: str, capsys: Any) -> None:
-    memory = 5 * 2**20
-    found = planned(["plan", "--config", config, "--device-memory", str(memory)], capsys)
-    (said,) = (note for note in found.notes if note.startswith("the largest batch"))
-    n = int(said.partition("1 rank: ")[2].split(" ")[0].rstrip(",").replace(",", ""))
-    peaks = [
-        planned(["plan", "--config", config, "--batch-size", str(k)], capsys).predicted_peak_bytes
-        for k in (n, n + 1)
-    ]
-    assert peaks[0] <= memory < peaks[1]
-
-
 @IGNORED
 def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) -> None:
     words = ["--device-memory", str(5 * 2**20)]

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_amp.cli.commands.plan import WHAT_IF
 from lightning_amp.cli.main import main
 from lightning_amp.costs.device_rates import CPU_CORE, rates_for
 from lightning_amp.costs.model_shape import reference_shape
@@ -23,13 +22,11 @@ from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.policies.recommend_devices import (
     WORTH,
-    Recommendation,
     Scale,
     recommend_devices,
 )
 from lightning_amp.planning.reports.answers_report import recommendation_report
 from lightning_amp.planning.time.model_seconds import on_device, rest_seconds
-from lightning_amp.profiling.read_profile import profile as read_profile
 from tests.planning.profiles import hic, profile, rna
 
 GIB = 2**30
@@ -211,11 +208,6 @@ def test_a_recommendation_needs_cells_and_a_decoder(cells) -> None:
         )
 
 
-def test_the_profile_knows_its_bins(data_dir) -> None:
-    parts = read_profile(data_dir).modality("hic").decomposition
-    assert parts.bin_bases == 1_000_000
-
-
 def test_the_command_line_recommends_in_text_and_json(data_dir, capsys) -> None:
     asked = ["plan", data_dir, "--recommend-devices", "--batch-size", "4", "--device-memory", "8GiB"]
     assert main([*asked, "--device", "A100"]) == 0
@@ -291,17 +283,3 @@ def test_a_recommendation_needs_no_torch(data_dir) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_what_the_message_about_what_if_names_can_be_run(capsys) -> None:
-    words = WHAT_IF.partition("lightning-amp plan ")[2].partition(". ")[0].split()
-    assert main(["plan", *words]) == 0
-    assert main(["plan", *words, "--policy", "paper", "--devices", "4"]) == 0
-    assert "predicted peak per rank" in capsys.readouterr().out
-
-
-def test_a_recommendation_is_plain_data() -> None:
-    one = Recommendation(
-        cells=1, budget_bytes=None, rates_device="x", node_devices=8, devices=None, why="", scales=()
-    )
-    assert one.to_dict()["scales"] == ()

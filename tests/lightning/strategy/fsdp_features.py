@@ -163,8 +163,7 @@ class ByForward(Blocks):
 
 
 MODULES: dict[str, type[Blocks]] = {
-    kind.__name__: kind
-    for kind in (Blocks, SharedBlock, Frozen, Several, ReadsElsewhere, Penalised, InParts, ByForward)
+    kind.__name__: kind for kind in (Blocks, SharedBlock, Frozen, Several, Penalised, InParts, ByForward)
 }
 
 
