@@ -33,8 +33,8 @@ PAGES = {
     str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 TUTORIALS = [name for name in PAGES if name.startswith("docs/tutorials/")]
-SLOW = [f"docs/tutorials/{name}.md" for name in ("slurm", "long_inputs", "many_gpus")]
-"""Pages that take a minute and more."""
+SLOW = [f"docs/tutorials/{name}.md" for name in ("slurm", "long_inputs", "many_gpus", "data_to_maps")]
+"""Pages that take longest; before a release."""
 NOT_RUN = 21
 """Blocks that are marked as not run; a page that marks one more says so here."""
 LIGHTNINGS = ("process_group_backend", "timeout", "start_method")
