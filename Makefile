@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS := $(VENV)-docs
+LOWEST := $(VENV)-lowest
 WHEEL := $(VENV)-wheel
 # two at a time, each with one thread; a file's tests stay together, for they share what is made once
 PYTEST := -n 2 --dist loadfile
@@ -33,13 +34,10 @@ full: $(STAMP)
 
 # the lowest versions that pyproject.toml allows, torch's CUDA build among them, in an environment apart; old packages
 # warn of each other, so that here a warning is no error
-lowest:
-	$(PYTHON) -m venv $(VENV)-lowest
-	$(PYTHON) .ci/lowest.py > $(VENV)-lowest/lowest.txt
-	$(VENV)-lowest/bin/python -m pip install --quiet --editable '.[test]' --constraint $(VENV)-lowest/lowest.txt
-	$(VENV)-lowest/bin/python -m pytest $(PYTEST) -o filterwarnings=default --disable-warnings \
+lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest $(PYTEST) -o filterwarnings=default --disable-warnings \
 		-m "not (ranks or long or alone or full or exhaustive or slow)" tests
-	$(VENV)-lowest/bin/lightning-amp demo --out $(VENV)-lowest/demo
+	$(LOWEST)/bin/lightning-amp demo --out $(LOWEST)/demo
 
 # before a release, and before an issue is called resolved: the rows of matrices that CI leaves out
 release: full
@@ -87,6 +85,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --editable '.[test,lint]' --constraint constraints.txt
 	touch $(STAMP)
 
+$(LOWEST)/.installed: pyproject.toml constraints.txt .ci/lowest.py
+	$(PYTHON) -m venv $(LOWEST)
+	$(PYTHON) .ci/lowest.py > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet --editable '.[test]' --constraint $(LOWEST)/lowest.txt
+	touch $(LOWEST)/.installed
+
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -c "$(EXTRA)" docs > $(DOCS)/docs.txt
@@ -94,4 +98,4 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	touch $(DOCS)/.installed
 
 clean:
-	rm -rf $(VENV) $(VENV)-lowest $(DOCS) $(WHEEL) demo dist site build *.egg-info
+	rm -rf $(VENV) $(LOWEST) $(DOCS) $(WHEEL) demo dist site build *.egg-info

@@ -4,7 +4,6 @@ What a small example shows is noted before there is a plan; the rest is an error
 """
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +14,10 @@ from torch.autograd import forward_ad
 
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.forms.adapted_stratum import GivenDistribution
-from lightning_amp.adapters.recognise.real_size import needed_bytes
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.techniques.contract.stand_in import in_place_of
 from tests.adapters import foreign_cases
 from tests.adapters.higlue_shaped import Copy, Decoder, Foreign, ZeroInflated, cells, randomise
 from tests.adapters.lookalikes import LARGE, REACH, REAL, SMALL, changing
@@ -187,15 +183,6 @@ class Half(nn.Module):
         self.strata_masks = [[0, 1, 2]]
 
 
-def test_a_module_with_half_of_the_parts_is_said_to_lack_the_others() -> None:
-    (note,) = adapt(nn.ModuleDict({"decoder": Half()})).notes
-    assert "'decoder' looks like a decoder of HiGLUE's shape" in note
-    assert "because it has no feature_masks" in note
-    (note,) = adapt(Decoder(BASE)).notes
-    assert "'Decoder' looks like" in note
-    assert "is the LightningModule itself" in note
-
-
 class Rarer(ZeroInflated):
     least = 1e-12
 
@@ -243,15 +230,3 @@ def test_where_there_is_no_memory_the_plan_says_that_it_was_not_compared() -> No
     assert strategy.plan.fits
     (note,) = (note for note in strategy.plan.notes if "is not compared with its own forward" in note)
     assert "'decoder' was detected by a small example" in note
-
-
-def test_memory_of_a_comparison_is_within_what_is_said() -> None:
-    for kind in (Copy(dim=16, window=40, anchors=200), Copy(dim=4, window=3, anchors=100)):
-        module, given, x = foreign_cases.example(replace(kind, strata=6))
-        adapt(module)
-        first: Any = vars(module.decoder)["forward"].first_batch
-        first.cells = 6
-        fixed, each = needed_bytes(module.decoder, in_place_of(module.decoder))  # type: ignore[arg-type]
-        with LiveBytes() as live:
-            first.look(given, x)
-        assert 0.3 * (fixed + 6 * each) < live.peak <= fixed + 6 * each

@@ -25,6 +25,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.contract.protocol import find_decoders
 from tests.adapters.foreign_cases import differences, possible
 from tests.adapters.multires_shaped import Bands, Decoder, Several, batches
+from tests.each import FEW
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 from tests.techniques.sharded_cases import make_plan, model_mesh
@@ -114,12 +115,13 @@ def refusals(ranks: int) -> dict[str, str]:
     return found
 
 
-def on_two_ranks(rank: int, ranks: int) -> dict[Any, Any]:
+def on_two_ranks(rank: int, ranks: int, few: bool) -> dict[Any, Any]:
     found: dict[Any, Any] = {"refused": refusals(ranks)}
-    for name in ("two resolutions", "features missing", "convolution"):
+    names = ("two resolutions", "features missing", "convolution")
+    for turn, name in enumerate(names):
         kind = KINDS[name]
         expected = fit(kind, None)
-        for strategies in ON_TWO:
+        for strategies in ON_TWO[turn :: len(names)] if few else ON_TWO:
             chosen = possible(strategies, attention=kind.attention, binarize=kind.binarize)
             found[name, chosen] = differences(fit(kind, chosen, rank=rank, ranks=ranks), expected)
     drawn = KINDS["a subset, features missing"]
@@ -133,14 +135,15 @@ def on_two_ranks(rank: int, ranks: int) -> dict[Any, Any]:
 
 
 @pytest.mark.exhaustive
-def test_trains_the_same_on_two_ranks(tmp_path: Any) -> None:
-    for found in run_ranks(on_two_ranks, 2, tmp_path, timeout=120):
+@pytest.mark.parametrize("few", FEW)
+def test_trains_the_same_on_two_ranks(few: bool, tmp_path: Any) -> None:
+    for found in run_ranks(on_two_ranks, 2, tmp_path, few, timeout=120):
         refused = found.pop("refused")
         assert "S5 cannot shard the channels of" in refused["S5"]
         assert "nodes does not support 'MultiResDecoder'" in refused["nodes"]
         assert "subset of its anchors, and S2 share its features or channels" in refused["S2"]
         assert "or set anchor_subsample=None" in refused["S2"]
-        assert len(found) == 15
+        assert len(found) == (7 if few else 15)
         assert {key: far for key, far in found.items() if not far <= 1e-9} == {}
 
 

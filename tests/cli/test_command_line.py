@@ -65,15 +65,6 @@ def test_a_misspelt_name_is_told_with_the_nearest(
     assert len(said.splitlines()) == 1
 
 
-def test_a_name_like_no_other_and_a_missing_file_are_told_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = said_of(GOOD.replace("amp\n", "zzz\n", 1), ["fit"], tmp_path, capsys)
-    assert said.endswith("Lightning's own, such as 'auto' and 'ddp'\n")
-    assert main(["fit", "--config", str(tmp_path / "none.yaml")]) == 2
-    assert "File does not exist" in capsys.readouterr().err
-
-
 def test_a_missing_configuration_is_told_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     for verb in ("fit", "validate"):
         assert main([verb]) == 2

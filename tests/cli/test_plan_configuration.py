@@ -16,6 +16,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.techniques.fsdp.row import ON_HOST
 from lightning_amp.techniques.fsdp.spec import FullyShard
+from tests.each import FEW
 
 FILE = """
 import lightning.pytorch as pl
@@ -99,12 +100,13 @@ def planned(words: list[str], capsys: Any) -> Plan:
 
 @IGNORED
 @pytest.mark.full
-def test_layers_that_are_made_when_a_fit_begins_are_planned(config: str, capsys: Any) -> None:
+@pytest.mark.parametrize("few", FEW)
+def test_layers_that_are_made_when_a_fit_begins_are_planned(config: str, capsys: Any, few: bool) -> None:
     memory = planned(["plan", "--config", config], capsys).predicted_peak_bytes // 2
     words = ["plan", "--config", config, "--device-memory", str(memory + 2**20)]
     whole = planned(words, capsys)
     text = Path(config).read_text()
-    for needs_values in (False, True):
+    for needs_values in (False,) if few else (False, True):
         made = f"deep_model.Late\n  init_args: {{needs_values: {needs_values}}}"
         Path(config).write_text(text.replace("deep_model.Deep", made))
         late = planned(words, capsys)
@@ -168,20 +170,6 @@ def test_how_fsdp_splits_is_read_from_the_configuration(config: str, capsys: Any
     assert on_gpus.predicted_peak_bytes < on_cpus.predicted_peak_bytes
     assert main(["plan", "--config", config, "--devices", "3"]) == 2
     assert "fsdp_ranks=2 is not supported, found 3 ranks that average gradients" in capsys.readouterr().err
-
-
-@pytest.mark.full
-@IGNORED
-def test_the_largest_batch_fits_and_one_more_does_not(config: str, capsys: Any) -> None:
-    memory = 5 * 2**20
-    found = planned(["plan", "--config", config, "--device-memory", str(memory)], capsys)
-    (said,) = (note for note in found.notes if note.startswith("the largest batch"))
-    n = int(said.partition("1 rank: ")[2].split(" ")[0].rstrip(",").replace(",", ""))
-    peaks = [
-        planned(["plan", "--config", config, "--batch-size", str(k)], capsys).predicted_peak_bytes
-        for k in (n, n + 1)
-    ]
-    assert peaks[0] <= memory < peaks[1]
 
 
 @IGNORED

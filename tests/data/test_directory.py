@@ -1,7 +1,5 @@
 """Data directories, ours and HiGLUE's, are found and read, and written whole or not at all."""
 
-import io
-import sys
 from pathlib import Path
 
 import anndata
@@ -17,7 +15,6 @@ from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import read_layout
 from lightning_amp.data.files.write_aside import write_aside
 from lightning_amp.errors import DataError
-from lightning_amp.progress import track
 
 SETTING = "500kb_raw_0.98_2d_2"
 BINS = ["chr1:0-500000", "chr1:500000-1000000", "chr2:0-500000"]
@@ -159,23 +156,3 @@ def test_an_empty_directory_may_be_written_to(tmp_path: Path) -> None:
     with write_aside(tmp_path / "out") as aside:
         touch(aside, "hic/new")
     assert (tmp_path / "out" / "hic" / "new").exists()
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_bar_is_drawn_on_a_terminal_and_a_line_now_and_then_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plain, terminal = io.StringIO(), Terminal()
-    monkeypatch.setattr(sys, "stderr", plain)
-    assert list(track(range(3), description="Contacts", total=3)) == [0, 1, 2]
-    assert plain.getvalue() == ""
-    monkeypatch.setattr("lightning_amp.progress.SLOW", 0.0)
-    assert list(track(range(3), description="Contacts", total=3)) == [0, 1, 2]
-    assert plain.getvalue() == "Contacts: 1 of 3\nContacts: 2 of 3\nContacts: 3 of 3\n"
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert list(track(range(3), description="Contacts", total=3)) == [0, 1, 2]
-    assert "Contacts" in terminal.getvalue()

@@ -316,8 +316,9 @@ def test_ranks_train_and_predict_as_one_process_does(synthetic: dict[str, Any], 
             np.testing.assert_allclose(values, one[modality], rtol=1e-6)
 
 
-@pytest.mark.full
 @pytest.mark.long
+@pytest.mark.exhaustive
+@pytest.mark.release
 def test_spawned_ranks_read_the_directory_of_the_process_that_made_it(synthetic: dict[str, Any]) -> None:
     data = SingleCellDataModule.from_anndata(**synthetic, batch_size=4)
     model = GLUE(latent_dim=4, hidden_dim=8, window=8, edges_per_step=16)

@@ -3,14 +3,12 @@ its files; nothing half-written is left, what was there before is untouched, and
 """
 
 import errno
-import io
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anndata
@@ -24,13 +22,11 @@ import torch
 from lightning_amp.cli.main import main
 from lightning_amp.data.files import new_hdf5 as module
 from lightning_amp.data.files.new_hdf5 import new_hdf5
-from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.data.files.write_cooler import write_scool
 from lightning_amp.data.files.write_results import write_embedding
 from lightning_amp.data.prepare.prepare import prepare
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.verification.training_run import _keep
 from tests.data.tiny_data import Files, make_bins, make_pixels, write_all
 from tests.data.tiny_data import write_scool as cooler_writes
@@ -232,22 +228,6 @@ def test_a_full_disk_under_any_layer_of_training(
     assert found.count("\n") == 1
 
 
-def test_the_monitor_of_memory_lets_the_error_of_the_run_be_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise FULL
-
-    monkeypatch.setattr("lightning_amp.lightning.callbacks.memory_monitor.write_rows", full)
-    monitor = StratumMemoryMonitor(dirpath=tmp_path)
-    monitor.rows, monitor._target = [{"rank": 0}], tmp_path
-    trainer = SimpleNamespace(is_global_zero=True)
-    monitor.on_exception(trainer, None, ValueError())  # type: ignore[arg-type]
-    monitor._target = tmp_path
-    with pytest.raises(OSError, match="No space"):
-        monitor._write(trainer)  # type: ignore[arg-type]
-
-
 def test_what_verify_keeps_for_the_ranks(tmp_path: Path) -> None:
     with (
         pytest.raises(DataError, match="cannot write .*one.pt'.*TMPDIR says"),
@@ -267,17 +247,3 @@ def test_a_read_only_disk_is_told_before_the_work(
     monkeypatch.setattr("lightning_amp.simulation.calibrate.calibrate", None)
     assert main(["calibrate", "--out", "r.json"]) == 2
     assert "--out 'r.json' cannot be written" in capsys.readouterr().err
-
-
-def test_a_file_aside_that_cannot_be_made_or_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_only(self: Path, *_: Any, **__: Any) -> io.StringIO:
-        raise OSError(errno.EROFS, "Read-only file system", str(self))
-
-    monkeypatch.setattr(Path, "open", read_only)
-    monkeypatch.setattr(Path, "unlink", read_only)
-    with (
-        pytest.raises(DataError, match="cannot write .*x': Read-only file system"),
-        written_aside(tmp_path / "x") as aside,
-        aside.open("w"),
-    ):
-        pass

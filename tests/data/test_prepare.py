@@ -184,11 +184,6 @@ def test_reading_the_graph_agrees_with_networkx(files: Files) -> None:
         assert (np.float32(data["weight"]), data["sign"]) == (weight, sign)
 
 
-def test_the_same_input_gives_the_same_graph_file(files: Files) -> None:
-    first = prepare(**files.arguments()).graph.read_bytes()
-    assert prepare(**files.arguments(), overwrite=True).graph.read_bytes() == first
-
-
 def test_equal_contacts_share_a_rank() -> None:
     bulk = sp.coo_array(([5.0, 5.0, 9.0, 1.0], ([0, 1, 0, 2], [2, 3, 4, 4])), shape=(5, 5))
     bins = pd.DataFrame({"chrom": "chr1", "start": range(5), "end": range(1, 6)})

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_amp.data.cell_keys import draw_keys
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
-from lightning_amp.data.loading.sampler import StepLoader, StepSampler, balance
+from lightning_amp.data.loading.sampler import StepLoader, StepSampler
 from lightning_amp.errors import DataError
 
 pytestmark = [
@@ -98,15 +98,6 @@ def test_balance_is_closer_to_equal_than_dealing() -> None:
         return float((sums.max(axis=1) / sums.mean(axis=1)).mean())
 
     assert spread(True) < 1.25 < spread(False)
-
-
-def test_balance_is_near_the_best_split() -> None:
-    contacts = depths(64, 5)
-    parts = balance(contacts, 4)
-    sums = np.array([contacts[part].sum() for part in parts])
-    assert sorted(np.concatenate(parts).tolist()) == list(range(64))
-    assert [len(part) for part in parts] == [16] * 4
-    assert sums.max() / sums.mean() < 1.001
 
 
 def test_evaluation_takes_every_cell_once_in_order() -> None:

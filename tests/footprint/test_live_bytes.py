@@ -256,11 +256,6 @@ def test_a_tensor_that_is_still_being_sent_counts_once() -> None:
         assert sum_.wait().nbytes == live.current == 4000
 
 
-def test_rounding_below_one_byte_is_our_bug() -> None:
-    with pytest.raises(AssertionError, match="at least 1, got 0"):
-        LiveBytes(rounding=0)
-
-
 def test_one_devices_memory_counts() -> None:
     there, here = torch.ones(3, device="meta"), torch.ones(5)
     with LiveBytes(device_type="meta") as live:

@@ -1,9 +1,7 @@
 """Keyed numbers are functions of key, stream and column alone, and look random."""
 
-import pytest
 import torch
 
-from lightning_amp.errors import ModelError
 from lightning_amp.models.keyed_noise import KeyedDropout, keyed_normal, keyed_uniform
 
 KEYS = torch.arange(20_000) * 97 + 5
@@ -64,8 +62,3 @@ def test_dropout_without_keys_uses_the_default_generator():
     torch.manual_seed(1)
     assert torch.equal(layer(x, None), first)
     assert not torch.equal(layer(x, None), first)
-
-
-def test_refusal():
-    with pytest.raises(ModelError, match=r"dropout is 1\.0; choose a probability in \[0, 1\)"):
-        KeyedDropout(1.0, stream=0)

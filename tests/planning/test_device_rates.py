@@ -14,7 +14,6 @@ from lightning_amp.costs.device_rates import (
     nearest_rates,
     rates_for,
 )
-from lightning_amp.costs.link_seconds import Links
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
@@ -96,11 +95,6 @@ def test_an_unknown_gpu_gets_the_rates_of_the_one_whose_memory_is_nearest(name, 
     assert "lightning-amp calibrate" in note
 
 
-def test_a_known_gpu_is_not_replaced_whatever_its_memory() -> None:
-    known = nearest_rates("NVIDIA A100-SXM4-80GB", memory_bytes=80 * 2**30, products="tf32")
-    assert known == (rates_for("A100", products="tf32"), "")
-
-
 def test_rates_are_read_from_a_file(tmp_path) -> None:
     file = tmp_path / "rates.json"
     file.write_text(CPU_CORE.to_json())
@@ -147,7 +141,3 @@ def edited(**changes: Any) -> str:
 def test_json_that_is_refused(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Rates.from_json(text, source="here")
-
-
-def test_links_are_read_as_links() -> None:
-    assert isinstance(Rates.from_json(CPU_CORE.to_json()).links, Links)

@@ -14,9 +14,8 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_shared_statistics
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report, profile_report
-from lightning_amp.quantities import format_bytes, parse_bytes
+from lightning_amp.quantities import parse_bytes
 from lightning_amp.techniques.data.row import ShareBatchStatistics
-from lightning_amp.techniques.table import parse_strategies
 from tests.planning.profiles import hic, profile, rna, shape
 
 
@@ -268,15 +267,6 @@ def test_a_module_that_was_not_recognised_is_not_said_to_fit() -> None:
 )
 def test_sizes_are_read(text, n_bytes) -> None:
     assert parse_bytes(text) == n_bytes
-
-
-def test_sizes_are_written_with_three_digits() -> None:
-    sizes = (0, 999, 1024, 123_456, 10**9, 25_769_803_776)
-    assert [format_bytes(n) for n in sizes] == ["0 B", "999 B", "1.00 KiB", "121 KiB", "954 MiB", "24.0 GiB"]
-
-
-def test_strategies_are_sorted_and_include_data_parallelism() -> None:
-    assert parse_strategies(" s4,S3, S3") == ("S1", "S3", "S4")
 
 
 def test_the_model_axis_has_no_more_ranks_than_there_are_channels() -> None:

@@ -22,13 +22,11 @@ from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.policies.recommend_devices import (
     WORTH,
-    Recommendation,
     Scale,
     recommend_devices,
 )
 from lightning_amp.planning.reports.answers_report import recommendation_report
 from lightning_amp.planning.time.model_seconds import on_device, rest_seconds
-from lightning_amp.profiling.read_profile import profile as read_profile
 from tests.planning.profiles import hic, profile, rna
 
 GIB = 2**30
@@ -210,11 +208,6 @@ def test_a_recommendation_needs_cells_and_a_decoder(cells) -> None:
         )
 
 
-def test_the_profile_knows_its_bins(data_dir) -> None:
-    parts = read_profile(data_dir).modality("hic").decomposition
-    assert parts.bin_bases == 1_000_000
-
-
 def test_the_command_line_recommends_in_text_and_json(data_dir, capsys) -> None:
     asked = ["plan", data_dir, "--recommend-devices", "--batch-size", "4", "--device-memory", "8GiB"]
     assert main([*asked, "--device", "A100"]) == 0
@@ -288,10 +281,3 @@ def test_a_recommendation_needs_no_torch(data_dir) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_recommendation_is_plain_data() -> None:
-    one = Recommendation(
-        cells=1, budget_bytes=None, rates_device="x", node_devices=8, devices=None, why="", scales=()
-    )
-    assert one.to_dict()["scales"] == ()

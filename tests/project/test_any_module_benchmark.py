@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from benchmarks.any_module.budgets import differences, doubled
-from benchmarks.any_module.by_hand import lines_of
 from benchmarks.any_module.one_run import Wanted, run
 
 
@@ -56,10 +55,3 @@ def test_a_plan_for_float64_has_twice_the_bytes(tmp_path: Path) -> None:
     found = json.loads(Path(doubled(plan, tmp_path)).read_text())
     assert found["rules"][0]["spec"]["budget_bytes"] == 200
     assert plan["rules"][0]["spec"]["budget_bytes"] == 100
-
-
-@pytest.mark.parametrize(
-    ("by_hand", "lines"), [(None, 0), ("recompute", 3), ("fsdp2", 8), ("both", 11), (0.5, 4)]
-)
-def test_lines_that_a_person_writes_are_counted(by_hand: str | float | None, lines: int) -> None:
-    assert lines_of(by_hand) == lines

@@ -1,6 +1,5 @@
 """Claim: the side-by-side benchmark measures what it says, notices a wrong gradient, and has a case for every goal."""
 
-import mmap
 from dataclasses import replace
 
 import pytest
@@ -11,11 +10,10 @@ from benchmarks.side_by_side.__main__ import show
 from benchmarks.side_by_side.cases import EAGER, OURS_ALONE, OURS_STRATA, SUBSAMPLE, Case, Size
 from benchmarks.side_by_side.fresh_process import CaseFailed, Measured, measure_all, median_of, run_ranks
 from benchmarks.side_by_side.goals import Results, goals
-from benchmarks.side_by_side.high_water import HighWater
-from benchmarks.side_by_side.pictures import _curve, _figure, _finish, draw_all
+from benchmarks.side_by_side.pictures import draw_all
 from benchmarks.side_by_side.plans import plan_of
 from benchmarks.side_by_side.report import document
-from benchmarks.side_by_side.simulated import Simulated, flops, simulate_case
+from benchmarks.side_by_side.simulated import Simulated, simulate_case
 from benchmarks.side_by_side.suite import FULL, QUICK
 from benchmarks.side_by_side.training import Training, share
 
@@ -76,14 +74,6 @@ def test_what_failed_is_told_and_no_goal_is_claimed(tmp_path):
     assert "failed: no memory" in text
 
 
-def test_an_axis_of_less_than_a_decade_has_several_ticks():
-    _, (axes,) = _figure(1)
-    _curve(axes, EAGER, {8: 6.6, 256: 13.2})
-    _finish(axes, [8, 256], "cells B", "seconds", "", legend=False)
-    low, high = axes.get_ylim()
-    assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 3
-
-
 def test_document_and_pictures(tmp_path):
     draw_all(tmp_path, results(FULL))
     text = document(results(FULL), quick=False)
@@ -125,32 +115,6 @@ def test_slowest_rank_counts_and_the_median_of_rounds():
     ]
     found = median_of(rounds)
     assert (found.seconds, found.peak_bytes, found.loss, found.sent_bytes) == (3.0, 6.0, 3.0, 4)
-
-
-def test_high_water_counts_what_comes_and_goes_after_the_start():
-    before = mmap.mmap(-1, 64 * MIB)
-    before.write(b"x" * len(before))
-    water = HighWater()
-    after = mmap.mmap(-1, 32 * MIB)
-    after.write(b"\1" * MIB * 32)
-    after.close()
-    before.close()
-    # the bytes object that was written is 32 MiB too
-    assert 60 * MIB < water.above_start() < 70 * MIB
-
-
-def test_cases_travel_as_text_and_miniatures_take_the_same_plan():
-    case = Case(size=TINY, method=OURS_STRATA, ranks=2, threads=1, steps=3)
-    assert Case.from_json(case.to_json()) == case
-    assert Case.from_json(case.to_json()).steps == 3
-    small = case.small()
-    assert (small.method, small.size.strata, small.size.anchors) == (case.method, 3, 320)
-    assert [r.fqn for r in plan_of(small).rules] == [r.fqn for r in plan_of(case).rules]
-
-
-def test_flop_of_one_stratum_without_a_key():
-    size = replace(TINY, strata=1)
-    assert flops(size) == 3 * 2 * size.cells * size.anchors * size.dim
 
 
 def test_simulated_case_counts_the_last_rank_too():

@@ -26,12 +26,15 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.diagnosis.diagnose import FROM_OUTSIDE
 from lightning_amp.techniques.table import STRATEGIES
 from tests.cli import options
+from tests.each import BEFORE_A_RELEASE
 from tests.paths import ROOT
 
 PAGES = {
     str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 TUTORIALS = [name for name in PAGES if name.startswith("docs/tutorials/")]
+SLOW = [f"docs/tutorials/{name}.md" for name in ("slurm", "long_inputs", "many_gpus", "data_to_maps")]
+"""Pages that take longest; before a release."""
 NOT_RUN = 21
 """Blocks that are marked as not run; a page that marks one more says so here."""
 LIGHTNINGS = ("process_group_backend", "timeout", "start_method")
@@ -134,7 +137,12 @@ def forget() -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "name", [name for name, page in PAGES.items() if any(block.language != "text" for block in blocks(page))]
+    "name",
+    [
+        pytest.param(name, marks=BEFORE_A_RELEASE if name in SLOW else ())
+        for name, page in PAGES.items()
+        if any(block.language != "text" for block in blocks(page))
+    ],
 )
 def test_the_blocks_of_a_page_work(
     name: str, folder: Path, forget: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

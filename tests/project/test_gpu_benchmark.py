@@ -16,13 +16,12 @@ from torch.autograd import DeviceType
 from benchmarks.gpu import exactness, memory, speed
 from benchmarks.gpu.__main__ import PARTS, SECONDS
 from benchmarks.gpu.calibration import FILE as RATES
-from benchmarks.gpu.cells import NONZERO, CellsInMemory, batch_bytes, decoder_batch, moved
+from benchmarks.gpu.cells import NONZERO, batch_bytes, decoder_batch, moved
 from benchmarks.gpu.device import FLOAT32, FLOAT64, PRECISIONS
 from benchmarks.gpu.exactness import FORMS, _row, decoders
-from benchmarks.gpu.kernels import _kernel_rows, covered
+from benchmarks.gpu.kernels import _kernel_rows
 from benchmarks.gpu.record import Clock, Record, SkipPart, read
 from benchmarks.gpu.report import FILE as REPORT
-from benchmarks.gpu.report import shown, table
 from benchmarks.side_by_side.fresh_process import ROOT
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.data.batch_parts import tensors_in
@@ -207,10 +206,6 @@ def test_a_technique_that_is_wrong_or_fails_is_told_beside_the_others(tmp_path, 
     assert {row["of"] for row in failed} == {"RuntimeError: no such kernel"}
 
 
-def test_time_in_which_the_device_works():
-    assert covered([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7
-
-
 def test_kernels_copies_gaps_and_waits_are_told_apart(tmp_path):
     def event(name, start, end, kind=DeviceType.CUDA):
         return SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end))
@@ -258,22 +253,6 @@ def test_goals_are_those_of_the_fastest_and_the_smallest_in_float32(tmp_path):
     assert "peak <= 1.00 GiB: **no**" in small
 
 
-def test_heavy_cases_come_once_and_ours_first():
-    found = [(one.size, strategies, p.name) for one, strategies, p in speed.cases(speed.HEAVY)]
-    assert len(set(found)) == len(found)
-    assert [case[1:] for case in found[:3]] == [(speed.OURS, "float32")] * 3
-    assert {case[0].anchors for case in found} == {5400, 27_000, 113_505}
-    chosen = speed.choices()
-    assert ("S1", "S3", "S4", "sparse", "stream") in chosen
-    assert not any({"S3", "recompute"} <= set(names) for names in chosen)
-    assert len(chosen) == 22
-
-
-def test_shapes_of_memory_keep_their_plans_when_tiny():
-    assert len(memory.CASES) == 14
-    assert [memory.tiny(case)[1] for case in memory.CASES] == [case[1] for case in memory.CASES]
-
-
 def test_counts_by_entries_and_dense_ones_are_the_same():
     shape = memory.CASES[0][0].decoder()
     small = next(decoders(tiny=True))[1]
@@ -286,29 +265,3 @@ def test_counts_by_entries_and_dense_ones_are_the_same():
     batch = decoder_batch(shape, 2, sparse=True, dtype=torch.float32)
     n_bytes = sum(t.nbytes for t in tensors_in(batch))
     assert batch_bytes(shape, 2, sparse=True) == pytest.approx(n_bytes, rel=2 * NONZERO)
-
-
-def test_cells_in_memory_are_read_like_those_of_files():
-    data = CellsInMemory(cells=9, bins=20, strata=2, genes=4, batch_size=4, sparse=True)
-    data.setup("fit")
-    batches = list(data.train_dataloader())
-    assert len(batches) == 3
-    assert {name: tuple(cells["x"].shape) for name, cells in batches[0].items()} == {
-        "hic": (4, 39),
-        "rna": (4, 4),
-    }
-    assert data.vertices("rna").tolist() == [20, 21, 22, 23]
-
-
-def test_values_are_shown_in_their_units():
-    lines = table(
-        [{"peak_bytes": 2**30, "step_seconds": 0.25, "rate_flops": 5e12, "share_of_gaps": 0.125, "a": "x|y"}]
-    )
-    assert lines[0] == "| peak | step | rate | share of gaps | a |"
-    assert lines[2] == "| 1.00 GiB | 250 ms | 5 TFLOP/s | 12% | x\\|y |"
-    assert shown("per_second_bytes", 3e12) == "3000 GB/s"
-    assert table([]) == []
-
-
-def test_a_clock_runs_out():
-    assert Clock(0.0).left <= 0 < Clock(5.0).left

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.page import empty_part, read_part, write_part
 from benchmarks.training import growth, loading, whole_step
-from benchmarks.training.growth import QUICK, Results, all_runs, measure_all, write
+from benchmarks.training.growth import QUICK, all_runs, measure_all, write
 from benchmarks.training.growth_picture import Panel, crossings
 
 HEAD = {"origin": "Written here.", "version": "1", "machine": "one", "quick": True, "cores": 2, "rounds": 1}
@@ -52,13 +52,6 @@ def test_a_part_is_replaced_and_the_rest_stays(page):
     assert page.read_text().endswith("<!-- end of benchmarks.growth -->\n\n## By hand\n")
     write_part(page, "growth", [])
     assert page.read_text() == before
-
-
-@pytest.mark.parametrize("text", ["", "twice"])
-def test_a_page_without_markers_is_refused(page, text):
-    page.write_text(page.read_text() * 2 if text else "# Growth\n")
-    with pytest.raises(SystemExit, match="once each and in this order, found"):
-        write_part(page, "growth", [])
 
 
 def test_the_pages_of_the_repository_have_their_parts():
@@ -115,22 +108,6 @@ def test_page_and_picture(tmp_path, page, asked, left_out):
     assert ("*ddp* begins to pay at about 2 ranks" in words) == (not left_out)
     assert "*ddp, 2 ranks* is not faster than plain Lightning at these sizes" in words
     assert text.endswith("## By hand\n")
-
-
-def test_steps_become_epochs():
-    run = all_runs(QUICK, 2)[0]
-    results = Results(
-        {"head": HEAD, "runs": [{"run": asdict(run), "round": 0, "steps": [1.0, 3.0], "plan": "S1"}]}
-    )
-    assert (results.step(run), results.epoch(run), results.plan(run)) == (2.0, 24.0, "S1")
-
-
-def test_share_of_waiting():
-    waiting = loading.Waiting()
-    waiting.worked, waiting.waited = [0.99] * 200, [0.01] * 199
-    text = loading.sentence(waiting, size=2**30, bins=250, strata=32, cells=64, threads=1)
-    assert "A step takes 1.00 s, of which it waits 10.0 ms" in text
-    assert "1.0% of the time" in text
 
 
 def test_tables_of_whole_steps(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ NOTEBOOK = EXAMPLES / "quickstart.ipynb"
 
 
 @pytest.mark.exhaustive
+@pytest.mark.release
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 def test_the_quick_start_runs_and_shows_what_it_says(

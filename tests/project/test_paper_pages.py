@@ -36,7 +36,8 @@ def test_linear_layers_have_the_bytes_of_the_paper_s_table() -> None:
 
 
 # long, and tensor3d requires torch 2.13, which the run on the lowest versions has not
-@pytest.mark.long
+@pytest.mark.exhaustive
+@pytest.mark.release
 def test_a_gpt_of_more_blocks_is_counted_from_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace_paper(depth=6)
     monkeypatch.setitem(scale.GPTS, "small", small)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.pipeline.__main__ import searches
 from benchmarks.pipeline.baselines import programmed, recursive
@@ -18,15 +17,8 @@ from benchmarks.pipeline.shaped_links import refuse_without_root
 from benchmarks.pipeline.tokens import slice_times
 from benchmarks.pipeline.training import (
     TOLERANCE,
-    Run,
-    Watch,
-    all_runs,
     ends_of,
-    fit,
-    key_of,
     measured,
-    rows_in,
-    runs_of,
 )
 
 
@@ -82,30 +74,6 @@ def test_every_stage_has_a_block(cut: str, blocks: int, stages: int) -> None:
     assert (len(ends), ends[-1]) == (stages, blocks)
     assert min(sizes) > 0
     assert max(sizes) - min(sizes) <= 1 or cut == "uneven"
-
-
-def test_the_difference_is_that_of_the_furthest_parameter(tmp_path: Path) -> None:
-    run, file = Run(model="vgg"), tmp_path / "expected.pt"
-    module = fit(run, "auto", Watch(None), devices=1, quick=True)
-    expected = {name: p.detach() for name, p in module.named_parameters()}
-    for moved in (0.0, 0.5):
-        torch.save(expected | {"head.bias": expected["head.bias"] + moved}, file)
-        watch = Watch(file)
-        fit(run, "auto", watch, devices=1, quick=True)
-        assert watch.difference == pytest.approx(moved, abs=TOLERANCE)
-    # parameters and momentum
-    assert watch.held == 2 * sum(p.nbytes for p in expected.values())
-
-
-def test_runs_that_a_page_has_are_left_out() -> None:
-    every = list(all_runs("gpt2", quick=False))
-    page = [f"| {' | '.join([*run.named[:2], run.cut + ' 1,2', run.named[3]])} | 0 |" for run in every]
-    kept = [line for line in page if "| 1f1b | even" not in line]
-    has = [key_of(row) for row in rows_in(["# Title", *kept])]
-    found = [(run.schedule, run.cut, run.accumulation) for run in runs_of("gpt2", has, quick=False)]
-    # the planned one makes the plan of the others
-    assert found == [("1f1b", "planned", 1), ("1f1b", "even", 1), ("1f1b", "even", 3)]
-    assert runs_of("gpt2", [key_of(row) for row in rows_in(page)], quick=False) == []
 
 
 @pytest.mark.ranks

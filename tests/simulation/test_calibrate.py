@@ -15,7 +15,6 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_amp._torch import multiplies_in_tf32
 from lightning_amp.cli.main import main
 from lightning_amp.costs.device_rates import CPU_CORE, DEVICES, Rates
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
@@ -173,12 +172,6 @@ def test_rates_are_those_of_the_gpu_or_the_nearest(
     assert rates.matmul_flops == flops
     assert bool(note) is noted
     assert rates_of(torch.device("cpu")) == (CPU_CORE, "")
-
-
-@pytest.mark.parametrize(("asked", "tf32"), [("highest", False), ("high", True)])
-def test_tf32_is_known_from_the_older_setting_too(products, asked, tf32) -> None:
-    torch.set_float32_matmul_precision(asked)
-    assert multiplies_in_tf32() is tf32
 
 
 def test_a_gpu_has_what_is_free_and_what_torch_keeps_but_for_workspaces(monkeypatch) -> None:

@@ -62,14 +62,6 @@ def test_a_plan_takes_what_was_measured_of_a_collective(kind: Kind) -> None:
     assert Rates.from_json(rates.to_json()) == rates
 
 
-@pytest.mark.parametrize(
-    "collectives", [{"here": {}}, {WITHIN: {"ring": [0, 1]}}, {WITHIN: {"exchange": [0, 0]}}]
-)
-def test_collectives_that_cannot_be_are_refused(collectives: Any) -> None:
-    with pytest.raises(PlanError, match="collectives are by 'within a node' or 'between nodes'"):
-        replace(CPU_CORE.links, collectives=collectives)
-
-
 def on_two_by_two(rank: int, ranks: int) -> dict[str, Any]:
     with patch.dict(os.environ, {"GROUP_RANK": str(rank // 2)}):
         return measured_between(rank, ranks, torch.device("cpu"))

@@ -18,6 +18,7 @@ from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import GraphProfile, Profile
 from lightning_amp.simulation.models_without_values import decoder_subject, reference_subject
 from lightning_amp.simulation.simulate import simulate_plan
+from tests.each import FEW
 from tests.planning.profiles import hic, profile, rna, shape
 
 WITHIN = 0.05
@@ -100,8 +101,11 @@ def compare(decoder: DecoderShape, asked: str, *, ranks: int, batch_size: int) -
 
 @pytest.mark.full
 @pytest.mark.long
-def test_decoder_alone() -> None:
+@pytest.mark.parametrize("few", FEW)
+def test_decoder_alone(few: bool) -> None:
     for asked, ranks, cells, sizes in CASES:
+        if few and sizes.get("anchors", 0) > 1000:
+            continue
         peak, strata = compare(decoder(**sizes), asked, ranks=ranks, batch_size=cells)
         case = f"{asked} {ranks} {cells} {sizes}"
         if "recompute" in asked:  # its forward pass, of which nothing is kept, is counted as any other

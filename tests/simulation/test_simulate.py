@@ -23,7 +23,7 @@ from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read_profile import profile
-from lightning_amp.simulation.byte_meter import OutOfBudget, SimulatedMeter
+from lightning_amp.simulation.byte_meter import SimulatedMeter
 from lightning_amp.simulation.models_without_values import DecoderAlone, Subject, decoder_subject
 from lightning_amp.simulation.request import request_reference
 from lightning_amp.simulation.simulate import Simulation, fake_world, simulate, simulate_plan
@@ -347,13 +347,3 @@ def test_indices_keep_their_values_and_go_with_tensors_that_have_none() -> None:
         assert table[index].shape == (2, 4)
         assert table.index_add_(0, index, torch.empty(2, 4, device="meta")).is_meta
         assert int(index[0]) == 2
-
-
-def test_the_request_that_is_too_much() -> None:
-    with SimulatedMeter(budget_bytes=100) as meter:
-        first = torch.empty(20, device="meta")
-        meter.enter("the second", making=ACTIVATIONS)
-        with pytest.raises(OutOfBudget) as failure:
-            torch.empty(6, device="meta")
-    assert failure.value.requested_bytes == 24
-    assert (meter.phase, meter.peak, first.nbytes) == ("the second", 104, 80)

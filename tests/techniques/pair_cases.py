@@ -174,9 +174,18 @@ ON: dict[str, tuple[Any, Iterable[str]]] = {
     "fsdp": (FullyShard(), ()),
 }
 """Of a technique its spec, and the blocks that it can be on."""
-ALONE = [{name} for name in ON]
+TOGETHER = [
+    set[str](),
+    {"recompute", "chunk", "S6", "fsdp"},
+    {"recompute", "S6", "S7", "fsdp"},
+    {"chunk"},
+    {"S7"},
+]
+"""Every pair that can be, but chunk with S7, which exclude each other; these two also alone."""
+ALONE = [{name} for name in ("recompute", "S6", "fsdp")]
 PAIRS = [{*pair} for pair in combinations(ON, 2) if {*pair} != {"chunk", "S7"}]
-COMBINED = [set[str](), *ALONE, *PAIRS, {"recompute", "chunk", "S6", "fsdp"}]
+COMBINED = {True: TOGETHER, False: [*TOGETHER, *ALONE, *PAIRS]}
+"""Few of them, and all."""
 
 
 def rules(name: str, module: nn.Module, kinds: Iterable[str] = ()) -> list[Rule]:
@@ -237,14 +246,14 @@ def trained(rank: int | None, strategy: Any = "auto") -> tuple[dict[str, Any], A
     return found, getattr(trainer.strategy, "plan", None)
 
 
-def pairs(rank: int, ranks: int) -> list[dict[str, Any]]:
+def pairs(rank: int, ranks: int, few: bool) -> list[dict[str, Any]]:
     """Every set of techniques on two ranks."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     register()
     _, plan = trained(rank, AMPStrategy(strategies="S1"))
     make = partial(with_rules, plan, module=Zoo(rank))
     with noted("recompute", RecomputedForward), noted("chunk", InChunks):
-        return [trained(rank, AMPStrategy(plan=make(names)))[0] for names in COMBINED]
+        return [trained(rank, AMPStrategy(plan=make(names)))[0] for names in COMBINED[few]]
 
 
 class Line(LightningModule):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lightning_amp.errors import InstallError
 from lightning_amp.techniques.device_settings import launches_operators, numbers_at_a_time, settings_of
 
 
@@ -23,11 +22,3 @@ def test_an_error_leaves_no_settings_behind() -> None:
     with pytest.raises(ZeroDivisionError), settings_of("cuda"):
         raise ZeroDivisionError
     assert not launches_operators(torch.empty(2))
-
-
-def test_a_device_has_a_name() -> None:
-    with (
-        pytest.raises(InstallError, match=r"settings of '' do not exist; name a type of device"),
-        settings_of(""),
-    ):
-        pass

@@ -12,6 +12,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.installing.install import install_rules
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.table import STRATEGIES
+from tests.each import FEW
 from tests.ranks import run_ranks
 from tests.techniques.pair_cases import (
     CELLS,
@@ -32,10 +33,11 @@ EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
 @pytest.mark.ranks
-def test_techniques_on_one_module_train_as_one_process(tmp_path: Any) -> None:
+@pytest.mark.parametrize("few", FEW)
+def test_techniques_on_one_module_train_as_one_process(few: bool, tmp_path: Any) -> None:
     expected, _ = trained(None)
-    every = run_ranks(pairs, 2, tmp_path, timeout=300)
-    for names, *found in zip(COMBINED, *every, strict=True):
+    every = run_ranks(pairs, 2, tmp_path, few, timeout=300)
+    for names, *found in zip(COMBINED[few], *every, strict=True):
         where = f"{sorted(names)}"
         losses = sum(n * run["losses"] for n, run in zip(CELLS, found, strict=True)) / sum(CELLS)
         torch.testing.assert_close(losses, expected["losses"], **EXACT, msg=where)

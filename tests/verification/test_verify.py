@@ -246,8 +246,8 @@ def test_another_plan_than_the_configurations_leaves_out_how_that_is_done() -> N
     assert _decided(options, asked) == {"device_memory": "1GiB", "strategies": "S1"}
 
 
-@pytest.mark.full
-@pytest.mark.long
+@pytest.mark.exhaustive
+@pytest.mark.release
 def test_a_session_without_a_file_can_verify_its_own_classes() -> None:
     done = subprocess.run(
         [sys.executable, "-"], input=IN_MAIN, capture_output=True, text=True, timeout=200, check=False

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
-from lightning_amp.errors import InstallError
 from lightning_amp.lightning.callbacks.memory_monitor import COLUMNS, CudaMeter, StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import QUIET, make
@@ -188,13 +187,6 @@ def test_an_exception_leaves_no_mode_and_writes_what_is_there(tmp_path: Path) ->
     assert {json.loads(line)["step"] for line in lines} == {1}
 
 
-def test_a_skipped_epoch_leaves_no_mode(tmp_path: Path) -> None:
-    monitor, model = StratumMemoryMonitor(every_n_steps=1, plot=False), Model(skips_at=2)
-    fit(monitor, model, tmp_path)
-    assert model.modes == [False, True, False], "two steps, then the end of the epoch"
-    assert {row["step"] for row in monitor.rows} == {1}
-
-
 def test_an_exception_after_training_does_not_write_again(tmp_path: Path) -> None:
     monitor, model = StratumMemoryMonitor(plot=False), Model()
     trainer = fit(monitor, model, tmp_path)
@@ -248,11 +240,6 @@ def test_a_module_is_predicted_beside_measured(strategies: str, tmp_path: Path) 
     rows = monitor.modules()
     assert len(rows) == 10
     assert all(row["ratio"] == pytest.approx(1, rel=0.05) for row in rows)
-
-
-def test_nothing_measured_writes_nothing(tmp_path: Path) -> None:
-    fit(StratumMemoryMonitor(), Model(), tmp_path, limit_train_batches=1)
-    assert not list(tmp_path.iterdir())
 
 
 def test_rows_go_through_checkpoints(tmp_path: Path) -> None:
@@ -322,10 +309,3 @@ def test_cuda_peak_is_that_of_the_step() -> None:
     torch.empty(1 << 22, device=device)
     assert meter.read()[0] - before == kept.nbytes
     assert meter.read()[1] - before == kept.nbytes + (1 << 24)
-
-
-def test_refuses_a_senseless_distance() -> None:
-    with pytest.raises(
-        InstallError, match=r"StratumMemoryMonitor\(every_n_steps=0\) is not supported; allowed are"
-    ):
-        StratumMemoryMonitor(every_n_steps=0)

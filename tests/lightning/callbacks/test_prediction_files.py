@@ -22,7 +22,6 @@ from lightning_amp.data.files.write_results import _file_stems, labels_of, read_
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.lightning.callbacks import prediction_writer
 from lightning_amp.lightning.callbacks.collect_predictions import collect_predictions
 from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter
 
@@ -30,7 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
 ]
-CONTACT_MAPS = figures.contact_maps
 KEYS = {"celltype_key": "celltype", "batch_key": "batch"}
 
 
@@ -207,37 +205,3 @@ def test_missing_labels_are_unknown() -> None:
 def test_variances_of_principal_components_are_those_of_the_scores() -> None:
     scores, variances = principal_components(np.random.default_rng(0).normal(size=(600, 5)))
     np.testing.assert_allclose(np.diag(np.cov(scores.T)), variances)
-
-
-def test_pairs_without_data_are_grey_in_the_picture_of_a_map(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: dict[str, np.ndarray] = {}
-    monkeypatch.setattr(figures, "contact_maps", lambda path, *, maps, **_: drawn.update(maps))
-    data = SingleCellDataModule(root)
-    data.setup()
-    counts = data.tables["hic"].counts.tolil()
-    for stratum in data.layout.strata:
-        empty = (stratum.anchors == 5) | (stratum.anchors + stratum.k == 5)
-        counts[:, np.arange(*stratum.columns)[empty]] = 0
-    data.tables["hic"].counts = counts.tocsr()
-    cell = str(data.tables["hic"].obs_names[0])
-    prediction_writer.draw_maps(tmp_path / "map.png", cell, np.ones(data.layout.n_features, np.float32), data)
-    for contacts in drawn.values():
-        assert np.isnan(contacts[5]).all(), "a bin that no cell has contacts of"
-        assert np.isnan(contacts[0, 4]), "beyond the strata"
-        assert np.isfinite(contacts[0, :4]).all()
-    figure: list[Any] = []
-    monkeypatch.setattr(figures, "save_figure", lambda drawn, path: figure.append(drawn))
-    CONTACT_MAPS(
-        tmp_path / "x",
-        maps={"a": np.array([[1, 0], [0, np.nan]])},
-        chromosomes=["1", "1"],
-        starts=[0, 1],
-        title="",
-    )
-    (image,) = (axes.images[0] for axes in figure[0].axes if axes.images)
-    colours = image.cmap(image.norm(image.get_array()))
-    assert (colours[0, 1] == 1).all(), "white: no contacts"
-    np.testing.assert_allclose(colours[1, 1, :3], 0xD9 / 255)
-    assert [text.get_text() for legend in figure[0].legends for text in legend.get_texts()] == ["no data"]

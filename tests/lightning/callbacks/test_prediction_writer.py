@@ -236,15 +236,6 @@ def test_what_the_files_do_not_show_is_remarked(root: Path, tmp_path: Path) -> N
     assert "imputed" not in " ".join(writer.remarks)
 
 
-@pytest.mark.parametrize("asked", ["tsne", "umap"])
-def test_projections_that_cannot_be_drawn(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_amp.lightning.callbacks.prediction_writer.find_spec", lambda name: None)
-    with pytest.raises(
-        DataError, match=rf"projection='{asked}' is not supported; allowed are \('pca', 'umap'\)"
-    ):
-        PredictionWriter("out", projection=asked)
-
-
 class Mute(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return torch.zeros(3)
@@ -292,45 +283,6 @@ def curve(path: Path, **options: Any) -> np.ndarray:
     given = {"predicted_bytes": [2e9, 3e9], "measured_bytes": [2.1e9, 2.9e9], "budget_bytes": None}
     figures.memory_curve(path, **{**given, **options}, title="Memory", rank_label="rank 0")
     return image(path)
-
-
-def n_red(picture: np.ndarray) -> int:
-    return int((np.abs(picture - [0xC1 / 255, 0x27 / 255, 0x2D / 255]).max(axis=2) < 0.02).sum())
-
-
-def test_memory_budget_is_a_red_line_when_in_sight(tmp_path: Path) -> None:
-    assert n_red(curve(tmp_path / "near.png", budget_bytes=4e9)) > 300
-    assert n_red(curve(tmp_path / "far.png", budget_bytes=4e11)) == 0
-    assert n_red(curve(tmp_path / "none.png", budget_bytes=None)) == 0
-    curve(tmp_path / "measured.png", predicted_bytes=None)
-    curve(tmp_path / "predicted.png", measured_bytes=None)
-    curve(tmp_path / "neither.png", measured_bytes=None, predicted_bytes=None)
-
-
-def test_contact_maps_share_a_logarithmic_scale_and_name_their_bins(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
-    figures.contact_maps(
-        tmp_path / "maps.png",
-        maps={"measured": np.diag([8.0, 1, 0, 2, 1]), "expected": np.full((5, 5), 0.004)},
-        chromosomes=["chr1", "chr1", "chr1", "chr2", "chr2"],
-        starts=[0, 500_000, 1_000_000, 0, 500_000],
-        title="",
-    )
-    panels = [axes for axes in drawn[0].axes if axes.images]
-    assert len(panels) == 2
-    assert len(drawn[0].axes) == 3, "one colour bar for both"
-    for axes in panels:
-        (image,) = axes.images
-        assert type(image.norm).__name__ == "LogNorm"
-        assert (image.norm.vmin, image.norm.vmax) == (pytest.approx(0.008), 8.0)
-        assert [line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1] == [2.5]
-        outer = [label.get_text() for child in axes.child_axes for label in child.get_xticklabels()]
-        assert "chr1 (Mb)" in outer
-        assert "chr2 (Mb)" in outer
-        assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "0.5", "1", "0", "0.5"]
 
 
 @pytest.mark.long

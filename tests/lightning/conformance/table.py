@@ -54,17 +54,26 @@ def sites(rank: int, ranks: int, feature: Feature, *, few: bool) -> dict[str, Si
     """The places of one group of processes where a feature is run, by name.
 
     Args:
-        few: One plan of the model axis, in turn, and "ddp" only where nothing else says what is right.
+        few: Of two data ranks and the plans of the model axis one, in turn, and where the feature is refused; "ddp"
+            only where nothing else says what is right, and one rank where that is compared with it.
     """
     if ranks == 1:
-        found = {PLAIN: Site(strategies=""), AMP_1: Site(strategies="S1")}
+        found = {PLAIN: Site(strategies="")}
+        if not few or feature.against == "ddp" or AMP_1 in feature.refused:
+            found[AMP_1] = Site(strategies="S1")
         return found | ({DDP_1: Site(strategies="ddp")} if feature.against == "ddp" else {})
-    needed = feature.against in ("ddp", "sampler") or (feature.against == "plain" and not few)
+    places = (AMP_2, *feature.plans)
+    if few:
+        turn = list(FEATURES).index(feature.name) % len(places)
+        places = tuple(p for i, p in enumerate(places) if i == turn or p in feature.refused)
+    needed = AMP_2 in places and (
+        feature.against in ("ddp", "sampler") or (feature.against == "plain" and not few)
+    )
     found = {DDP_2: Site(strategies="ddp", rank=rank, ranks=ranks)} if needed else {}
-    found[AMP_2] = Site(strategies="S1", rank=rank, ranks=ranks)
-    turn = list(FEATURES).index(feature.name) % max(len(feature.plans), 1)
-    plans = feature.plans[turn : turn + 1] if few else feature.plans
-    return found | {plan: Site(strategies=plan, rank=rank, ranks=ranks, model_ranks=ranks) for plan in plans}
+    for place in places:
+        alone = {"strategies": "S1"} if place == AMP_2 else {"strategies": place, "model_ranks": ranks}
+        found[place] = Site(**alone, rank=rank, ranks=ranks)  # type: ignore[arg-type]
+    return found
 
 
 def run_group(rank: int, ranks: int, folder: Path, names: list[str], few: bool) -> Found:

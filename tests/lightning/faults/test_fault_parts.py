@@ -21,35 +21,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_amp.errors import AmpError, DataError, PlanError
+from lightning_amp.errors import DataError, PlanError
 from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO, _aside, _remove_left_over
-from lightning_amp.lightning.consistency import replicas as save_guard
-from lightning_amp.lightning.consistency.replicas import wait_for_all
 from lightning_amp.lightning.faults.activity import Doing, Fault, doing_of_thread
 from lightning_amp.lightning.faults.detector import Detector, Limits
 from lightning_amp.lightning.faults.failure_watch import FailureWatch, _requeues_on_sigterm
-from lightning_amp.lightning.faults.interrupt import STARTED_BY, InterruptibleLauncher
+from lightning_amp.lightning.faults.interrupt import STARTED_BY
 from lightning_amp.lightning.faults.link import LONGEST_HELLO, Link, connect, listen
-from lightning_amp.lightning.strategy.plan.same_plan import facts_of_plan
-from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.faults.fault_cases import Case, run_group
 
 # it measures seconds of several processes
 pytestmark = pytest.mark.alone
-
-FAULT = Fault(rank=1, host="x", what="y")
 
 
 def until(come: Callable[[], Any], seconds: float = 10.0) -> None:
@@ -74,33 +65,6 @@ def watching(lost_after: float = 100.0) -> Iterator[tuple[Detector, int]]:
 # --- the watch ---
 
 
-def test_a_rank_ends_although_nothing_can_be_said_and_no_process_be_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    statuses: list[int] = []
-    flushed = threading.Event()
-
-    def none(*_: Any) -> None:
-        raise psutil.NoSuchProcess(1)
-
-    def fail(*_: Any) -> None:
-        raise OSError("no such child")
-
-    with watching() as (watch, _), (tmp_path / "closed").open("w") as closed:
-        closed.close()
-        monkeypatch.setattr(os, "_exit", statuses.append)
-        monkeypatch.setattr(psutil, "Process", none)
-        monkeypatch.setattr(sys, "__stderr__", closed)
-        monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=flushed.set))
-        watch._leave(FAULT)
-        monkeypatch.setattr(watch, "_end_children", fail)
-        with pytest.raises(OSError, match="no such child"):
-            watch._leave(FAULT)
-        monkeypatch.undo()
-    assert statuses == [1, 1]
-    assert flushed.is_set()
-
-
 def test_a_pause_of_the_process_is_not_the_silence_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     with watching(lost_after=1) as (watch, port):
         link = connect("localhost", port, timeout=5)
@@ -122,19 +86,6 @@ def test_a_pause_of_the_process_is_not_the_silence_of_others(monkeypatch: pytest
         link.close()
 
 
-def test_a_main_thread_that_unwinds_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    with watching() as (watch, _):
-        for unwinding, seconds, due in (
-            (False, 2, False),
-            (False, 5, True),
-            (True, 5, False),
-            (True, 101, True),
-        ):
-            monkeypatch.setattr(watch, "_look", lambda unwinding=unwinding: Doing(unwinding=unwinding))
-            watch._learned = time.monotonic() - seconds
-            assert watch._is_due() == due
-
-
 def trainer_of(strategy: AMPStrategy) -> Trainer:
     """A Trainer that has been interrupted."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -143,13 +94,6 @@ def trainer_of(strategy: AMPStrategy) -> Trainer:
     strategy._lightning_module.trainer = trainer
     trainer.state.status = TrainerStatus.INTERRUPTED
     return trainer
-
-
-def test_whether_a_rank_unwinds_is_known_from_its_trainer() -> None:
-    trainer = trainer_of(AMPStrategy())
-    assert doing_of_thread(threading.get_ident(), trainer).unwinding
-    trainer.state.status = TrainerStatus.RUNNING
-    assert not doing_of_thread(threading.get_ident(), trainer).unwinding
 
 
 @contextlib.contextmanager
@@ -187,15 +131,6 @@ def test_a_look_makes_no_frame_objects_of_a_thread_that_runs_on(monkeypatch: pyt
         assert re.fullmatch(r"test_fault_parts.py:\d+ in inside", seen.where)
 
 
-def test_of_a_deep_stack_the_hook_is_the_one_that_lightning_has_noted() -> None:
-    trainer = trainer_of(AMPStrategy())
-    trainer.strategy._lightning_module = module = LightningModule()
-    with standing_in(150) as thread:
-        assert doing_of_thread(thread, trainer).hook == ""
-        module._current_fx_name = "on_train_start"
-        assert doing_of_thread(thread, trainer).hook == "on_train_start"
-
-
 def test_a_stranger_s_lines_are_short_and_not_deep() -> None:
     for sent, received in (
         (b"[" * 4000 + b"\n", None),
@@ -231,52 +166,6 @@ def test_a_connection_that_cannot_be_accepted_does_not_end_the_watch(monkeypatch
 
 
 # --- saving and SIGTERM ---
-
-
-def test_a_save_after_an_error_waits_shortly_and_asks_only_those_that_are_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store, asked = dist.HashStore(), []
-
-    class Counted:
-        def add(self, key: str, value: int) -> int:
-            asked.append(key.rpartition("/")[2])
-            return store.add(key, value)
-
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(save_guard, "default_store", Counted)
-    monkeypatch.setattr(save_guard, "PATIENCE_AFTER_ERROR_S", 0.1)
-    store.add(save_guard._key(2), 1)
-    error = ValueError("boom")
-    try:
-        raise error
-    except ValueError:
-        with pytest.raises(AmpError, match=r"ranks \[1\] did not within 0.1 s") as caught:
-            wait_for_all(rank=0, ranks=3, failed=True)
-    assert caught.value.__context__ is error
-    assert asked.count("2") == 1
-    assert asked.count("1") > 1
-
-
-def test_an_error_is_told_and_not_the_save_that_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy, told = AMPStrategy(), []
-    trainer_of(strategy)
-    strategy._failures._detector = SimpleNamespace(fault=None, tell=told.append, ended_ranks=list)  # type: ignore[assignment]
-    monkeypatch.setattr(AMPStrategy, "global_rank", 1)
-
-    def alone(self: Any) -> None:
-        raise AmpError("others have not come")
-
-    monkeypatch.setattr(DDPStrategy, "lightning_module_state_dict", alone)
-    with pytest.raises(AmpError, match="others have not come"):
-        strategy.lightning_module_state_dict()
-    assert not told, "there was no error before"
-    try:
-        raise ValueError("boom")
-    except ValueError:
-        with pytest.raises(AmpError, match="others have not come"):
-            strategy.lightning_module_state_dict()
-    assert "ValueError: boom" in told[0].what
 
 
 @pytest.mark.parametrize(
@@ -352,34 +241,6 @@ def test_sigterm_is_lightning_s_where_it_queues_again_or_there_is_one_rank(
     strategy._failures.connected()
     assert (trainer._signal_connector._sigterm_notifier_fn != before) == ours
     assert _requeues_on_sigterm(environment) == (ranks == 2 and not ours)
-
-
-def test_a_teardown_that_fails_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy, stopped = AMPStrategy(), []
-    strategy._failures._detector = SimpleNamespace(stop=lambda *, failed: stopped.append(failed))  # type: ignore[assignment]
-
-    def fail(self: Any) -> None:
-        raise RuntimeError("boom")
-
-    monkeypatch.setattr(DDPStrategy, "teardown", fail)
-    with pytest.raises(RuntimeError, match="boom"):
-        strategy.teardown()
-    assert stopped == [True]
-
-
-def test_a_process_without_a_run_of_its_own_tears_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the one whose forks are the ranks, whose error it has to hand on."""
-    strategy, stopped = AMPStrategy(), []
-    strategy._lightning_module = LightningModule()
-    strategy._failures._detector = SimpleNamespace(stop=lambda *, failed: stopped.append(failed))  # type: ignore[assignment]
-    monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
-    strategy.teardown()
-    assert stopped == [False]
-
-
-def test_batches_may_differ_between_ranks() -> None:
-    facts = [facts_of_plan(Request(), SimpleNamespace(batch_size=n, data_dir=None)) for n in (3, 4)]
-    assert facts[0] == facts[1]
 
 
 # --- files ---
@@ -494,12 +355,3 @@ def test_a_rank_that_fails_before_the_others_are_connected_ends_those_that_it_ha
     assert started.wait(timeout=5) == -(signal.SIGKILL if deaf else signal.SIGTERM)
     # else Lightning's observer would end this process too
     assert observed == []
-
-
-def test_ranks_know_who_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str] = []
-    monkeypatch.setattr("subprocess.Popen", lambda *_, env, **__: found.append(env[STARTED_BY]))
-    launcher = InterruptibleLauncher(LightningEnvironment(), num_processes=3, num_nodes=1)
-    launcher._call_children_scripts()
-    assert found == [str(os.getpid())] * 2
-    assert STARTED_BY not in os.environ

@@ -1,6 +1,5 @@
 """Modules that look as if they could be stages of a pipeline, and are in some way not; used by the test beside."""
 
-import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -241,14 +240,6 @@ class LogsEarly(Net):
         return self.head(h)
 
 
-class KeepsEarly(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first = self.blocks[0](self.embed(x))
-        for block in list(self.blocks)[1:]:
-            h = block(h)
-        return self.head(h)
-
-
 class LogsBetween(Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -348,11 +339,6 @@ class Normalises(Block):
 class Normalised(Net):
     def __init__(self) -> None:
         super().__init__(Normalises)
-
-
-class NormalisesInputs(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(0))
 
 
 class LossInside(Net):
@@ -464,17 +450,6 @@ class PenalisedInPlace(Net):
         return loss
 
 
-class Mixes(Net):
-    """Samples are mixed by a number that NumPy draws, and so are targets."""
-
-    def loss(self, batch: Batch) -> Tensor:
-        share = np.random.beta(2, 2) * random.random()
-        other = batch["x"].flip(0)
-        scores = self(share * batch["x"] + (1 - share) * other)
-        first = F.cross_entropy(scores, batch["y"])
-        return share * first + (1 - share) * F.cross_entropy(scores, batch["y"].flip(0))
-
-
 class MixesTargets(Net):
     """Of the draws, the same number is in the inputs and in the loss."""
 
@@ -542,7 +517,6 @@ EXACT = (
 REFUSED: dict[type[Net], str] = {
     ReadsEarly: "no block returns",
     LogsEarly: "logs, returns or keeps a tensor",
-    KeepsEarly: "logs, returns or keeps a tensor",
     LogsBetween: "logs, returns or keeps a tensor",
     MetricBetween: "needs values that another rank computed",
     MetricInside: "inside or between blocks",
@@ -552,7 +526,6 @@ REFUSED: dict[type[Net], str] = {
     Wrapped: "and ['Held']",
     Branching: "needs values that another rank computed",
     Normalised: "compute a sample from other samples",
-    NormalisesInputs: "compute a sample from other samples",
     LossOfBlocks: "compute a sample from other samples",
     LossInAttributes: "outside the blocks of",
     CallsCounted: "changes 'blocks.",
@@ -560,7 +533,6 @@ REFUSED: dict[type[Net], str] = {
     Ticks: "has changed the parameters or buffers ['ticks']",
     Teaches: "has changed the parameters or buffers ['teacher",
     PenalisedInPlace: "a parameter that another rank holds",
-    Mixes: "compute a sample from other samples",
     MixesTargets: "random numbers",
     Reentrant: "use_reentrant=True",
     Gathers: "self.all_gather",

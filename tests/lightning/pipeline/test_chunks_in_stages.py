@@ -124,7 +124,8 @@ def within_budgets(rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
+@pytest.mark.release
 def test_chunks_in_stages_fit_where_recomputing_does_not(tmp_path: Path) -> None:
     expected = three_steps(None, {})["state"]
     every = run_ranks(within_budgets, 2, tmp_path, timeout=300)

@@ -31,7 +31,6 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 Run = dict[str, Any]
 EXAMPLES = {
     "evoformer": "",
-    "wide_mlp": "",
     # a mean over what is hidden, of which every sample has as much
     "gene_transformer": "",
     "unet": "it is no mean over samples",

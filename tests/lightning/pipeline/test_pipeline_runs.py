@@ -3,25 +3,21 @@ one process does, draws do not depend on the stages, every rank evaluates, and h
 """
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import seed_everything
 
-from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.steps.micro_batches import cut
 from lightning_amp.techniques.pipeline.steps.pipelined_steps import seed_of
-from tests.lightning.pipeline.pipeline_cases import CNN, GPT, LAYERS, STEPS, fit, tokens
+from tests.lightning.pipeline.pipeline_cases import GPT, LAYERS, STEPS, fit, tokens
 from tests.lightning.pipeline.test_pipeline import close
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.exhaustive
 Run = dict[str, Any]
-UNEVEN = {GPT: "1,3,5,6", CNN: "1,2,9,10"}
 MICRO = {"micro_batches": 3}
 
 
@@ -45,14 +41,6 @@ class ByHand(GPT):
         return {"loss": loss}
 
 
-def cut_by_hand(plan: Plan, ends: str) -> Plan:
-    rules = tuple(
-        replace(rule, spec=replace(rule.spec, ends=ends)) if isinstance(rule.spec, PipelineStages) else rule
-        for rule in plan.rules
-    )
-    return replace(plan, rules=rules)
-
-
 def runs(rank: int, ranks: int, folder: Path) -> dict[str, Run]:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
     me = rank, ranks
@@ -66,9 +54,6 @@ def runs(rank: int, ranks: int, folder: Path) -> dict[str, Run]:
         found["resumed"] = fit(me, GPT(), MICRO, {}, ckpt_path=str(folder / "after4.ckpt"))
     else:
         found["validated"] = fit(me, GPT(), MICRO, {}, validate=True)
-        for kind, ends in UNEVEN.items():
-            plan = found["validated"]["plan"] if kind is GPT else fit(me, CNN(), MICRO, {})["plan"]
-            found[f"uneven {kind.__name__}"] = fit(me, kind(), {"plan": cut_by_hand(plan, ends)}, {})
         found["resumed"] = fit(me, GPT(), MICRO, {}, ckpt_path=str(folder / "plain.ckpt"))
         settings = MICRO | {"model_parallel_size": 2}
         found["2 x 2"] = fit(me, GPT(), settings, {"gradient_clip_val": 0.05}, data_ranks=2)
@@ -124,14 +109,6 @@ def test_a_validation_between_steps_changes_nothing_and_is_logged_on_all_ranks(f
     assert "val_loss" in expected["logged"]
     for run in each(found, "validated"):
         close(run, expected)
-
-
-@pytest.mark.parametrize("kind", [GPT, CNN])
-def test_stages_may_be_uneven_and_planned_by_hand(found: Any, kind: type[LightningModule]) -> None:
-    for run in each(found, f"uneven {kind.__name__}"):
-        close(run, fit(None, kind(), {}, {}))
-        assert "pipeline" in run["plan"].strategies
-        assert Plan.from_json(run["plan"].to_json()) == run["plan"]
 
 
 def test_a_run_goes_on_from_one_process_and_from_other_stages(found: Any, folder: Path) -> None:

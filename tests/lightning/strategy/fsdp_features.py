@@ -22,10 +22,7 @@ from lightning_amp.techniques.fsdp.spec import FullyShard
 from tests.lightning.strategy.fsdp_cases import QUIET, Found
 from tests.lightning.strategy.strategy_cases import AGAINST_UNION, EVEN, Batch, Case, Regression, RunningRanks
 
-WAYS = (
-    "automatic", "accumulated", "clipped_by_norm", "clipped_by_value", "normalised", "unfrozen", "adversarial",
-    "adversarial_accumulating",
-)  # fmt: skip
+WAYS = ("clipped_by_norm", "clipped_by_value", "normalised", "unfrozen", "adversarial_accumulating")
 
 
 class Blocks(Regression):
@@ -166,8 +163,7 @@ class ByForward(Blocks):
 
 
 MODULES: dict[str, type[Blocks]] = {
-    kind.__name__: kind
-    for kind in (Blocks, SharedBlock, Frozen, Several, ReadsElsewhere, Penalised, InParts, ByForward)
+    kind.__name__: kind for kind in (Blocks, SharedBlock, Frozen, Several, Penalised, InParts, ByForward)
 }
 
 
@@ -288,18 +284,3 @@ def pair(rank: int, ranks: int, folder: Path) -> Found:
 
     found["refused"] = refusals(rank)
     return found
-
-
-def four(rank: int, ranks: int, folder: Path) -> Found:
-    """On with other ranks than those that have saved."""
-    warnings.simplefilter("ignore")
-    return {"from fsdp": saved(rank, 4, folder / "four", resume=folder / "fsdp" / "epoch=0.ckpt")}
-
-
-def resumed(rank: int, ranks: int, folder: Path) -> Found:
-    """On with plain Lightning."""
-    warnings.simplefilter("ignore")
-    return {
-        "from fsdp": saved(rank, 1, folder / "again", resume=folder / "fsdp" / "epoch=0.ckpt"),
-        "from converted": saved(rank, 1, folder / "again2", resume=folder / "converted.ckpt"),
-    }

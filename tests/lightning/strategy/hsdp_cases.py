@@ -22,7 +22,6 @@ from tests.lightning.strategy import fsdp_cases
 from tests.lightning.strategy.fsdp_features import (
     Blocks,
     Found,
-    Frozen,
     Several,
     loader,
     saved,
@@ -38,9 +37,8 @@ CELLS = [(3, 1, 2, 2), (1, 4, 1, 2), (2, 2, 2, 2), (4, 1, 1, 2), (1, 1, 2, 2), (
 WAYS: dict[str, tuple[type[Blocks], dict[str, Any]]] = {
     "accumulated and clipped by norm": (Blocks, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}),
     "by hand": (Several, {}),
-    "frozen parts": (Frozen, {}),
 }
-MODULES = ("wide_mlp", "cnn")
+MODULES = ("cnn",)
 ONE = "epoch=0.ckpt"
 
 

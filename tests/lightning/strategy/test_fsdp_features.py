@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lightning.strategy.fsdp_features import MODULES, WAYS, Blocks, four, pair, plain, resumed
+from tests.lightning.strategy.fsdp_features import MODULES, WAYS, Blocks, pair, plain
 from tests.lightning.strategy.fsdp_refused import REFUSED
 from tests.lightning.strategy.test_fsdp import close
 from tests.ranks import run_all
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, list[Any]]:
-    return run_all(((1, plain), (2, pair), (4, four), (1, resumed)), folder, timeout=240)
+    return run_all(((1, plain), (2, pair)), folder, timeout=240)
 
 
 @pytest.mark.parametrize("name", [*WAYS, *MODULES])
@@ -53,22 +53,11 @@ def test_half_precision_trains_as_under_ddp(runs: Any, precision: str, rtol: flo
             assert off <= rtol * value.norm() + 1e-7, f"{name}: off by {off:.1e}"
 
 
-JOBS = [
-    ("pair", "saved"),
-    ("pair", "in parts"),
-    ("pair", "from plain"),
-    ("pair", "from parts"),
-    ("pair", "S1 from fsdp"),
-    ("four", "from fsdp"),
-    ("resumed", "from fsdp"),
-    ("resumed", "from converted"),
-]
-
-
-@pytest.mark.parametrize(("body", "job"), JOBS)
-def test_training_goes_on_from_any_checkpoint(runs: Any, body: str, job: str) -> None:
+@pytest.mark.parametrize("job", ["saved", "in parts", "from plain", "from parts", "S1 from fsdp"])
+def test_training_goes_on_from_any_checkpoint(runs: Any, job: str) -> None:
+    """One process goes on from any, as its own are equal to them (below)."""
     one = runs["plain"][0]["saved"]
-    for rank, report in enumerate(runs[body]):
+    for rank, report in enumerate(runs["pair"]):
         found = report[job]
         close(found["state"], one["state"], f"{job}, rank {rank}")
         assert found["whole"]

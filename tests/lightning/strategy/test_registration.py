@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_amp.diagnosis import diagnose as signals
-from lightning_amp.diagnosis.diagnose import HEAVY_DECOMPOSITION, diagnose, register_signal
+from lightning_amp.diagnosis.diagnose import HEAVY_DECOMPOSITION, register_signal
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.installing.install import install
 from lightning_amp.models.cell_encoder import Encoder
@@ -260,46 +260,7 @@ def test_what_cannot_be_a_signal_is_refused() -> None:
     assert signals.FROM_OUTSIDE == {}
 
 
-@pytest.mark.parametrize("answer", [True, (1, "one"), (True, None), (True, "a", "b"), None])
-def test_a_signal_answers_with_a_bool_and_a_sentence(answer) -> None:
-    register_signal("MY_SIGNAL", lambda profile: answer)
-    with pytest.raises(
-        PlanError, match="the signal 'MY_SIGNAL' answered .* allowed is a pair of True or False"
-    ):
-        diagnose(SPARSE)
-
-
 # --- what its functions return ---
-
-
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        ([("fqn", 3)], r"targets of S7 returned \('fqn', 3\); allowed are pairs .* and a Split"),
-        ([("", Split())], "targets of S7 returned"),
-        (["fqn"], "targets of S7 returned 'fqn'"),
-        ([("fqn", Split(parts=(1, 2)))], r"Split\(parts=\(1, 2\)\); a plan is kept as JSON"),
-        ([], r"S7 \(split\) finds nothing to change in this model; leave S7 out"),
-    ],
-)
-def test_targets_are_pairs_of_a_name_and_the_spec(targets, message) -> None:
-    technique(targets=lambda shape: targets)
-    with pytest.raises(PlanError, match=message):
-        plan(SPARSE, devices=2, strategies="S7")
-
-
-def test_a_shape_comes_back_as_a_shape() -> None:
-    technique(shape_after=lambda shape, ranks: None)
-    with pytest.raises(PlanError, match="shape_after of S7 returned None; allowed is a ModelShape"):
-        plan(SPARSE, devices=2, strategies="S7")
-
-
-def test_savings_that_are_not_predicted_are_said_to_be_missing() -> None:
-    technique()
-    made = plan(SPARSE, devices=2, strategies="S7")
-    assert "the prediction does not count what S7 (split) saves: [B, F] to [B, F / 2]" in made.notes
-    assert made.rules[-1].saves_bytes == 0
-    assert made.rules[-1].why == "requested by the user (no signal suggests it)"
 
 
 def test_a_technique_of_the_model_axis_gets_one() -> None:

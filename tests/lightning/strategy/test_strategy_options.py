@@ -24,7 +24,7 @@ from lightning_amp.lightning.consistency.replicas import (
     share_random_state,
 )
 from lightning_amp.lightning.steps.cell_weight import count_cells
-from lightning_amp.lightning.strategy.registration import refuse, register
+from lightning_amp.lightning.strategy.registration import refuse
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
 
@@ -116,16 +116,6 @@ def test_one_device_works_in_a_notebook_which_cannot_start_others(monkeypatch: p
     assert isinstance(Trainer(**options, devices=1).strategy, AMPStrategy)
     with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
         Trainer(**options, devices=2)
-
-
-def test_registering_again_changes_nothing() -> None:
-    registry = _StrategyRegistry()
-    register(registry)
-    first = dict(registry)
-    register(registry)
-    AMPStrategy.register_strategies(registry)
-    assert dict(registry) == first
-    assert AMPStrategy.strategy_name in registry
 
 
 def test_the_twin_package_is_refused_with_advice() -> None:

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import lightning_amp
-from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.profile_module import profile_module
-from lightning_amp.planning.reports.module_report import module_report
-from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 
 
 class Deep(pl.LightningModule):
@@ -52,16 +49,6 @@ def test_a_modules_profile_is_planned(profile: Any) -> None:
     assert lightning_amp.plan(profile, device_memory=1000).fits is False
     assert lightning_amp.Plan.from_json(within.to_json()) == within
     assert lightning_amp.plan(pickle.loads(pickle.dumps(profile)), device_memory=budget) == within
-
-
-def test_a_profile_and_a_plan_print_as_their_reports(profile: Any, tmp_path: Any) -> None:
-    plan = lightning_amp.plan(profile, devices=2, device_memory="1GiB")
-    assert str(profile) == module_report(profile)
-    assert str(plan) == plan_report(plan)
-    assert max(map(len, f"{profile}\n{plan}".splitlines())) <= 80
-    synthesize(tmp_path / "data", cells=30, rna_cells=21, bins=24, strata=4, genes=40, cell_types=2)
-    data = lightning_amp.profile(tmp_path / "data")
-    assert f"{data}" == profile_report(data)
 
 
 def test_what_cannot_be_profiled_or_planned_is_refused(profile: Any) -> None:

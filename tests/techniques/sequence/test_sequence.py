@@ -131,7 +131,6 @@ OVER_DATA: dict[str, tuple[Case, dict[str, Any]]] = {
     "plain": (NET, {}),
     "fsdp": (NET, {"strategies": "sequence,fsdp"}),
     "fsdp in groups": (NET, {"strategies": "sequence,fsdp", "fsdp_ranks": 2}),
-    "batch norm": (NORMED, {}),
     "batch norm, fsdp": (NORMED, {"strategies": "sequence,recompute,fsdp"}),
 }
 SAMPLES = (3, 1)

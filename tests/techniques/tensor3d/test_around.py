@@ -58,7 +58,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 Grids = list[tuple[str, Grid]]
 GRIDS: Grids = [
-    ("accumulated and clipped", (2, 1, 1)),
     ("accumulated and clipped", (1, 1, 2)),
     ("clipped by value", (1, 2, 1)),
     ("Adagrad", (2, 1, 1)),

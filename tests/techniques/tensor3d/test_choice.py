@@ -215,6 +215,8 @@ def deep(tmp_path: Path, monkeypatch: Any) -> str:
 
 
 @IGNORED
+@pytest.mark.exhaustive
+@pytest.mark.release
 def test_the_fastest_of_the_first_grids_is_found_by_training(
     deep: str, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
@@ -246,6 +248,8 @@ def test_the_fastest_of_the_first_grids_is_found_by_training(
 
 
 @IGNORED
+@pytest.mark.exhaustive
+@pytest.mark.release
 def test_the_command_line_plans_a_grid(deep: str, capsys: Any) -> None:
     words = ["plan", "--config", deep, "--devices", "2", "--strategies", "tensor3d"]
     assert main(words) == 0

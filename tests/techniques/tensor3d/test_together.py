@@ -152,7 +152,7 @@ class ByHand(Trained):
 
 AGAIN: dict[str, tuple[Case, list[Sizes]]] = {
     "gpt": (CASES["gpt"], [(2, 2, 1)]),
-    "residuals": (RESIDUALS, [(2, 1, 2), (1, 2, 1)]),
+    "residuals": (RESIDUALS, [(2, 1, 2)]),
 }
 
 
@@ -165,9 +165,8 @@ RESUMED: dict[str, Any] = {
 BF16: dict[str, Any] = {"precision": "bf16-mixed", "dtype": torch.float32}
 SAMPLES: dict[str, tuple[Case, Any, list[Sizes]]] = {
     "gpt": (CASES["gpt"], {"sequence_dim": {"batch": 1}}, [(1, 2, 2)]),
-    "separable": (CASES["separable"], {"sequence_dim": {"batch": 2}}, [(1, 1, 2)]),
 }
-BY_HAND: list[Sizes] = [(2, 1, 2), (2, 1, 1)]
+BY_HAND: list[Sizes] = [(2, 1, 2)]
 
 
 def on_ranks(rank: int, ranks: int, folder: str) -> dict[Any, Any]:
@@ -247,7 +246,7 @@ def test_parameters_on_meta_get_values_one_module_at_a_time(found: list[Any]) ->
 
 @pytest.mark.ranks
 def test_samples_may_be_split_over_z(found: list[Any]) -> None:
-    """Tokens, and rows of images: with features split over the other axes, and on two copies of a grid."""
+    """Tokens, with features split over the other axes."""
     *found, _ = found
     for name, (case, _, grids) in SAMPLES.items():
         right = run(case)

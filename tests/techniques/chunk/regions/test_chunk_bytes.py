@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_amp.costs.device_rates import CPU_CORE
-from lightning_amp.errors import PlanError
-from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, OverBudget, choose_chunks
+from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, choose_chunks
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.paper_cost import WEIGHTS, Weights, paper_cost
 from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
@@ -43,62 +42,6 @@ def test_bytes_by_hand() -> None:
     # 3 pieces of 4 rows are two of 2 rows
     assert chunk_bytes(table, [cut(at, 3)]).peak_bytes == found.peak_bytes
     assert chunk_bytes(table, [cut(at, 4)]).peak_bytes == 96 + 64
-
-
-def test_bytes_of_a_sum_by_hand() -> None:
-    """Features cut: every piece has a whole result, which is added to the output."""
-    new, at = feed_forward()
-    table = new.table(at["down"])
-    dims = {at["w"]: 0, at["up"]: 1, at["act"]: 1, at["v"]: 1}
-    region = Region(first=at["up"], last=at["down"], dims=dims, sums=(at["down"],), units=8, n_chunks=4)
-    assert chunk_bytes(table, [region]).forward[at["down"]] == 96 + 32 + 96
-    half = replace(table, rows=tuple(replace(row, dtype="float16") for row in table.rows))
-    assert chunk_bytes(half, [region]).forward[at["down"]] == 48 + 32 + 96 + 96
-
-
-def test_bytes_of_training_by_hand() -> None:
-    new, at = feed_forward()
-    table = new.table(at["down"])
-    found = chunk_bytes(table, [cut(at, 2)], train=True)
-    # nothing is saved but the block's argument, which is not counted; the result is there
-    assert found.saved_bytes == 96
-    assert found.forward == chunk_bytes(table, [cut(at, 2)]).forward
-    # result and gradients of x, w and v whole; a piece's act, its results and gradients
-    whole = 96 + 96 + 192 + 192
-    assert found.backward[at["down"]] == whole + 64 + 48 + 64 + 192
-    assert found.backward[at["act"]] == whole + 64 + 48 + 64 + 64
-    assert found.backward[at["up"]] == whole + 48 + 64 + 48 + 192
-    assert found.peak_bytes == max(found.backward)
-
-
-def test_an_output_that_is_a_view_has_memory_of_its_own() -> None:
-    new = Rows()
-    x = new.given(4, 6)
-    wide = new.linear(x, 12)
-    parts = new.op("chunk", [wide], (4, 6), chunks=2, dim=-1, _view=True)
-    one = new.op("getitem", [parts], (4, 6), _view=True)
-    two = new.op("getitem", [parts], (4, 6), _view=True)
-    y = new.pointwise(two, op="exp")
-    table = new.table(y, one)
-    region = Region(first=wide, last=two, dims={x: 0, wide: 0, parts: 0, one: 0, two: 0}, units=4, n_chunks=4)
-    found = chunk_bytes(table, [region]).forward
-    assert found[wide] == 96 + 96 + 48
-    assert found[y] == 96 + 96 + 96
-    assert chunk_bytes(table, ()).forward[y] == 192 + 96
-
-
-def test_what_is_computed_before_is_there_while_pieces_run() -> None:
-    new = Rows()
-    x, z = new.given(4, 6), new.given(6, 6)
-    a = new.pointwise(x, op="exp")
-    b = new.pointwise(z, op="log")
-    c = new.op("matmul", [a, b], (4, 6))
-    table = new.table(c)
-    region = Region(first=a, last=c, dims={x: 0, a: 0, c: 0}, before=(b,), units=4, n_chunks=2)
-    found = chunk_bytes(table, [region]).forward
-    assert found[b] == 144
-    assert found[a] == 144 + 96 + 48
-    assert found[c] == 144 + 96 + 48 + 48
 
 
 def test_seconds_by_hand() -> None:
@@ -143,19 +86,3 @@ def test_the_papers_weights_decide_which_region_is_taken() -> None:
     }
     ends = {term: [(r.first, r.last) for r in plan.regions] for term, plan in plans.items()}
     assert ends == {"nodes": [(at["up"], at["act"])], "density": [(at["up"], at["down"])]}
-
-
-def test_refusals() -> None:
-    new, at = feed_forward()
-    table = new.table(at["down"])
-    with pytest.raises(PlanError, match="policy='best' is not supported; allowed are"):
-        choose_chunks(table, 10**6, costs=CostModel(policy="best"))
-    with pytest.raises(
-        OverBudget,
-        match="requires at least 160 bytes in chunks .256 as it is., more than the budget of 100 bytes",
-    ) as found:
-        choose_chunks(table, 100)
-    assert found.value.least_bytes == 160
-    assert choose_chunks(table, 160).peak_bytes == 160
-    assert choose_chunks(table, 256).regions == ()
-    assert choose_chunks(table, 255, costs=CostModel(policy="paper")).regions != ()

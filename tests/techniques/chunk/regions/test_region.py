@@ -7,19 +7,12 @@ import pytest
 
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.regions.region import ChunkPlan, Region, check_region, pieces, problem
+from lightning_amp.techniques.chunk.regions.region import Region, check_region, problem
 from tests.techniques.chunk.regions.tables import Rows
 
 
 def region(first: int, last: int, dims: dict[int, int], **given: Any) -> Region:
     return Region(first=first, last=last, dims=dims, **{"units": 4, "n_chunks": 4, **given})
-
-
-def test_pieces() -> None:
-    assert pieces(10, 4) == ((0, 3), (3, 3), (6, 3), (9, 1))
-    assert pieces(10, 6) == ((0, 2), (2, 2), (4, 2), (6, 2), (8, 2))
-    assert pieces(3, 3) == ((0, 1), (1, 1), (2, 1))
-    assert region(0, 0, {}, units=7, n_chunks=2).pieces() == ((0, 4), (4, 3))
 
 
 def attention() -> tuple[Table, dict[str, int]]:
@@ -209,16 +202,3 @@ def test_a_dim_of_size_1_is_broadcast_and_read_whole() -> None:
     table = new.table(y)
     assert problem(table, region(y, y, {a: 0, y: 0})) == ""
     assert "does not follow" in problem(table, region(y, y, {a: 0, b: 0, y: 0}))
-
-
-def test_nothing_read_later_is_no_region() -> None:
-    new = Rows()
-    a = new.given(4, 6)
-    x, y = new.pointwise(a, op="exp"), new.pointwise(a, op="log")
-    assert "nothing that it computes is read later" in problem(new.table(y), region(x, x, {a: 0, x: 0}))
-    assert "is cut and not read" in problem(new.table(y), region(y, y, {a: 0, x: 0, y: 0}))
-
-
-def test_a_plan_is_inert() -> None:
-    plan = ChunkPlan(peak_bytes=1, seconds=1.0, whole_bytes=2, whole_seconds=1.0)
-    assert plan.regions == ()

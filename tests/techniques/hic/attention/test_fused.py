@@ -93,16 +93,6 @@ def test_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
 
 
-def test_the_comparison_can_fail() -> None:
-    leaves = draw(58)
-    fused, expected = (
-        results(FusedLocalAttention(DIM, WINDOW), leaves),
-        results(LocalAttention(DIM, 6), leaves),
-    )
-    for found, other in zip(fused, expected, strict=True):
-        assert distance([found], [other]) > 1e-2
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_other_sizes(kernel: str) -> None:
     for n, dim, window in ((9, 2, 1), (1, 2, 1), (2, 2, 1), (40, 6, 1), (300, 64, 100), (33, 4, 50)):
@@ -535,16 +525,6 @@ def test_refuses_other_modules(attention: nn.Module, found: str) -> None:
     assert attention.training == training
     if not isinstance(attention, Dropping):
         assert torch.equal(torch.random.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(
-    ("keys", "before", "after", "message"),
-    [(12, 0, 0, "is not before=0"), (14, 2, 0, "whole buckets"), (18, 0, 6, "end within a bucket")],
-)
-def test_runs_that_do_not_fit(keys: int, before: int, after: int, message: str) -> None:
-    k = torch.ones(keys, DIM)
-    with pytest.raises(AssertionError, match=message):
-        fused_rows(torch.ones(12 if keys > 12 else 11, DIM), k, k, window=WINDOW, before=before, after=after)
 
 
 def test_the_backward_pass_of_a_softmax_writes_only_where_numbers_follow_each_other() -> None:

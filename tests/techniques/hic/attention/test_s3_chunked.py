@@ -8,7 +8,6 @@ from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
-from lightning_amp.techniques.contract.protocol import BucketedAttention, find_decoders, is_decomposed
 from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedLocalAttention, chunk_attention
 
 DOUBLE = 8
@@ -44,13 +43,6 @@ def test_equals_eager(n: int, buckets: int, retain: bool) -> None:
     assert torch.equal(chunked_grads[0], grads[0]), "every query lies in one chunk"
     for found, expected in zip(chunked_grads[1:], grads[1:], strict=True):
         assert (found - expected).norm() <= 1e-14 * expected.norm(), "only the order of the sums differs"
-
-
-def test_the_comparison_can_fail() -> None:
-    out, grads = forward_backward(LocalAttention(8, 10), 43, 8)
-    other, other_grads = forward_backward(LocalAttention(8, 11), 43, 8)
-    assert (other - out).norm() > 1e-2 * out.norm()
-    assert all((a - b).norm() > 1e-2 * b.norm() for a, b in zip(other_grads, grads, strict=True))
 
 
 def measure(attention: nn.Module, *, n: int, dim: int) -> tuple[int, int]:
@@ -119,25 +111,3 @@ def test_refuses_attention_with_state() -> None:
     attention.scale = nn.Parameter(torch.ones(1))
     with pytest.raises(InstallError, match=r"has the state \['scale'\].*leave S3 out"):
         chunk_attention(attention, buckets=1)
-
-
-@pytest.mark.parametrize("buckets", [0, -3, 1.5, True])
-def test_refuses_senseless_chunks(buckets: int) -> None:
-    with pytest.raises(InstallError, match=rf"buckets={buckets!r}; a chunk has a whole number of buckets"):
-        chunk_attention(LocalAttention(8, 10), buckets=buckets)
-
-
-def test_protocols_recognise_the_reference_model() -> None:
-    model = nn.ModuleDict({"hic": decoder(), "rna": nn.Linear(2, 2), "more": nn.Sequential(decoder())})
-    model["hic"].strata[0].inner = decoder()  # type: ignore[union-attr,index]
-    assert list(find_decoders(model)) == ["hic", "more.0"], "a decoder inside another is not reported"
-    assert list(find_decoders(decoder())) == [""]
-    assert find_decoders(nn.Linear(2, 2)) == {}
-    assert isinstance(LocalAttention(8, 5), BucketedAttention)
-    assert not isinstance(nn.Linear(2, 2), BucketedAttention)
-    without_strata = decoder()
-    del without_strata.strata
-    assert not is_decomposed(without_strata)
-    without_chained = decoder()
-    del without_chained.chained
-    assert not is_decomposed(without_chained)

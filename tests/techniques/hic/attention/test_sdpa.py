@@ -2,7 +2,6 @@
 of buckets, in few operators, holds no scores, keeps what its docstring says, and refuses what torch has no kernel for.
 """
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.simulation.byte_meter import SimulatedMeter
 from lightning_amp.techniques.hic.attention import sdpa
-from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention, fuse_attention
+from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
 from tests.techniques.hic.attention.test_fused import DIM, WINDOW, distance, draw, measure, operators, results
 from tests.techniques.sharded_cases import Case, Model, assert_same, make_plan, reference, train
 
@@ -170,10 +169,3 @@ def test_refuses_what_has_no_kernel(kind: str, dim: int, dtype: torch.dtype) -> 
         sdpa._check(device, dtype)
     if kind == "cuda":
         sdpa._check(SimpleNamespace(device=device.device, shape=(3, 8)), torch.float32)  # type: ignore[arg-type]
-
-
-def test_it_says_what_it_is_and_what_it_cannot_replace() -> None:
-    with pytest.raises(InstallError, match="'sdpa' does not support 'Linear'.*leave 'sdpa' out"):
-        fuse_attention(torch.nn.Linear(2, 2), kernel="sdpa")
-    ours = fuse_attention(LocalAttention(DIM, WINDOW), kernel="sdpa")
-    assert repr(copy.deepcopy(ours)) == "FusedLocalAttention(dim=8, window=5, kernel='sdpa')"

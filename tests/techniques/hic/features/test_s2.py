@@ -1,7 +1,6 @@
 """Claim: S2 trains what one device trains, whatever the strata, their sizes and the other strategies; it counts what
 it sends, keeps a part of the scores, and refuses what it would not compute."""
 
-import pickle
 from collections import Counter
 from pathlib import Path
 
@@ -159,24 +158,6 @@ def small() -> StratifiedDecoder:
     return StratifiedDecoder(
         4, [range(9), range(8)], stratum_index=[0, 1], n_anchors=9, n_batches=1, window=3
     )
-
-
-def test_own_nodes_are_one_tensor() -> None:
-    """S4 reads the values of a tensor that it has not seen, which waits for the device."""
-    seen = []
-    features = ShardedFeatures(torch.arange(9), fake_mesh(rank=1, ranks=2)["model"])
-
-    class Decode(nn.Module):
-        def forward(self, u: Tensor, key: Tensor, nodes: Tensor) -> Tensor:
-            seen.append(nodes)
-            return (u @ key.T)[:, nodes]
-
-    for _ in range(2):
-        features.scores(Decode(), torch.ones(2, 4), torch.ones(9, 4), torch.arange(9))
-    assert seen[0] is seen[1]
-    assert torch.equal(seen[0], torch.arange(5, 9))
-    assert seen[0].untyped_storage().nbytes() == 4 * 8, "and no view of all nodes"
-    assert pickle.loads(pickle.dumps(features.feature_anchor)).equal(seen[0])
 
 
 class Weighted(AllFeatures):

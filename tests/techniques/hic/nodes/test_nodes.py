@@ -2,7 +2,6 @@
 sends one bucket of rows to each neighbour while the inner buckets are computed, counts what it sends, keeps a part, and
 refuses what would not see all that it needs."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp.dist import ring_attention as ring
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import change_of, install
@@ -21,12 +19,11 @@ from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import StrataRegion, StratifiedDecoder
 from lightning_amp.models.decoders.stratum import AllFeatures
 from lightning_amp.techniques.hic.features.row import FeatureParallel
-from lightning_amp.techniques.hic.nodes import halo_exchange as halo
-from lightning_amp.techniques.hic.nodes.decoder import AnchorFeatures, share_anchors
+from lightning_amp.techniques.hic.nodes.decoder import share_anchors
 from lightning_amp.techniques.hic.nodes.halo_attention import HaloAttention
 from lightning_amp.techniques.hic.nodes.row import DomainParallel
 from lightning_amp.techniques.hic.strata.rows import StrataParallel
-from lightning_amp.techniques.ranks.anchor_shards import AnchorShards, shard_anchors
+from lightning_amp.techniques.ranks.anchor_shards import shard_anchors
 from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.sharded_cases import (
     Case,
@@ -82,7 +79,6 @@ def body(rank: int, world_size: int, expected: dict[str, Results]) -> dict[str, 
     if world_size == 3:
         the_mean_has_gradients(mesh)
         what_is_not_used_has_no_gradient(mesh)
-        the_comparison_sees_mistakes(mesh)
     return {
         name: differences(sharded(*CASES[name], mesh, STEPS), results) for name, results in expected.items()
     }
@@ -114,32 +110,6 @@ def what_is_not_used_has_no_gradient(mesh: DeviceMesh) -> None:
     assert model.decoder.strata[0].scale.grad is not None
 
 
-def the_comparison_sees_mistakes(mesh: DeviceMesh) -> None:
-    """Softmax of the own features alone, rows of no neighbour, and a ring that misses a step, are other models."""
-
-    def wrong(owner: Any, name: str, other: Callable[..., Any], case: Case = LOCAL) -> list[str]:
-        right = getattr(owner, name)
-        setattr(owner, name, other)
-        try:
-            return differences(sharded(case, ("nodes",), mesh, 1), reference(case, 1))
-        finally:
-            setattr(owner, name, right)
-
-    def no_rows(rows: AnchorShards, under_way: Tensor) -> tuple[Tensor, Tensor]:
-        return tuple(torch.zeros_like(part) for part in finish(rows, under_way))  # type: ignore[return-value]
-
-    def no_last_step(tensors: Any, shapes: Any, axis: Any) -> Any:
-        steps.append(len(tensors))
-        arrive = step(tensors, shapes, axis)
-        # forward every second step of a ring of three brings nothing
-        return (lambda: [0 * t for t in arrive()]) if steps.count(2) % 2 == 0 else arrive
-
-    steps, step, finish = list[int](), ring.ring, halo.finish
-    assert len(wrong(AnchorFeatures, "log_softmax", AllFeatures.log_softmax)) > 10
-    assert len(wrong(halo, "finish", no_rows)) > 10
-    assert len(wrong(ring, "ring", no_last_step, FULL)) > 10
-
-
 @pytest.mark.parametrize(
     ("anchors", "ranks", "expected"),
     [(23, 1, [23]), (23, 2, [10, 13]), (25, 3, [5, 10, 10]), (21, 5, [5, 5, 5, 5, 1]), (11, 2, [5, 6])],
@@ -153,13 +123,6 @@ def test_anchors_are_dealt_in_whole_buckets(anchors: int, ranks: int, expected: 
         assert rows.n_buckets == -(-expected[rank] // 5)
         dealt += rows.own
     assert dealt == list(range(anchors))
-
-
-def test_own_features_of_none() -> None:
-    rows = shard_anchors(15, 5, fake_mesh(rank=2, ranks=3)["model"])
-    features = AnchorFeatures(torch.tensor([3, 2, 9]), rows)
-    assert features.own(torch.ones(2, 3)).shape == (2, 0)
-    assert "0 of 3 features, ranks=3" in repr(features)
 
 
 @pytest.mark.parametrize(("rank", "neighbours"), [(0, 1), (1, 2), (2, 1)])
@@ -216,15 +179,6 @@ def test_what_a_ring_sends_is_counted(ranks: int) -> None:
     ):
         assert found.counts["all_to_all_single"] == attending * calls
         assert found.sent["all_to_all_single"] == attending * rows * FULL.dim * number
-
-
-def test_one_rank_sends_no_rows() -> None:
-    model = Model(Case())
-    install(model, make_plan(("nodes",), 1), fake_mesh(rank=0, ranks=1))
-    with CountCollectives() as sent:
-        model().backward()
-    assert sent.counts["all_to_all_single"] == 0
-    assert differences({"loss": model()}, {"loss": Model(Case())()}) == []
 
 
 class Order(TorchDispatchMode):

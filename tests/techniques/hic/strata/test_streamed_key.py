@@ -14,7 +14,7 @@ from benchmarks.kernels.count_operators import OperatorCounter
 from lightning_amp.adapters.forms.adapted_stratum import AdaptedAttentionKey
 from lightning_amp.graph.capture import capture
 from lightning_amp.models.decoders.stratum import ZINB, Decode
-from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
+from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.techniques.checks.decode import decode_problem
 from lightning_amp.techniques.checks.key import rows_problem
 from lightning_amp.techniques.checks.likelihood import likelihood_problem
@@ -68,12 +68,6 @@ def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
     key = key_of(False, True)
     key.get_parameter(frozen).requires_grad_(False)
     same(values(streamed_key(key), key), values(type(key).forward, key))
-
-
-def test_the_reference_keys_are_found() -> None:
-    assert streamed_key(AttentionKey(D, W)) == StreamedKey(projected=False, residual=True)
-    assert streamed_key(AttentionKey(D, W, variant="paper")) == StreamedKey(projected=True, residual=False)
-    assert streamed_key(None) is streamed_key(ConvolutionKey(D, 2)) is None
 
 
 class Scaled(AttentionKey):

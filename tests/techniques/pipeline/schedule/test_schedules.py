@@ -196,12 +196,3 @@ def test_it_refuses_a_schedule(asked: tuple, message: str) -> None:
     name, devices, micro_batches, stages = asked
     with pytest.raises(PlanError, match=message):
         schedule(name, devices, micro_batches, stages_per_device=stages)
-
-
-def test_it_refuses_times_that_do_not_fit() -> None:
-    with pytest.raises(PlanError, match="a schedule of 2 stages got the times of 3"):
-        timeline(schedule("1f1b", 2, 2), even(3, 1, 1))
-    with pytest.raises(PlanError, match=r"ends=\(1, 3\) does not fit 2 layers"):
-        StageTimes.of((1, 3), [1, 1], [1, 1])
-    with pytest.raises(PlanError, match="speeds got 1 numbers and 2 stages"):
-        StageTimes.of((1, 2), [1, 1], [1, 1], speeds=[1])
