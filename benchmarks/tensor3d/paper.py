@@ -41,7 +41,7 @@ RUNNING, RUNNING_GPUS, VALIDATED_GPUS = "GPT-20B", 16, 32
 EFFICIENT = 5
 STRONG = (128, 256, 512, 1024)
 GRIDS: dict[str, Grid] = {"GPT-5B": (2, 2, 1), "GPT-20B": (4, 1, 8), "GPT-80B": (4, 1, 16)}
-"""The fastest of up to 24 that fit, by `python -m benchmarks.tensor3d.scale gpt`."""
+"""The fastest of up to 24 that fit (docs/reports/tensor3d.md)."""
 
 
 def sizes() -> Iterator[str]:
