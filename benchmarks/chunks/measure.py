@@ -1,6 +1,5 @@
 """Bytes, operators, floating point operations and seconds of a pass, forward alone or with its backward."""
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -37,32 +36,11 @@ def forward(module: nn.Module, args: tuple[Any, ...]) -> Pass:
     return run
 
 
-def step(module: nn.Module, args: tuple[Any, ...]) -> Pass:
-    """Forward and backward pass; the gradients are let go of at the end."""
-
-    def run() -> Any:
-        loss = sum(t.float().mean() for t in tree_leaves(module(*args)) if isinstance(t, Tensor))
-        assert isinstance(loss, Tensor), "the module returns tensors"
-        loss.backward()  # type: ignore[no-untyped-call]
-        module.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return run
-
-
 def count(run: Pass) -> tuple[int, int, int]:
     """Most bytes beyond what was there, operators and FLOP."""
     with FlopCounterMode(display=False) as flops, Counter() as meter:
         run()
     return meter.peak, meter.n_operators, int(flops.get_total_flops())
-
-
-def allocated(run: Pass) -> int:
-    """Most bytes that torch's allocator has given out beyond what was there: of compiled code too, and of kernels."""
-    gc.collect()
-    with memory_profile() as found:
-        run()
-    return most_allocated(found)
 
 
 def memory_profile() -> torch.profiler.profile:

@@ -1,22 +1,10 @@
-"""The four kinds of model of AutoChunk's evaluation, small, with attention written out as they wrote it; and the
-modules of examples/any_module.
+"""GPT and ViT with attention written out, as AutoChunk's evaluation has them, or fused."""
 
-Each of the four has a length: of text for GPT, the side of an image for ViT and U-Net, that of the table of pairs for
-Evoformer. A module of examples/any_module computes its loss.
-"""
-
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from benchmarks.page import ROOT
 
 
 class Layer(nn.Module):
@@ -94,111 +82,3 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.layers(self.patches(images).flatten(2).transpose(1, 2)).mean(1))
-
-
-@cache
-def example(name: str) -> Any:
-    """A file of examples/any_module."""
-    spec = spec_from_file_location(f"chunks_{name}", ROOT / "examples" / "any_module" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = module_from_spec(spec)
-    # torch.compile looks for a function's module by its name
-    sys.modules[found.__name__] = found
-    spec.loader.exec_module(found)
-    return found
-
-
-class Loss(nn.Module):
-    """A LightningModule's loss without a Trainer: a module whose forward is the training step."""
-
-    def __init__(self, module: nn.Module, step: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.module, self.step = module, step
-
-    def forward(self, *batch: Any) -> Tensor:
-        return self.step(self.module, *batch)
-
-
-def _training_step(module: Any, batch: Any) -> Tensor:
-    return module.training_step(batch, 0)
-
-
-def _denoise(module: Any, images: Tensor) -> Tensor:
-    return F.mse_loss(module(images), images)
-
-
-def _classify(module: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(module.head(F.max_pool1d(module.trunk(batch[0]), 4).mean(-1)), batch[1])
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """What `log` does without a Trainer."""
-
-
-EXAMPLES: dict[str, dict[str, int]] = {
-    "gene_transformer": {"cells": 8, "length": 256},
-    "geneformer": {"cells": 8, "length": 192},
-    "gpt2": {"texts": 8, "length": 128},
-    "vit": {"images": 8},
-    "unet": {"images": 4, "side": 64},
-    "evoformer": {"samples": 1, "side": 64},
-    "wide_mlp": {"cells": 64},
-    "cnn": {"samples": 16, "length": 2048},
-}
-"""Modules of examples/any_module with the sizes of their batch; these step their optimisers themselves:"""
-STEPS = {"unet": _denoise, "cnn": _classify}
-
-
-def build_example(name: str, *, quick: bool) -> tuple[nn.Module, tuple[Any, ...]]:
-    """A module that computes the loss of an example, without dropout, and a batch.
-
-    Raises:
-        ImportError: A package that the example needs is not there.
-    """
-    file = example(name)
-    torch.manual_seed(0)
-    kinds = (c for c in vars(file).values() if isinstance(c, type) and c.__module__ == file.__name__)
-    (kind,) = (c for c in kinds if hasattr(c, "training_step"))
-    module = kind()
-    module.log = _nothing
-    batch = file.make_batch(**({} if quick else EXAMPLES[name]))
-    return Loss(module, STEPS.get(name, _training_step)).eval(), (batch,)
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model in evaluation mode, its arguments for a length, and the lengths that are run."""
-
-    name: str
-    make: Callable[[], nn.Module]
-    args: Callable[[int], tuple[Tensor, ...]]
-    length: int
-    quick_length: int
-    dims: int
-
-    def build(self) -> nn.Module:
-        torch.manual_seed(0)
-        return self.make().eval()
-
-
-MODELS = (
-    Model("GPT prefill", GPT, lambda n: (torch.randint(1000, (1, n)),), 1024, 256, 1),
-    Model("ViT", ViT, lambda n: (torch.randn(1, 3, n, n),), 256, 128, 2),
-    Model(
-        "U-Net with attention",
-        lambda: example("unet").UNet(),
-        lambda n: (torch.randn(2, 3, n, n),),
-        96,
-        48,
-        2,
-    ),
-    Model(
-        "Evoformer",
-        lambda: example("evoformer").Block(32, 4),
-        lambda n: (torch.randn(1, n, n, 32),),
-        96,
-        48,
-        2,
-    ),
-)

@@ -1,7 +1,5 @@
 """Predict a training step of a large vision transformer on 1 to 16 H100, every sample split: seconds and memory.
 
-    python -m benchmarks.domain.scaling [--ranks 1 2 4 8 16] [--sides 1024 2048 4096] [--volume 1024]
-
 The transformer has 16 layers of width 768 over patches of 16 (113 million parameters), as that of Figure 3 of the
 ShardTensor paper as far as its text says. Steps are counted on fake tensors in one process; seconds follow from the
 operators, with the rates of an H100's data sheet (TF32), and from the collectives, none of them hidden. These are
@@ -9,15 +7,12 @@ predictions: nothing was run on a GPU. As in the paper's machine all ranks are i
 of GB200.
 """
 
-import argparse
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.domain.models import ViT
-from benchmarks.page import table
 from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
@@ -67,21 +62,3 @@ def rows(sides: Sequence[int], volumes: Sequence[int], numbers: Sequence[int]) -
                 format_bytes(found["peak"]),
                 format_bytes(found["sent"]),
             ]
-
-
-def main() -> None:
-    """Count, and print a table for the docs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--sides", type=int, nargs="*", default=[1024, 2048, 4096])
-    parser.add_argument("--volume", type=int, nargs="*", default=[1024])
-    asked = parser.parse_args()
-    warnings.simplefilter("ignore")
-    for line in table(HEADER, rows(asked.sides, asked.volume, asked.ranks)):
-        print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()

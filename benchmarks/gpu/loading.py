@@ -4,16 +4,51 @@ wait     from the end of a batch to the start of the next one: the loader, and t
 step     from there to its end; the device is waited for at both
 """
 
+import time
+from math import inf
 from statistics import median
+from typing import Any
 
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from benchmarks.gpu.device import wait
 from benchmarks.gpu.one_trainer import data, fit
 from benchmarks.gpu.run_parts import Work
 from benchmarks.gpu.subject import OURS
-from benchmarks.training.loading import Waiting
 
 WARM_UP = 3
 TRIALS: tuple[tuple[int, bool], ...] = ((0, False), (0, True), (4, True), (4, False), (8, True))
 """Workers, and whether memory is pinned."""
+
+
+class Waiting(Callback):
+    """Notes how long each step waited for its batch, and how long it then took; the first one's waiting is not known.
+
+    Args:
+        steps: after which training ends
+    """
+
+    def __init__(self, steps: float = inf) -> None:
+        self.waited: list[float] = []
+        self.worked: list[float] = []
+        self._steps, self._last = steps, 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """The batch is there."""
+        begin = self._lap(pl_module)
+        if self.worked:
+            self.waited.append(begin)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """The step is done."""
+        self.worked.append(self._lap(pl_module))
+        if len(self.worked) >= self._steps:
+            trainer.should_stop = True
+
+    def _lap(self, module: LightningModule) -> float:
+        wait(module.device)
+        before, self._last = self._last, time.perf_counter()
+        return self._last - before
 
 
 def run(work: Work) -> None:

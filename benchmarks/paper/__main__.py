@@ -3,8 +3,7 @@
     python -m benchmarks.paper [--only NAME ...] [--write]
 
 `--write` puts the tables into docs/paper/amp.md. Ten seconds of a processor. Nothing is run: bytes are those of the
-memory model, seconds those of the time model at the rates of an RTX 3090. `python -m benchmarks.paper.tables` simulates
-the steps, which takes 20 minutes.
+memory model, seconds those of the time model at the rates of an RTX 3090.
 """
 
 from benchmarks.page import ROOT, asked_tables, origin, show_tables

@@ -1,4 +1,4 @@
-"""Attention as the paper's ablation without S3 has it: one masked N x N matrix of scores; for benchmarks/paper/tables.
+"""Attention as the paper's ablation without S3 has it: one masked N x N matrix of scores.
 
     out = softmax(mask(q k^T)) values,     [N, N]
 

@@ -1,7 +1,6 @@
-"""The AMP paper's configurations as decoders and plans, and one simulated step of each; for benchmarks/paper/tables."""
+"""The AMP paper's configurations as decoders and plans."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 from benchmarks.paper.full_matrix import register
 from lightning_amp.costs.model_shape import DecoderShape
@@ -11,9 +10,7 @@ from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile
-from lightning_amp.simulation.measured_step import RankResult
 from lightning_amp.simulation.models_without_values import decoder_subject
-from lightning_amp.simulation.simulate import simulate
 from lightning_amp.techniques.hic.attention.rows import ChunkedAttention
 from lightning_amp.techniques.hic.hidden.row import HiddenParallel
 
@@ -115,30 +112,6 @@ def make_plan(setting: Setting, strategies: str | None, devices: int, form: Form
         predicted_peak_bytes=predicted.peak_bytes,
         strata_bytes=predicted.strata_bytes,
     )
-
-
-def run(setting: Setting, strategies: str | None, *, devices: int, form: Form = OURS) -> RankResult:
-    """One step of the first rank, whose shards are the largest."""
-    made = make_plan(setting, strategies, devices, form)
-    make = partial(decoder_subject, setting.decoder(), batch_size=1)
-    result = simulate(make, made, rank=0)
-    print(f"{setting.name}, {devices} ranks, {strategies}, {form}: {outcome(result)}", flush=True)
-    return result
-
-
-def outcome(result: RankResult) -> str:
-    """In the paper's words."""
-    if result.failed_at is None:
-        return f"completed, {result.peak_bytes / GIB:.2f} GiB"
-    request = result.requested_bytes or 0
-    asked = f", asked for {request / GIB:.1f} GiB at once" if request > GIB else ""
-    return f"out of memory at {result.failed_at}{asked}"
-
-
-def slope(result: RankResult) -> str:
-    """Growth per stratum with attention."""
-    held = result.strata_bytes
-    return f"{(held[-1] - held[0]) / (len(held) - 1) / GIB:.2f} GiB" if len(held) > 1 else "-"
 
 
 def without(strategy: str) -> str:

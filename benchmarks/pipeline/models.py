@@ -1,14 +1,9 @@
-"""Models of which stages are made: a GPT of any size, and a VGG-like CNN without batch norm; and a chained decoder.
+"""Models of which stages are made: a GPT of any size, and a VGG-like CNN without batch norm; and a chained decoder."""
 
-Seconds of blocks are measured one by one, forward and backward, with the gradient of the block's input.
-"""
-
-import time
 from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -155,27 +150,3 @@ class ChainedDecoder(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """Adam."""
         return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-
-def measured(module: Any, batch: Tensor, repeats: int) -> dict[str, np.ndarray]:
-    """Seconds of every block, forward and backward, [K] each, and bytes of what it returns.
-
-    What precedes the blocks is part of the first, what follows them of the last. The least of some repeats.
-    """
-    forward = np.full(len(module.blocks), np.inf)
-    backward, sent = forward.copy(), np.zeros(len(module.blocks))
-    for _ in range(repeats):
-        x, last = batch, len(module.blocks) - 1
-        for i, block in enumerate(module.blocks):
-            given = x.detach().requires_grad_(x.is_floating_point() and i > 0)
-            begin = time.perf_counter()
-            made = block(module.before(given) if i == 0 else given)
-            loss = module.after(made, batch) if i == last else made
-            middle = time.perf_counter()
-            loss.backward(torch.ones_like(loss))
-            end = time.perf_counter()
-            forward[i], backward[i] = min(forward[i], middle - begin), min(backward[i], end - middle)
-            sent[i], x = made.nbytes, made.detach()
-        for parameter in module.parameters():
-            parameter.grad = None
-    return {"forward": forward, "backward": backward, "sent": sent}

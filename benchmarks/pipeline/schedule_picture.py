@@ -2,22 +2,45 @@
 
     python -m benchmarks.pipeline.schedule_picture [--schedule 1f1b] [--out docs/techniques/schedule.png]
 
-Two gloo ranks of one thread, started by Lightning; the blocks are those of `unequal_devices.py`. Half a minute.
+Two gloo ranks of one thread, started by Lightning; equal blocks. Half a minute.
 """
 
 import argparse
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Trainer
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.page import ROOT
-from benchmarks.pipeline.unequal_devices import Tower
 from benchmarks.training.whole_step import QUIET
 from lightning_amp import AMPStrategy, StratumMemoryMonitor
+
+BLOCKS, WIDTH, SAMPLES = 18, 1024, 960
+
+
+class Tower(pl.LightningModule):
+    """Equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS))
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """A mean over samples."""
+        loss: Tensor = self.blocks(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """Without state."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def main() -> None:
@@ -44,7 +67,7 @@ def main() -> None:
             use_distributed_sampler=False,
             **QUIET,
         )
-        trainer.fit(Tower(), DataLoader([Tower.batch()] * 4, batch_size=None))
+        trainer.fit(Tower(), DataLoader([torch.randn(SAMPLES, WIDTH)] * 4, batch_size=None))
         if trainer.is_global_zero:
             shutil.copy(Path(folder) / "schedule.png", asked.out)
 

@@ -147,7 +147,7 @@ class Suite:
 
 _PAPER = Size(anchors=113_505, strata=32, cells=1)
 _PAPER_TABLES = replace(_PAPER, window=320, features=4_700)
-"""As benchmarks/paper/tables takes what the paper leaves open."""
+"""What the paper leaves open is that of docs/reports/paper_tables.md."""
 
 FULL = Suite(
     base=Size(anchors=5_400, strata=32, cells=8),

@@ -47,7 +47,7 @@ GRIDS: dict[str, Grid] = {
     "GPT-40B": (4, 1, 8),
     "GPT-80B": (4, 1, 16),
 }
-"""The fastest of up to 24 that fit, by `python -m benchmarks.tensor3d.scale gpt`."""
+"""The fastest of up to 24 that fit, (docs/reports/tensor3d.md)."""
 
 
 def sizes() -> Iterator[str]:

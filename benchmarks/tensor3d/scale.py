@@ -1,9 +1,5 @@
 """Count what a rank holds, sends and takes for the models of Tables I and II of the AxoNN paper, on 64 to 1,024 A100.
 
-    python -m benchmarks.tensor3d.scale gpt       (about eight minutes)
-    python -m benchmarks.tensor3d.scale unet      (about four minutes)
-    python -m benchmarks.tensor3d.scale encoder   (one minute)
-
 Predictions: nothing is run on a GPU. A rank's step runs on fake tensors on the device "meta", with the layouts that
 are found; collectives are those of that run. Seconds follow from the operators and the data sheet of an A100 (40 GiB;
 bf16 products, links of nodes of four), no communication hidden. Blocks of a GPT are alike: models of one and of two
@@ -15,9 +11,7 @@ A batch has two sequences of 2,048 tokens a device, blocks are recomputed (the p
 III has shares of 312 Tflop/s, by the formula of Narayanan et al.; ours is by the same one.
 """
 
-import argparse
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -26,8 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.page import table
-from benchmarks.tensor3d.models import GPT, MLP, Net, UNet
+from benchmarks.tensor3d.models import GPT, Net, UNet
 from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.costs.link_seconds import collective_seconds
 from lightning_amp.errors import AmpError
@@ -143,13 +136,6 @@ def step_of(found: Counted, grid: Grid, devices: int) -> tuple[float, float]:
     return found.compute + found.sent_s + average, found.sent + (gradients if copies > 1 else 0)
 
 
-def grids_of(devices: int) -> Iterable[Grid]:
-    """A few, by hand: 4 or 8 ranks for features in different shapes, a part of the rest for z."""
-    for x, y in ((4, 1), (2, 2), (8, 1)):
-        rest = devices // (x * y)
-        yield from {(x, y, z): None for z in (rest // 16, 8) if 1 <= z <= rest}
-
-
 Best = tuple[float, float, Grid, Counted]
 WAYS = ("3D tensor and data", "1D tensor (y) and data", "fully sharded (z)")
 
@@ -193,13 +179,6 @@ GPT_HEADER = [
     "a step",
 ]
 GPT_HEADER += ["computing", "of 312 Tflop/s", "the paper"]
-
-
-def gpts(only: str = "") -> Iterator[list[str]]:
-    """Table I on the devices of Table III."""
-    for name, paper in GPTS.items():
-        if only in name:
-            yield from gpt_rows(name, grids_of(paper.devices))
 
 
 def gpt_rows(name: str, grids_3d: Iterable[Grid]) -> Iterator[list[str]]:
@@ -263,54 +242,3 @@ def unets() -> Iterator[list[str]]:
                 format_bytes(round(sent)),
                 f"{seconds:.2f} s",
             ]
-
-
-class Fused(MLP):
-    """Whose optimiser has no temporary tensors of a parameter's size."""
-
-    def configure_optimizers(self) -> Any:
-        """Adam in one kernel."""
-        return torch.optim.Adam(self.parameters(), 1e-3, fused=True)
-
-
-def encoder() -> None:
-    """20 million features into 512, on 8 devices."""
-    features = 20_000_000
-    print(
-        "| grid x, y, z | Adam | parameters | held and peak of a rank | sent by a rank |\n|---|---|---|---|---|"
-    )
-    grids = ((8, 1, 1), (4, 2, 1), (4, 1, 2), (1, 1, 8), (1, 8, 1))
-    for grid, kind in ((grid, kind) for kind in (Fused, MLP) for grid in grids):
-        rows = 8 * grid[0] * grid[1] // 8
-        make = lambda: kind(features, 512, 64)  # noqa: B023, E731
-        found = counted(make, lambda b=rows: torch.zeros(b, features), grid)
-        size = 4 * (features + 512 * 3) * 512
-        cells = (
-            ", ".join(map(str, grid)),
-            "fused" if kind is Fused else "plain",
-            format_bytes(size),
-            f"{format_bytes(round(4 * found.held))}, {format_bytes(round(found.peak))}",
-            format_bytes(round(2 * found.sent)),
-        )
-        print("|", " | ".join(cells), "|", flush=True)
-
-
-def main() -> None:
-    """Count, and print a table for the docs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=("gpt", "unet", "encoder"))
-    parser.add_argument("--only", default="")
-    asked = parser.parse_args()
-    warnings.simplefilter("ignore")
-    if asked.what == "encoder":
-        encoder()
-    else:
-        header, rows = (GPT_HEADER, gpts(asked.only)) if asked.what == "gpt" else (UNET_HEADER, unets())
-        for line in table(header, rows):
-            print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()
