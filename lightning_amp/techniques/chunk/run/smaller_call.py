@@ -21,7 +21,7 @@ from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.region import Region, reach_of
 from lightning_amp.techniques.chunk.run.lower import Lowered, dense_strides, lower, table_of
 from lightning_amp.techniques.chunk.run.nested import lower_nested
-from lightning_amp.techniques.chunk.run.two_steps import in_two_steps
+from lightning_amp.techniques.chunk.run.two_steps import in_two_steps, norms_of
 
 POSITIONS = (4, 16)
 """Least positions of a dim that is cut; the second is for blocks that halve an image, or look at windows of it."""
@@ -59,9 +59,9 @@ def lowered_like(lowered: Lowered, found: Capture) -> Lowered | None:
 
 
 def _lowered_like(lowered: Lowered, found: Capture) -> Lowered:
-    forms = (found, in_two_steps(found))
-    own = next((form for form in forms if form and _operators(form) == _operators(lowered.capture)), None)
-    if own is None:
+    n_norms = len(norms_of(found))
+    own = in_two_steps(found, [k for k in lowered.norms if k < n_norms])
+    if _operators(own) != _operators(lowered.capture):
         raise PlanError("the block makes other operators of fewer positions")
     table = table_of(own, near=True)
     regions = [_resized(region, table) for region in lowered.cut]
