@@ -36,9 +36,10 @@ def smaller_calls(
     fixed = {size for tensor in state_of(block).values() for size in tensor.shape}
     seen = {_shapes(values)}
     for least in POSITIONS:
-        # where a size that a parameter has stays: nowhere, in the last dim, of images in the second, everywhere
-        for dims in ((), (-1,), (1,), range(-8, 8)):
-            fewer = _fewer(values, least, fixed, dims)
+        # where a size that a parameter has stays, of images and of others: nowhere, in the last dim, in the second,
+        # in the channels of either, everywhere
+        for dims in (((), ()), ((-1,), (-1,)), ((1,), (1,)), ((1,), (-1,)), (range(-8, 8), range(-8, 8))):
+            fewer = _fewer(values, least, fixed, *dims)
             if _shapes(fewer) in seen:
                 continue
             seen.add(_shapes(fewer))
@@ -78,11 +79,14 @@ def _resized(region: Region, table: Table) -> Region:
     return replace(found, reach=reach_of(table.rows, found))
 
 
-def _fewer(values: Sequence[Any], least: int, fixed: set[int], dims: Sequence[int]) -> list[Any]:
-    """Arguments with the first positions of every dim but some: those of `dims` that have a fixed size."""
+def _fewer(
+    values: Sequence[Any], least: int, fixed: set[int], of_images: Sequence[int], of_others: Sequence[int]
+) -> list[Any]:
+    """Arguments with the first positions of every dim but some of a fixed size; images have four dims or more."""
     made: dict[int, Tensor] = {}
     for value in values:
         if isinstance(value, Tensor):
+            dims = of_images if value.dim() > 3 else of_others
             kept = {d % value.dim() for d in dims if -value.dim() <= d < value.dim()}
             shape = [
                 n if d in kept and n in fixed else min(n, _positions(n, least))
