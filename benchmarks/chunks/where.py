@@ -38,11 +38,11 @@ def kind(name: str) -> str:
     return next((k for k, parts in KINDS.items() if any(p in own for p in parts)), "by entry and sums")
 
 
-class _Copied(TorchDispatchMode):
+class _Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operators by kind, and bytes that copies write."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.n, self.n_bytes = Counter[str](), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
