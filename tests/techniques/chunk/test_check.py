@@ -252,3 +252,30 @@ def test_mixed_precision_is_checked_in_64_bits() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         run = in_chunks(block, x)
         torch.testing.assert_close(run(block, x), block(x))
+
+
+class Conditioned(nn.Module):
+    """Pixels look at the words of a text; an image is as large as it has channels, and words are as wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.kv = nn.Conv2d(32, 32, 3, padding=1), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        k, v = self.kv(text).chunk(2, -1)
+        q = self.conv(F.silu(x)).flatten(2).transpose(1, 2)
+        return x + (torch.softmax(q @ k.transpose(1, 2), -1) @ v).transpose(1, 2).reshape(x.shape)
+
+
+def test_an_image_as_large_as_it_has_channels_is_checked_in_few_bytes() -> None:
+    torch.manual_seed(0)
+    block, x, text = Conditioned(), x_of(1, 32, 32, 32), x_of(1, 24, 32)
+    with torch.no_grad():
+        with LiveBytes() as whole:
+            right = block(x, text)
+        run = InChunks(int(0.6 * whole.peak))
+        assert run.planned(block, (x, text), {}).chunks.regions[""]
+        with LiveBytes() as live:
+            found = run(block, x, text)
+    torch.testing.assert_close(found, right)
+    assert live.peak <= run._budget_bytes

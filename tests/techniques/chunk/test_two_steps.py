@@ -12,8 +12,9 @@ from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.run.lower import lower, table_of
-from lightning_amp.techniques.chunk.run.planned import forward_bytes
-from lightning_amp.techniques.chunk.run.two_steps import group_norm, in_two_steps
+from lightning_amp.techniques.chunk.run.planned import forward_bytes, lower_within
+from lightning_amp.techniques.chunk.run.smaller_call import lowered_like
+from lightning_amp.techniques.chunk.run.two_steps import group_norm, in_two_steps, norms_of
 from tests.graph.same_outcome import difference
 from tests.techniques.chunk.case import which
 from tests.techniques.chunk.test_chunk_module import close
@@ -42,7 +43,7 @@ def test_every_region_of_rows_is_exact(name: str, regions: Any) -> None:
     right, reached = block(x).detach(), 0
     with torch.no_grad():
         found = Captures().of(block, (x,), {})
-        capture = in_two_steps(found) or found
+        capture = in_two_steps(found, range(len(norms_of(found))))
         table = table_of(capture, near=True)
     for i, some in enumerate(regions(find_regions(table))):
         reached = max(reached, some.reach)
@@ -70,8 +71,7 @@ def test_group_norm_in_two_steps(affine: bool) -> None:
 def test_images_have_no_variance_by_its_slow_kernel() -> None:
     """On a CPU it takes 20 times as long as a mean of squares; that of the means of rows is small."""
     with torch.no_grad():
-        split = in_two_steps(Captures().of(nn.GroupNorm(2, 4), (torch.randn(1, 4, 8, 8),), {}))
-    assert split is not None
+        split = in_two_steps(Captures().of(nn.GroupNorm(2, 4), (torch.randn(1, 4, 8, 8),), {}), {0})
     assert split.graph is not None
     taken = [n for n in split.graph.graph.nodes if n.target is torch.ops.aten.var.correction]
     assert [n.args[0].meta["val"].dim() for n in taken] == [3]
@@ -82,17 +82,49 @@ def test_two_steps_for_images_in_32_bits_and_more() -> None:
     for norm, x in ((nn.GroupNorm(2, 4).bfloat16(), torch.randn(1, 4, 3, 3).bfloat16()),
                     (nn.GroupNorm(2, 4), torch.randn(1, 4, 3)), (nn.SiLU(), torch.randn(1, 4, 3, 3))):  # fmt: skip
         with torch.no_grad():
-            assert in_two_steps(Captures().of(norm, (x,), {})) is None
+            assert not norms_of(Captures().of(norm, (x,), {}))
 
 
 def test_what_costs_nothing_is_made_for_every_reader() -> None:
+    """Readers next to each other share one: mean and distances from it, and what comes after the norm and adds."""
+
     class Twice(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = torch.cat([F.interpolate(x, scale_factor=2), F.interpolate(x, scale_factor=2)], 1)
             return F.group_norm(y, 2) + y
 
     with torch.no_grad():
-        capture = in_two_steps(Captures().of(Twice(), (torch.randn(1, 2, 4, 4),), {}))
+        capture = in_two_steps(Captures().of(Twice(), (torch.randn(1, 2, 4, 4),), {}), {0})
     names = [str(node.target) for node in capture.graph.graph.nodes]
-    assert names.count("aten.cat.default") == 4
-    assert names.count("aten.upsample_nearest2d.vec") == 8
+    assert names.count("aten.cat.default") == 2
+    assert names.count("aten.upsample_nearest2d.vec") == 4
+
+
+class Levels(nn.Module):
+    """Norms of a large image, and of a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.GroupNorm(2, 8) for _ in range(4))
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, (norm, one) in enumerate(zip(self.norms, self.convs, strict=True)):
+            x = one(F.silu(norm(x)))
+            x = F.avg_pool2d(x, 4) if k == 0 else x
+        return x
+
+
+def test_only_norms_above_the_budget_are_in_two_steps() -> None:
+    """Of the small image they are computed as they are, in one kernel; results stay the same."""
+    block, x = Levels().double(), torch.randn(1, 8, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        capture, right = Captures().of(block, (x,), {}), block(x)
+        budget = x.nbytes * 9 // 10
+        lowered, plan = lower_within(capture, budget)
+        assert lowered.norms == {0}
+        assert lowered.code.count("aten.group_norm") == 3
+        assert forward_bytes(lowered) == plan.peak_bytes <= budget
+        close(lowered(block, x), right)
+        small = Captures().of(block, (x[..., :16, :16],), {})
+        assert lowered_like(lowered, small) is not None, "which the check against the block runs"

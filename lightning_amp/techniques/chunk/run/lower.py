@@ -50,6 +50,7 @@ class Lowered:
         regions: By the name that the code calls them by.
         cut: The regions of the plan that it was written by, in their order.
         inner: What runs in every chunk, where chunks are nested.
+        norms: Group norms that `capture` has in two steps, by their place in the block's own (two_steps.py).
     """
 
     capture: Capture
@@ -58,6 +59,7 @@ class Lowered:
     regions: Mapping[str, ChunkedRegion] = field(repr=False)
     cut: tuple[Region, ...] = ()
     inner: "Lowered | None" = field(default=None, repr=False)
+    norms: frozenset[int] = frozenset()
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the block returns for a call with the signature of the capture."""

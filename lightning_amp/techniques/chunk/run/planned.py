@@ -1,5 +1,6 @@
 """Plan regions for one graph under a budget, and predict the bytes of the generated forward."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -23,7 +24,9 @@ from lightning_amp.techniques.chunk.run.check import Checked
 from lightning_amp.techniques.chunk.run.lower import Lowered, lower, table_of
 from lightning_amp.techniques.chunk.run.module_chunks import ModuleChunks, Planned
 from lightning_amp.techniques.chunk.run.nested import lower_nested, outermost
-from lightning_amp.techniques.chunk.run.two_steps import in_two_steps
+from lightning_amp.techniques.chunk.run.two_steps import in_two_steps, norms_of
+
+Norms = Callable[[Capture, int], frozenset[int]]
 
 
 def plan_graph(
@@ -56,7 +59,8 @@ def lower_within(
     """The generated forward that takes the least time within a budget, and its plan with the bytes that it then takes.
 
     In inference chunks are nested where nothing else is within the budget; the plan's region is the outer one then.
-    Group norm is computed in two steps where that is not enough.
+    Where that is not enough, group norm is computed in two steps: first those at which the block is above the budget,
+    then all.
 
     Plans are made for numbers of bytes that are the same for all budgets, from the largest within the budget down to
     one that the meter finds within it too, and at last that of the least bytes: what a budget accepts, a larger one
@@ -71,34 +75,69 @@ def lower_within(
     Raises:
         OverBudget: The budget cannot be met.
     """
-    try:
-        return _side_by_side_or_nested(capture, budget_bytes, costs, train=train)
-    except OverBudget as error:
-        split = None if train else in_two_steps(capture)
-        if split is None:
-            raise
+    errors = []
+    for choose in (_no_norms,) if train else (_no_norms, _norms_above, _all_norms):
         try:
-            return _side_by_side_or_nested(split, budget_bytes, costs, train=train)
-        except OverBudget as other:
-            raise min(error, other, key=lambda e: e.least_bytes) from error
+            return _side_by_side_or_nested(capture, budget_bytes, costs, choose, train=train)
+        except OverBudget as error:
+            errors.append(error)
+            if not norms_of(capture):
+                break
+    raise min(errors, key=lambda e: e.least_bytes)
+
+
+def _no_norms(capture: Capture, budget_bytes: int) -> frozenset[int]:
+    return frozenset()
+
+
+def _norms_above(capture: Capture, budget_bytes: int) -> frozenset[int]:
+    """Group norms of which a row is above the budget, up to the next one: all others are less whole, and faster."""
+    norms, k, found = norms_of(capture), -1, set[int]()
+    table = _inference_table(capture, table_of(capture, near=True))
+    nodes = (node for node in capture.graph.graph.nodes if node.op != "output")  # type: ignore[union-attr]
+    for node, n_bytes in zip(nodes, block_bytes(table, train=False).forward, strict=True):
+        k += k + 1 < len(norms) and node is norms[k + 1]
+        if n_bytes > budget_bytes and k >= 0:
+            found.add(k)
+    return frozenset(found)
+
+
+def _all_norms(capture: Capture, budget_bytes: int) -> frozenset[int]:
+    return frozenset(range(len(norms_of(capture))))
 
 
 def _side_by_side_or_nested(
-    capture: Capture, budget_bytes: int, costs: CostModel, *, train: bool
+    capture: Capture, budget_bytes: int, costs: CostModel, choose: Norms, *, train: bool
 ) -> tuple[Lowered, ChunkPlan]:
-    """The forward of a graph as it is."""
-    table = table_of(capture, near=not train)
-    counted = table if train else _inference_table(capture, table)
+    """The forward of a graph, or of one sample after the other; `choose` says which norms are in two steps."""
     try:
-        lowered, found = _within(capture, counted, budget_bytes, costs, train=train)
+        return _with_norms(capture, budget_bytes, costs, choose, train=train)
     except OverBudget as error:
-        outer = None if train else outermost(counted)
-        if outer is None:
+        if train:
             raise
         with torch.no_grad():
-            lowered, found = _nested(capture, counted, outer, budget_bytes, costs, error)
+            table = table_of(capture, near=True)
+            outer = outermost(table)
+            if outer is None:
+                raise
+            lowered, found = _nested(capture, table, outer, budget_bytes, costs, choose, error)
+    if torch.is_grad_enabled():
+        lowered = lower(capture, table_of(capture, near=True), found.regions)
+    return lowered, found
+
+
+def _with_norms(
+    capture: Capture, budget_bytes: int, costs: CostModel, choose: Norms, *, train: bool
+) -> tuple[Lowered, ChunkPlan]:
+    """The forward of a graph of which some norms are in two steps."""
+    norms = choose(capture, budget_bytes)
+    split = in_two_steps(capture, norms)
+    table = table_of(split, near=not train)
+    counted = table if train else _inference_table(split, table)
+    lowered, found = _within(split, counted, budget_bytes, costs, train=train)
     # where there are gradients the same regions run, and nothing is written over
-    return lowered if counted is table else lower(capture, table, found.regions), found
+    lowered = lowered if counted is table else lower(split, table, found.regions)
+    return replace(lowered, norms=norms), found
 
 
 def _within(
@@ -130,13 +169,19 @@ def _within(
 
 
 def _nested(
-    capture: Capture, table: Table, outer: Region, budget_bytes: int, costs: CostModel, alone: OverBudget
+    capture: Capture,
+    table: Table,
+    outer: Region,
+    budget_bytes: int,
+    costs: CostModel,
+    choose: Norms,
+    alone: OverBudget,
 ) -> tuple[Lowered, ChunkPlan]:
     """The forward in chunks within chunks; `alone` says what simple ones need."""
     beside = sum(result_bytes(table.rows[i]) for i in outer.outputs(table))
 
     def plan(piece: Capture) -> tuple[Lowered, ChunkPlan]:
-        return _within(piece, table_of(piece, near=True), budget_bytes - beside, costs, train=False)
+        return _with_norms(piece, budget_bytes - beside, costs, choose, train=False)
 
     try:
         lowered, inner = lower_nested(capture, table, outer, plan)

@@ -21,7 +21,7 @@ from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.region import Region, reach_of
 from lightning_amp.techniques.chunk.run.lower import Lowered, dense_strides, lower, table_of
 from lightning_amp.techniques.chunk.run.nested import lower_nested
-from lightning_amp.techniques.chunk.run.two_steps import in_two_steps
+from lightning_amp.techniques.chunk.run.two_steps import in_two_steps, norms_of
 
 POSITIONS = (4, 16)
 """Least positions of a dim that is cut; the second is for blocks that halve an image, or look at windows of it."""
@@ -36,9 +36,10 @@ def smaller_calls(
     fixed = {size for tensor in state_of(block).values() for size in tensor.shape}
     seen = {_shapes(values)}
     for least in POSITIONS:
-        # where a size that a parameter has stays: nowhere, in the last dim, of images in the second, everywhere
-        for dims in ((), (-1,), (1,), range(-8, 8)):
-            fewer = _fewer(values, least, fixed, dims)
+        # where a size that a parameter has stays, of images and of others: nowhere, in the last dim, in the second,
+        # in the channels of either, everywhere
+        for dims in (((), ()), ((-1,), (-1,)), ((1,), (1,)), ((1,), (-1,)), (range(-8, 8), range(-8, 8))):
+            fewer = _fewer(values, least, fixed, *dims)
             if _shapes(fewer) in seen:
                 continue
             seen.add(_shapes(fewer))
@@ -59,9 +60,9 @@ def lowered_like(lowered: Lowered, found: Capture) -> Lowered | None:
 
 
 def _lowered_like(lowered: Lowered, found: Capture) -> Lowered:
-    forms = (found, in_two_steps(found))
-    own = next((form for form in forms if form and _operators(form) == _operators(lowered.capture)), None)
-    if own is None:
+    n_norms = len(norms_of(found))
+    own = in_two_steps(found, [k for k in lowered.norms if k < n_norms])
+    if _operators(own) != _operators(lowered.capture):
         raise PlanError("the block makes other operators of fewer positions")
     table = table_of(own, near=True)
     regions = [_resized(region, table) for region in lowered.cut]
@@ -78,11 +79,14 @@ def _resized(region: Region, table: Table) -> Region:
     return replace(found, reach=reach_of(table.rows, found))
 
 
-def _fewer(values: Sequence[Any], least: int, fixed: set[int], dims: Sequence[int]) -> list[Any]:
-    """Arguments with the first positions of every dim but some: those of `dims` that have a fixed size."""
+def _fewer(
+    values: Sequence[Any], least: int, fixed: set[int], of_images: Sequence[int], of_others: Sequence[int]
+) -> list[Any]:
+    """Arguments with the first positions of every dim but some of a fixed size; images have four dims or more."""
     made: dict[int, Tensor] = {}
     for value in values:
         if isinstance(value, Tensor):
+            dims = of_images if value.dim() > 3 else of_others
             kept = {d % value.dim() for d in dims if -value.dim() <= d < value.dim()}
             shape = [
                 n if d in kept and n in fixed else min(n, _positions(n, least))

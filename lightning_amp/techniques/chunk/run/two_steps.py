@@ -5,12 +5,13 @@ var of a group = mean of var + variance of mean, because all rows are as long (l
 y = shift[n, c] + x * scale[n, c]   by entry
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from lightning_amp._torch import OpOverload, make_fx
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
@@ -46,17 +47,25 @@ def _of(value: Any, k: int) -> int:
     return int(value[k] if len(value) > 1 else value[0])
 
 
-def in_two_steps(capture: Capture) -> Capture | None:
-    """The capture with group norm of images in two steps; None if it has none."""
-    graph = capture.graph
+def norms_of(capture: Capture) -> list[Node]:
+    """Group norms of images, which can be computed in two steps."""
+    assert capture.graph is not None, "what is planned has a graph"
+    nodes = capture.graph.graph.nodes
+    return [
+        n for n in nodes if n.args and isinstance(n.args[0], Node) and _is_norm(n, n.args[0].meta.get("val"))
+    ]
+
+
+def in_two_steps(capture: Capture, which: Collection[int]) -> Capture:
+    """The capture with some group norms in two steps, by their place in `norms_of`; as it is without any."""
+    if not which:
+        return capture
+    graph, norms = capture.graph, norms_of(capture)
     assert graph is not None, "what is planned has a graph"
-    values = {node: node.meta.get("val") for node in graph.graph.nodes}
-    if not any(node.args and _is_norm(node.target, values.get(node.args[0])) for node in values):
-        return None
-    arguments = [value for node, value in values.items() if node.op == "placeholder"]
+    arguments = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     with QuickFakes():
         given = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in arguments]
-    run = _TwoSteps(graph).run
+    run = _TwoSteps(graph, {norms[k] for k in which}).run
     split = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*given)
     _for_every_reader(split.graph)
     split.recompile()
@@ -64,16 +73,24 @@ def in_two_steps(capture: Capture) -> Capture | None:
 
 
 def _for_every_reader(graph: Graph) -> None:
-    """What costs nothing to compute is computed for each of its readers, and need not be kept for the last of them."""
+    """What costs nothing to compute is computed for each of its readers, and need not be kept for the last of them.
+
+    A reader that follows another at once has the same copy, which nothing has to hold in between.
+    """
     for node in reversed(list(graph.nodes)):
-        for reader in list(node.users)[1:] if node.target in CHEAP else ():
-            with graph.inserting_before(reader):
-                reader.replace_input_with(node, graph.node_copy(node))
+        own, before = node, None
+        for reader in list(node.users) if node.target in CHEAP else ():
+            if before is not None and reader.prev is not before:
+                with graph.inserting_before(reader):
+                    own = graph.node_copy(node)
+            if own is not node:
+                reader.replace_input_with(node, own)
+            before = reader
 
 
-def _is_norm(target: Any, x: Any) -> bool:
+def _is_norm(node: Node, x: Any) -> bool:
     return (
-        target is torch.ops.aten.group_norm.default
+        node.target is torch.ops.aten.group_norm.default
         and isinstance(x, Tensor)
         and x.dim() > 3
         and x.dtype in WIDE
@@ -81,12 +98,17 @@ def _is_norm(target: Any, x: Any) -> bool:
 
 
 class _TwoSteps(Interpreter):
-    """Runs a graph with another group norm."""
+    """Runs a graph with another group norm at some nodes."""
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if args and _is_norm(target, args[0]):
+    def __init__(self, module: GraphModule, norms: set[Node]) -> None:
+        super().__init__(module)
+        self._norms = norms
+
+    def run_node(self, n: Node) -> Any:
+        if n in self._norms:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
             return group_norm(*args, **kwargs)
-        return super().call_function(target, args, kwargs)
+        return super().run_node(n)
 
 
 def group_norm(
@@ -98,18 +120,16 @@ def group_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """The same as torch's, of x [sample, channel, row, ...]."""
-    along = list(range(3, x.dim()))
+    along, n, each = list(range(3, x.dim())), len(x), x.shape[1] // groups
     rows = x.mean(along, keepdim=True)
-    # not x.var: its kernel for a CPU takes 20 times as long
-    squares = (x - rows).square().mean(along)
-    mean, var = (part.reshape(len(x), groups, -1) for part in (rows, squares))
+    # not x.var: its kernel for a CPU takes 20 times as long; not square, which cannot write over its argument
+    apart = x - rows
+    mean, var = (part.reshape(n, groups, -1) for part in (rows, (apart * apart).mean(along)))
     scale = (var.mean(-1, keepdim=True) + mean.var(-1, correction=0, keepdim=True) + eps).rsqrt()
-    shift = -mean.mean(-1, keepdim=True) * scale
-    each = (-1, -1, x.shape[1] // groups)
-    scale, shift = scale.expand(each).flatten(1), shift.expand(each).flatten(1)
-    if weight is not None:
-        scale, shift = scale * weight, shift * weight
-    if bias is not None:
-        shift = shift + bias
-    one = (..., *(None for _ in range(2, x.dim())))
-    return torch.addcmul(shift[one], x, scale[one])
+    mean = mean.mean(-1, keepdim=True)
+    scale = scale.expand(-1, -1, each) if weight is None else scale * weight.reshape(groups, each)
+    shift = (
+        -mean * scale if bias is None else torch.addcmul(bias.reshape(groups, each), mean, scale, value=-1)
+    )
+    one = (n, -1, *(1 for _ in range(2, x.dim())))
+    return torch.addcmul(shift.reshape(one), x, scale.reshape(one))
