@@ -7,19 +7,33 @@ import argparse
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from runpy import run_path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_amp
 from benchmarks.chunks.measure import Pass, count, forward, largest_difference
-from benchmarks.chunks.models import EXAMPLES, MODELS, build_example
-from benchmarks.page import table
+from benchmarks.chunks.models import GPT, ViT
+from benchmarks.page import ROOT, table
 from lightning_amp.quantities import format_bytes
 
+
+def example(name: str, kind: str) -> Any:
+    """A class of a file of examples/any_module."""
+    return run_path(str(ROOT / "examples" / "any_module" / f"{name}.py"))[kind]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "GPT prefill": (GPT, lambda: torch.randint(1000, (1, 1024))),
+    "ViT": (ViT, lambda: torch.randn(1, 3, 256, 256)),
+    "U-Net with attention": (lambda: example("unet", "UNet")(), lambda: torch.randn(2, 3, 96, 96)),
+    "Evoformer": (lambda: example("evoformer", "Block")(32, 4), lambda: torch.randn(1, 96, 96, 32)),
+}
 KINDS = {
     "convolution": ("conv", "mkldnn"),
     "matrix product": ("mm", "addmm", "linear", "einsum"),
@@ -79,17 +93,14 @@ def ratio(first: Pass, second: Pass) -> tuple[float, float]:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", choices=[*(m.name for m in MODELS), *EXAMPLES])
+    parser.add_argument("model", choices=[*MODELS])
     parser.add_argument("--share", type=float, default=0.2, help="of eager's bytes")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    named = {m.name: m for m in MODELS}
-    if asked.model in named:
-        model = named[asked.model]
-        module, args = model.build(), model.args(model.length)
-    else:
-        module, args = build_example(asked.model, quick=False)
+    torch.manual_seed(0)
+    make, inputs = MODELS[asked.model]
+    module, args = make().eval(), (inputs(),)
     eager = forward(module, args)
     whole = count(eager)[0]
     small = forward(lightning_amp.chunk(module, *args, budget=int(asked.share * whole)), args)
