@@ -22,6 +22,7 @@ from lightning_amp.costs.link_seconds import collective_seconds
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS
+from lightning_amp.planning.plan.module_diagnosis import NEEDLESS
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.pipeline.options import OPEN, PipelineOptions, stages_of
@@ -41,7 +42,6 @@ STAGED = ("pipeline",)
 Beyond = Mapping[frozenset[str], Sequence[int]]
 """Techniques -> bytes by which counts of plans with them have exceeded the predicted peak."""
 NOTHING: Beyond = MappingProxyType({})
-NEEDLESS = "{} was not looked for, which takes seconds: the step fits as it is"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

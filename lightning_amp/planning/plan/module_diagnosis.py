@@ -6,6 +6,9 @@ Legend: module_profile.py.
 from dataclasses import dataclass
 from typing import Any
 
+NEEDLESS = "{} was not looked for, which takes seconds: the step fits as it is"
+"""Reason in `does_not_help` of a technique that may help."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleDiagnosis:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from textwrap import fill, wrap
 
 from lightning_amp.footprint.module_profile import KINDS, PHASES, ModuleProfile, TensorBytes
-from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
+from lightning_amp.planning.plan.module_diagnosis import NEEDLESS, ModuleDiagnosis
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
 
@@ -39,7 +39,8 @@ def diagnosis_sections(diagnosis: ModuleDiagnosis) -> list[str]:
 def advice_table(diagnosis: ModuleDiagnosis) -> str:
     """Every technique with what it would do; "" where there is none."""
     advice = [[name, "helps", alone(name, text)] for name, text in diagnosis.helps.items()]
-    advice += [[name, "does not", alone(name, text)] for name, text in diagnosis.does_not_help.items()]
+    for name, text in diagnosis.does_not_help.items():
+        advice.append([name, "not tried" if text == NEEDLESS.format(name) else "does not", alone(name, text)])
     return table(["technique", "helps", "because"], advice) if advice else ""
 
 
@@ -52,7 +53,9 @@ def shortened(names: Sequence[str]) -> str:
 
 def alone(name: str, text: str) -> str:
     """A sentence without the technique's name, which stands before it."""
-    return text.removeprefix(f"{name} would not: ").removeprefix(f"{name} would make ")
+    for start in ("would not: ", "would make ", "was not looked for, which "):
+        text = text.removeprefix(f"{name} {start}")
+    return text
 
 
 def module_report(profile: ModuleProfile) -> str:

@@ -15,6 +15,7 @@ from lightning_amp.footprint.chain.passes import Parameter, Passes
 from lightning_amp.planning.modules.candidates import _candidate
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.reports.module_report import advice_table
 from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
@@ -256,6 +257,7 @@ def test_stages_are_not_looked_for_where_the_step_fits() -> None:
     assert not any("pipeline" in row.strategies for row in found.candidates)
     assert found.diagnosis is not None
     assert found.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for")
+    assert "pipeline   not tried  takes seconds: the step fits" in advice_table(found.diagnosis)
     narrow = replace(whole.rates, links=replace(whole.rates.links, intra_bandwidth=1.0))
     narrow_links = plan_module(base(10_000, devices=2), replace(whole, rates=narrow))
     compared = [row.strategies for row in narrow_links.candidates]

@@ -87,37 +87,6 @@ class PartitionChoice:
     cuts: int
 
 
-def times_at(
-    batch_size: int, counts: Sequence[int], sizes: Sequence[float], measured: dict[str, Table]
-) -> LayerTimes:
-    """Times for numbers of micro-batches, between those that were measured for some sizes of a micro-batch.
-
-    Args:
-        batch_size: Rows of the whole batch; a micro-batch has its p-th part, rounded up.
-        counts: The numbers of micro-batches to give times for.
-        sizes: Rows that were measured, rising.
-        measured: Under the names of `LayerTimes`, a table with a row for each size.
-
-    Raises:
-        PlanError: A micro-batch outside of what was measured.
-    """
-    check_count("batch_size", batch_size)
-    for count in counts:
-        check_count("counts", count)
-    rows = [-(-batch_size // count) for count in counts]
-    if not rows or min(rows) < sizes[0] or max(rows) > sizes[-1]:
-        raise PlanError(
-            f"micro-batches of {min(rows, default=0)!r} to {max(rows, default=0)!r} rows are not supported:"
-            f" layers were measured with {sizes[0]!r} to {sizes[-1]!r}; measure those sizes too, or choose"
-            f" other counts than {counts!r}"
-        )
-    tables = {
-        name: np.stack([np.interp(rows, sizes, layer) for layer in np.asarray(table).T], axis=1)
-        for name, table in measured.items()
-    }
-    return LayerTimes(counts=tuple(counts), **tables)
-
-
 def gpipe_seconds(
     times: LayerTimes, ends: Sequence[int], *, speeds: Numbers | None = None
 ) -> NDArray[np.float64]:

@@ -5,14 +5,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from lightning_amp import PlanError
 from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     Devices,
     LayerTimes,
     cross_search,
     gpipe_seconds,
     search_all,
-    times_at,
 )
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 from lightning_amp.techniques.pipeline.schedule.timeline import StageTimes, timeline
@@ -94,14 +92,3 @@ def test_searches_keep_to_bytes_and_speeds() -> None:
         ends = search(draw(1), devices).ends
         runs = np.diff([0, *ends])
         assert all(runs <= [3, 5, 3][: len(runs)])
-
-
-def test_times_between_measured_sizes() -> None:
-    measured = {name: np.array([[1.0, 10.0], [3.0, 10.0], [4.0, 20.0]]) for name in NAMES}
-    times = times_at(8, (1, 2, 3, 4), (2, 4, 8), measured)
-    # micro-batches of 8, 4, 3 (the largest of three) and 2 rows
-    assert times.forward.tolist() == [[4, 20], [3, 10], [2, 10], [1, 10]]
-    with pytest.raises(
-        PlanError, match="micro-batches of 1 to 8 rows are not supported: layers were measured with 2"
-    ):
-        times_at(8, (1, 8), (2, 4, 8), measured)
