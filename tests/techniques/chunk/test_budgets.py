@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import lightning_amp
 from benchmarks.chunks.models import GPT, Fused, Language
@@ -12,6 +14,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.choose_chunks import choose_chunks
 from lightning_amp.techniques.chunk.run.lower import table_of
+from tests.any_module import load
 from tests.graph.calls import calls_of
 from tests.techniques.chunk.test_chunk_module import bytes_of, close
 
@@ -49,6 +52,27 @@ def test_blocks_of_the_example_modules(name: str) -> None:
         found, y = bytes_of(small, *args)
         assert found <= small.plan.budget_bytes, call.fqn
         close(y, right)
+
+
+class Denoise(nn.Module):
+    """The loss of the U-Net of the examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = load("unet").UNet()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.mse_loss(self.inner(images), images)
+
+
+def test_a_block_with_many_regions_meets_a_fifth() -> None:
+    """80 operators have 1,600 regions of 42,000 rows together; with fewer of them no plan has a fifth."""
+    torch.manual_seed(0)
+    module, images = Denoise().double().eval(), torch.randn(4, 3, 64, 64).double()
+    whole, right = bytes_of(module, images)
+    found, y = bytes_of(lightning_amp.chunk(module, images, budget=whole // 5), images)
+    assert found <= whole // 5
+    close(y, right)
 
 
 @pytest.mark.long
