@@ -55,7 +55,8 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def limited(limit: int, words: list[Any], **options: Any) -> "subprocess.CompletedProcess[str]":
     """A command that may write no file beyond a number of bytes, as on a disk that runs full."""
-    command = [sys.executable, "-W", "ignore", "-c", LIMITED, str(limit), *map(str, words)]
+    # -B: Python would put a compiled module of its first bytes into place, and every later import would fail
+    command = [sys.executable, "-B", "-W", "ignore", "-c", LIMITED, str(limit), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, **options)
 
 
@@ -70,12 +71,14 @@ def names_in(folder: Path) -> list[str]:
 
 @contextmanager
 def file_limit(n_bytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, compiled = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = compiled
 
 
 # from the first byte to the last ones of the largest file, which has 119 kB

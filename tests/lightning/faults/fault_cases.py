@@ -78,6 +78,8 @@ def boom() -> None:
 
 def full_disk() -> None:
     """No file may grow beyond a kilobyte, as on a disk that is full."""
+    # else modules that are imported later would be compiled into files of 1,000 bytes
+    sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 
 
