@@ -27,15 +27,16 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
         return found
 
     def walk(fqn: str, parent: nn.Module, listed: bool) -> None:
-        # a dictionary is never called, so that one in a list cannot be a block, and its children are
-        kinds = Counter(type(child) for child in parent.children() if any(True for _ in child.children()))
-        listed = isinstance(parent, nn.ModuleList | nn.Sequential) or (
-            listed and isinstance(parent, nn.ModuleDict)
-        )
+        kinds: Counter[type[nn.Module]] = Counter()
+        if isinstance(parent, nn.ModuleDict):
+            # a dictionary is never called, so that one in a list is no block, and its children are
+            kinds.update(type(child) for child in parent.children() if any(True for _ in child.children()))
+        else:
+            listed = isinstance(parent, nn.ModuleList | nn.Sequential)
         for name, child in parent.named_children():
             inner = f"{fqn}.{name}" if fqn else name
-            repeated = isinstance(parent, nn.ModuleDict) and kinds[type(child)] > 1
-            if (listed or repeated) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if (listed or kinds[type(child)] > 1) and not container:
                 found.setdefault(inner, child)
             else:
                 walk(inner, child, listed)
