@@ -1,4 +1,4 @@
-"""Where the time of chunks goes: operators, bytes copied and processor time by kind of operator, eager and in chunks.
+"""Measure where the time of chunks goes: operators, bytes copied and processor time by kind of operator, eager and in chunks.
 
 python -m benchmarks.chunks.where "U-Net with attention" --share 0.2
 """
@@ -8,7 +8,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from runpy import run_path
 from statistics import median
 from typing import Any
 
@@ -19,20 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lightning_amp
 from benchmarks.chunks.measure import Pass, count, forward, largest_difference
 from benchmarks.chunks.models import GPT, ViT
-from benchmarks.page import ROOT, table
+from benchmarks.page import table
 from lightning_amp.quantities import format_bytes
-
-
-def example(name: str, kind: str) -> Any:
-    """A class of a file of examples/any_module."""
-    return run_path(str(ROOT / "examples" / "any_module" / f"{name}.py"))[kind]
-
+from tests.any_module import load
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "GPT prefill": (GPT, lambda: torch.randint(1000, (1, 1024))),
     "ViT": (ViT, lambda: torch.randn(1, 3, 256, 256)),
-    "U-Net with attention": (lambda: example("unet", "UNet")(), lambda: torch.randn(2, 3, 96, 96)),
-    "Evoformer": (lambda: example("evoformer", "Block")(32, 4), lambda: torch.randn(1, 96, 96, 32)),
+    "U-Net with attention": (lambda: load("unet").UNet(), lambda: torch.randn(2, 3, 96, 96)),
+    "Evoformer": (lambda: load("evoformer").Block(32, 4), lambda: torch.randn(1, 96, 96, 32)),
 }
 KINDS = {
     "convolution": ("conv", "mkldnn"),
