@@ -1,4 +1,4 @@
-"""Measure where the time of chunks goes: operators, bytes copied and processor time by kind of operator, eager and in chunks.
+"""Measure where the time of chunks goes: operators, bytes copied and seconds by kind of operator, eager and in chunks.
 
 python -m benchmarks.chunks.where "U-Net with attention" --share 0.2
 """
