@@ -16,7 +16,7 @@ from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.auto import TIE, candidates
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.planning.reports.plan_report import SHOWN_DROPPED, SHOWN_FITTING, plan_report
+from lightning_amp.planning.reports.plan_report import LESS, SHOWN, plan_report, shown_candidates
 from lightning_amp.planning.sizes import terms
 from lightning_amp.planning.time.step_seconds import step_seconds
 from lightning_amp.quantities import format_bytes, format_seconds
@@ -128,7 +128,7 @@ def test_where_nothing_fits_it_takes_the_smallest_peak_and_says_so() -> None:
     text = plan_report(made)
     assert "does NOT fit" in text
     assert "predicted to run out of memory" in text
-    assert f"and {len(peaks) - 9} more: {len(peaks) - 9} that exceed 1.00 MiB" in text
+    assert f"the best of {len(peaks) + 1} by time and memory; 0 fit 1.00 MiB" in " ".join(text.split())
 
 
 def test_verdicts_say_why_others_were_not_taken() -> None:
@@ -224,14 +224,24 @@ def test_the_text_shows_the_best_and_stays_narrow() -> None:
         start = next(i for i, line in enumerate(lines) if line.startswith("verdict "))
         rows = lines[start + 2 : next((i for i in range(start, len(lines)) if not lines[i]), None)]
         assert rows[0].startswith("chosen ")
-        shown = SHOWN_FITTING + SHOWN_DROPPED
-        more = next(line for line in rows if line.startswith("and "))
-        assert more.startswith(f"and {len(made.candidates) - shown} more")
+        assert any(row.startswith(f"the best of {len(made.candidates)} by time and memory") for row in rows)
         assert f" {made.mesh.data} x {made.mesh.model} " in rows[0]
         assert format_seconds(made.predicted_step_seconds) in rows[0]
         assert "more techniques" not in text, "the column is narrow"
-        if budget == "90MiB":
-            assert sum(row.startswith("exceeds ") for row in rows) == SHOWN_DROPPED
+
+
+def test_the_candidates_of_the_text_are_those_between_which_one_may_choose() -> None:
+    for budget in (None, "90MiB", "1KiB"):
+        made = auto(devices=2, device_memory=budget)
+        first, *others = shown = shown_candidates(made.candidates)
+        assert first == made.candidates[0]
+        assert len(shown) <= SHOWN < len(made.candidates)
+        assert any(set(c.strategies) <= {"S1"} for c in shown), "the step as it is"
+        assert min(c.peak_bytes for c in shown) * LESS <= min(c.peak_bytes for c in made.candidates)
+        best = [c for c in others if not set(c.strategies) <= {"S1"}]
+        for slower, faster in pairwise(sorted(best, key=lambda c: -c.cell_seconds)):
+            assert slower.peak_bytes < faster.peak_bytes, "it is slower and needs less"
+    assert shown_candidates(made.candidates[:SHOWN]) == made.candidates[:SHOWN]
 
 
 def test_the_papers_mapping_is_named_where_it_is_another() -> None:

@@ -76,10 +76,12 @@ def prepared_report(directory: "DataDirectory") -> str:
     from anndata.io import read_elem
 
     from lightning_amp.data.files.read_h5ad import open_h5ad
+    from lightning_amp.data.prepare.prepare import CELLTYPES
 
     with open_h5ad(directory.modalities["hic"]) as file:
         hic, n_hic = read_elem(file["uns/amp"]), int(file["X"].attrs["shape"][0])
         n_chroms = len(file["var/chrom/categories"])
+        celltypes = set(read_elem(file["obs/celltype"]))
     with open_h5ad(directory.modalities["rna"]) as file:
         rna, (n_rna, n_genes) = read_elem(file["uns/amp"]), file["X"].attrs["shape"].tolist()
     n_far = int(hic["n_dropped_cells"] - hic["n_shallow_cells"])
@@ -91,7 +93,12 @@ def prepared_report(directory: "DataDirectory") -> str:
         _row("genes", n_genes, {words: rna["genes"][name] for name, words in GENES.items()}),
         ["chromosomes", str(n_chroms + len(left)), str(n_chroms), _names(left)],
     ]
-    return table(["", "read", "kept", "left out"], rows)
+    text = table(["", "read", "kept", "left out"], rows)
+    if celltypes == {"Unknown"}:
+        # one of another name is kept as it is, and is no type
+        names = f"{', '.join(CELLTYPES[:-1])} or {CELLTYPES[-1]}"
+        text += f"\nno cell has a type: a column of --labels names it, {names}"
+    return text
 
 
 def _row(what: str, kept: int, left_out: dict[str, Any]) -> list[str]:

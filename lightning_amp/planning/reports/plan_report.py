@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from textwrap import wrap
 
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.data.files.directory import MODALITIES
 from lightning_amp.planning.modules.min_memory_plan import LEAST
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Candidate, Plan
 from lightning_amp.planning.reports.module_report import diagnosis_sections, shortened
 from lightning_amp.planning.reports.stages_report import stages_section
 from lightning_amp.planning.reports.table import WIDTH, table
@@ -15,8 +16,10 @@ from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.table import label
 
-SHOWN_FITTING, SHOWN_DROPPED = 7, 3
-"""Candidates in the text: the chosen one with the best that fit, and the best of those that do not."""
+SHOWN = 10
+"""Candidates in the text; of more, those between which a person may choose."""
+LESS = 0.98
+"""Of the peak: what a slower candidate needs at most to be shown."""
 
 
 def profile_report(profile: Profile) -> str:
@@ -114,12 +117,9 @@ def _alike(plan: Plan) -> list[tuple[Rule, str]]:
 
 
 def candidate_table(plan: Plan) -> str:
-    """The best of what was compared: the chosen one, others that fit, and some that need too much memory."""
-    candidates, budget = plan.candidates, plan.budget_bytes
-    dropped = [c for c in candidates[1:] if budget is not None and c.peak_bytes > budget]
-    kept = candidates[: len(candidates) - len(dropped)]
-    n_dropped = max(SHOWN_DROPPED, SHOWN_FITTING + SHOWN_DROPPED - len(kept))
-    n_kept = max(SHOWN_FITTING, SHOWN_FITTING + SHOWN_DROPPED - len(dropped))
+    """What was compared: all of few candidates; of many those that no other beats, and the step as it is."""
+    budget, candidates = plan.budget_bytes, plan.candidates
+    shown = shown_candidates(candidates)
     rows = [
         [
             c.verdict.partition(",")[0],
@@ -129,16 +129,44 @@ def candidate_table(plan: Plan) -> str:
             format_seconds(c.cell_seconds),
             techniques(c.strategies),
         ]
-        for c in (*kept[:n_kept], *dropped[:n_dropped])
+        for c in shown
     ]
-    text = table(["verdict", "mesh", "peak", "step", f"per {sample_word(plan)}", "techniques"], rows)
-    more = [max(0, len(kept) - n_kept), max(0, len(dropped) - n_dropped)]
-    if not any(more):
+    # of a decoder's candidates the time of what lies outside of it is the same, and not in theirs
+    timed = "step" if plan.diagnosis is not None else "decoder"
+    text = table(["verdict", "mesh", "peak", timed, f"per {sample_word(plan)}", "techniques"], rows)
+    if len(shown) == len(candidates):
         return text
-    which = [f"{more[0]:,} that fit"] if budget is not None and more[0] else []
-    which += [f"{more[1]:,} that exceed {format_bytes(budget)}"] if budget is not None and more[1] else []
-    found = ": ".join([f"and {sum(more):,} more", *filter(None, [", ".join(which)])])
-    return "\n".join([text, *wrap(f"{found}; --format json has all", WIDTH)])
+    fits = ""
+    if budget is not None:
+        fits = f"; {sum(c.peak_bytes <= budget for c in candidates):,} fit {format_bytes(budget)}"
+    more = f"the best of {len(candidates):,} by time and memory{fits}; --format json has all"
+    return "\n".join([text, *wrap(more, WIDTH)])
+
+
+def shown_candidates(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """All of few; of many the chosen one, then by time those that need less memory than all faster ones, and last the
+    step without techniques.
+    """
+    if len(candidates) <= SHOWN:
+        return candidates
+    chosen = candidates[0]
+    found, least = [chosen], inf
+    for one in sorted(candidates, key=lambda c: (c.cell_seconds, c.peak_bytes)):
+        if one.peak_bytes > LESS * least:
+            continue
+        least = one.peak_bytes
+        # what is nearly the chosen one in both is no choice
+        if (
+            max(_ratio(one.peak_bytes, chosen.peak_bytes), _ratio(one.cell_seconds, chosen.cell_seconds))
+            > 1 / LESS
+        ):
+            found.append(one)
+    plain = next((c for c in candidates if techniques(c.strategies) == "none"), None)
+    return [*found[: SHOWN - 1], plain] if plain is not None and plain not in found else found[:SHOWN]
+
+
+def _ratio(a: float, b: float) -> float:
+    return max(a, b) / min(a, b)
 
 
 def techniques(strategies: Sequence[str]) -> str:

@@ -52,9 +52,9 @@ def _helpful(plan: Plan) -> tuple[str, str]:
     helps = {} if plan.diagnosis is None else plan.diagnosis.helps
     name = next((name for name in helps if name not in plan.strategies), "")
     if name:
-        return "would help", f"{name}: {alone(name, helps[name])}"
+        return "less memory", f"{name}: {alone(name, helps[name])}"
     least = min(plan.candidates, key=lambda one: one.peak_bytes, default=None)
     if least is None or least.peak_bytes >= plan.predicted_peak_bytes:
-        return "would help", "none of the techniques that were compared" if least else "nothing was compared"
+        return "less memory", "none of the techniques that were compared" if least else "nothing was compared"
     where = f"{techniques(least.strategies)} on {least.data} x {least.model} ranks"
-    return "would help", f"{where}: the peak {format_bytes(least.peak_bytes)}"
+    return "less memory", f"{where}: the peak {format_bytes(least.peak_bytes)}"

@@ -64,7 +64,7 @@ def test_a_fit_says_five_lines_and_writes_the_report(
     start = next(n for n, line in enumerate(said) if line.startswith("plan  "))
     end = said.index("", start)
     names = [name for line in said[start:end] if (name := line[:16].strip())]
-    assert names == ["plan", "predicted peak", "predicted step", "would help", "more"]
+    assert names == ["plan", "predicted peak", "predicted step", "less memory", "more"]
     assert "4 samples" in said[start + 2]
     assert "a step: predicted" in said[-1]
     assert "; measured " in said[-1]
