@@ -378,7 +378,7 @@ def test_scaffolds_and_the_mitochondrial_chromosome_are_left_out_unless_asked_fo
         "chromosomes 6 1 chr2, chr1_gl000191_random, chrUn_KI270302v1, GL000009.2, chrM; --chromosomes"
         in told
     )
-    assert "no cell has a type: a column of --labels names it, celltype, cell_type or cluster" in told
+    assert "no cell has a type: --labels has it in a column celltype, cell_type or cluster" in told
     hic = anndata.read_h5ad(prepare(**files.arguments(), overwrite=True).hic)
     assert set(hic.var["chrom"]) == {"chr1", "chr2"}
     hic = anndata.read_h5ad(prepare(**files.arguments(), overwrite=True, chromosomes=["2", "M"]).hic)

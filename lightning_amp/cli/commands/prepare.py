@@ -97,7 +97,7 @@ def prepared_report(directory: "DataDirectory") -> str:
     if celltypes == {"Unknown"}:
         # one of another name is kept as it is, and is no type
         names = f"{', '.join(CELLTYPES[:-1])} or {CELLTYPES[-1]}"
-        text += f"\nno cell has a type: a column of --labels names it, {names}"
+        text += f"\nno cell has a type: --labels has it in a column {names}"
     return text
 
 
