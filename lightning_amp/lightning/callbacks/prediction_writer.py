@@ -34,15 +34,16 @@ from lightning_amp.data.files.write_results import (
 from lightning_amp.data.loading.datamodule import HIC, SingleCellDataModule
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.lightning.callbacks.collect_predictions import (
+from lightning_amp.lightning.callbacks.predictions import (
     Embeddings,
     Parts,
     add_batch,
     describe_run,
+    draw_cells,
+    draw_maps,
     features_of,
     gather,
 )
-from lightning_amp.lightning.callbacks.draw_predictions import draw_cells, draw_maps
 
 RNA = "rna"
 NO_ROWS = np.empty(0, dtype=np.int64)

@@ -32,14 +32,14 @@ from lightning_amp.lightning.faults.activity import (
     this_host,
 )
 from lightning_amp.lightning.faults.detector import EXIT_STATUS, GRACE_S, Detector, Limits, say
-from lightning_amp.lightning.faults.interrupt import (
+from lightning_amp.lightning.faults.launchers import (
+    OF_ALL_RANKS,
     STARTED_BY,
     STATUS_OF_SIGTERM,
     InterruptibleLauncher,
     how_to_resume,
 )
 from lightning_amp.lightning.faults.link import Link, connect, listen
-from lightning_amp.lightning.faults.one_message import OF_ALL_RANKS
 
 CONNECT_S = 20.0
 LOOK_S = 0.5

@@ -30,8 +30,7 @@ from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install_rules
-from lightning_amp.lightning.profiling.cells_per_step import loaders_of
-from lightning_amp.lightning.profiling.example_batch import example_batch
+from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.protocol import find_decoders

@@ -27,9 +27,8 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
-from lightning_amp.lightning.profiling.cells_per_step import training_loaders
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
-from lightning_amp.lightning.profiling.example_batch import example_batch
+from lightning_amp.lightning.profiling.loaders import example_batch, training_loaders
 from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders

@@ -36,8 +36,8 @@ from lightning_amp.lightning._compat import (
     optimizers_to_device,
     trainer_of,
 )
-from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
 from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO
 from lightning_amp.lightning.consistency.replicas import (
     check_replicas,
     random_state,
@@ -48,16 +48,15 @@ from lightning_amp.lightning.consistency.replicas import (
 from lightning_amp.lightning.consistency.same_parameters import warn_of_differences
 from lightning_amp.lightning.faults.activity import is_out_of_memory
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
-from lightning_amp.lightning.faults.interrupt import make_interruptible
-from lightning_amp.lightning.faults.one_message import print_mistakes_once, raise_mistakes
+from lightning_amp.lightning.faults.launchers import make_interruptible, print_mistakes_once, raise_mistakes
 from lightning_amp.lightning.steps.cell_order import CellOrder
+from lightning_amp.lightning.steps.out_of_memory import explain
 from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import let_segments_grow
-from lightning_amp.lightning.strategy.out_of_memory import explain
+from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.over_data_axis import check_split, shard_fully, share_statistics
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.lightning.strategy.whole_state import WholeState
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.data.gradient_sync import MIB
 from lightning_amp.techniques.deferred import check_deferred, is_deferred, without_memory
@@ -71,7 +70,7 @@ OF_LIGHTNING = (
 """Options that DDPStrategy has too."""
 
 
-class AMPStrategy(WholeState):
+class AMPStrategy(MeshStrategy):
     """Automatic modality-aware parallelization.
 
     Attributes:
@@ -275,7 +274,7 @@ class AMPStrategy(WholeState):
 
     def _plan_and_install(self, trainer: Trainer, model: nn.Module) -> Callable[..., Callable[[], None]]:
         # late, for it reaches the reference model and every technique, which a Trainer does not need
-        from lightning_amp.lightning.strategy.plan.install_plan import InstalledPlan
+        from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 
         named = ExitStack()
         named.enter_context(named_blocks(model, self.request.blocks))

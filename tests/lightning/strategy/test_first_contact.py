@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_amp import AMPStrategy, Plan
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import MultiProcessingLauncher
-from lightning_amp.lightning.faults.one_message import MistakesOnce, raise_mistakes
+from lightning_amp.lightning.faults.launchers import MistakesOnce, raise_mistakes
 from tests.paths import ROOT
 
 

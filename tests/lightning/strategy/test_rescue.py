@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning.strategy.plan.install_plan import InstalledPlan
+from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import make
 from tests.lightning.strategy.any_module_cases import Meter, of_example, same

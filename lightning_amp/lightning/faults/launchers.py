@@ -1,20 +1,29 @@
-"""Handle interrupts: Ctrl-C prints how to resume as its last line; SIGTERM ends a run before it trains, too."""
+"""Start ranks so that an interrupt prints how to resume as its last line, and a user's mistake its message, once.
+
+Every rank raises the same PlanError or InstallError, so rank 0 speaks for all. Ranks that the main process has started
+by multiprocessing raise it there too, where torch would raise their tracebacks as text.
+"""
 
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Generator
+import traceback
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing.spawn import ProcessRaisedException
 
+from lightning_amp import errors
 from lightning_amp.errors import STATUS_OF_INTERRUPT
-from lightning_amp.lightning._compat import ScriptLauncher
+from lightning_amp.lightning._compat import MultiProcessingLauncher, ScriptLauncher, rank_zero_only
 from lightning_amp.lightning.faults.detector import say
 
 STATUS_OF_SIGTERM = 128 + signal.SIGTERM
@@ -112,3 +121,52 @@ def _newest_checkpoint(trainer: Trainer) -> Path | None:
     found = [getattr(callback, name, "") for callback in trainer.checkpoint_callbacks for name in names]
     there = [Path(path) for path in found if path and Path(path).exists()]
     return max(there, key=lambda path: path.stat().st_mtime, default=None)
+
+
+OF_ALL_RANKS = (errors.PlanError, errors.InstallError)
+RAISED = re.compile(
+    r"\nlightning_amp\.errors\.(PlanError|InstallError): ((?:(?!\nTraceback \().)*)\Z", re.DOTALL
+)
+
+
+class MistakesOnce:
+    """`sys.excepthook` that leaves every other exception to the hook before it."""
+
+    def __init__(self, before: Callable[..., object]) -> None:
+        self._before = before
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, /
+    ) -> None:
+        """Print the message of an uncaught mistake on rank 0."""
+        if not issubclass(kind, OF_ALL_RANKS):
+            self._before(kind, error, trace)
+            return
+        text = "".join(traceback.format_exception_only(error))
+        rank_zero_only(print)(text, end="", file=sys.stderr)
+
+
+def print_mistakes_once() -> None:
+    """Put the hook in; it may be called again."""
+    if not isinstance(sys.excepthook, MistakesOnce):
+        sys.excepthook = MistakesOnce(sys.excepthook)
+
+
+class MistakesLauncher(MultiProcessingLauncher):
+    """Lightning's; a mistake that its processes raise is raised as such."""
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the processes and wait for them."""
+        try:
+            return super().launch(*args, **kwargs)
+        except ProcessRaisedException as error:
+            found = RAISED.search(str(error).rstrip())
+            if found is None:
+                raise
+            raise getattr(errors, found[1])(found[2]) from None
+
+
+def raise_mistakes(launcher: object) -> None:
+    """Let Lightning's launcher do so; others stay as they are."""
+    if type(launcher) is MultiProcessingLauncher:
+        launcher.__class__ = MistakesLauncher

@@ -9,11 +9,10 @@ from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
-from lightning_amp.lightning.faults.interrupt import ended_by_sigterm
+from lightning_amp.lightning.faults.launchers import ended_by_sigterm
 from lightning_amp.lightning.profiling.dry_steps import with_spec
-from lightning_amp.lightning.profiling.outside_decoder import Made, with_blocks_outside
-from lightning_amp.lightning.profiling.within_budget import within_budget
-from lightning_amp.lightning.strategy.plan.context import PlanningContext
+from lightning_amp.lightning.profiling.outside_decoder import Made, with_blocks_outside, within_budget
+from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.stepped import in_parts, is_slow
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.plan_module import (

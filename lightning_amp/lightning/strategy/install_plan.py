@@ -8,13 +8,16 @@ where the new plan would split something in another way, the old choices stay, w
 that there are, and the plan says so.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,29 +27,28 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.installing.install import install
 from lightning_amp.installing.installed import Installed
 from lightning_amp.lightning.checkpoints.shards import Shards
-from lightning_amp.lightning.profiling.cells_per_step import UNKNOWN
+from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.profiling.outside_decoder import keeping_blocks
 from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once
-from lightning_amp.lightning.steps.counted_batches import refuse_beyond
-from lightning_amp.lightning.steps.rescue import Rescue, largest, rescue_batches
+from lightning_amp.lightning.steps.out_of_memory import LEANER
+from lightning_amp.lightning.steps.rescue import Rescue, largest, refuse_beyond, rescue_batches
 from lightning_amp.lightning.steps.training_step import TrainingStep
+from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.hardware import ThisRank
-from lightning_amp.lightning.strategy.out_of_memory import LEANER
-from lightning_amp.lightning.strategy.plan.context import PlanningContext
-from lightning_amp.lightning.strategy.plan.pipeline_run import check_run, pipelined
-from lightning_amp.lightning.strategy.plan.plan_file import log_folder, log_plan, report_path, write_plan
-from lightning_amp.lightning.strategy.plan.plan_run import resolve_plan
+from lightning_amp.lightning.strategy.plan_run import resolve_plan
 from lightning_amp.lightning.strategy.refusals import (
     announce,
     check_callbacks,
     check_compiled,
     check_precision,
     check_rescue,
+    check_run,
+    pipelined,
 )
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.stepped import install_steps
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.reports.plan_report import techniques
+from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.pipeline.spec import PipelineStages
@@ -331,3 +333,35 @@ def _as_in_setup(device: torch.device) -> Iterator[None]:
         torch.autocast(device.type, enabled=False),
     ):
         yield
+
+
+def log_folder(trainer: pl.Trainer) -> str:
+    """The folder of a run's logs; "" without a logger that writes files. A collective."""
+    return str(trainer.log_dir or "") if trainer.loggers else ""
+
+
+def report_path(folder: str, plan: Plan) -> str:
+    """The file of the report, as short as the current folder allows; "" without a folder."""
+    name = f"amp_plan_{plan.evaluates}.txt" if plan.evaluates else "amp_plan.txt"
+    return f"{folder.removeprefix(f'{Path.cwd()}/')}/{name}" if folder else ""
+
+
+def write_plan(folder: str, plan: Plan) -> None:
+    """Write the report and the JSON with the same name; rank 0 calls it."""
+    files = get_filesystem(folder)
+    files.makedirs(folder, exist_ok=True)
+    path = report_path(folder, plan)
+    for name, text in ((path, plan_report(plan)), (f"{path.removesuffix('.txt')}.json", plan.to_json())):
+        with files.open(name, "w", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+
+
+def log_plan(loggers: Iterable[Logger], plan: Plan) -> None:
+    """Add the techniques, the predicted peak and the budget to the hyperparameters; rank 0 calls it."""
+    figures = {
+        "amp_plan": ",".join(plan.strategies),
+        "amp_predicted_peak_bytes": plan.predicted_peak_bytes,
+        "amp_budget_bytes": plan.budget_bytes,
+    }
+    for logger in loggers:
+        logger.log_hyperparams(figures)
