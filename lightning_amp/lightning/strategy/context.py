@@ -26,6 +26,7 @@ from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.installing.describe_module import describe, unpredicted
 from lightning_amp.installing.supported import with_unsupported
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.loaders import Cells, cells_per_step
 from lightning_amp.lightning.profiling.outside_decoder import step_beside_decoder
@@ -33,7 +34,6 @@ from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.hardware import ThisRank, measured_speeds, memory_in, rates_in
 from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.lightning.strategy.stepped import dry_steps
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.plan.decoder_only import attention_of, profile_of_module
 from lightning_amp.planning.plan.plan import Plan
@@ -44,6 +44,7 @@ from lightning_amp.techniques.table import (
     PREDICTIONS,
     of_blocks_alone,
     parse_strategies,
+    with_steps,
 )
 
 
@@ -70,7 +71,7 @@ class PlanningContext:
         bounded = request.device_memory is not None and request.if_unfit == "refuse"
         limit = self.budget if bounded else None
         fits = trainer.state.fn == TrainerFn.FITTING
-        self.steps = dry_steps(request, here, None if fits else trained)
+        self.steps = self._dry_steps(None if fits else trained)
         self.step = StepOfModule.of(trainer, limit_bytes=limit, steps=self.steps)
         ids = () if request.strategies is None else parse_strategies(request.strategies)
         self.blocks_outside = {
@@ -89,6 +90,23 @@ class PlanningContext:
         """Rules by which an evaluation runs as the fit before it."""
         budgeted = request.device_memory is not None and not self.in_chunks
         self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None
+
+    def _dry_steps(self, trained: Plan | None) -> DrySteps | None:
+        """The technique with steps that a request names, or that the plan of a fit before had, for rank 0."""
+        request, here = self.request, self.here
+        plan = request.given_plan or trained
+        if plan is not None and (name := with_steps(plan.strategies)):
+            spec = next(rule.spec for rule in plan.rules if rule.strategy == name)
+            return DrySteps(name, spec, plan.mesh.model, run_ranks=here.n_ranks)
+        strategies = parse_strategies(request.strategies or "S1")
+        if not with_steps(strategies):
+            return None
+        size = request.model_parallel_size
+        ranks = here.node_ranks if size == "auto" else size
+        steps = DrySteps.asked(strategies, request, ranks, run_ranks=here.n_ranks, budget=self.budget)
+        if steps is not None:
+            steps.check_ranks()
+        return steps
 
     @cached_property
     def read(self) -> tuple[Profile, ModelShape, list[str]]:
@@ -256,8 +274,8 @@ def facts_of_plan(request: Request, data: Any) -> dict[str, str]:
     """Everything that decides the plan, by name, as this rank sees it; `data` is the data module or None."""
     found: dict[str, Any] = {name: getattr(request, name) for name in COMPARED}
     try:
-        if (asked := request.plan) is not None:
-            found["plan"] = json.loads((asked if isinstance(asked, Plan) else Plan.read(asked)).to_json())
+        if (plan := request.given_plan) is not None:
+            found["plan"] = json.loads(plan.to_json())
         if (data_dir := request.data_dir_or(data)) is not None:
             read = read_profile(data_dir, setting=getattr(data, "setting", None))
             found["data"] = {"modality": {m.name: asdict(m) for m in read.modalities}, "graph": read.graph}

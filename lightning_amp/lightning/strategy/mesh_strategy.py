@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.dist.sharded_tensor import ShardedTensor
+from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import DataError
 from lightning_amp.lightning._compat import trainer_of
 from lightning_amp.lightning.checkpoints.read_directory import load_either
@@ -39,6 +40,7 @@ from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.hic.scores.dense_entries import find_entries
 from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB
+from lightning_amp.techniques.table import with_steps
 
 
 class MeshStrategy(DDPStrategy):
@@ -87,10 +89,20 @@ class MeshStrategy(DDPStrategy):
     @property
     def own_parts(self) -> OwnParts:
         """Which part of a batch this rank may read alone, for `lightning_amp.own_part` and `as_sharded`."""
-        # late, for it reaches every technique, which a Trainer does not need
-        from lightning_amp.lightning.strategy.stepped import own_parts_of
-
-        return own_parts_of(self.request, self.plan, self._here)
+        request, plan = self.request, self.plan
+        given = request.given_plan if plan is None else plan
+        # before a plan is made, of the size that a person has given; 0 where the plan will say it
+        asked = 0 if request.model_parallel_size == "auto" else request.model_parallel_size
+        size = given.mesh.model if given is not None else asked if self.world_size > 1 else 1
+        splits = plan is not None and bool(with_steps(plan.strategies))
+        even = request.sequence_sizes == "even" and not request.sequence_grid
+        dims = request.sequence_dim if even and isinstance(request.sequence_dim, Mapping) else {}
+        return OwnParts(
+            rank=self.global_rank % max(size, 1),
+            size=size,
+            axis=(lambda: axis_of(self._mesh_of(size)["model"])) if splits else None,
+            dims={path: (own,) if isinstance(own, int) else tuple(own) for path, own in dims.items()},
+        )
 
     @property
     def data_parallel_size(self) -> int:

@@ -1,20 +1,28 @@
 """Make the plan of a run from Trainer, data and module, on rank 0 in `setup`, before optimisers exist."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
+from math import inf
+from types import SimpleNamespace
 from typing import Any
 
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
 from lightning_amp.lightning.faults.launchers import ended_by_sigterm
-from lightning_amp.lightning.profiling.dry_steps import with_spec
+from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.outside_decoder import Made, with_blocks_outside, within_budget
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.context import PlanningContext
-from lightning_amp.lightning.strategy.stepped import in_parts, is_slow
+from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.planning.memory.peak_model import predict
+from lightning_amp.planning.modules.candidates import TIE
 from lightning_amp.planning.modules.plan_module import (
     model_axis_size,
     plan_again,
@@ -44,6 +52,9 @@ from lightning_amp.techniques.table import (
     parse_strategies,
 )
 
+SLOW_SECONDS = 0.5
+"""Of a step, spent on other things than computation."""
+
 
 def resolve_plan(
     facts: PlanningContext,
@@ -70,12 +81,12 @@ def resolve_plan(
         rank_zero_info(f"planning a step within {format_bytes(facts.budget)}; nothing is trained yet")
 
     def decide() -> Plan:
-        asked = request.plan if given is None else given
+        asked = request.given_plan if given is None else given
         with ended_by_sigterm(facts.trainer):
             if asked is None or strategies is not None:
                 found = plan_run(facts, strategies, model_ranks)
             else:
-                found = predict_anew(asked if isinstance(asked, Plan) else Plan.read(asked), facts)
+                found = predict_anew(asked, facts)
             return with_memory(found, facts.memory)
 
     try:
@@ -269,3 +280,85 @@ def _not_counted(plan: Plan, shape: ModelShape) -> list[str]:
     return [
         f"what {', '.join(named)} save outside of the decoder was not counted: the peak is predicted without"
     ]
+
+
+def is_slow(plan: Plan, seen: ProfiledStep) -> bool:
+    """Whether a plan with more than data parallelism takes so much longer than computation that to look for a faster
+    one, which takes seconds, is worth it."""
+    more = _pace(plan) - seen.seconds
+    return set(plan.strategies) > {"S1"} and more > max(seen.seconds, SLOW_SECONDS)
+
+
+def in_parts(
+    whole: Plan, step: StepOfModule, make: Callable[..., Plan], rates: Rates, here: ThisRank
+) -> Plan:
+    """A plan that splits every sample or layer: the fastest that fits where no other plan fits, or where it is faster
+    than a slow one; without one the plan as it is.
+
+    Args:
+        whole: The plan without such a technique; where it does not fit that which needs least.
+        step: The module's.
+        make: Makes a plan without a profile, of `asked` strategies, `size` of the model axis and `steps`.
+        rates, here: Of the device, of the run.
+    """
+    found = list[tuple[str, Plan]]()
+    for name, row in STRATEGIES.items():
+        # what splits layers only may cross nodes, and be faster than a plan that fits
+        n = here.n_ranks if row.data_axis else here.node_ranks
+        if not row.steps or n < 2 or not (row.data_axis or whole.fits is False):
+            continue
+        of_run = {"run_ranks": here.n_ranks, "budget": whole.budget_bytes}
+        steps = DrySteps.asked((name,), SimpleNamespace(), here.node_ranks, **of_run)
+        assert steps is not None, "it has steps"
+        counted = step.with_steps(steps)
+        try:
+            seen = counted.profiled(rates)
+            base = make(asked=["S1", name], size=steps.ranks, steps=steps)
+            made = [plan_module(base, seen, named=(), count=counted.count)]
+            others = [other for other in row.together if other in PREDICTIONS]
+            # one technique more only where fewer do not fit; of as many the fastest
+            for n in range(1, len(others) + 1):
+                if any(plan.fits for plan in made):
+                    break
+                for more in combinations(others, n):
+                    # what this step cannot have is left out
+                    with suppress(AmpError):
+                        made.append(plan_module(base, seen, named=more, count=counted.count))
+            if fitting := [plan for plan in made if plan.fits]:
+                found.append((name, min(fitting, key=_pace)))
+                continue
+            least = min(made, key=lambda plan: plan.predicted_peak_bytes)
+            why = f"{', '.join(least.strategies)} needs {format_bytes(least.predicted_peak_bytes)} on as many ranks"
+        except AmpError as error:
+            why = f"{name} is not possible: {error}"
+        whole = replace(whole, notes=(*whole.notes, Explanation(why)))
+    name, best = min(found, key=lambda one: _pace(one[1]), default=("", whole))
+    if not name or (whole.fits and _pace(best) * TIE > _pace(whole)):
+        return whole
+    return _chosen(best, name, whole, found)
+
+
+def _pace(plan: Plan) -> float:
+    """Seconds of a step by how many batches of the loader a rank has in it."""
+    return (plan.predicted_step_seconds or inf) * plan.mesh.model
+
+
+def _chosen(best: Plan, name: str, whole: Plan, found: Sequence[tuple[str, Plan]]) -> Plan:
+    """A plan that a policy takes."""
+    if whole.fits:
+        why = f"{', '.join(whole.strategies)} takes {_pace(whole) / _pace(best):.1f} times as long"
+    else:
+        why = f"every plan that leaves samples whole needs {format_bytes(whole.predicted_peak_bytes)} or more"
+    slower = [
+        f"{other} takes {_pace(plan) / _pace(best):.1f} times as long"
+        for other, plan in found
+        if other != name
+    ]
+    why = "; ".join([why, *slower])
+    rules = (replace(rule, why=why) if rule.strategy == name else rule for rule in best.rules)
+    return replace(
+        best,
+        policy=whole.policy,
+        rules=tuple(rules),
+        notes=(*best.notes, Explanation(f"{name} was taken: {why}")),
+    )

@@ -15,7 +15,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import Precision
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS
 
 from lightning_amp._torch import is_compiled
@@ -24,7 +23,6 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.installing.installed import Installed
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
-from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
@@ -33,11 +31,9 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
 from lightning_amp.techniques.pipeline.options import no_pipeline
-from lightning_amp.techniques.pipeline.run.block_walk import StageBlock, spans
 from lightning_amp.techniques.pipeline.run.blocks import refuse_batch_statistics
-from lightning_amp.techniques.pipeline.run.run_stages import Stages
 from lightning_amp.techniques.pipeline.spec import PipelineStages
-from lightning_amp.techniques.pipeline.steps.pipelined_steps import PipelinedSteps, refuse_hooks
+from lightning_amp.techniques.pipeline.steps.pipelined_steps import refuse_hooks
 from lightning_amp.techniques.recompute.spec import RecomputeBlock
 from lightning_amp.techniques.table import STRATEGIES
 
@@ -266,20 +262,6 @@ def without_stages(
     except AmpError as error:
         return no_pipeline(seen, str(error))
     return seen
-
-
-def pipelined(
-    module: pl.LightningModule, installed: Installed, spec: PipelineStages, mesh: DeviceMesh
-) -> tuple[StageParameters, PipelinedSteps]:
-    """Free what other stages hold, and let the module's steps run as stages until these are undone."""
-    overridden = [(one.fqn, one.module, one.override.run) for one in installed.overridden]
-    calls = [(fqn, block, run) for fqn, block, run in overridden if isinstance(run, StageBlock)]
-    blocks = {fqn: block for fqn, block, _ in calls}
-    stages = Stages(calls[0][2].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)
-    ranks = [n % mesh.size(1) for n, span in enumerate(stages.spans) for _ in range(span.first, span.end)]
-    parameters = StageParameters(module, [(block, ranks[call.index]) for _, block, call in calls], mesh)
-    steps = PipelinedSteps(module, blocks, stages, parameters, spec, data_rank=mesh["data"].get_local_rank())
-    return parameters, steps
 
 
 def _norms_by_hand(module: pl.LightningModule) -> list[tuple[str, str]]:

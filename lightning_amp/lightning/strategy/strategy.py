@@ -54,8 +54,8 @@ from lightning_amp.lightning.steps.out_of_memory import explain
 from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import let_segments_grow
+from lightning_amp.lightning.strategy.install_parts import check_split, shard_fully, share_statistics
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
-from lightning_amp.lightning.strategy.over_data_axis import check_split, shard_fully, share_statistics
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.data.gradient_sync import MIB

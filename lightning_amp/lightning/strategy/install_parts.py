@@ -1,22 +1,31 @@
-"""Install what a plan requires over the data axis: shared batch statistics, and split parameters."""
+"""Install what a plan spreads over ranks: shared batch statistics, split parameters, stages, steps of a technique."""
 
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import PlanError
+from lightning_amp.installing.installed import Installed
 from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
+from lightning_amp.lightning.profiling.dry_steps import put_steps
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.data.row import ShareBatchStatistics
+from lightning_amp.techniques.pipeline.run.block_walk import StageBlock, spans
+from lightning_amp.techniques.pipeline.run.run_stages import Stages
+from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.steps.pipelined_steps import PipelinedSteps
 from lightning_amp.techniques.ranks.agreement import Agreement
-from lightning_amp.techniques.table import STRATEGIES, with_steps
+from lightning_amp.techniques.table import STRATEGIES, refuse_apart, with_steps
 from lightning_amp.techniques.technique import function_at
 
 Undo = list[Callable[[], None]]
@@ -90,6 +99,40 @@ def check_split(plan: Plan, fn: TrainerFn | None) -> None:
             f" {'predict requires whole parameters' if splits else 'this plan shards none'}; train, validate or test"
             " with strategies='tensor3d', or give them values first"
         )
+
+
+def pipelined(
+    module: pl.LightningModule, installed: Installed, spec: PipelineStages, mesh: DeviceMesh
+) -> tuple[StageParameters, PipelinedSteps]:
+    """Free what other stages hold, and let the module's steps run as stages until these are undone."""
+    overridden = [(one.fqn, one.module, one.override.run) for one in installed.overridden]
+    calls = [(fqn, block, run) for fqn, block, run in overridden if isinstance(run, StageBlock)]
+    blocks = {fqn: block for fqn, block, _ in calls}
+    stages = Stages(calls[0][2].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)
+    ranks = [n % mesh.size(1) for n, span in enumerate(stages.spans) for _ in range(span.first, span.end)]
+    parameters = StageParameters(module, [(block, ranks[call.index]) for _, block, call in calls], mesh)
+    steps = PipelinedSteps(module, blocks, stages, parameters, spec, data_rank=mesh["data"].get_local_rank())
+    return parameters, steps
+
+
+def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> Callable[[], None]:
+    """Put the steps of a plan's technique in the place of a module's; returns what undoes it.
+
+    Raises:
+        PlanError: A technique of the plan that does not go together with it, or a module that it does not support.
+    """
+    name = with_steps(plan.strategies)
+    if not name:
+        return lambda: None
+    refuse_apart(plan.strategies)
+    if decoders := list(find_decoders(module)):
+        raise PlanError(
+            f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"
+            " its anchors over the model axis"
+        )
+    return put_steps(
+        module, name, next(rule.spec for rule in plan.rules if rule.strategy == name), mesh["model"]
+    )
 
 
 def _units_of(name: str, plan: Plan, model: nn.Module, mesh: DeviceMesh, fn: TrainerFn | None) -> Any:
