@@ -8,17 +8,14 @@ import os
 import re
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_amp import errors
@@ -69,38 +66,6 @@ def make_interruptible(launcher: object) -> None:
     """Let Lightning's launcher end an interrupted run as `InterruptibleLauncher` does; others stay as they are."""
     if type(launcher) is ScriptLauncher:
         launcher.__class__ = InterruptibleLauncher
-
-
-@contextmanager
-def ended_by_sigterm(trainer: Trainer) -> Generator[None, None, None]:
-    """Let SIGTERM end a run with its exception, as it does in training, before Lightning listens for it.
-
-    A handler of the user's is called too. This is for a rank that computes: one that waits for others in a collective
-    would not come to a handler of Python's, and SIGTERM by itself ends it.
-    """
-    connector, before = trainer._signal_connector, signal.getsignal(signal.SIGTERM)
-    listens = bool(connector._original_handlers)
-    main = threading.current_thread() is threading.main_thread()
-    if listens or not main or before in (None, signal.SIG_IGN):
-        yield
-        return
-    ended = False
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        nonlocal ended
-        ended = connector.received_sigterm = True
-        if callable(before):
-            before(signum, frame)
-        raise SIGTERMException(STATUS_OF_SIGTERM)
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    if ended:
-        # where it was raised nobody could catch it, as in a destructor
-        raise SIGTERMException(STATUS_OF_SIGTERM)
 
 
 def how_to_resume(trainer: Trainer | None) -> str:

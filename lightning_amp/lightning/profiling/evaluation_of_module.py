@@ -24,7 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_amp.costs.rule import Rule
-from lightning_amp.errors import AmpError, DataError, ModelError
+from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.copies.fake_copy import copied_without_values, copy_of, fake_batch, length_of
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
@@ -64,13 +64,7 @@ class Evaluated:
 
 
 class EvaluationOfModule:
-    """The step of a run that does not train.
-
-    Args:
-        trainer: Set up as far as its strategy.
-        step: Name of the module's method.
-        take_batch: Gives one batch, or raises an AmpError.
-    """
+    """The step of a run that does not train: a method of the module, with a batch that `take_batch` gives."""
 
     def __init__(self, trainer: pl.Trainer, step: str, take_batch: Callable[[], Any]) -> None:
         self._trainer, self._step, self._take_batch = trainer, step, take_batch
@@ -87,7 +81,9 @@ class EvaluationOfModule:
             "predict_step": trainer.predict_loop,
         }
         loaders, why = loaders_of(loops[step]._data_source, trainer)
-        return cls(trainer, step, partial(_batch_of, loaders, why))
+        # of several loaders one after the other
+        first = loaders[0] if isinstance(loaders, list | tuple) else loaders
+        return cls(trainer, step, partial(example_batch, first, why))
 
     def within(self, budget: int) -> Evaluated:
         """What runs in chunks so that the step takes no more than a budget, or the least that it can.
@@ -166,7 +162,8 @@ class _Outermost:
     """
 
     def __init__(self, module: nn.Module, live: LiveBytes, calls: dict[str, tuple[int, int]]) -> None:
-        self._live, self._calls, self._depth, self._before, self.most = live, calls, 0, 0, 0
+        self._live, self._calls = live, calls
+        self._depth = self._before = self.most = 0
         for fqn, child in module.named_modules():
             if fqn:
                 child.register_forward_pre_hook(self._enter)
@@ -189,10 +186,3 @@ class _Outermost:
 
 def _nothing(*_: Any, **__: Any) -> None:
     """What `log` does in a step that is only counted."""
-
-
-def _batch_of(loaders: object, why: str) -> Any:
-    if loaders is None:
-        raise DataError(why or "the loader is made anew every few epochs, or there is none")
-    # of several loaders one after the other
-    return example_batch(loaders[0] if isinstance(loaders, list | tuple) else loaders)

@@ -16,12 +16,9 @@ a list or dictionary of a data set's that is longer than `apart.LONG` is not a c
 """
 
 import pickle
-import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
@@ -37,7 +34,7 @@ from lightning_amp.errors import DataError
 from lightning_amp.footprint.copies.apart import apart
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.lightning._compat import request_dataloader
-from lightning_amp.random_streams import isolated_random_streams
+from lightning_amp.random_streams import isolated_random_streams, random_streams
 from lightning_amp.techniques.contract.protocol import find_decoders
 
 if TYPE_CHECKING:
@@ -98,39 +95,27 @@ def loaders_of(source: Any, trainer: "pl.Trainer") -> tuple[object, str]:
             None,
             f"{type(source.instance).__name__}.{source.name}() gave {type(error).__name__}: {error}",
         )
-    if not drew and not any(map(_is_dealt, _each(loaders))):
-        _hand_over(source, loaders)
+    samplers = [getattr(loader, "sampler", None) for loader in _each(loaders)]
+    if not drew and not any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+
+        def dataloader() -> object:
+            # the Trainer's next call of the hook gives these loaders, once
+            del source.dataloader
+            return loaders
+
+        source.dataloader = dataloader
     return loaders, ""
 
 
 def _loaders(source: Any) -> tuple[object, bool]:
     """What the hook gives, and whether it has drawn random numbers, which are as they were before."""
     with isolated_random_streams():
-        before = _drawn()
-        return request_dataloader(source), _drawn() != before
-
-
-def _drawn() -> tuple[bytes, ...]:
-    numbers = pickle.dumps((np.random.get_state(), random.getstate()))
-    return torch.get_rng_state().numpy().tobytes(), numbers
-
-
-def _hand_over(source: Any, loaders: object) -> None:
-    """Let the Trainer's next call of the hook give these loaders."""
-
-    def dataloader() -> object:
-        del source.dataloader
-        return loaders
-
-    source.dataloader = dataloader
+        before = pickle.dumps(random_streams())
+        return request_dataloader(source), pickle.dumps(random_streams()) != before
 
 
 def _each(loaders: object) -> list[Any]:
     return loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders)
-
-
-def _is_dealt(loader: object) -> bool:
-    return isinstance(getattr(loader, "sampler", None), DistributedSampler)
 
 
 def _sizes(loaders: object) -> list[int]:
@@ -145,12 +130,17 @@ def _sizes(loaders: object) -> list[int]:
 WAY_OUT = "give the loader a method amp_example_batch that returns a batch of the same shapes"
 
 
-def example_batch(loaders: object) -> Any:
+def example_batch(loaders: object, why: str = "") -> Any:
     """The batch that one step reads of these loaders: one loader, or a dictionary, list or CombinedLoader of several.
+
+    Args:
+        loaders, why: As `loaders_of` returns them.
 
     Raises:
         DataError: It cannot be had without reading what training reads; or making it raised something.
     """
+    if loaders is None:
+        raise DataError(why or "the loader is made anew every few epochs, or there is none")
     if isinstance(loaders, CombinedLoader):
         return example_batch(loaders.iterables)
     if isinstance(loaders, dict):
@@ -159,8 +149,17 @@ def example_batch(loaders: object) -> Any:
         return type(loaders)([example_batch(loader) for loader in loaders])
     if hasattr(loaders, "amp_example_batch"):
         return loaders.amp_example_batch()
-    _check(loaders)
-    assert isinstance(loaders, DataLoader), "checked"
+    kind = type(loaders).__name__
+    if not isinstance(loaders, DataLoader) or type(loaders).__iter__ is not DataLoader.__iter__:
+        raise DataError(
+            f"the training loader is a {kind!r}; a batch that is read from it before training would be missing in"
+            f" training. {WAY_OUT}"
+        )
+    if isinstance(loaders.dataset, IterableDataset):
+        raise DataError(
+            f"the data set is a stream ({type(loaders.dataset).__name__!r}); a batch that is read from it before"
+            f" training would be missing in training. {WAY_OUT}"
+        )
     try:
         return _first_batch(loaders)
     except Exception as error:
@@ -168,20 +167,6 @@ def example_batch(loaders: object) -> Any:
             f"no example batch could be read from {type(loaders.dataset).__name__!r}, which raised "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _check(loader: object) -> None:
-    kind = type(loader)
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        raise DataError(
-            f"the training loader is a {kind.__name__!r}; a batch that is read from it before "
-            f"training would be missing in training. {WAY_OUT}"
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise DataError(
-            f"the data set is a stream ({type(loader.dataset).__name__!r}); a batch that is read "
-            f"from it before training would be missing in training. {WAY_OUT}"
-        )
 
 
 def _first_batch(loader: DataLoader[Any]) -> Any:

@@ -19,7 +19,7 @@ from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.dist.own_parts import OwnParts
-from lightning_amp.errors import AmpError, DataError, ModelError
+from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, chain_of, count_step
 from lightning_amp.footprint.inner_run import Around
@@ -104,7 +104,7 @@ class StepOfModule:
         own = getattr(trainer.strategy, "own_parts", None)
         around = replace(around, values=values, limit_bytes=limit_bytes, own_parts=own)
         loaders, why = training_loaders(trainer)
-        return cls(module, partial(_batch_of, loaders, why), around=around, trains=True, steps=steps)
+        return cls(module, partial(example_batch, loaders, why), around=around, trains=True, steps=steps)
 
     def profiled(
         self, rates: Rates, *, requested: Mapping[str, Spec] = NOTHING, shared_statistics: bool = False
@@ -311,9 +311,3 @@ def operator_rates(rates: Rates) -> OperatorRates:
         memory_bytes=rates.memory_bytes,
         overhead_seconds=rates.overhead_seconds,
     )
-
-
-def _batch_of(loaders: object, why: str) -> Any:
-    if loaders is None:
-        raise DataError(why or "the training loader is made anew every few epochs, or there is none")
-    return example_batch(loaders)

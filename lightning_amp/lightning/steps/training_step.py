@@ -37,7 +37,7 @@ from lightning_amp.footprint.copies.types_of_the_step import types_of_the_step
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import refuse_own_statistics
-from lightning_amp.lightning.steps.cell_weight import CellWeight
+from lightning_amp.lightning.steps.cells import CellWeight
 from lightning_amp.techniques.contract.sharded_parameter import local
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 

@@ -78,14 +78,14 @@ class PlanningContext:
             name for name in ids if name == "chunk" or (name == "recompute" and of_blocks_alone(ids))
         }
         """What was requested of blocks outside, if there is a decoder."""
-        self.outside = (
-            StepOfModule.of(trainer, decoder=True, limit_bytes=limit) if self.blocks_outside else None
-        )
-        # later in a run its blocks stay
-        chooses = request.chooses and request.device_memory is not None and not self._compared
-        self.beside = step_beside_decoder(trainer) if chooses else None
-        """The step that must fit the budget, with blocks outside of the decoder."""
-        before = () if trained is None or trainer.state.fn == TrainerFn.FITTING else trained.rules
+        self.outside: StepOfModule | None = None
+        """The step with a decoder, of which blocks outside of it are planned: those requested, or as a budget asks."""
+        if self.blocks_outside:
+            self.outside = StepOfModule.of(trainer, decoder=True, limit_bytes=limit)
+        elif request.chooses and request.device_memory is not None and not self._compared:
+            # later in a run its blocks stay
+            self.outside = step_beside_decoder(trainer)
+        before = () if trained is None or fits else trained.rules
         self.in_chunks = tuple(rule for rule in before if rule.strategy == "chunk")
         """Rules by which an evaluation runs as the fit before it."""
         budgeted = request.device_memory is not None and not self.in_chunks
@@ -198,44 +198,42 @@ def read_run(
 ) -> tuple[Profile, ModelShape, list[str]]:
     """Profile and shape of the run, and what its prediction leaves out."""
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    data_dir = request.data_dir_or(data)
+    reference, data_dir = isinstance(module, GLUE), request.data_dir_or(data)
     batch_size, unknown = cells
     if seen is not None:
         batch_size = seen.profile.batch_size or batch_size or 1
-    notes = [unknown] if batch_size is None else []
-    notes += [why] if why else []
+    notes = [note for note in (unknown if batch_size is None else "", why) if note]
     if seen is None and "mixed" in str(trainer.precision):
         notes.append(
             f"predicted without precision={trainer.precision!r}, which keeps some tensors in half the bytes"
         )
-    slots = RMSPROP_SLOTS if isinstance(module, GLUE) else ADAM_SLOTS
-    if seen is None and slots == ADAM_SLOTS:
+    if seen is None and not reference:
         notes.append(
             "the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet"
         )
+    slots = RMSPROP_SLOTS if reference else ADAM_SLOTS
     shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
-    shape = replace(shape, profiled=seen is not None)
-    shape = _with_threads(shape if isinstance(module, GLUE) else with_counts(shape))
+    shape = replace(shape if reference else with_counts(shape), profiled=seen is not None)
+    if shape.decoder is not None:
+        shape = replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))
     notes += unpredicted(module, shape)
     if data_dir is None:
         return profile_of_module(shape), shape, notes
     profile = read_profile(data_dir, setting=getattr(data, "setting", None))
     profile = _as_used(profile, getattr(data, "modalities", None), decoder=shape.decoder)
-    if isinstance(module, GLUE):
-        return profile, _with_base(shape, profile, module), notes
+    if reference:
+        # what lies outside the strata of the reference model
+        settings = module.hparams
+        names = [field.name for field in fields(NetworkShape) if field.name in settings]
+        network = NetworkShape(**{name: settings[name] for name in names})
+        dim = shape.decoder.dim if shape.decoder else int(settings.get("latent_dim", LATENT_DIM))
+        return profile, outside_strata(shape, network, profile, latent_dim=dim), notes
     if shape.decoder is not None:
         notes.append(
             "of the activations outside the decoder the counts and the inputs of layers that read them all are"
             " predicted: the others are those of another's model"
         )
     return profile, shape, notes
-
-
-def _with_threads(shape: ModelShape) -> ModelShape:
-    """With the threads that torch has on a CPU."""
-    if shape.decoder is None:
-        return shape
-    return replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))
 
 
 def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape | None) -> Profile:
@@ -250,15 +248,6 @@ def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape
             parts = replace(parts, **attention_of(decoder))
         modalities.append(replace(modality, scale=scale, decomposition=parts))
     return replace(profile, modalities=tuple(modalities))
-
-
-def _with_base(shape: ModelShape, profile: Profile, module: GLUE) -> ModelShape:
-    """Add what lies outside the strata of the reference model."""
-    settings = module.hparams
-    names = [field.name for field in fields(NetworkShape)]
-    network = NetworkShape(**{name: settings[name] for name in names if name in settings})
-    dim = shape.decoder.dim if shape.decoder else int(settings.get("latent_dim", LATENT_DIM))
-    return outside_strata(shape, network, profile, latent_dim=dim)
 
 
 SHOWN = 8

@@ -73,8 +73,12 @@ def let_segments_grow(device: torch.device) -> None:
         set_allocator("expandable_segments:True")
 
 
-def make_mesh(device_type: str, *, n_ranks: int, model_ranks: int) -> DeviceMesh:
+def make_mesh(
+    device_type: str, *, n_ranks: int, model_ranks: int, shard_ranks: int | None = None
+) -> DeviceMesh:
     """The mesh of all ranks with the axes "data" and "model"; consecutive ranks are a model group.
+
+    With `shard_ranks`, which divide the data axis, that axis is two: "replicate" and "shard".
 
     Raises:
         PlanError: The model axis does not divide the ranks.
@@ -84,18 +88,10 @@ def make_mesh(device_type: str, *, n_ranks: int, model_ranks: int) -> DeviceMesh
             f"model_parallel_size={model_ranks!r} is not supported, the run has {n_ranks} ranks; it must"
             " divide them. Change `devices` or `num_nodes` of the Trainer, or model_parallel_size"
         )
-    shape = (n_ranks // model_ranks, model_ranks)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("data", "model"))
-
-
-def make_groups(device_type: str, *, n_ranks: int, model_ranks: int, shard_ranks: int) -> DeviceMesh:
-    """The same ranks with the data axis as two: "replicate", "shard" and "model"; consecutive ranks are a group.
-
-    Args:
-        n_ranks, model_ranks: Ranks in all, and of the model axis, which divide them.
-        shard_ranks: Ranks of a group, which divide the data axis, as the plan has made sure.
-    """
-    shape = (n_ranks // model_ranks // shard_ranks, shard_ranks, model_ranks)
+    data_ranks = n_ranks // model_ranks
+    if shard_ranks is None:
+        return init_device_mesh(device_type, (data_ranks, model_ranks), mesh_dim_names=("data", "model"))
+    shape = (data_ranks // shard_ranks, shard_ranks, model_ranks)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard", "model"))
 
 

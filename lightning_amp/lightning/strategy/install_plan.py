@@ -27,7 +27,7 @@ from lightning_amp.installing.installed import Installed
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.profiling.outside_decoder import keeping_blocks
-from lightning_amp.lightning.steps.count_replicas_once import count_replicas_once
+from lightning_amp.lightning.steps.cells import count_replicas_once
 from lightning_amp.lightning.steps.out_of_memory import LEANER
 from lightning_amp.lightning.steps.rescue import Rescue, largest, refuse_beyond, rescue_batches
 from lightning_amp.lightning.steps.training_step import TrainingStep

@@ -33,9 +33,8 @@ from lightning_amp.lightning.consistency.replicas import (
     wait_for_all,
 )
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
-from lightning_amp.lightning.steps.cell_order import with_same_draws
-from lightning_amp.lightning.steps.count_replicas_once import counted_once, unrounded
-from lightning_amp.lightning.strategy.hardware import ThisRank, make_groups, make_mesh
+from lightning_amp.lightning.steps.cells import counted_once, unrounded, with_same_draws
+from lightning_amp.lightning.strategy.hardware import ThisRank, make_mesh
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.hic.scores.dense_entries import find_entries
@@ -55,7 +54,7 @@ class MeshStrategy(DDPStrategy):
 
     request: Request
     plan: Plan | None
-    _meshes: dict[tuple[int, ...], DeviceMesh]
+    _meshes: dict[tuple[int, int, int | None], DeviceMesh]
     _shards: Shards
     _failures: FailureWatch
 
@@ -119,18 +118,11 @@ class MeshStrategy(DDPStrategy):
         """The device mesh with the axes "data" and "model"; there once the processes are connected."""
         return self._mesh_of(self._model_ranks)
 
-    def _mesh_of(self, model_ranks: int) -> DeviceMesh:
-        # made once for a shape: process groups are never given back
-        key = self.world_size, model_ranks
-        if key not in self._meshes:
-            self._meshes[key] = make_mesh(self.root_device.type, n_ranks=key[0], model_ranks=model_ranks)
-        return self._meshes[key]
-
-    def _groups_of(self, model_ranks: int, shard_ranks: int) -> DeviceMesh:
-        """The ranks with the axes "replicate", "shard" and "model": a data axis in groups of so many ranks."""
+    def _mesh_of(self, model_ranks: int, shard_ranks: int | None = None) -> DeviceMesh:
+        """As `make_mesh`, made once for a shape: process groups are never given back."""
         key = self.world_size, model_ranks, shard_ranks
         if key not in self._meshes:
-            self._meshes[key] = make_groups(
+            self._meshes[key] = make_mesh(
                 self.root_device.type, n_ranks=key[0], model_ranks=model_ranks, shard_ranks=shard_ranks
             )
         return self._meshes[key]

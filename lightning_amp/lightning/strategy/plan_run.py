@@ -15,7 +15,6 @@ from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
-from lightning_amp.lightning.faults.launchers import ended_by_sigterm
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.outside_decoder import Made, with_blocks_outside, within_budget
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
@@ -82,12 +81,11 @@ def resolve_plan(
 
     def decide() -> Plan:
         asked = request.given_plan if given is None else given
-        with ended_by_sigterm(facts.trainer):
-            if asked is None or strategies is not None:
-                found = plan_run(facts, strategies, model_ranks)
-            else:
-                found = predict_anew(asked, facts)
-            return with_memory(found, facts.memory)
+        if asked is None or strategies is not None:
+            found = plan_run(facts, strategies, model_ranks)
+        else:
+            found = predict_anew(asked, facts)
+        return with_memory(found, facts.memory)
 
     try:
         plan = decide_on_rank_zero(decide, rank=here.rank, broadcast=here.broadcast)
@@ -160,23 +158,18 @@ def plan_run(
         )
         return Made(whole, alone)
 
-    if outside and facts.outside is not None and shape.decoder is not None:
-        return with_blocks_outside(
-            made_of_decoder(facts.budget),
-            facts.outside,
-            shape.decoder.fqn,
-            rates,
-            outside,
-            share_statistics=request.share_batch_statistics,
-        )
-    if facts.beside is not None and strategies is None and shape.decoder is not None:
-        return within_budget(made_of_decoder, facts.beside, shape.decoder.fqn, rates, facts.budget)
-    made, seen = make(facts.budget), facts.seen[0]
+    if facts.outside is not None and strategies is None and shape.decoder is not None:
+        step, decoder = facts.outside, shape.decoder.fqn
+        if not outside:
+            return within_budget(made_of_decoder, step, decoder, rates, facts.budget)
+        made, shares = made_of_decoder(facts.budget), request.share_batch_statistics
+        return with_blocks_outside(made, step, decoder, rates, outside, share_statistics=shares)
+    seen, base = facts.seen[0], make(facts.budget)
     if seen is None:
-        return replace(_evaluated(made, facts, named), uncounted=facts.not_profiled)
+        return replace(_evaluated(base, facts, named), uncounted=facts.not_profiled)
     assert facts.step is not None, "it has been seen"
     found = plan_module(
-        made,
+        base,
         seen,
         named=named,
         budget_named=request.device_memory is not None,

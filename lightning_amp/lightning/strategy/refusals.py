@@ -9,7 +9,7 @@ Optimisers are looked at in checkpoints/shards.py.
 Known limit: callbacks are detected by the name of one of their classes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import lightning.pytorch as pl
 import torch
@@ -106,27 +106,24 @@ def check_callbacks(installed: Installed, callbacks: Sequence[object], plan: Pla
     buffers = [swap.fqn for swap in installed.swaps if _buffers(swap.old) != _buffers(swap.new)]
     who, what = _sharding(installed, plan)
     for callback in callbacks:
+        why = ""
         if who and is_named(callback, AVERAGED):
-            raise PlanError(
-                f"{type(callback).__name__} is not supported: it averages whole parameters, and {who} has"
-                f" sharded {what}; leave one of the two out"
+            why = f"it averages whole parameters, and {who} has sharded {what}; leave one of the two out"
+        elif what == ALL and is_named(callback, KEEPS_LAYERS):
+            why = f"it masks whole parameters, and {who} has sharded {what}; leave one of the two out"
+        elif buffers and is_named(callback, COPIES_BUFFERS):
+            why = (
+                f"it copies buffers too, and the plan has replaced some, in {buffers[:3]!r}; leave it out, or what"
+                " replaces them (S2, nodes)"
             )
-        if what == ALL and is_named(callback, KEEPS_LAYERS):
-            raise PlanError(
-                f"{type(callback).__name__} is not supported: it masks whole parameters, and {who} has"
-                f" sharded {what}; leave one of the two out"
+        elif replaced and is_named(callback, KEEPS_LAYERS):
+            why = (
+                f"it has chosen its layers already, and the plan replaces {replaced[:3]!r}; it would change layers"
+                " that are not trained, or not as on one device. Leave it out, or ask for strategies='S1', which"
+                " changes none"
             )
-        if buffers and is_named(callback, COPIES_BUFFERS):
-            raise PlanError(
-                f"{type(callback).__name__} is not supported: it copies buffers too, and the plan has"
-                f" replaced some, in {buffers[:3]!r}; leave it out, or what replaces them (S2, nodes)"
-            )
-        if replaced and is_named(callback, KEEPS_LAYERS):
-            raise PlanError(
-                f"{type(callback).__name__} is not supported: it has chosen its layers already, and the plan"
-                f" replaces {replaced[:3]!r}; it would change layers that are not trained, or not as on one"
-                " device. Leave it out, or ask for strategies='S1', which changes none"
-            )
+        if why:
+            raise PlanError(f"{type(callback).__name__} is not supported: {why}")
 
 
 def check_rescue(plan: Plan, trainer: pl.Trainer, *, n_ranks: int) -> None:
@@ -161,15 +158,11 @@ def is_named(thing: object, names: tuple[str, ...]) -> bool:
 def _sharding(installed: Installed, plan: Plan) -> tuple[str, str]:
     """Who shards parameters, and which; "" where nobody does."""
     everywhere = next((rule.strategy for rule in plan.rules if STRATEGIES[rule.strategy].data_axis), "")
-    if everywhere:
-        return everywhere, ALL
-    return ("S2", _names(installed)) if installed.sharded else ("", "")
-
-
-def _names(installed: Installed) -> str:
+    if everywhere or not installed.sharded:
+        return everywhere, ALL if everywhere else ""
     swapped = {id(swap.new): swap.fqn for swap in installed.swaps}
     names = [f"{swapped.get(id(s.module), type(s.module).__name__)}.{s.name}" for s in installed.sharded]
-    return ", ".join(map(repr, names))
+    return "S2", ", ".join(map(repr, names))
 
 
 TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics, PipelineStages, RecomputeBlock, ChunkBlock)
@@ -193,58 +186,41 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: It
     refuse_batch_statistics(model)
     for parameter in model.parameters():
         refuse_hooks(parameter)
-    asked: list[tuple[bool, str, str]] = [
-        (
-            getattr(trainer.precision_plugin, "scaler", None) is not None,
-            f"precision={trainer.precision!r}",
-            "stages run the backward pass before the loss is scaled: use 'bf16-mixed' or '32-true'",
-        ),
-        (
-            request.check_finite,
-            "check_finite=True",
-            "a stage has the values of the blocks of this stage only",
-        ),
-        (
-            request.save_distributed_checkpoint,
-            "save_distributed_checkpoint=True",
-            "checkpoints of stages are files by now",
-        ),
-    ]
-    asked += [
-        (
-            True,
-            type(callback).__name__,
-            "it changes or averages parameters that a rank does not hold: leave it out",
-        )
-        for callback in getattr(trainer, "callbacks", ())
-        if is_named(callback, (*AVERAGED, *KEEPS_LAYERS))
-    ]
-    asked += [
-        (True, rule.strategy, "it was not tried inside of stages: leave it out")
-        for rule in rules
-        if not isinstance(rule.spec, TOGETHER)
-    ]
-    asked += [
-        (
-            True,
-            f"chunk of {rule.fqn!r}",
-            "what follows its blocks is run by the last stage: leave that rule out",
-        )
-        for rule in rules
-        if isinstance(rule.spec, ChunkBlock) and rule.spec.after
-    ]
-    asked += [
-        (
-            True,
-            f"{norm!r} in {hook}",
-            "a rank has the gradients of its stage only: take the Trainer's gradient_clip_val, or"
-            " self.trainer.strategy.gradient_norm(), which every rank calls",
-        )
-        for hook, norm in _norms_by_hand(trainer.lightning_module)
-    ]
-    for found, what, why in asked:
-        if found:
-            raise PlanError(f"pipeline cannot be used with {what}; {why}, or leave 'pipeline' out")
+    for what, why in _apart_from_stages(request, trainer, rules):
+        raise PlanError(f"pipeline cannot be used with {what}; {why}, or leave 'pipeline' out")
+
+
+def _apart_from_stages(
+    request: Request, trainer: pl.Trainer, rules: Iterable[Rule]
+) -> Iterator[tuple[str, str]]:
+    """What does not go together with stages, and why."""
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        why = "stages run the backward pass before the loss is scaled: use 'bf16-mixed' or '32-true'"
+        yield f"precision={trainer.precision!r}", why
+    if request.check_finite:
+        yield "check_finite=True", "a stage has the values of the blocks of this stage only"
+    if request.save_distributed_checkpoint:
+        yield "save_distributed_checkpoint=True", "checkpoints of stages are files by now"
+    for callback in getattr(trainer, "callbacks", ()):
+        if is_named(callback, (*AVERAGED, *KEEPS_LAYERS)):
+            why = "it changes or averages parameters that a rank does not hold: leave it out"
+            yield type(callback).__name__, why
+    for rule in rules:
+        if not isinstance(rule.spec, TOGETHER):
+            yield rule.strategy, "it was not tried inside of stages: leave it out"
+        if isinstance(rule.spec, ChunkBlock) and rule.spec.after:
+            why = "what follows its blocks is run by the last stage: leave that rule out"
+            yield f"chunk of {rule.fqn!r}", why
+    for hook in SEE_GRADIENTS:
+        code = getattr(getattr(type(trainer.lightning_module), hook), "__code__", None)
+        for norm in NORMS:
+            # a norm over all gradients that a hook of the user's takes by hand
+            if code and norm in code.co_names:
+                yield (
+                    f"{norm!r} in {hook}",
+                    "a rank has the gradients of its stage only: take the Trainer's gradient_clip_val, or"
+                    " self.trainer.strategy.gradient_norm(), which every rank calls",
+                )
 
 
 def without_stages(
@@ -262,9 +238,3 @@ def without_stages(
     except AmpError as error:
         return no_pipeline(seen, str(error))
     return seen
-
-
-def _norms_by_hand(module: pl.LightningModule) -> list[tuple[str, str]]:
-    """Hooks of the user's that take a norm over all gradients, of which a rank has its stage's, and how."""
-    codes = {name: getattr(getattr(type(module), name), "__code__", None) for name in SEE_GRADIENTS}
-    return [(name, norm) for name, code in codes.items() for norm in NORMS if code and norm in code.co_names]

@@ -49,7 +49,7 @@ from lightning_amp.lightning.consistency.same_parameters import warn_of_differen
 from lightning_amp.lightning.faults.activity import is_out_of_memory
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.lightning.faults.launchers import make_interruptible, print_mistakes_once, raise_mistakes
-from lightning_amp.lightning.steps.cell_order import CellOrder
+from lightning_amp.lightning.steps.cells import CellOrder
 from lightning_amp.lightning.steps.out_of_memory import explain
 from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
@@ -173,7 +173,7 @@ class AMPStrategy(MeshStrategy):
         self.predicted_step: Any = None
         self.pipelined_steps: Any = None
         self._failures = FailureWatch(self, lost_after=lost_after, stuck_after=stuck_after)
-        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self._meshes: dict[tuple[int, int, int | None], DeviceMesh] = {}
         self._shards = Shards()
         self._step: TrainingStep | None = None  # of a fit
         self._deferred: bool | None = None  # known from setup to teardown
@@ -251,7 +251,7 @@ class AMPStrategy(MeshStrategy):
             self.model = share_statistics(plan, self.model, mesh, self._layer_sync, self._undo)
         # one where gradients are averaged over the model axis too
         inner = self.world_size // plan.gradient_ranks
-        averaging, groups_of = self._mesh_of(inner)["data"], partial(self._groups_of, inner)
+        averaging, groups_of = self._mesh_of(inner)["data"], partial(self._mesh_of, inner)
         self._shards = shard_fully(plan, self.model, averaging, groups_of, self._shards, fn, self._undo)
         if fn == TrainerFn.FITTING:
             self._step = TrainingStep(

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.profiling import loaders
 from lightning_amp.lightning.profiling.loaders import example_batch
-from lightning_amp.lightning.steps.cell_order import OwnCells
+from lightning_amp.lightning.steps.cells import OwnCells
 from tests.lightning.strategy.any_module_cases import same
 
 
