@@ -50,7 +50,6 @@ def wait_for_all(*, rank: int, ranks: int, failed: bool = False) -> None:
     """Return once every rank has come here as often as this one.
 
     Args:
-        rank, ranks: This rank of so many.
         failed: Whether this rank's run has failed, and a callback saves what there is.
 
     Raises:
@@ -154,7 +153,6 @@ def check_replicas(
     """Make sure that every rank has built the same module, before anything is sent between them.
 
     Args:
-        rank, broadcast: The rank, and rank 0's value on every rank.
         any_rank: Whether a condition holds on at least one rank, known to all.
 
     Raises:

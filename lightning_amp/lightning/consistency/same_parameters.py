@@ -67,7 +67,6 @@ def warn_of_differences(
     """Warn where ranks no longer have the parameters and buffers that they should have in common; all ranks call it.
 
     Args:
-        module: With the same parameters and buffers, by name, on every rank.
         sharded: Parameters of which a rank of the model axis has its shard.
         mesh: With the axes "data" and "model".
         apart: Whether parameters are on some ranks of the model axis only, and on the device "meta" elsewhere.
@@ -114,9 +113,6 @@ def warn_of_differences(
 
 def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, apart: bool = False) -> None:
     """Refuse buffers that a rank has changed from its own cells in the first step; all ranks call it.
-
-    Args:
-        module, mesh, apart: As for `warn_of_differences`.
 
     Raises:
         PlanError: On all ranks.

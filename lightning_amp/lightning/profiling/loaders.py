@@ -16,9 +16,12 @@ a list or dictionary of a data set's that is longer than `apart.LONG` is not a c
 """
 
 import pickle
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
@@ -34,7 +37,7 @@ from lightning_amp.errors import DataError
 from lightning_amp.footprint.copies.apart import apart
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.lightning._compat import request_dataloader
-from lightning_amp.random_streams import isolated_random_streams, random_streams
+from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.contract.protocol import find_decoders
 
 if TYPE_CHECKING:
@@ -110,8 +113,14 @@ def loaders_of(source: Any, trainer: "pl.Trainer") -> tuple[object, str]:
 def _loaders(source: Any) -> tuple[object, bool]:
     """What the hook gives, and whether it has drawn random numbers, which are as they were before."""
     with isolated_random_streams():
-        before = pickle.dumps(random_streams())
-        return request_dataloader(source), pickle.dumps(random_streams()) != before
+        before = _drawn()
+        return request_dataloader(source), _drawn() != before
+
+
+def _drawn() -> tuple[bytes, ...]:
+    # not one pickle of all, which differs with the objects that a tensor's storage happens to share
+    numbers = pickle.dumps((np.random.get_state(), random.getstate()))
+    return torch.get_rng_state().numpy().tobytes(), numbers
 
 
 def _each(loaders: object) -> list[Any]:

@@ -47,50 +47,59 @@ from lightning_amp.techniques.recompute.spec import RecomputeBlock
 from lightning_amp.techniques.table import in_order
 
 INSIDE = "it is of the decoder"
+OUTSIDE = f"{BY_USER} (outside of the decoder; it keeps {{}} less)"
+TRIES = 3
+"""Times that a choice which was counted above the budget is made leaner."""
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A plan of the decoder.
+class DecoderPlan:
+    """A plan of the decoder, and the step that it is for.
 
     Attributes:
         whole: For all ranks.
         alone: What of it is for one device.
+        step: Of the module.
+        decoder: Its name.
+        rates: Of the device.
     """
 
     whole: Plan
     alone: Plan
+    step: StepOfModule
+    decoder: str
+    rates: Rates
 
     @property
     def local(self) -> tuple[Rule, ...]:
         """The rules that one device has."""
         return tuple(rule for rule in self.alone.rules if rule.strategy != "S1")
 
-    def beyond(self, step: StepOfModule, rules: Sequence[Rule] = ()) -> int:
-        """Bytes that a step of one device, with blocks that have rules, takes beyond what is predicted of it.
+    def outside(self, chain: Chain) -> Chain:
+        """A chain in which the decoder's parts, which have their own techniques, stay as they are."""
+        blocks = (replace(b, fixed=INSIDE) if overlap(b.fqn, self.decoder) else b for b in chain.blocks)
+        return replace(chain, blocks=tuple(blocks))
+
+    def counted(self, rules: Sequence[Rule] = (), *, seconds: float = 0.0) -> Plan:
+        """The plan with rules of blocks outside, which take so much longer, and the peak of a counted step.
 
         Raises:
             AmpError: The step cannot be counted.
         """
-        return step.count([*self.local, *rules]).peak_bytes - self.alone.predicted_peak_bytes
+        more = self.step.count([*self.local, *rules]).peak_bytes - self.alone.predicted_peak_bytes
+        plan = with_rules(self.whole, rules, seconds=seconds)
+        return replace(
+            plan,
+            predicted_base_bytes=max(0, plan.predicted_base_bytes + more),
+            predicted_peak_bytes=plan.predicted_peak_bytes + more,
+            notes=(*plan.notes, "what lies outside of the decoder was counted in a step of one device"),
+        )
 
 
-def with_blocks_outside(
-    made: Made,
-    step: StepOfModule,
-    decoder: str,
-    rates: Rates,
-    named: Collection[str] = ("recompute",),
-    *,
-    share_statistics: bool = True,
-) -> Plan:
+def with_blocks_outside(made: DecoderPlan, named: Collection[str], *, share_statistics: bool) -> Plan:
     """A plan with rules for all blocks outside of the decoder that take less when they run again, or in chunks.
 
     Args:
-        made: Without them.
-        step: Of the module.
-        decoder: Its name.
-        rates: Of the device.
         named: Of recompute and chunk, what was requested.
         share_statistics: Whether ranks of a data axis exchange the statistics of batches.
 
@@ -98,31 +107,25 @@ def with_blocks_outside(
         AmpError: The step cannot be counted.
         PlanError: There are no such blocks.
     """
+    step, shares = made.step, share_statistics and made.whole.mesh.data > 1
     try:
-        seen = step.profiled(rates, shared_statistics=share_statistics and made.whole.mesh.data > 1)
-        chain = outside(seen.chain, decoder)
+        seen = step.profiled(made.rates, shared_statistics=shares)
+        chain = made.outside(seen.chain)
         if "chunk" in named:
-            found = _in_chunks(made, seen, chain, decoder, again="recompute" in named)
-        else:
-            found = _again(made, chain, decoder)
-        return taking(found, made.beyond(step, found.rules[len(made.whole.rules) :]))
+            return _in_chunks(made, seen, chain, again="recompute" in named)
+        saved = saved_bytes(chain)
+        if not saved:
+            raise PlanError(
+                f"recompute cannot be used with {', '.join(made.whole.strategies)}, which decide what is kept of"
+                f" the strata of {made.decoder!r}, and outside of it no block keeps less when it runs again; leave"
+                " recompute out"
+            )
+        return made.counted(recomputed(saved, OUTSIDE), seconds=extra_seconds(chain, tuple(saved)))
     finally:
         step.forget()
 
 
-def _again(made: Made, chain: Chain, decoder: str) -> Plan:
-    saved = saved_bytes(chain)
-    if not saved:
-        raise PlanError(
-            f"recompute cannot be used with {', '.join(made.whole.strategies)}, which decide what is kept of"
-            f" the strata of {decoder!r}, and outside of it no block keeps less when it runs again; leave"
-            " recompute out"
-        )
-    rules = recomputed(saved, f"{BY_USER} (outside of the decoder; it keeps {{}} less)")
-    return with_rules(made.whole, rules, seconds=extra_seconds(chain, tuple(saved)))
-
-
-def _in_chunks(made: Made, seen: ProfiledStep, chain: Chain, decoder: str, *, again: bool) -> Plan:
+def _in_chunks(made: DecoderPlan, seen: ProfiledStep, chain: Chain, *, again: bool) -> Plan:
     """With every block in the form of the least bytes, unless that is far slower."""
     forms = forms_of(seen)
     assert forms is not None, "a profiled step has them"
@@ -130,21 +133,21 @@ def _in_chunks(made: Made, seen: ProfiledStep, chain: Chain, decoder: str, *, ag
 
     def tables_outside() -> list[Table | str]:
         pairs = zip(chain.blocks, tables(), strict=True)
-        return [INSIDE if overlap(block.fqn, decoder) else table for block, table in pairs]
+        return [INSIDE if overlap(block.fqn, made.decoder) else table for block, table in pairs]
 
     forms = ChunkForms(chain, tables_outside)
     found = forms.choose(None, recompute=again)
     chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
     if not chunked:
         raise PlanError(
-            f"chunk cannot be used with {', '.join(made.whole.strategies)}: outside of {decoder!r} no block"
+            f"chunk cannot be used with {', '.join(made.whole.strategies)}: outside of {made.decoder!r} no block"
             " takes less of the step's peak in"
             f" chunks{' than where it runs again' * again}{f': {forms.reason}' if forms.reason else ''};"
             " leave chunk out"
         )
     whole = (*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again))
     saved = {name: n_bytes for name, n_bytes in saved_bytes(chain).items() if name in whole}
-    rules = [*recomputed(saved, f"{BY_USER} (outside of the decoder; it keeps {{}} less)")]
+    rules = [*recomputed(saved, OUTSIDE)]
     for name, form in chunked.items():
         target = in_chunks(forms, name, form, len(chunked))
         rules.append(
@@ -156,71 +159,7 @@ def _in_chunks(made: Made, seen: ProfiledStep, chain: Chain, decoder: str, *, ag
                 saves_bytes=target.saves_bytes,
             )
         )
-    return with_rules(made.whole, rules, seconds=found.extra_seconds)
-
-
-def outside(chain: Chain, decoder: str) -> Chain:
-    """A chain in which the decoder's parts, which have their own techniques, stay as they are."""
-    blocks = (replace(b, fixed=INSIDE) if overlap(b.fqn, decoder) else b for b in chain.blocks)
-    return replace(chain, blocks=tuple(blocks))
-
-
-def saved_bytes(chain: Chain) -> dict[str, int]:
-    """Blocks that keep less when they run again, and how much."""
-    saved: dict[str, int] = {}
-    for block in chain.blocks:
-        if block.fqn in chain.names and block.saved_bytes > 0:
-            saved[block.fqn] = saved.get(block.fqn, 0) + block.saved_bytes
-    return saved
-
-
-def recomputed(saved: dict[str, int], why: str) -> tuple[Rule, ...]:
-    """A rule for each; the bytes that it saves are put into the reason."""
-    return tuple(
-        Rule(
-            fqn=name,
-            spec=RecomputeBlock(),
-            strategy="recompute",
-            why=why.format(format_bytes(n_bytes)),
-            saves_bytes=n_bytes,
-        )
-        for name, n_bytes in saved.items()
-    )
-
-
-def with_rules(plan: Plan, rules: Iterable[Rule], *, seconds: float = 0.0) -> Plan:
-    """A decoder's plan with rules of blocks outside, which take so much longer."""
-    rules = tuple(rules)
-    strategies = in_order({*plan.strategies, *(rule.strategy for rule in rules)})
-    whole, rest = (*plan.rules, *rules), plan.predicted_rest_seconds
-    return replace(
-        plan,
-        strategies=strategies,
-        axes=Axes.of(strategies, (rule.spec for rule in whole)),
-        rules=whole,
-        predicted_rest_seconds=None if rest is None else rest + seconds,
-    )
-
-
-def taking(plan: Plan, more: int) -> Plan:
-    """The plan, predicted to take so many bytes beyond what its decoder does."""
-    return replace(
-        plan,
-        predicted_base_bytes=max(0, plan.predicted_base_bytes + more),
-        predicted_peak_bytes=plan.predicted_peak_bytes + more,
-        notes=(*plan.notes, "what lies outside of the decoder was counted in a step of one device"),
-    )
-
-
-def keeping_blocks(plan: Plan, before: Plan) -> Plan:
-    """A plan of the decoder that takes the place of another one, whose blocks outside stay as they are."""
-    kept = [rule for rule in before.rules if isinstance(rule.spec, RecomputeBlock | ChunkBlock)]
-    kept = [rule for rule in kept if rule.fqn not in {own.fqn for own in plan.rules}]
-    return with_rules(plan, kept) if kept else plan
-
-
-TRIES = 3
-"""Times that a choice which was counted above the budget is made leaner."""
+    return made.counted(rules, seconds=found.extra_seconds)
 
 
 def step_beside_decoder(trainer: pl.Trainer) -> StepOfModule | None:
@@ -239,56 +178,44 @@ def step_beside_decoder(trainer: pl.Trainer) -> StepOfModule | None:
     return StepOfModule.of(trainer, decoder=True, values=False)
 
 
-def within_budget(
-    make: Callable[[int], Made], step: StepOfModule, decoder: str, rates: Rates, budget: int
-) -> Plan:
+def within_budget(make: Callable[[int], DecoderPlan], budget: int) -> Plan:
     """The policy's plan, if the step fits with it; else one that needs less, with blocks outside that run again.
 
     Args:
         make: Bytes -> the policy's plan of the decoder within these, or the one that needs least.
-        step: Of the module.
-        decoder: Its name.
-        rates: Of the device.
         budget: Bytes of a device.
     """
-    made = make(budget)
+    made = chosen = make(budget)
+    step = made.step
     try:
         step.take()
-        return _fitted(made, make, step, decoder, rates, budget)
+        found = made.counted()
+        if found.predicted_peak_bytes <= budget:
+            return made.whole
+        for _ in range(TRIES):
+            # what lies outside takes about as much with the next plan, which has so much less for the decoder
+            made = make(max(1, budget - (found.predicted_peak_bytes - made.whole.predicted_peak_bytes)))
+            found = made.counted()
+            if found.predicted_peak_bytes <= budget:
+                return _of_budget(found, made, found, budget)
+        made = make(1)
+        found = made.counted()
+        return _recomputing(_of_budget(found, made, found, budget), made, budget)
     except AmpError as error:
         note = f"what lies outside of the decoder was not counted: {error}"
-        return replace(made.whole, notes=(*made.whole.notes, note))
+        return replace(chosen.whole, notes=(*chosen.whole.notes, note))
     finally:
         step.forget()
 
 
-def _fitted(
-    made: Made, make: Callable[[int], Made], step: StepOfModule, decoder: str, rates: Rates, budget: int
-) -> Plan:
-    more = made.beyond(step)
-    if made.whole.predicted_peak_bytes + more <= budget:
-        return made.whole
-    for _ in range(TRIES):
-        made = make(max(1, budget - more))
-        more = made.beyond(step)
-        if made.whole.predicted_peak_bytes + more <= budget:
-            return _of_budget(taking(made.whole, more), more, budget)
-    made = make(1)
-    more = made.beyond(step)
-    before = _of_budget(taking(made.whole, more), more, budget)
-    if before.predicted_peak_bytes <= budget:
-        return before
-    return _recomputing(before, made, more, step, decoder, rates)
-
-
-def _recomputing(before: Plan, made: Made, more: int, step: StepOfModule, decoder: str, rates: Rates) -> Plan:
+def _recomputing(before: Plan, made: DecoderPlan, budget: int) -> Plan:
     """With as many blocks outside computed again as the budget asks for, or all where they are not enough."""
-    assert before.budget_bytes is not None, "there is one"
-    chain = outside(step.chain_with(made.local, rates), decoder)
-    # of what is counted on one device
-    limit = before.budget_bytes - made.whole.predicted_peak_bytes + made.alone.predicted_peak_bytes
-    limit += peak_bytes(chain, ()) - (made.alone.predicted_peak_bytes + more)
-    best, n_blocks = before, len(saved_bytes(chain))
+    best, over = before, before.predicted_peak_bytes - budget
+    if over <= 0:
+        return before
+    chain = made.outside(made.step.chain_with(made.local, made.rates))
+    # the chain and the count differ by the same bytes whatever blocks outside do, so bytes are taken off the chain's
+    limit, n_blocks = peak_bytes(chain, ()) - over, len(saved_bytes(chain))
     for _ in range(TRIES):
         bound = max(0, limit)
         names = (choose(chain, bound) or leanest(chain, at_least=bound)).recomputed
@@ -297,33 +224,72 @@ def _recomputing(before: Plan, made: Made, more: int, step: StepOfModule, decode
             break
         again = recomputed(
             saved,
-            f"no plan of the decoder alone is within {format_bytes(before.budget_bytes)}: {len(saved)} of {n_blocks}"
+            f"no plan of the decoder alone is within {format_bytes(budget)}: {len(saved)} of {n_blocks}"
             " blocks outside of it are computed again, this one keeps {} less",
         )
-        beyond = made.beyond(step, again)
-        found = taking(
-            with_rules(made.whole, again, seconds=extra_seconds(chain, tuple(saved))),
-            beyond,
-        )
-        found = _of_budget(found, more, before.budget_bytes)
+        found = made.counted(again, seconds=extra_seconds(chain, tuple(saved)))
         if found.predicted_peak_bytes < best.predicted_peak_bytes:
-            best = found
-        over = best.predicted_peak_bytes - before.budget_bytes
+            best = _of_budget(found, made, before, budget)
+        over = best.predicted_peak_bytes - budget
         if over <= 0 or len(saved) == n_blocks:
             break
         limit -= over
     return best
 
 
-def _of_budget(plan: Plan, more: int, budget: int) -> Plan:
-    """A plan and what it was compared with, of the budget that a person has named."""
-    candidates = tuple(_counted(candidate, plan, more, budget) for candidate in plan.candidates)
-    return replace(plan, budget_bytes=budget, candidates=candidates)
+def _of_budget(plan: Plan, made: DecoderPlan, plain: Plan, budget: int) -> Plan:
+    """A plan and what it was compared with, of the budget that a person has named; `plain` leaves blocks outside."""
+    more, candidates = plain.predicted_peak_bytes - made.whole.predicted_peak_bytes, list[Candidate]()
+    for one in plan.candidates:
+        peak = max(0, one.peak_bytes + more)
+        if one.verdict == "chosen":
+            one = replace(one, strategies=plan.strategies, peak_bytes=plan.predicted_peak_bytes)
+        else:
+            exceeds = f"exceeds {format_bytes(budget)}"
+            one = replace(one, peak_bytes=peak, verdict=exceeds if peak > budget else one.verdict)
+        candidates.append(one)
+    return replace(plan, budget_bytes=budget, candidates=tuple(candidates))
 
 
-def _counted(candidate: Candidate, plan: Plan, more: int, budget: int) -> Candidate:
-    if candidate.verdict == "chosen":
-        return replace(candidate, strategies=plan.strategies, peak_bytes=plan.predicted_peak_bytes)
-    peak = max(0, candidate.peak_bytes + more)
-    exceeds = f"exceeds {format_bytes(budget)}"
-    return replace(candidate, peak_bytes=peak, verdict=exceeds if peak > budget else candidate.verdict)
+def saved_bytes(chain: Chain) -> dict[str, int]:
+    """Blocks that keep less when they run again, and how much."""
+    saved: dict[str, int] = {}
+    for block in chain.blocks:
+        if block.fqn in chain.names and block.saved_bytes > 0:
+            saved[block.fqn] = saved.get(block.fqn, 0) + block.saved_bytes
+    return saved
+
+
+def recomputed(saved: dict[str, int], why: str) -> tuple[Rule, ...]:
+    """A rule for each; the bytes that it saves are put into the reason."""
+    return tuple(
+        Rule(
+            fqn=name,
+            spec=RecomputeBlock(),
+            strategy="recompute",
+            why=why.format(format_bytes(n)),
+            saves_bytes=n,
+        )
+        for name, n in saved.items()
+    )
+
+
+def with_rules(plan: Plan, rules: Iterable[Rule], *, seconds: float = 0.0) -> Plan:
+    """A decoder's plan with rules of blocks outside, which take so much longer."""
+    rules = tuple(rules)
+    strategies = in_order({*plan.strategies, *(rule.strategy for rule in rules)})
+    whole, rest = (*plan.rules, *rules), plan.predicted_rest_seconds
+    return replace(
+        plan,
+        strategies=strategies,
+        axes=Axes.of(strategies, (rule.spec for rule in whole)),
+        rules=whole,
+        predicted_rest_seconds=None if rest is None else rest + seconds,
+    )
+
+
+def keeping_blocks(plan: Plan, before: Plan) -> Plan:
+    """A plan of the decoder that takes the place of another one, whose blocks outside stay as they are."""
+    kept = [rule for rule in before.rules if isinstance(rule.spec, RecomputeBlock | ChunkBlock)]
+    kept = [rule for rule in kept if rule.fqn not in {own.fqn for own in plan.rules}]
+    return with_rules(plan, kept) if kept else plan

@@ -112,7 +112,6 @@ class StepOfModule:
         """Take one batch and profile the step as it is.
 
         Args:
-            rates: What the device reaches.
             requested: By technique, the spec that a person has requested.
             shared_statistics: Whether ranks exchange the statistics of batches.
 
@@ -122,22 +121,38 @@ class StepOfModule:
         """
         self.take()
         self._rates, self.shared_statistics = rates, shared_statistics
-        if self._steps is not None:
-            return self._profiled_stepped(self._steps, requested)
-        step = self.step()
+        steps, step = self._steps, None
+        if steps is not None:
+            step = steps.choose(self._batch, lambda: self.step_with(()), rates.links)
+        step = step or self.step()
         self._profiles[_places(())] = step.profile
-        return ProfiledStep(
+        row = None if steps is None else STRATEGIES[steps.name]
+        # what splits parameters too averages no whole gradients
+        averages = row is None or not row.data_axis
+        found = ProfiledStep(
             profile=step.profile,
             chain=step.chain,
             rates=rates,
-            gradient_sizes=gradient_sizes(self.module),
+            gradient_sizes=gradient_sizes(self.module) if averages else (),
             requested=requested,
-            facts=facts_of_step(self.module, step) | self._facts(STRATEGIES),
+            facts=facts_of_step(self.module, step) | self._facts(STRATEGIES if row is None else row.together),
             refused=refused_techniques(self.module, step, values=self._trains),
-            statistics_bytes=statistics_bytes(self.module),
             notes=tuple(self._notes(step)),
-            counted=self._counted_with,
         )
+        if steps is None or row is None:
+            shared = statistics_bytes(self.module)
+            return replace(found, statistics_bytes=shared, counted=self._counted_with)
+        others = {
+            other: not_together(steps.name, other) for other in PREDICTIONS if other not in row.together
+        }
+        found = replace(
+            found,
+            refused={**found.refused, **others},
+            sent_seconds=steps.sent_seconds(rates.links),
+            averages=averages,
+            notes=(*found.notes, *steps.notes, *steps.sent_notes()),
+        )
+        return no_pipeline(found, not_together(steps.name, "pipeline"))
 
     def step(self, rows: int | None = None) -> CountedStep:
         """The step for a batch of so many rows, None for the batch of the run; counted once for each."""
@@ -177,28 +192,6 @@ class StepOfModule:
     def _facts(self, names: Iterable[str]) -> dict[str, Any]:
         """What techniques read from the step."""
         return {name: function_at(STRATEGIES[name].look)(self) for name in names if STRATEGIES[name].look}
-
-    def _profiled_stepped(self, steps: DrySteps, requested: Mapping[str, Spec]) -> ProfiledStep:
-        """Of rank 0 with the steps of a technique, and what that goes together with."""
-        links = self._rates.links
-        step = steps.choose(self._batch, lambda: self.step_with(()), links) or self.step_with(())
-        self._profiles[_places(())] = step.profile
-        together = STRATEGIES[steps.name].together
-        others = {other: not_together(steps.name, other) for other in PREDICTIONS if other not in together}
-        found = ProfiledStep(
-            profile=step.profile,
-            chain=step.chain,
-            rates=self._rates,
-            # what splits parameters too averages no whole gradients
-            gradient_sizes=() if STRATEGIES[steps.name].data_axis else gradient_sizes(self.module),
-            requested=requested,
-            facts=facts_of_step(self.module, step) | self._facts(together),
-            refused={**refused_techniques(self.module, step, values=self._trains), **others},
-            sent_seconds=steps.sent_seconds(links),
-            averages=not STRATEGIES[steps.name].data_axis,
-            notes=(*self._notes(step), *steps.notes, *steps.sent_notes()),
-        )
-        return no_pipeline(found, not_together(steps.name, "pipeline"))
 
     def _notes(self, step: CountedStep) -> Iterator[str]:
         if step.profile.reason:

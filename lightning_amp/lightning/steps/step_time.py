@@ -117,11 +117,7 @@ class StepTimer(pl.Callback):
 
 
 class StepSeconds(StepTimer):
-    """Writes the median of the steps that count to a file.
-
-    Args:
-        path: Of the file.
-    """
+    """Writes the median of the steps that count to a file."""
 
     def __init__(self, path: str) -> None:
         super().__init__(None)

@@ -52,7 +52,6 @@ class PlanningContext:
     """The planner inputs of one run: read when the first one is made, on rank 0, and kept for the others.
 
     Args:
-        request, here, trainer: What is asked, by which rank, in which run.
         cells: What `cells_per_step` gave, where it was called already; else all ranks call it here.
         trained: The plan of the run before.
     """

@@ -34,11 +34,7 @@ Undo = list[Callable[[], None]]
 def share_statistics(
     plan: Plan, model: nn.Module, mesh: DeviceMesh, layer_sync: LayerSync | None, undo: Undo
 ) -> nn.Module:
-    """Share batch statistics when the plan says so, or the Trainer's sync_batchnorm; returns the model.
-
-    Args:
-        mesh: With the axes "data" and "model".
-    """
+    """Share batch statistics when the plan says so, or the Trainer's sync_batchnorm; returns the model."""
     planned = any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules)
     if planned or isinstance(layer_sync, TorchSyncBatchNorm):
         undo.append(share_batch_statistics(model, mesh["data"]))
@@ -65,8 +61,6 @@ def shard_fully(
         mesh: Of the ranks that average gradients.
         groups_of: That mesh with groups of so many ranks; all ranks call it.
         shards: What is split over the model axis.
-        fn: What the Trainer is doing.
-        undo: Gets what takes it back.
     """
     if fn == TrainerFn.PREDICTING:
         return shards

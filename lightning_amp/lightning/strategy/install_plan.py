@@ -28,8 +28,7 @@ from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.profiling.outside_decoder import keeping_blocks
 from lightning_amp.lightning.steps.cells import count_replicas_once
-from lightning_amp.lightning.steps.out_of_memory import LEANER
-from lightning_amp.lightning.steps.rescue import Rescue, largest, refuse_beyond, rescue_batches
+from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest, refuse_beyond, rescue_batches
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.hardware import ThisRank
@@ -54,7 +53,6 @@ class InstalledPlan:
     """The plan in force of one run, and what it has installed, until `undo`.
 
     Args:
-        request, here, trainer: What is asked, by which rank, in which run.
         changed: Called with the plan, and with every plan that is made anew, as `plan`, and with its `predicted_step`;
             with the steps of a pipeline as `pipelined_steps`.
         trained: The plan of the run before, of which an evaluation takes over what runs in chunks.

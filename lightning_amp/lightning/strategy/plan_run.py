@@ -16,7 +16,7 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
-from lightning_amp.lightning.profiling.outside_decoder import Made, with_blocks_outside, within_budget
+from lightning_amp.lightning.profiling.outside_decoder import DecoderPlan, with_blocks_outside, within_budget
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.hardware import ThisRank
@@ -110,9 +110,6 @@ def plan_run(
 ) -> Plan:
     """Make the plan of one run; without a data directory it is made from the module only, and says so.
 
-    Args:
-        strategies, model_ranks: To make it of, instead of what was requested.
-
     Raises:
         DataError: The data directory cannot be read.
         PlanError: No plan answers the request.
@@ -150,20 +147,20 @@ def plan_run(
         made = with_speeds(made, shape, facts.speeds)
         return replace(made, notes=(*made.notes, *note, *notes))
 
-    def made_of_decoder(budget: int) -> Made:
-        whole = make(budget)
-        local = [name for name in whole.strategies if not STRATEGIES[name].model_axis]
-        alone = make_plan(
-            profile, strategies=local or ["S1"], batch_size=shape.batch_size, shape=shape, rates=rates
-        )
-        return Made(whole, alone)
-
     if facts.outside is not None and strategies is None and shape.decoder is not None:
-        step, decoder = facts.outside, shape.decoder.fqn
-        if not outside:
-            return within_budget(made_of_decoder, step, decoder, rates, facts.budget)
-        made, shares = made_of_decoder(facts.budget), request.share_batch_statistics
-        return with_blocks_outside(made, step, decoder, rates, outside, share_statistics=shares)
+        step, decoder, shares = facts.outside, shape.decoder.fqn, request.share_batch_statistics
+
+        def made_of_decoder(budget: int) -> DecoderPlan:
+            whole = make(budget)
+            local = [name for name in whole.strategies if not STRATEGIES[name].model_axis]
+            alone = make_plan(
+                profile, strategies=local or ["S1"], batch_size=shape.batch_size, shape=shape, rates=rates
+            )
+            return DecoderPlan(whole, alone, step, decoder, rates)
+
+        if outside:
+            return with_blocks_outside(made_of_decoder(facts.budget), outside, share_statistics=shares)
+        return within_budget(made_of_decoder, facts.budget)
     seen, base = facts.seen[0], make(facts.budget)
     if seen is None:
         return replace(_evaluated(base, facts, named), uncounted=facts.not_profiled)
@@ -290,9 +287,7 @@ def in_parts(
 
     Args:
         whole: The plan without such a technique; where it does not fit that which needs least.
-        step: The module's.
         make: Makes a plan without a profile, of `asked` strategies, `size` of the model axis and `steps`.
-        rates, here: Of the device, of the run.
     """
     found = list[tuple[str, Plan]]()
     for name, row in STRATEGIES.items():
@@ -328,30 +323,21 @@ def in_parts(
     name, best = min(found, key=lambda one: _pace(one[1]), default=("", whole))
     if not name or (whole.fits and _pace(best) * TIE > _pace(whole)):
         return whole
-    return _chosen(best, name, whole, found)
+    if whole.fits:
+        why = f"{', '.join(whole.strategies)} takes {_pace(whole) / _pace(best):.1f} times as long"
+    else:
+        why = f"every plan that leaves samples whole needs {format_bytes(whole.predicted_peak_bytes)} or more"
+    slower = (
+        f"{other} takes {_pace(plan) / _pace(best):.1f} times as long"
+        for other, plan in found
+        if other != name
+    )
+    why = "; ".join([why, *slower])
+    rules = tuple(replace(rule, why=why) if rule.strategy == name else rule for rule in best.rules)
+    notes = (*best.notes, Explanation(f"{name} was taken: {why}"))
+    return replace(best, policy=whole.policy, rules=rules, notes=notes)
 
 
 def _pace(plan: Plan) -> float:
     """Seconds of a step by how many batches of the loader a rank has in it."""
     return (plan.predicted_step_seconds or inf) * plan.mesh.model
-
-
-def _chosen(best: Plan, name: str, whole: Plan, found: Sequence[tuple[str, Plan]]) -> Plan:
-    """A plan that a policy takes."""
-    if whole.fits:
-        why = f"{', '.join(whole.strategies)} takes {_pace(whole) / _pace(best):.1f} times as long"
-    else:
-        why = f"every plan that leaves samples whole needs {format_bytes(whole.predicted_peak_bytes)} or more"
-    slower = [
-        f"{other} takes {_pace(plan) / _pace(best):.1f} times as long"
-        for other, plan in found
-        if other != name
-    ]
-    why = "; ".join([why, *slower])
-    rules = (replace(rule, why=why) if rule.strategy == name else rule for rule in best.rules)
-    return replace(
-        best,
-        policy=whole.policy,
-        rules=tuple(rules),
-        notes=(*best.notes, Explanation(f"{name} was taken: {why}")),
-    )
