@@ -86,7 +86,14 @@ class CommandLine(LightningCLI):
                     " model, data and trainer; `lightning-amp demo` writes one, demo/config.yaml"
                 ) from None
             raise PlanError(self._told(str(error))) from None
-        _check_strategy(self.config[self.config.subcommand].trainer.strategy)
+        strategy = self.config[self.config.subcommand].trainer.strategy
+        known = ["auto", *StrategyRegistry.available_strategies()]
+        if isinstance(strategy, str) and strategy.lower() not in known:
+            ours = sorted(name for name in known if name.startswith("amp"))
+            raise PlanError(
+                f"strategy {strategy!r} is not supported; allowed are {ours!r} and Lightning's own, such as 'auto' and"
+                f" 'ddp'{meant(strategy, known)}"
+            )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Called by Lightning.
@@ -122,11 +129,14 @@ class CommandLine(LightningCLI):
             return f"{key!r} was set; {verb} has nothing of that name{meant(key, keys)}"
         if found := re.search(r"given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
             path, name = found.groups()
-            return f"{name!r} was given to {path}; it takes {_takes(path)!r}{meant(name, _takes(path))}"
+            home, _, kind = path.rpartition(".")
+            taken = list(inspect.signature(getattr(importlib.import_module(home), kind)).parameters)
+            return f"{name!r} was given to {path}; it takes {taken!r}{meant(name, taken)}"
         if found := re.search(r"given class_path '([\w.]+)':\s+module '([\w.]+)' has no", message):
             path, module = found.groups()
             name = path.rpartition(".")[2]
-            return f"the class {path!r} does not exist; {module!r} has none{meant(name, _names_in(module))}"
+            near = meant(name, dir(importlib.import_module(module)))
+            return f"the class {path!r} does not exist; {module!r} has none{near}"
         return message
 
 
@@ -160,30 +170,10 @@ def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -
     return [*others, *made, *options]
 
 
-def _check_strategy(strategy: object) -> None:
-    known = ["auto", *StrategyRegistry.available_strategies()]
-    if isinstance(strategy, str) and strategy.lower() not in known:
-        ours = sorted(name for name in known if name.startswith("amp"))
-        raise PlanError(
-            f"strategy {strategy!r} is not supported; allowed are {ours!r} and Lightning's own, such as 'auto' and"
-            f" 'ddp'{meant(strategy, known)}"
-        )
-
-
 def meant(name: str, known: Iterable[str]) -> str:
     """The nearest of the known names as the end of a message, nothing where none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f". Did you mean {near[0]!r}?" if near else ""
-
-
-def _takes(path: str) -> list[str]:
-    module, _, name = path.rpartition(".")
-    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    return list(parameters)
-
-
-def _names_in(module: str) -> list[str]:
-    return dir(importlib.import_module(module))
 
 
 SHOWN = 5
@@ -209,11 +199,25 @@ def find_checkpoint(asked: str, trainer: Trainer, same_configuration: Callable[[
     if known.get(asked, ":" in asked or Path(asked).exists()):
         return asked
     found, others = set(_own(trainer)), set[str]()
-    for path in _of_runs(trainer):
-        (found if same_configuration(path.parent.parent) else others).add(str(path))
+    # those of the runs that the first logger has numbered
+    for logger in trainer.loggers[:1]:
+        runs = Path(logger.save_dir or trainer.default_root_dir, str(logger.name))
+        for path in runs.glob("*/checkpoints/*.ckpt"):
+            (found if same_configuration(path.parent.parent) else others).add(str(path))
     if asked == "last" and found:
         return max(found, key=_written)
-    raise PlanError(f"--ckpt_path {asked!r}: {_why(asked)}. {_listed(found, others)}")
+    why = {
+        "last": "fit has written no checkpoint of this model and this data",
+        "best": "which one is best is known to the run of fit alone",
+        "hpc": "there is no checkpoint of a run that a cluster interrupted",
+    }.get(asked, "there is no such file")
+    listed = "No checkpoint was found: run `lightning-amp fit` with this configuration and without --ckpt_path first"
+    if found | others:
+        newest = sorted(found or others, key=_written, reverse=True)
+        whose = "this configuration" if found else "other configurations"
+        more = f" and {len(newest) - SHOWN} more" if len(newest) > SHOWN else ""
+        listed = f"Found of {whose}: {', '.join(map(repr, newest[:SHOWN]))}{more}. Name one by its path"
+    raise PlanError(f"--ckpt_path {asked!r}: {why}. {listed}")
 
 
 def _own(trainer: Trainer) -> Iterator[str]:
@@ -229,29 +233,5 @@ def _own(trainer: Trainer) -> Iterator[str]:
             yield callback.ckpt_path
 
 
-def _of_runs(trainer: Trainer) -> Iterator[Path]:
-    """Checkpoints of the runs that the first logger has numbered."""
-    for logger in trainer.loggers[:1]:
-        runs = Path(logger.save_dir or trainer.default_root_dir, str(logger.name))
-        yield from runs.glob("*/checkpoints/*.ckpt")
-
-
 def _written(path: str) -> float:
     return float(get_filesystem(path).modified(path).timestamp())
-
-
-def _why(asked: str) -> str:
-    return {
-        "last": "fit has written no checkpoint of this model and this data",
-        "best": "which one is best is known to the run of fit alone",
-        "hpc": "there is no checkpoint of a run that a cluster interrupted",
-    }.get(asked, "there is no such file")
-
-
-def _listed(found: set[str], others: set[str]) -> str:
-    if not found | others:
-        return "No checkpoint was found: run `lightning-amp fit` with this configuration and without --ckpt_path first"
-    newest = sorted(found or others, key=_written, reverse=True)
-    whose = "this configuration" if found else "other configurations"
-    more = f" and {len(newest) - SHOWN} more" if len(newest) > SHOWN else ""
-    return f"Found of {whose}: {', '.join(map(repr, newest[:SHOWN]))}{more}. Name one by its path"

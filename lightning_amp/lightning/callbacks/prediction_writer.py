@@ -238,7 +238,11 @@ class PredictionWriter(pl.Callback):
         assembly = read_assembly(data.tables[HIC].path)
         if maps:
             self.written += write_imputed(self.out_dir, layout=data.layout, contacts=maps, assembly=assembly)
-            self.remarks += _cells_left_out(len(maps), data.tables[HIC].n_cells)
+            if len(maps) < (n_cells := data.tables[HIC].n_cells):
+                self.remarks.append(
+                    f"imputed.scool holds {len(maps)} of {n_cells} Hi-C cells; all with contact_map_cells: {n_cells}"
+                    " under PredictionWriter, chosen ones with a list of their names"
+                )
         if self.celltype_key is not None and not sums:
             self.remarks.append(
                 f"no pseudobulk is written: it requires a model with impute, and {self.celltype_key!r} in obs of Hi-C"
@@ -276,15 +280,6 @@ class PredictionWriter(pl.Callback):
 
 def _types(tables: dict[str, pd.DataFrame], key: str | None) -> dict[str, NDArray[np.str_]]:
     return {name: labels_of(obs, celltype_column(obs, key)) for name, obs in tables.items()}
-
-
-def _cells_left_out(n_imputed: int, n_cells: int) -> list[str]:
-    if n_imputed == n_cells:
-        return []
-    return [
-        f"imputed.scool holds {n_imputed} of {n_cells} Hi-C cells; all with contact_map_cells: {n_cells} under"
-        " PredictionWriter, chosen ones with a list of their names"
-    ]
 
 
 def _agreement(embeddings: Embeddings, tables: dict[str, pd.DataFrame], key: str | None = None) -> list[str]:

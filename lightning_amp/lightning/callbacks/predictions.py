@@ -94,8 +94,16 @@ def describe_run(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def add_batch(parts: Parts, outputs: Any, module: pl.LightningModule) -> None:
-    """Add one batch's embeddings, in host memory."""
-    for modality, cells in _checked(outputs, module).items():
+    """Add one batch's embeddings, in host memory; a ModelError where these are none."""
+    well_formed = isinstance(outputs, dict) and all(
+        isinstance(cells, dict) and {"index", "embedding"} <= set(cells) for cells in outputs.values()
+    )
+    if not well_formed:
+        raise ModelError(
+            f"{type(module).__name__!r}.predict_step must return {{modality: {{'index', 'embedding'}}}}, "
+            f"found {type(outputs).__name__} {list(outputs) if isinstance(outputs, dict) else outputs!r}"
+        )
+    for modality, cells in outputs.items():
         part = cells["index"].cpu().numpy(), cells["embedding"].detach().float().cpu().numpy()
         parts.setdefault(modality, []).append(part)
 
@@ -116,18 +124,6 @@ def gather(mine: Parts, data: SingleCellDataModule, world_size: int) -> Embeddin
     return embeddings
 
 
-def _checked(outputs: Any, module: pl.LightningModule) -> dict[str, dict[str, torch.Tensor]]:
-    well_formed = isinstance(outputs, dict) and all(
-        isinstance(cells, dict) and {"index", "embedding"} <= set(cells) for cells in outputs.values()
-    )
-    if not well_formed:
-        raise ModelError(
-            f"{type(module).__name__!r}.predict_step must return {{modality: {{'index', 'embedding'}}}}, "
-            f"found {type(outputs).__name__} {list(outputs) if isinstance(outputs, dict) else outputs!r}"
-        )
-    return dict(outputs)
-
-
 Labels = Mapping[str, NDArray[np.str_]]
 """Modality -> [cell]."""
 MIN_UMAP_CELLS = 5
@@ -146,23 +142,15 @@ def project(embedding: NDArray[np.float32], *, method: str) -> tuple[NDArray[np.
         [cell, 2] and the names, with the share of the variance where the axis is a principal component
     """
     if method == "pca" or len(embedding) < MIN_UMAP_CELLS:
-        return _principal_plane(embedding.astype(np.float64))
+        scores, variances = principal_components(embedding.astype(np.float64))
+        shares = np.pad(variances, (0, 1)) / max(variances.sum(), np.finfo(np.float64).tiny)
+        plane = np.pad(scores[:, :2], ((0, 0), (0, max(0, 2 - scores.shape[1]))))
+        return plane, (f"PC1 ({shares[0]:.0%} of the variance)", f"PC2 ({shares[1]:.0%} of the variance)")
     # late, for it compiles itself on import
     from umap import UMAP
 
     reducer = UMAP(n_neighbors=min(15, len(embedding) - 1), random_state=0, n_jobs=1)
     return np.asarray(reducer.fit_transform(embedding), dtype=np.float64), ("UMAP1", "UMAP2")
-
-
-def _principal_plane(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], tuple[str, str]]:
-    scores, variances = principal_components(x)
-    shares = np.pad(variances, (0, 1)) / max(variances.sum(), np.finfo(np.float64).tiny)
-    plane = np.pad(scores[:, :2], ((0, 0), (0, max(0, 2 - scores.shape[1]))))
-    return plane, (_component(1, shares), _component(2, shares))
-
-
-def _component(i: int, shares: NDArray[np.float64]) -> str:
-    return f"PC{i} ({shares[i - 1]:.0%} of the variance)"
 
 
 def draw_cells(

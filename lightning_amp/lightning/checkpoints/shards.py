@@ -133,7 +133,13 @@ class Shards:
         def saved(one: ShardedParameter, values: dict[str, Any]) -> dict[str, Any]:
             own = _of_elements(one, values)
             for name, value in own.items():
-                _check_elementwise(optimizer, one, value, name)
+                if value.shape != one.shard.shape:
+                    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+                    raise InstallError(
+                        f"the optimizer {kind!r} keeps {name!r} of shape {tuple(value.shape)!r} for a shard of shape"
+                        f" {tuple(one.shard.shape)!r}; only an optimizer that keeps elementwise state can train what"
+                        f" {one.technique} splits over ranks: use another one, or leave {one.technique} out"
+                    )
             return values | {n: self._saved(one, value, in_parts=in_parts) for n, value in own.items()}
 
         return self._converted(optimizer, state, saved)
@@ -356,16 +362,6 @@ def restore(sharded: Sequence[Any], *, complete: bool) -> None:
             f"The run ended early, and {len(lost)} parameters, of shapes such as {sizes[:3]!r}, which {_who(lost)} had"
             " split over the ranks, could not be collected: what other ranks have trained is nan now. Load a checkpoint"
             " before you use the module."
-        )
-
-
-def _check_elementwise(optimizer: Any, parameter: ShardedParameter, value: Tensor, name: str) -> None:
-    if value.shape != parameter.shard.shape:
-        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
-        raise InstallError(
-            f"the optimizer {kind!r} keeps {name!r} of shape {tuple(value.shape)!r} for a shard"
-            f" of shape {tuple(parameter.shard.shape)!r}; only an optimizer that keeps elementwise state can train"
-            f" what {_who([parameter])} splits over ranks: use another one, or leave {_who([parameter])} out"
         )
 
 

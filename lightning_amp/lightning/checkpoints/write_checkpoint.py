@@ -76,11 +76,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            _remove_left_over(target.parent)
+            for left in target.parent.glob(f"{ASIDE}-{platform.node()}-*"):
+                # that of a process that still writes is locked
+                with contextlib.suppress(OSError), left.open("r+b") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    left.unlink(missing_ok=True)
             with _aside(target) as file:
                 write_state(checkpoint, file)
         except OSError as error:
-            raise DataError(_cannot_write(target, error)) from error
+            there = next((folder for folder in target.parents if folder.exists()), Path())
+            before = (
+                "the one that was there is untouched" if target.is_file() else "no file of that name was left"
+            )
+            raise DataError(
+                f"checkpoint {str(target)!r} cannot be written: {error}; {before},"
+                f" {format_bytes(shutil.disk_usage(there).free)} are free on that disk{_others(target)}. Make room"
+                " or choose another folder, then resume from the last complete checkpoint"
+            ) from error
 
     def load_checkpoint(
         self,
@@ -92,9 +104,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
         except Exception as error:
-            if _is_remote(path) or not Path(path).is_file() or zipfile.is_zipfile(path):
+            place = Path(path)
+            if _is_remote(path) or not place.is_file() or zipfile.is_zipfile(path):
                 raise
-            raise DataError(_incomplete(Path(path), error)) from error
+            raise DataError(
+                f"checkpoint {str(path)!r} is not complete, found {place.stat().st_size:,} bytes"
+                f" ({type(error).__name__}){_others(place)}. Resume from a complete one"
+            ) from error
         return loaded
 
 
@@ -154,32 +170,8 @@ def _aside(target: Path) -> Iterator[BinaryIO]:
             raise
 
 
-def _remove_left_over(folder: Path) -> None:
-    for aside in folder.glob(f"{ASIDE}-{platform.node()}-*"):
-        with contextlib.suppress(OSError), aside.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            aside.unlink(missing_ok=True)
-
-
 def _is_remote(path: str | Path) -> bool:
     return "://" in str(path)
-
-
-def _cannot_write(target: Path, error: OSError) -> str:
-    there = next((folder for folder in target.parents if folder.exists()), Path())
-    before = "the one that was there is untouched" if target.is_file() else "no file of that name was left"
-    return (
-        f"checkpoint {str(target)!r} cannot be written: {error}; {before},"
-        f" {format_bytes(shutil.disk_usage(there).free)} are free on that disk{_others(target)}. Make room"
-        " or choose another folder, then resume from the last complete checkpoint"
-    )
-
-
-def _incomplete(path: Path, error: Exception) -> str:
-    return (
-        f"checkpoint {str(path)!r} is not complete, found {path.stat().st_size:,} bytes"
-        f" ({type(error).__name__}){_others(path)}. Resume from a complete one"
-    )
 
 
 def _others(path: Path) -> str:

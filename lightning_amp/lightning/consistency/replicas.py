@@ -194,9 +194,10 @@ def make_sure_of_same_batch(batch: object, mesh: DeviceMesh, *, device: torch.de
     if largest[1] != smallest[1]:
         share_draws(mesh=mesh, device=device)
     if largest[0] != smallest[0]:
+        shapes = [_shape(part) for part in parts_in(batch) if isinstance(part, Tensor | SparseCounts)]
         raise DataError(
             f"the same batch is needed on the {mesh.size()} ranks of a model group, found different ones, seen from"
-            f" its rank {mesh.get_local_rank()}: shapes here are {_shapes(batch)!r}. Let Lightning make the sampler, or"
+            f" its rank {mesh.get_local_rank()}: shapes here are {shapes!r}. Let Lightning make the sampler, or"
             " make it with num_replicas and rank of trainer.distributed_sampler_kwargs, not those of all ranks. A rank"
             " that reads its own part of a tensor hands over lightning_amp.as_sharded(...) in on_after_batch_transfer"
         )
@@ -204,14 +205,13 @@ def make_sure_of_same_batch(batch: object, mesh: DeviceMesh, *, device: torch.de
 
 def share_draws(*, mesh: DeviceMesh, device: torch.device) -> None:
     """Let the ranks of a model group draw on as the first of them; a collective over the model axis."""
-    share_random_state(broadcast=lambda state: _from_first(state, mesh), device=device)
 
+    def from_first(state: object) -> object:
+        box, group = [state], mesh.get_group()
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+        return box[0]
 
-def _from_first(state: object, mesh: DeviceMesh) -> object:
-    box = [state]
-    group = mesh.get_group()
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    return box[0]
+    share_random_state(broadcast=from_first, device=device)
 
 
 def _print_of(batch: object) -> int:
@@ -268,10 +268,6 @@ def _print_of_generators(device: torch.device) -> int:
     if device.type == "cuda":
         seen = zlib.crc32(torch.cuda.get_rng_state(device).numpy().tobytes(), seen)
     return seen
-
-
-def _shapes(batch: object) -> list[tuple[int, ...]]:
-    return [_shape(part) for part in parts_in(batch) if isinstance(part, Tensor | SparseCounts)]
 
 
 def _shape(part: Tensor | SparseCounts) -> tuple[int, ...]:

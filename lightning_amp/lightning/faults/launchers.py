@@ -62,30 +62,20 @@ class InterruptibleLauncher(ScriptLauncher):
         sys.exit(STATUS_OF_INTERRUPT)
 
 
-def make_interruptible(launcher: object) -> None:
-    """Let Lightning's launcher end an interrupted run as `InterruptibleLauncher` does; others stay as they are."""
-    if type(launcher) is ScriptLauncher:
-        launcher.__class__ = InterruptibleLauncher
-
-
 def how_to_resume(trainer: Trainer | None) -> str:
     """The newest checkpoint of the run, and how to go on from it; nothing where there was no training."""
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
         return ""
-    path = _newest_checkpoint(trainer)
+    names = ("last_model_path", "best_model_path", "_last_checkpoint_saved", "ckpt_path")
+    found = [getattr(callback, name, "") for callback in trainer.checkpoint_callbacks for name in names]
+    there = [Path(path) for path in found if path and Path(path).exists()]
+    path = max(there, key=lambda path: path.stat().st_mtime, default=None)
     if path is None:
         return (
             "interrupted; no checkpoint has been written, so the next run begins anew: ModelCheckpoint with"
             " every_n_train_steps writes some within an epoch"
         )
     return f"interrupted; to go on: trainer.fit(..., ckpt_path={str(path)!r}), or --ckpt_path {path}"
-
-
-def _newest_checkpoint(trainer: Trainer) -> Path | None:
-    names = ("last_model_path", "best_model_path", "_last_checkpoint_saved", "ckpt_path")
-    found = [getattr(callback, name, "") for callback in trainer.checkpoint_callbacks for name in names]
-    there = [Path(path) for path in found if path and Path(path).exists()]
-    return max(there, key=lambda path: path.stat().st_mtime, default=None)
 
 
 OF_ALL_RANKS = (errors.PlanError, errors.InstallError)
@@ -131,7 +121,9 @@ class MistakesLauncher(MultiProcessingLauncher):
             raise getattr(errors, found[1])(found[2]) from None
 
 
-def raise_mistakes(launcher: object) -> None:
-    """Let Lightning's launcher do so; others stay as they are."""
-    if type(launcher) is MultiProcessingLauncher:
+def end_as_ours(launcher: object) -> None:
+    """Let Lightning's launcher end a run as the class here that is made of it; others stay as they are."""
+    if type(launcher) is ScriptLauncher:
+        launcher.__class__ = InterruptibleLauncher
+    elif type(launcher) is MultiProcessingLauncher:
         launcher.__class__ = MistakesLauncher

@@ -94,7 +94,18 @@ class EvaluationOfModule:
         batch = self._trainer.precision_plugin.convert_input(self._take_batch())
         calls: dict[str, tuple[int, int]] = {}
         held, whole = self._count(batch, (), calls)
-        rules, peak = self._rules(calls, budget), whole
+        rules = tuple(
+            Rule(
+                fqn=fqn,
+                spec=ChunkBlock(budget_bytes=max(1, budget - before)),
+                strategy="chunk",
+                why=f"{format_bytes(most)} are alive within it in {self._step}, of {format_bytes(budget)}",
+                saves_bytes=most - budget,
+            )
+            for fqn, (before, most) in calls.items()
+            if most > budget
+        )
+        peak = whole
         if rules and whole > budget:
             with warnings.catch_warnings():
                 # the least that it can is what the plan says
@@ -109,19 +120,6 @@ class EvaluationOfModule:
             batch_size=length_of(batch),
         )
 
-    def _rules(self, calls: dict[str, tuple[int, int]], budget: int) -> tuple[Rule, ...]:
-        return tuple(
-            Rule(
-                fqn=fqn,
-                spec=ChunkBlock(budget_bytes=max(1, budget - before)),
-                strategy="chunk",
-                why=f"{format_bytes(most)} are alive within it in {self._step}, of {format_bytes(budget)}",
-                saves_bytes=most - budget,
-            )
-            for fqn, (before, most) in calls.items()
-            if most > budget
-        )
-
     def _count(
         self, batch: Any, rules: Sequence[Rule], calls: dict[str, tuple[int, int]] | None = None
     ) -> tuple[int, int]:
@@ -131,7 +129,7 @@ class EvaluationOfModule:
         install_rules(twin, rules)
         for child in twin.modules():
             if isinstance(child, LightningModule):
-                child.log = child.log_dict = _nothing  # type: ignore[method-assign]
+                child.log = child.log_dict = lambda *_, **__: None  # type: ignore[method-assign, assignment]
         live, given = LiveBytes(), fake_batch(batch, fake, None)
         peak = _Outermost(twin, live, calls) if calls is not None else None
         try:
@@ -182,7 +180,3 @@ class _Outermost:
             before, most = self._calls.get(fqn, (0, 0))
             self._calls[fqn] = max(before, self._before), max(most, self._live.peak)
             self._live.reset_peak()
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """What `log` does in a step that is only counted."""

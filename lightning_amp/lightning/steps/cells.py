@@ -108,7 +108,8 @@ class OwnCells(DistributedSampler[Any]):
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.order), self.num_replicas)
-        return whole + bool(rest and not self._drops())
+        drops = self.batched and bool(getattr(self.order, "drop_last", False))
+        return whole + bool(rest and not drops)
 
     def __iter__(self) -> Iterator[Any]:
         found = iter(self._drawn())
@@ -123,9 +124,6 @@ class OwnCells(DistributedSampler[Any]):
                 )
             mine = cells[self.rank :: self.num_replicas] or cells[-1:]
             yield mine if self.batched else mine[0]
-
-    def _drops(self) -> bool:
-        return self.batched and bool(getattr(self.order, "drop_last", False))
 
     def _drawn(self) -> list[Any]:
         """All that the loader would read: what is drawn at random must be one order on all ranks."""
@@ -206,14 +204,11 @@ def count_cells(batch: object) -> int | None:
 
 
 def _one_size(batch: object) -> int | None:
-    sizes = _sizes(batch)
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def _sizes(batch: object) -> set[int]:
+    parts = list(parts_in(batch))
     # not its shape: nested tensors have none
-    tensors = {part.size(0) for part in parts_in(batch) if isinstance(part, Tensor) and part.dim()}
-    return tensors | {len(part) for part in parts_in(batch) if isinstance(part, SparseCounts)}
+    sizes = {part.size(0) for part in parts if isinstance(part, Tensor) and part.dim()}
+    sizes |= {len(part) for part in parts if isinstance(part, SparseCounts)}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 class CellWeight:

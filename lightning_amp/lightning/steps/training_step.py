@@ -274,7 +274,11 @@ class TrainingStep:
 
         def averaged() -> Any:
             loss = closure()
-            self._average_rest()
+            # what manual optimisation has left: a raw `loss.backward()`, or a step while blocked
+            if not self._module.automatic_optimization:
+                if self._gradients.pending and not self._gradients.blocked:
+                    rank_zero_warn(RAW_BACKWARD)
+                self._gradients.reduce_rest()
             # its line search and stopping rules read the loss, and ranks must take the same number of steps
             is_read = isinstance(optimizer, LBFGS) and isinstance(loss, Tensor)
             return mean(self._share_of(loss).detach().clone()) if is_read else loss
@@ -284,11 +288,3 @@ class TrainingStep:
     def _share_of(self, loss: Tensor) -> Tensor:
         weight = self._weight.value()
         return loss if weight == 1.0 else loss * weight
-
-    def _average_rest(self) -> None:
-        """Average what manual optimisation has left: a raw `loss.backward()`, or a step while blocked."""
-        if self._module.automatic_optimization:
-            return
-        if self._gradients.pending and not self._gradients.blocked:
-            rank_zero_warn(RAW_BACKWARD)
-        self._gradients.reduce_rest()

@@ -258,6 +258,37 @@ COMPARED = (
 )
 
 
+def make_sure_of_same_plan(request: Request, here: ThisRank, data: Any) -> None:
+    """Compare everything that decides the plan with rank 0; a collective, after which all ranks go on or none.
+
+    Paths, memory and rates are left out, for machines may differ in them, and so is the batch size, for ranks may have
+    unequal numbers of cells; rank 0's count.
+
+    Raises:
+        PlanError: Another rank's facts differ; on all ranks, with the same text.
+    """
+    if here.n_ranks == 1:
+        return
+    everyones: list[Any] = [None] * here.n_ranks
+    dist.all_gather_object(everyones, facts_of_plan(request, data))
+    first, differing = everyones[0], list[tuple[int, list[str]]]()
+    for rank, facts in enumerate(everyones):
+        lines = [
+            f"{name} is {first.get(name, 'missing')} on rank 0 and {facts.get(name, 'missing')} on rank {rank}"
+            for name in sorted({*first, *facts})
+            if first.get(name) != facts.get(name)
+        ]
+        differing += [(rank, lines)] if lines else []
+    if differing:
+        other, lines = differing[0]
+        more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+        raise PlanError(
+            f"the same plan is needed on all {here.n_ranks} ranks, and {len(differing)} of them see something else than"
+            f" rank 0, first rank {other}: {'; '.join(lines[:SHOWN])}{more}. Give all ranks the same options and the"
+            " same data"
+        )
+
+
 def facts_of_plan(request: Request, data: Any) -> dict[str, str]:
     """Everything that decides the plan, by name, as this rank sees it; `data` is the data module or None."""
     found: dict[str, Any] = {name: getattr(request, name) for name in COMPARED}
@@ -270,37 +301,6 @@ def facts_of_plan(request: Request, data: Any) -> dict[str, str]:
     except AmpError as error:
         found["error"] = str(error)
     return {name: value for name, value in _flat(found) if name.rpartition(".")[2] not in OF_THE_MACHINE}
-
-
-def make_sure_of_same_plan(request: Request, here: ThisRank, data: Any) -> None:
-    """Compare with rank 0; a collective, after which all ranks go on or none.
-
-    Raises:
-        PlanError: Another rank's facts differ; on all ranks, with the same text.
-    """
-    if here.n_ranks == 1:
-        return
-    everyones: list[Any] = [None] * here.n_ranks
-    dist.all_gather_object(everyones, facts_of_plan(request, data))
-    found = [_difference(everyones[0], facts, rank=rank) for rank, facts in enumerate(everyones)]
-    differing = [(rank, lines) for rank, lines in enumerate(found) if lines]
-    if differing:
-        other, lines = differing[0]
-        more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-        raise PlanError(
-            f"the same plan is needed on all {here.n_ranks} ranks, and {len(differing)} of them see something else than"
-            f" rank 0, first rank {other}: {'; '.join(lines[:SHOWN])}{more}. Give all ranks the same options and the"
-            " same data"
-        )
-
-
-def _difference(first: dict[str, str], mine: dict[str, str], *, rank: int) -> list[str]:
-    names = sorted({*first, *mine})
-    return [
-        f"{name} is {first.get(name, 'missing')} on rank 0 and {mine.get(name, 'missing')} on rank {rank}"
-        for name in names
-        if first.get(name) != mine.get(name)
-    ]
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
@@ -15,6 +14,8 @@ from lightning_amp.installing.installed import Installed
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.profiling.dry_steps import put_steps
+from lightning_amp.lightning.strategy.refusals import check_run
+from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
@@ -64,7 +65,20 @@ def shard_fully(
     """
     if fn == TrainerFn.PREDICTING:
         return shards
-    if (name := with_steps(plan.strategies)) and (units := _units_of(name, plan, model, mesh, fn)):
+    name = with_steps(plan.strategies)
+    split = getattr(import_module(STRATEGIES[name].steps), "split_parameters", None) if name else None
+    if split is not None:
+        # a technique with steps that splits parameters too
+        spec, agreement = (
+            next(rule.spec for rule in plan.rules if rule.strategy == name),
+            Agreement(mesh, name),
+        )
+
+        def agree(what: str) -> None:
+            agreement.on(what)
+            agreement.look()
+
+        units = split(model, spec, mesh, fitting=fn == TrainerFn.FITTING, agree=agree)
         undo.append(units.undo)
         own = tuple(
             ShardedParameter(
@@ -95,10 +109,27 @@ def check_split(plan: Plan, fn: TrainerFn | None) -> None:
         )
 
 
-def pipelined(
-    module: pl.LightningModule, installed: Installed, spec: PipelineStages, mesh: DeviceMesh
-) -> tuple[StageParameters, PipelinedSteps]:
-    """Free what other stages hold, and let the module's steps run as stages until these are undone."""
+def install_stages(
+    request: Request,
+    trainer: pl.Trainer,
+    model: nn.Module,
+    installed: Installed,
+    plan: Plan,
+    mesh: DeviceMesh,
+) -> tuple[StageParameters, PipelinedSteps] | None:
+    """Free what other stages of a pipeline hold, and let the module's steps run as stages until these are undone.
+
+    Returns:
+        The parameters and the steps; None where the plan has no stages.
+
+    Raises:
+        PlanError, InstallError: As of `check_run`.
+    """
+    spec = next((rule.spec for rule in plan.rules if isinstance(rule.spec, PipelineStages)), None)
+    if spec is None:
+        return None
+    check_run(request, trainer, model, plan.rules)
+    module = trainer.lightning_module
     overridden = [(one.fqn, one.module, one.override.run) for one in installed.overridden]
     calls = [(fqn, block, run) for fqn, block, run in overridden if isinstance(run, StageBlock)]
     blocks = {fqn: block for fqn, block, _ in calls}
@@ -127,18 +158,3 @@ def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> C
     return put_steps(
         module, name, next(rule.spec for rule in plan.rules if rule.strategy == name), mesh["model"]
     )
-
-
-def _units_of(name: str, plan: Plan, model: nn.Module, mesh: DeviceMesh, fn: TrainerFn | None) -> Any:
-    """The units of a technique with steps that splits parameters too; None of one that does not."""
-    split = getattr(import_module(STRATEGIES[name].steps), "split_parameters", None)
-    if split is None:
-        return None
-    spec = next(rule.spec for rule in plan.rules if rule.strategy == name)
-    agreement = Agreement(mesh, name)
-
-    def agree(what: str) -> None:
-        agreement.on(what)
-        agreement.look()
-
-    return split(model, spec, mesh, fitting=fn == TrainerFn.FITTING, agree=agree)

@@ -32,7 +32,7 @@ from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest,
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.hardware import ThisRank
-from lightning_amp.lightning.strategy.install_parts import install_steps, pipelined
+from lightning_amp.lightning.strategy.install_parts import install_stages, install_steps
 from lightning_amp.lightning.strategy.plan_run import resolve_plan
 from lightning_amp.lightning.strategy.refusals import (
     announce,
@@ -40,13 +40,11 @@ from lightning_amp.lightning.strategy.refusals import (
     check_compiled,
     check_precision,
     check_rescue,
-    check_run,
 )
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.pipeline.spec import PipelineStages
 
 
 class InstalledPlan:
@@ -92,12 +90,11 @@ class InstalledPlan:
         check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
         self._undo.append(install_steps(module, plan, self._mesh))
         shards = Shards(self._model, self._installed.sharded, self._installed.partial)
-        for rule in plan.rules:
-            if isinstance(rule.spec, PipelineStages):
-                check_run(self._request, trainer, self._model, plan.rules)
-                shards, steps = pipelined(module, self._installed, rule.spec, self._mesh)
-                self._undo += [steps.undo, lambda: self._changed(pipelined_steps=None)]
-                self._changed(pipelined_steps=steps)
+        staged = install_stages(self._request, trainer, self._model, self._installed, plan, self._mesh)
+        if staged is not None:
+            shards, steps = staged
+            self._undo += [steps.undo, lambda: self._changed(pipelined_steps=None)]
+            self._changed(pipelined_steps=steps)
         self._foreign.tell_rows(self.again)
         return shards
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_amp.costs.device_rates import Rates
-from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
@@ -236,7 +235,11 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
 def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
-    notes = notes + note + _not_counted(plan, shape) + too_few_cells(profile, plan.mesh, shape.batch_size)
+    blocks = [rule.fqn for rule in plan.rules if isinstance(rule.spec, RecomputeBlock | ChunkBlock)]
+    if shape.decoder is not None and blocks:
+        what = f"what {', '.join(blocks)} save outside of the decoder was not counted"
+        notes = [*notes, f"{what}: the peak is predicted without"]
+    notes = notes + note + too_few_cells(profile, plan.mesh, shape.batch_size)
     notes += remarks({rule.strategy: rule.spec for rule in plan.rules}, launches=rates.launches)
     if shape.batch_norms:
         # the plan may be of a model without
@@ -260,16 +263,6 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     if seen is None or facts.step is None:
         return replace(again, diagnosis=None, uncounted=facts.not_profiled)
     return plan_again(again, seen, count=facts.step.count, memory=facts.memory)
-
-
-def _not_counted(plan: Plan, shape: ModelShape) -> list[str]:
-    """What rules outside of a decoder save, which its prediction does not have."""
-    named = [rule.fqn for rule in plan.rules if isinstance(rule.spec, RecomputeBlock | ChunkBlock)]
-    if shape.decoder is None or not named:
-        return []
-    return [
-        f"what {', '.join(named)} save outside of the decoder was not counted: the peak is predicted without"
-    ]
 
 
 def is_slow(plan: Plan, seen: ProfiledStep) -> bool:

@@ -48,7 +48,7 @@ from lightning_amp.lightning.consistency.replicas import (
 from lightning_amp.lightning.consistency.same_parameters import warn_of_differences
 from lightning_amp.lightning.faults.activity import is_out_of_memory
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
-from lightning_amp.lightning.faults.launchers import make_interruptible, print_mistakes_once, raise_mistakes
+from lightning_amp.lightning.faults.launchers import end_as_ours, print_mistakes_once
 from lightning_amp.lightning.steps.cells import CellOrder
 from lightning_amp.lightning.steps.out_of_memory import explain
 from lightning_amp.lightning.steps.step_time import time_steps
@@ -203,8 +203,7 @@ class AMPStrategy(MeshStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        make_interruptible(self._launcher)
-        raise_mistakes(self._launcher)
+        end_as_ours(self._launcher)
         # not before, for the Trainer refuses a plugin in addition to one that the strategy has already
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
