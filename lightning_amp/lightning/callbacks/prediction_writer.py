@@ -228,10 +228,7 @@ class PredictionWriter(pl.Callback):
             self.written.append(path)
 
     def _write_maps(
-        self,
-        maps: Embeddings,
-        sums: dict[str, tuple[int, NDArray[np.float64]]],
-        data: SingleCellDataModule,
+        self, maps: Embeddings, sums: dict[str, tuple[int, NDArray[np.float64]]], data: SingleCellDataModule
     ) -> None:
         if data.layout is None:
             return

@@ -89,10 +89,7 @@ def write_step(
     plot: bool,
 ) -> list[Path]:
     """Write memory_step.json, and memory.png if requested; returns their paths."""
-    plain = {
-        "measured": measured.to_dict(),
-        "predicted": None if predicted is None else predicted.to_dict(),
-    }
+    plain = {"measured": measured.to_dict(), "predicted": None if predicted is None else predicted.to_dict()}
     path, picture = folder / "memory_step.json", folder / "memory.png"
     with written_aside(path) as aside:
         aside.write_text(json.dumps(plain))
@@ -142,11 +139,7 @@ def write_schedule(folder: Path, ran: Iterable[Ran], plan: Plan, *, plot: bool) 
         measured = max(times.rest_seconds for _, _, times in by_pipeline[0])
         panels.append(Panel(f"measured, step {by_pipeline[0][0][1]}", lines[0], measured))
         with written_aside(folder / "schedule.png") as aside:
-            schedule_chart(
-                aside,
-                panels=panels,
-                title=schedule_title(plan),
-            )
+            schedule_chart(aside, panels=panels, title=schedule_title(plan))
         paths.append(folder / "schedule.png")
     return paths
 

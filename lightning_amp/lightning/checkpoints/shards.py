@@ -99,9 +99,8 @@ class Shards:
         """Refuse, with a PlanError, a backward outside of a fit: nobody completes gradients that lie on other ranks."""
         if self.partial or self._held():
             raise PlanError(
-                "manual_backward was called outside of a fit; only in a fit are the gradients of this "
-                "plan, which lie on several ranks, put together: use model_parallel_size=1, and no "
-                "fsdp, for this run"
+                "manual_backward was called outside of a fit; only in a fit are the gradients of this plan, which lie"
+                " on several ranks, put together: use model_parallel_size=1, and no fsdp, for this run"
             )
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
@@ -334,10 +333,9 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
             coupled = mixes_elements(optimizer, flat=any(parameter.in_place for parameter in sharded))
         if coupled is None:
             rank_zero_warn(
-                f"The optimizer {type(optimizer).__name__!r} was given parameters that {_who(sharded)}"
-                " splits over ranks, and it could not be tried whether it mixes a parameter's elements: if"
-                f" it does, the result differs from that on one device. Leave {_who(sharded)} out if you do"
-                " not know."
+                f"The optimizer {type(optimizer).__name__!r} was given parameters that {_who(sharded)} splits over"
+                " ranks, and it could not be tried whether it mixes a parameter's elements: if it does, the result"
+                f" differs from that on one device. Leave {_who(sharded)} out if you do not know."
             )
         if coupled:
             raise InstallError(

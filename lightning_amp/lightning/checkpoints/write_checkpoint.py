@@ -76,11 +76,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            for left in target.parent.glob(f"{ASIDE}-{platform.node()}-*"):
-                # that of a process that still writes is locked
-                with contextlib.suppress(OSError), left.open("r+b") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    left.unlink(missing_ok=True)
+            _remove_left_over(target.parent)
             with _aside(target) as file:
                 write_state(checkpoint, file)
         except OSError as error:
@@ -168,6 +164,14 @@ def _aside(target: Path) -> Iterator[BinaryIO]:
         except BaseException:
             aside.unlink(missing_ok=True)
             raise
+
+
+def _remove_left_over(folder: Path) -> None:
+    for left in folder.glob(f"{ASIDE}-{platform.node()}-*"):
+        # that of a process that still writes is locked
+        with contextlib.suppress(OSError), left.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink(missing_ok=True)
 
 
 def _is_remote(path: str | Path) -> bool:

@@ -47,9 +47,8 @@ Difference = tuple[str, float, list[int]]
 
 SHARE_STATISTIC = (
     "Before a running statistic is changed, sum its terms and its number of samples over the ranks, with"
-    " torch.distributed.all_reduce, or in a LightningModule self.trainer.strategy.reduce(...,"
-    " reduce_op='sum'); or let all ranks read the same samples, with model_parallel_size=devices where the"
-    " model has a decomposed decoder"
+    " torch.distributed.all_reduce, or in a LightningModule self.trainer.strategy.reduce(..., reduce_op='sum'); or let"
+    " all ranks read the same samples, with model_parallel_size=devices where the model has a decomposed decoder"
 )
 """What to do about a buffer of the rank's own cells."""
 

@@ -237,12 +237,7 @@ class FailureWatch:
         if isinstance(exception, SIGTERMException | KeyboardInterrupt):
             signalled = isinstance(exception, SIGTERMException)
             what = f"{'received SIGTERM' if signalled else 'was interrupted'} {doing}"
-        own = Fault(
-            rank=rank,
-            host=this_host(),
-            what=what,
-            asked=isinstance(exception, KeyboardInterrupt),
-        )
+        own = Fault(rank=rank, host=this_host(), what=what, asked=isinstance(exception, KeyboardInterrupt))
         self._detector.tell(own)
         if not of_all:
             over = self._detector.ended_ranks() if is_of_communication(exception) else []

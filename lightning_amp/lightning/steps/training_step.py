@@ -223,10 +223,9 @@ class TrainingStep:
             if ONE_VALUE not in str(error):
                 raise
             raise DataError(
-                f"BatchNorm cannot train on one value per channel, which has no variance: {error}. It "
-                "needs two samples or more, of all ranks together (of each rank with "
-                "share_batch_statistics=False): set batch_size to 2 or more, and drop_last=True if the "
-                "last batch of an epoch has one sample"
+                f"BatchNorm cannot train on one value per channel, which has no variance: {error}. It needs two samples"
+                " or more, of all ranks together (of each rank with share_batch_statistics=False): set batch_size to 2"
+                " or more, and drop_last=True if the last batch of an epoch has one sample"
             ) from error
         if self._finite is not None:
             self._finite.check_loss(output)

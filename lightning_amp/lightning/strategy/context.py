@@ -40,12 +40,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.time.model_seconds import on_device
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
-from lightning_amp.techniques.table import (
-    PREDICTIONS,
-    of_blocks_alone,
-    parse_strategies,
-    with_steps,
-)
+from lightning_amp.techniques.table import PREDICTIONS, of_blocks_alone, parse_strategies, with_steps
 
 
 class PlanningContext:

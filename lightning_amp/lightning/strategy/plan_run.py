@@ -43,12 +43,7 @@ from lightning_amp.planning.time.model_seconds import decoder_seconds, rest_seco
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.recompute.spec import RecomputeBlock
-from lightning_amp.techniques.table import (
-    PREDICTIONS,
-    STRATEGIES,
-    in_order,
-    parse_strategies,
-)
+from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order, parse_strategies
 
 SLOW_SECONDS = 0.5
 """Of a step, spent on other things than computation."""
@@ -192,9 +187,8 @@ def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
     if "chunk" in needing and not facts.in_chunks and facts.evaluation is None:
         raise PlanError(
             "chunk requires, in a run that does not train, a budget or the plan of a fit: give"
-            " AMPStrategy(device_memory=...), fit with this Trainer first, give"
-            " AMPStrategy(plan='plan.json'), or run the module that lightning_amp.chunk(module, batch,"
-            " budget=...) returns, without naming chunk"
+            " AMPStrategy(device_memory=...), fit with this Trainer first, give AMPStrategy(plan='plan.json'), or run"
+            " the module that lightning_amp.chunk(module, batch, budget=...) returns, without naming chunk"
         )
     # outside of a fit nothing is kept for a backward pass
     return [name for name in named if name not in needing]

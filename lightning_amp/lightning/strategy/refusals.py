@@ -74,9 +74,8 @@ def check_precision(installed: Installed, precision: Precision, plan: Plan) -> N
     who, what = _sharding(installed, plan)
     if who and getattr(precision, "scaler", None) is not None:
         raise PlanError(
-            f"precision={getattr(precision, 'precision', '16-mixed')!r} is not supported: its loss scaling"
-            f" skips steps rank by rank, and {who} has sharded {what}; use precision='bf16-mixed' or"
-            f" '32-true', or leave {who} out"
+            f"precision={getattr(precision, 'precision', '16-mixed')!r} is not supported: its loss scaling skips steps"
+            f" rank by rank, and {who} has sharded {what}; use precision='bf16-mixed' or '32-true', or leave {who} out"
         )
 
 

@@ -55,9 +55,8 @@ def _factory(start_method: StartMethod) -> Callable[[], "AMPStrategy"]:
 def _refusal(name: str) -> Callable[[], object]:
     def raise_advice() -> object:
         raise AmpError(
-            f"strategy={name!r} does not support pytorch_lightning.Trainer; it works with lightning.pytorch,"
-            " the same library under its newer name. Import Trainer, LightningModule and callbacks from"
-            " lightning.pytorch"
+            f"strategy={name!r} does not support pytorch_lightning.Trainer; it works with lightning.pytorch, the same"
+            " library under its newer name. Import Trainer, LightningModule and callbacks from lightning.pytorch"
         )
 
     return raise_advice

@@ -165,8 +165,7 @@ class Request:
         beside = {name: value for name, value in decided.items() if value != "auto"}
         if beside:
             raise PlanError(
-                f"plan={self.plan!r} cannot be used with {beside!r}, which a plan decides; leave one of the"
-                " two out"
+                f"plan={self.plan!r} cannot be used with {beside!r}, which a plan decides; leave one of the two out"
             )
         if not isinstance(self.plan, str | Path | Plan):
             raise PlanError(
