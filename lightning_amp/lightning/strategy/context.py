@@ -40,7 +40,13 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.time.model_seconds import on_device
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
-from lightning_amp.techniques.table import PREDICTIONS, of_blocks_alone, parse_strategies, with_steps
+from lightning_amp.techniques.table import (
+    PREDICTIONS,
+    STRATEGIES,
+    of_blocks_alone,
+    parse_strategies,
+    with_steps,
+)
 
 
 class PlanningContext:
@@ -147,6 +153,13 @@ class PlanningContext:
     def budget(self) -> int:
         """Bytes of the smallest device."""
         return min(self.memory)
+
+    @property
+    def grid_ranks(self) -> int | None:
+        """Ranks of the model axis that a grid of ranks takes, which may have been chosen; None without a grid."""
+        if self.steps is None or not STRATEGIES[self.steps.name].data_axis:
+            return None
+        return self.steps.ranks
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:

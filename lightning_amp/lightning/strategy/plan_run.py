@@ -1,24 +1,20 @@
 """Make the plan of a run from Trainer, data and module, on rank 0 in `setup`, before optimisers exist."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from math import inf
 from types import SimpleNamespace
-from typing import Any
 
-from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.outside_decoder import DecoderPlan, with_blocks_outside, within_budget
-from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.context import PlanningContext
-from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.candidates import TIE
 from lightning_amp.planning.modules.plan_module import (
@@ -108,54 +104,24 @@ def plan_run(
         DataError: The data directory cannot be read.
         PlanError: No plan answers the request.
     """
-    request, here = facts.request, facts.here
-    (profile, shape, notes), (rates, note) = facts.read, facts.rates
-    asked: str | list[str] | None = request.strategies if strategies is None else list(strategies)
-    named: tuple[str, ...] | None = None
-    if shape.decoder is None:
-        asked, named = split_by_planner(asked, policy=request.policy)
-        asked = asked if asked is None else [*asked, *_without_profile(named or (), facts)]
-    outside = facts.blocks_outside if strategies is None and shape.decoder is not None else ()
-    if outside and (facts.outside is not None or facts.in_chunks or "chunk" not in outside):
-        asked = [name for name in parse_strategies(request.strategies or ()) if name not in outside]
-    size, stages = model_axis_size(request.model_parallel_size, asked, shape, facts.seen[0])
-    if facts.steps is not None and STRATEGIES[facts.steps.name].data_axis:
-        # of its grid, which may have been chosen
-        size = facts.steps.ranks
+    if facts.read[1].decoder is None:
+        return _plan_of_module(facts, strategies, model_ranks)
+    return _plan_of_decoder(facts, strategies, model_ranks)
 
-    def make(budget: int, asked: Any = asked, size: Any = size, steps: Any = facts.steps) -> Plan:
-        made = make_plan(
-            profile,
-            devices=here.n_ranks,
-            device_memory=budget,
-            policy=request.policy,
-            strategies=asked,
-            batch_size=shape.batch_size,
-            model_parallel_size=size if model_ranks is None else model_ranks,
-            shape=shape,
-            rates=rates,
-            node_devices=here.node_ranks,
-        )
-        made = with_requested(made, request.specs, shape, launches=rates.launches)
-        made = with_spec(made, steps, facts.seen[1])
-        made = with_speeds(made, shape, facts.speeds)
-        return replace(made, notes=(*made.notes, *note, *notes))
 
-    if facts.outside is not None and strategies is None and shape.decoder is not None:
-        step, decoder, shares = facts.outside, shape.decoder.fqn, request.share_batch_statistics
-
-        def made_of_decoder(budget: int) -> DecoderPlan:
-            whole = make(budget)
-            local = [name for name in whole.strategies if not STRATEGIES[name].model_axis]
-            alone = make_plan(
-                profile, strategies=local or ["S1"], batch_size=shape.batch_size, shape=shape, rates=rates
-            )
-            return DecoderPlan(whole, alone, step, decoder, rates)
-
-        if outside:
-            return with_blocks_outside(made_of_decoder(facts.budget), outside, share_statistics=shares)
-        return within_budget(made_of_decoder, facts.budget)
-    seen, base = facts.seen[0], make(facts.budget)
+def _plan_of_module(
+    facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None
+) -> Plan:
+    """Of any module, by a count of its step."""
+    request, seen, shape = facts.request, facts.seen[0], facts.read[1]
+    asked, named = split_by_planner(
+        request.strategies if strategies is None else strategies, policy=request.policy
+    )
+    if asked is not None:
+        asked += _without_profile(named or (), facts)
+    size, stages = model_axis_size(request.model_parallel_size, asked, shape, seen)
+    size = facts.grid_ranks or size if model_ranks is None else model_ranks
+    base = _without_step(facts, asked, size, steps=facts.steps)
     if seen is None:
         return replace(_evaluated(base, facts, named), uncounted=facts.not_profiled)
     assert facts.step is not None, "it has been seen"
@@ -169,8 +135,67 @@ def plan_run(
     )
     chooses = request.chooses and strategies is None
     if chooses and (found.fits is False or is_slow(found, seen)):
-        return in_parts(found, facts.step, partial(make, facts.budget), rates, here)
+        return in_parts(found, facts)
     return found
+
+
+def _plan_of_decoder(
+    facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None
+) -> Plan:
+    """Of a decoder by closed forms, with blocks outside of it by a count of the step."""
+    request, outside = facts.request, facts.blocks_outside if strategies is None else ()
+    asked: Sequence[str] | None = strategies
+    if strategies is None and request.strategies is not None:
+        asked = parse_strategies(request.strategies)
+    if outside and (facts.outside is not None or facts.in_chunks or "chunk" not in outside):
+        asked = [name for name in asked or () if name not in outside]
+    size = facts.grid_ranks or request.model_parallel_size if model_ranks is None else model_ranks
+    make = partial(_without_step, facts, asked, size, steps=facts.steps)
+    if facts.outside is None or strategies is not None:
+        return _evaluated(make(), facts, None)
+    (profile, shape, _), (rates, _), step = facts.read, facts.rates, facts.outside
+    assert shape.decoder is not None, "a decoder is planned"
+    decoder = shape.decoder.fqn
+
+    def made_of_decoder(budget: int) -> DecoderPlan:
+        whole = make(budget=budget)
+        local = [name for name in whole.strategies if not STRATEGIES[name].model_axis] or ["S1"]
+        alone = make_plan(profile, strategies=local, batch_size=shape.batch_size, shape=shape, rates=rates)
+        return DecoderPlan(whole, alone, step, decoder, rates)
+
+    if outside:
+        shares = request.share_batch_statistics
+        return with_blocks_outside(made_of_decoder(facts.budget), outside, share_statistics=shares)
+    return within_budget(made_of_decoder, facts.budget)
+
+
+def _without_step(
+    facts: PlanningContext,
+    asked: Sequence[str] | None,
+    size: int | str,
+    *,
+    steps: DrySteps | None,
+    budget: int | None = None,
+) -> Plan:
+    """The plan that needs no count of a step, of some strategies and ranks of the model axis."""
+    request, here = facts.request, facts.here
+    (profile, shape, notes), (rates, note) = facts.read, facts.rates
+    made = make_plan(
+        profile,
+        devices=here.n_ranks,
+        device_memory=facts.budget if budget is None else budget,
+        policy=request.policy,
+        strategies=None if asked is None else list(asked),
+        batch_size=shape.batch_size,
+        model_parallel_size=size,
+        shape=shape,
+        rates=rates,
+        node_devices=here.node_ranks,
+    )
+    made = with_requested(made, request.specs, shape, launches=rates.launches)
+    made = with_spec(made, steps, facts.seen[1])
+    made = with_speeds(made, shape, facts.speeds)
+    return replace(made, notes=(*made.notes, *note, *notes))
 
 
 def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
@@ -266,16 +291,15 @@ def is_slow(plan: Plan, seen: ProfiledStep) -> bool:
     return set(plan.strategies) > {"S1"} and more > max(seen.seconds, SLOW_SECONDS)
 
 
-def in_parts(
-    whole: Plan, step: StepOfModule, make: Callable[..., Plan], rates: Rates, here: ThisRank
-) -> Plan:
+def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
     """A plan that splits every sample or layer: the fastest that fits where no other plan fits, or where it is faster
     than a slow one; without one the plan as it is.
 
     Args:
         whole: The plan without such a technique; where it does not fit that which needs least.
-        make: Makes a plan without a profile, of `asked` strategies, `size` of the model axis and `steps`.
     """
+    here, step = facts.here, facts.step
+    assert step is not None, "it was profiled"
     found = list[tuple[str, Plan]]()
     for name, row in STRATEGIES.items():
         # what splits layers only may cross nodes, and be faster than a plan that fits
@@ -287,8 +311,8 @@ def in_parts(
         assert steps is not None, "it has steps"
         counted = step.with_steps(steps)
         try:
-            seen = counted.profiled(rates)
-            base = make(asked=["S1", name], size=steps.ranks, steps=steps)
+            seen = counted.profiled(facts.rates[0])
+            base = _without_step(facts, ["S1", name], steps.ranks, steps=steps)
             made = [plan_module(base, seen, named=(), count=counted.count)]
             others = [other for other in row.together if other in PREDICTIONS]
             # one technique more only where fewer do not fit; of as many the fastest
