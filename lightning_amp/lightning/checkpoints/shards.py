@@ -205,6 +205,7 @@ class Shards:
         # of no gradients the norm is in single precision
         norms = [get_total_norm(rest)] if rest or not among else []
         if among:
+            # shards are parts of one vector: squares are summed over the ranks, and the root is taken of the sum
             own = get_total_norm([grad for grad in self._gradients(among) if grad.numel()])
             own = own.to(device=among[0].mesh.device_type, dtype=among[0].whole.dtype)
             over_ranks = collectives.all_reduce(among[0].mesh, own**2) ** 0.5
@@ -232,6 +233,7 @@ class Shards:
             self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in optimizers if complete
         ]
         restore(list(dict.fromkeys(held.values())), complete=complete)
+        # whole parameters first: torch compares a state with the shapes of the parameters that it is for
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["params"] = [held[id(p)].whole if id(p) in held else p for p in group["params"]]
         for optimizer, state in zip(optimizers, states, strict=False):

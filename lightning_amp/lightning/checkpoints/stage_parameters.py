@@ -169,6 +169,7 @@ class StageParameters(Shards):
         first, *others = (dist.get_global_rank(group, rank) for rank in ranks)
         own = held.whole
         own.grad = grad = torch.zeros_like(own) if own.grad is None else own.grad.contiguous()
+        # one rank adds, in the order of the ranks, and sends the sum back: all have the same bits
         if dist.get_rank() != first:
             dist.send(grad, first, group=group, tag=tag)
             dist.recv(grad, first, group=group, tag=tag)

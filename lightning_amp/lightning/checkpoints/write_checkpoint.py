@@ -289,6 +289,7 @@ def write_directory(
         planner = _Planner(
             flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
         )
+        # all ranks write, each its own entries; rank 0 makes way before and gives the name after
         save(tensors, storage_writer=FileSystemWriter(aside), planner=planner)
         on_rank_zero(finish)
     except BaseException as error:

@@ -188,6 +188,7 @@ def make_sure_of_same_batch(batch: object, mesh: DeviceMesh, *, device: torch.de
         DataError: The ranks of the group hold different batches; on all of them.
     """
     prints = [_print_of(batch), _print_of_generators(device)]
+    # the largest of a number and of its negative are each other's negatives where all ranks have the same
     both = torch.tensor([*prints, *(-p for p in prints)], device=device)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.get_group())
     largest, smallest = both[:2].tolist(), (-both[2:]).tolist()

@@ -187,6 +187,7 @@ def differing(
         """The mesh is row-major: ranks along its first axis have the same remainder."""
         return rank % inner if id(named[i][1]) in parts else 0
 
+    # a print says that some bit differs and not how far: that is asked of suspects alone
     suspects = [
         i
         for i in range(len(named))

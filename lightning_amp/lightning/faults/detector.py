@@ -212,6 +212,7 @@ class Detector:
         messages = link.receive()
         for message in messages or ():
             if isinstance(who, Link):
+                # whoever connects first says the token of the run: a stranger on the port is not heard
                 if message.get("token") != self._token:
                     messages = None
                     break

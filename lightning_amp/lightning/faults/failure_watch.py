@@ -225,6 +225,7 @@ class FailureWatch:
             for process in self._adopt():
                 _end(process)
             return
+        # a broken collective is the consequence of another rank's end, of which the word may be on its way
         fault = self._detector.cause() if is_of_communication(exception) else self._detector.fault
         # these are raised on every rank with the same text, which has all that a person needs
         of_all = isinstance(exception, OF_ALL_RANKS)

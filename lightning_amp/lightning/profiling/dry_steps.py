@@ -305,6 +305,7 @@ def choose_grid(
     z, copies = (given[2], ranks // prod(given)) if given else (2, 2)
     runs, costs, refused = dict[Pair, CountedRun](), list[GridCost](), list[AmpError]()
     slower = CLEARLY if len(pairs) <= EVERY_PAIR else 1.0
+    # from few ranks of x and y to many, for as long as more of them do not make a batch clearly slower
     for size in sorted({prod(pair) for pair in pairs}):
         for pair in (pair for pair in pairs if prod(pair) == size):
             try:
@@ -319,6 +320,7 @@ def choose_grid(
     if not costs:
         raise refused[0]
     tried = list[tuple[int, GridCost, CountedRun]]()
+    # the cost of a grid follows from a run of another one, so the grid that is taken is counted as it is
     for cost in costs[:TRIES]:
         found = runs[cost.roles]
         if (found.run.sizes["z"], found.run.sizes["data"]) != (cost.sizes[2], cost.copies):

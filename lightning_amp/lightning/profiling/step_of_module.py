@@ -124,6 +124,7 @@ class StepOfModule:
         steps, step = self._steps, None
         if steps is not None:
             step = steps.choose(self._batch, lambda: self.step_with(()), rates.links)
+        # a choice has counted the step already, with what was chosen
         step = step or self.step()
         self._profiles[_places(())] = step.profile
         row = None if steps is None else STRATEGIES[steps.name]
@@ -168,6 +169,7 @@ class StepOfModule:
 
     def run_with(self, rules: Sequence[Rule], count: Callable[..., T], rows: int | None = None) -> T:
         """What `count(module, batch, batch_size=, around=)` returns while rules are installed."""
+        # on the module itself, of which a copy is counted: chunks that were found once are kept for the next count
         installed = install_rules(self.module, rules, chunks=self._chunk_plans)
         try:
             return self._run(count, rows)

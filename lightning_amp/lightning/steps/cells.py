@@ -122,6 +122,7 @@ class OwnCells(DistributedSampler[Any]):
                     " last sample is read by several of them and counts more than once. With drop_last=True, or another"
                     " batch_size, every sample counts once."
                 )
+            # R batches of the loader are one step of R ranks, of which every R-th cell is read here
             mine = cells[self.rank :: self.num_replicas] or cells[-1:]
             yield mine if self.batched else mine[0]
 

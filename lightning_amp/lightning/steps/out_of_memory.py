@@ -87,6 +87,7 @@ def _place(error: BaseException, module: nn.Module) -> str:
     backward = [_is_backward(frame) for frame in frames]
     line = users_line(error)
     at = f" ({line})" if line else ""
+    # from the innermost: a module's function within a backward pass is one that is computed again
     for k in range(len(frames) - 1, -1, -1):
         owner = frames[k].f_locals.get("self")
         if backward[k]:

@@ -253,6 +253,7 @@ class TrainingStep:
             self._precision.backward(share, self._module, optimizer, *args, **kwargs)
         if self._finite is not None:
             self._finite.check_gradients()
+        # a rank whose memory has ended says so here, before others would wait for its gradients
         self.before_averaging()
         self._gradients.reduce()
         return self._precision.post_backward(loss, self._module)

@@ -87,6 +87,7 @@ class InstalledPlan:
             self._announce()
         self._install(plan)
         self._undo.append(count_replicas_once(self._model, self._mesh))
+        # only now it is known which modules and buffers were replaced
         check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
         self._undo.append(install_steps(module, plan, self._mesh))
         shards = Shards(self._model, self._installed.sharded, self._installed.partial)

@@ -81,6 +81,7 @@ def resolve_plan(
         plan = decide_on_rank_zero(decide, rank=here.rank, broadcast=here.broadcast)
     except PlanError as error:
         raise (PlanError(f"{error}. {'; '.join(notes)}") if notes else error) from None
+    # after the plan was made: rank 0's mistake is raised by its own words, not as a difference between ranks
     facts.compare()
     plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
     if plan.mesh.data * plan.mesh.model != here.n_ranks:
@@ -134,6 +135,7 @@ def _plan_of_module(
         asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds, memory=facts.memory),
     )
     chooses = request.chooses and strategies is None
+    # to profile a technique with steps takes seconds: only where there is something to gain
     if chooses and (found.fits is False or is_slow(found, seen)):
         return in_parts(found, facts)
     return found
@@ -147,10 +149,12 @@ def _plan_of_decoder(
     asked: Sequence[str] | None = strategies
     if strategies is None and request.strategies is not None:
         asked = parse_strategies(request.strategies)
+    # blocks outside are planned on top of the decoder's techniques, not as techniques of the decoder
     if outside and (facts.outside is not None or facts.in_chunks or "chunk" not in outside):
         asked = [name for name in asked or () if name not in outside]
     size = facts.grid_ranks or request.model_parallel_size if model_ranks is None else model_ranks
     make = partial(_without_step, facts, asked, size, steps=facts.steps)
+    # in a run that does not train, and for a leaner plan later in one that does, nothing outside is counted anew
     if facts.outside is None or strategies is not None:
         return _evaluated(make(), facts, None)
     (profile, shape, _), (rates, _), step = facts.read, facts.rates, facts.outside
@@ -263,6 +267,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     if shape.batch_norms:
         # the plan may be of a model without
         plan = with_shared_statistics(plan)
+    # the closed forms of a decoder; what a count of the step says of any other module takes their place below
     predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=plan.axes)
     again = replace(
         plan,

@@ -240,6 +240,7 @@ class AMPStrategy(MeshStrategy):
             any_rank = partial(self.reduce_boolean_decision, all=False)
             check_replicas(self.model, rank=self.global_rank, broadcast=self.broadcast, any_rank=any_rank)
             broadcast_module(self.model)
+        # before there are optimisers, which get the parameters that a plan puts in the place of others
         rescue = self._plan_and_install(trainer, self.model)
         plan, mesh = self.plan, self.mesh
         assert plan is not None, "made before it was installed"
@@ -253,6 +254,7 @@ class AMPStrategy(MeshStrategy):
         averaging, groups_of = self._mesh_of(inner)["data"], partial(self._mesh_of, inner)
         self._shards = shard_fully(plan, self.model, averaging, groups_of, self._shards, fn, self._undo)
         if fn == TrainerFn.FITTING:
+            # after parameters were split: gradients are watched where they are accumulated
             self._step = TrainingStep(
                 module,
                 self.model,
