@@ -87,7 +87,7 @@ class DecoderPlan:
             AmpError: The step cannot be counted.
         """
         more = self.step.count([*self.local, *rules]).peak_bytes - self.alone.predicted_peak_bytes
-        plan = with_rules(self.whole, rules, seconds=seconds)
+        plan = with_rules(self.whole, rules, seconds=seconds) if rules else self.whole
         return replace(
             plan,
             predicted_base_bytes=max(0, plan.predicted_base_bytes + more),

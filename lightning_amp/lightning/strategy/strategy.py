@@ -54,7 +54,6 @@ from lightning_amp.lightning.steps.out_of_memory import explain
 from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import let_segments_grow
-from lightning_amp.lightning.strategy.install_parts import check_split, shard_fully, share_statistics
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
@@ -222,6 +221,9 @@ class AMPStrategy(MeshStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Make ranks equal, plan, install, and only then let the optimisers be made."""
+        # late, for it reaches every technique, which a Trainer does not need
+        from lightning_amp.lightning.strategy.install_parts import check_split, shard_fully, share_statistics
+
         assert self.accelerator is not None, "the Trainer sets the accelerator before setup"
         module = self.lightning_module
         assert self.model is not None, "the Trainer sets the model before setup"
