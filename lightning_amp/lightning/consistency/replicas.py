@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 # the store has no public name
 from lightning_amp._torch import default_store
-from lightning_amp.data.batch_parts import dense_parts, parts_in
+from lightning_amp.data.batch import dense_parts, parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.errors import AmpError, DataError, InstallError, PlanError

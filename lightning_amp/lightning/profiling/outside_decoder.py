@@ -43,7 +43,7 @@ from lightning_amp.techniques.chunk.predict import forms_of, in_chunks
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.recompute.choose import choose, leanest
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import in_order
 
 INSIDE = "it is of the decoder"

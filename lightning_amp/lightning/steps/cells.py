@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_amp.data.batch_parts import parts_in
+from lightning_amp.data.batch import parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 from lightning_amp.lightning._compat import DataConnector, rank_zero_warn

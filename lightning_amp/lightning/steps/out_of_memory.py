@@ -47,9 +47,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_amp.data.batch_parts import tensors_in
-from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
-from lightning_amp.footprint.failed_step import users_line
+from lightning_amp.data.batch import tensors_in
+from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget, users_line
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.lightning._compat import rank_zero_warn

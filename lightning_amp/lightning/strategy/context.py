@@ -24,8 +24,7 @@ from lightning_amp.costs.model_shape import (
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.installing.describe_module import describe, unpredicted
-from lightning_amp.installing.supported import with_unsupported
+from lightning_amp.installing.describe_module import describe, unpredicted, with_unsupported
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.loaders import Cells, cells_per_step
@@ -37,7 +36,7 @@ from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.plan.decoder_only import attention_of, profile_of_module
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.time.model_seconds import on_device
+from lightning_amp.planning.time.step_seconds import on_device
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.techniques.table import (

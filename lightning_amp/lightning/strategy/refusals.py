@@ -34,7 +34,7 @@ from lightning_amp.techniques.pipeline.options import no_pipeline
 from lightning_amp.techniques.pipeline.run.blocks import refuse_batch_statistics
 from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.pipeline.steps.pipelined_steps import refuse_hooks
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import STRATEGIES
 
 LEAVES_LAYERS = (DataParallel, ShareBatchStatistics, BalanceCells)
