@@ -1,4 +1,4 @@
-"""Where memory ends in a training step: say where and what was held, and run the batch again with a leaner plan.
+"""Say where memory ended in a training step and what was held, and run the batch again with a leaner plan.
 
 Nothing watches the operators of a step while it trains, for that takes time. What is known is read from the error
 itself, whose traceback has the functions that ran:

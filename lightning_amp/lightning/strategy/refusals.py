@@ -1,9 +1,9 @@
-"""Refuse, before the first step, a plan that does not fit, and features that would train wrongly with the techniques
-that were installed.
+"""Refuse, before the first step, a plan that does not fit, and features that its techniques would train wrongly.
 
     sharded parameters    loss scaling, which lets a rank skip a step by what its own shard holds; averaged models
     replaced modules      callbacks that have chosen layers already, such as pruning, or copy replaced buffers
     compiled modules      replacing leaves of what torch.compile has wrapped, or of a whole module that it traces
+    stages of a pipeline  what sees all parameters or gradients at once, of which a rank has those of its stages
 
 Optimisers are looked at in checkpoints/shards.py.
 Known limit: callbacks are detected by the name of one of their classes.
