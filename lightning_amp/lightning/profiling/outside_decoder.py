@@ -188,7 +188,7 @@ def within_budget(make: Callable[[int], DecoderPlan], budget: int) -> Plan:
     made = chosen = make(budget)
     step = made.step
     try:
-        step.take()
+        step.take(made.rates)
         found = made.counted()
         if found.predicted_peak_bytes <= budget:
             return made.whole
@@ -213,7 +213,7 @@ def _recomputing(before: Plan, made: DecoderPlan, budget: int) -> Plan:
     best, over = before, before.predicted_peak_bytes - budget
     if over <= 0:
         return before
-    chain = made.outside(made.step.chain_with(made.local, made.rates))
+    chain = made.outside(made.step.chain_with(made.local))
     # the chain and the count differ by the same bytes whatever blocks outside do, so bytes are taken off the chain's
     limit, n_blocks = peak_bytes(chain, ()) - over, len(saved_bytes(chain))
     for _ in range(TRIES):

@@ -119,8 +119,8 @@ class StepOfModule:
             AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
             PlanError: It needs values, and takes more than its limit.
         """
-        self.take()
-        self._rates, self.shared_statistics = rates, shared_statistics
+        self.take(rates)
+        self.shared_statistics = shared_statistics
         steps, step = self._steps, None
         if steps is not None:
             step = steps.choose(self._batch, lambda: self.step_with(()), rates.links)
@@ -178,7 +178,12 @@ class StepOfModule:
 
     def operator_rates(self) -> OperatorRates:
         """Rates of the device that the times of operators follow from."""
-        return operator_rates(self._rates)
+        rates = self._rates
+        return OperatorRates(
+            matmul_flops=rates.matmul_flops,
+            memory_bytes=rates.memory_bytes,
+            overhead_seconds=rates.overhead_seconds,
+        )
 
     def _counted_with(self, rule: Rule) -> CountedStep | str:
         """The step with a rule, or why it cannot have it."""
@@ -228,8 +233,9 @@ class StepOfModule:
             steps=steps,
         )
 
-    def take(self) -> None:
+    def take(self, rates: Rates) -> None:
         """Take one batch, as `profiled` does; for `count` and `chain_with` alone."""
+        self._rates = rates
         self._batch = self._take_batch()
         # what was counted of the batch before says nothing of this one
         self._counts, self._counted_steps, self._steps_with = {}, {}, {}
@@ -250,13 +256,13 @@ class StepOfModule:
         self._profiles[_places(rules)] = self._counts[key]
         return self._counts[key]
 
-    def chain_with(self, rules: Sequence[Rule], rates: Rates) -> Chain:
+    def chain_with(self, rules: Sequence[Rule]) -> Chain:
         """The blocks of the step with rules installed, which are undone; for after `take`.
 
         Raises:
             AmpError: As of `count`.
         """
-        return self.run_with(rules, partial(chain_of, rates=operator_rates(rates)))
+        return self.run_with(rules, partial(chain_of, rates=self.operator_rates()))
 
     def profile_with(self, rules: Sequence[Rule]) -> ModuleProfile | None:
         """What `profiled` or `count` has found last with rules for the same modules; None where none has."""
@@ -297,12 +303,3 @@ def refused_techniques(module: LightningModule, step: CountedStep, *, values: bo
 
 def _places(rules: Sequence[Rule]) -> frozenset[tuple[str, str]]:
     return frozenset((rule.fqn, rule.strategy) for rule in rules)
-
-
-def operator_rates(rates: Rates) -> OperatorRates:
-    """What of a device's rates the time of an operator follows from."""
-    return OperatorRates(
-        matmul_flops=rates.matmul_flops,
-        memory_bytes=rates.memory_bytes,
-        overhead_seconds=rates.overhead_seconds,
-    )
