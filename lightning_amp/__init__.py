@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from lightning_amp.dist.register_shard import register_shard as register_shard
     from lightning_amp.footprint.module_profile import ModuleProfile as ModuleProfile
     from lightning_amp.graph.build_table import register_flow as register_flow
-    from lightning_amp.lightning.callbacks.collect_predictions import (
-        collect_predictions as collect_predictions,
-    )
     from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor as StratumMemoryMonitor
     from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter as PredictionWriter
+    from lightning_amp.lightning.callbacks.predictions import (
+        collect_predictions as collect_predictions,
+    )
     from lightning_amp.lightning.profiling.plan_of_module import ModulePlan as ModulePlan
     from lightning_amp.lightning.strategy.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
@@ -58,7 +58,7 @@ _HOME = {
     "register_signal": "diagnosis.diagnosis",
     "StratumMemoryMonitor": "lightning.callbacks.memory_monitor",
     "PredictionWriter": "lightning.callbacks.prediction_writer",
-    "collect_predictions": "lightning.callbacks.collect_predictions",
+    "collect_predictions": "lightning.callbacks.predictions",
     "AMPStrategy": "lightning.strategy.strategy",
     "GLUE": "models.glue",
     "Change": "techniques.contract.change",

@@ -35,7 +35,7 @@ PRELOADED = (
     "lightning.pytorch",
     "lightning_amp.lightning.strategy.strategy",
     # what a strategy imports late, with pandas and h5py: a second of every rank
-    "lightning_amp.lightning.strategy.plan.install_plan",
+    "lightning_amp.lightning.strategy.install_plan",
     "tests.techniques.sharded_cases",
 )
 """Imported once, by the process that ranks are forks of: seconds for each of them otherwise."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_amp.errors import AmpError
 
-PRELOADED = ("tests.lightning.strategy.strategy_cases", "lightning_amp.lightning.strategy.plan.install_plan")
+PRELOADED = ("tests.lightning.strategy.strategy_cases", "lightning_amp.lightning.strategy.install_plan")
 """Imported once, by the process that ranks are forks of."""
 Found = tuple[str, Any]
 """What a rank answers: "done" and a result, "refused" or "raw" and the error, "hangs"."""

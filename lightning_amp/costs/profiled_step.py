@@ -51,7 +51,7 @@ ALONE = 2**20
 COPIED = 2 * 25 * 2**20
 """Of these there are two buckets at a time."""
 WEIGHT_BYTES = 16
-"""Of the two integers by which ranks agree on how many cells a step has (lightning/steps/cell_weight.py)."""
+"""Of the two integers by which ranks agree on how many cells a step has (lightning/steps/cells.py)."""
 
 
 class CountedWith(Protocol):

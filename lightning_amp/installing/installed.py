@@ -98,20 +98,12 @@ class Installed:
         while self.changes:
             self.changes.pop().take()
 
-    def take_out(self, names: Sequence[str]) -> "Installed":
-        """Undo what lies in some modules; returns it, for `put_back`."""
-        taken = Installed()
-        taken.changes = [change for change in self.changes if lies_in(change.fqn, names)]
+    def take_out(self, names: Sequence[str]) -> None:
+        """Undo what lies in some modules."""
+        taken = [change for change in self.changes if lies_in(change.fqn, names)]
         self.changes = [change for change in self.changes if not lies_in(change.fqn, names)]
-        for change in reversed(taken.changes):
+        for change in reversed(taken):
             change.take()
-        return taken
-
-    def put_back(self, taken: "Installed") -> None:
-        """Put in again what was taken out."""
-        for change in taken.changes:
-            change.put()
-        self.add(taken)
 
     def add(self, other: "Installed") -> None:
         """Count what another one has installed in the same module as of this one; its parameters are known here."""

@@ -1,4 +1,9 @@
-"""Define Lightning's command line with one message per mistake, and a suggestion for a misspelt name."""
+"""Define Lightning's command line: one message per mistake, a suggestion for a misspelt name, checkpoints by a word.
+
+Lightning looks for `--ckpt_path last` in the folder of the run that is about to start, which is a new one where a
+logger numbers its runs. It finds nothing there, warns, and goes on with untrained weights. Here `last` is the newest
+checkpoint that `fit` of the same configuration wrote, in whichever run.
+"""
 
 import argparse
 import difflib
@@ -6,19 +11,20 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning.checkpoints.find_checkpoint import find_checkpoint
 from lightning_amp.lightning.strategy.registration import START_METHODS
 
 CONFIG_USED = "config_used.yaml"
@@ -80,7 +86,14 @@ class CommandLine(LightningCLI):
                     " model, data and trainer; `lightning-amp demo` writes one, demo/config.yaml"
                 ) from None
             raise PlanError(self._told(str(error))) from None
-        _check_strategy(self.config[self.config.subcommand].trainer.strategy)
+        strategy = self.config[self.config.subcommand].trainer.strategy
+        known = ["auto", *StrategyRegistry.available_strategies()]
+        if isinstance(strategy, str) and strategy.lower() not in known:
+            ours = sorted(name for name in known if name.startswith("amp"))
+            raise PlanError(
+                f"strategy {strategy!r} is not supported; allowed are {ours!r} and Lightning's own, such as 'auto' and"
+                f" 'ddp'{meant(strategy, known)}"
+            )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Called by Lightning.
@@ -116,11 +129,14 @@ class CommandLine(LightningCLI):
             return f"{key!r} was set; {verb} has nothing of that name{meant(key, keys)}"
         if found := re.search(r"given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
             path, name = found.groups()
-            return f"{name!r} was given to {path}; it takes {_takes(path)!r}{meant(name, _takes(path))}"
+            home, _, kind = path.rpartition(".")
+            taken = list(inspect.signature(getattr(importlib.import_module(home), kind)).parameters)
+            return f"{name!r} was given to {path}; it takes {taken!r}{meant(name, taken)}"
         if found := re.search(r"given class_path '([\w.]+)':\s+module '([\w.]+)' has no", message):
             path, module = found.groups()
             name = path.rpartition(".")[2]
-            return f"the class {path!r} does not exist; {module!r} has none{meant(name, _names_in(module))}"
+            near = meant(name, dir(importlib.import_module(module)))
+            return f"the class {path!r} does not exist; {module!r} has none{near}"
         return message
 
 
@@ -154,27 +170,68 @@ def _with_class_of_strategy(parser: LightningArgumentParser, words: list[str]) -
     return [*others, *made, *options]
 
 
-def _check_strategy(strategy: object) -> None:
-    known = ["auto", *StrategyRegistry.available_strategies()]
-    if isinstance(strategy, str) and strategy.lower() not in known:
-        ours = sorted(name for name in known if name.startswith("amp"))
-        raise PlanError(
-            f"strategy {strategy!r} is not supported; allowed are {ours!r} and Lightning's own, such as 'auto' and"
-            f" 'ddp'{meant(strategy, known)}"
-        )
-
-
 def meant(name: str, known: Iterable[str]) -> str:
     """The nearest of the known names as the end of a message, nothing where none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f". Did you mean {near[0]!r}?" if near else ""
 
 
-def _takes(path: str) -> list[str]:
-    module, _, name = path.rpartition(".")
-    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    return list(parameters)
+SHOWN = 5
+"""Checkpoints that a refusal lists."""
 
 
-def _names_in(module: str) -> list[str]:
-    return dir(importlib.import_module(module))
+def find_checkpoint(asked: str, trainer: Trainer, same_configuration: Callable[[Path], bool]) -> str:
+    """The path of the checkpoint that is requested; a word that Lightning can resolve, and a path, stay as they are.
+
+    Args:
+        same_configuration: Whether the run whose logs are in a folder had the model and the data of this one.
+
+    Raises:
+        PlanError: There is none.
+    """
+    known = {
+        "last": False,
+        # of a Trainer that has trained in this process
+        "best": bool(getattr(trainer.checkpoint_callback, "best_model_path", None)),
+        "hpc": trainer._checkpoint_connector._hpc_resume_path is not None,
+    }
+    # a path that may be remote or of a registry is left to Lightning
+    if known.get(asked, ":" in asked or Path(asked).exists()):
+        return asked
+    found, others = set(_own(trainer)), set[str]()
+    # those of the runs that the first logger has numbered
+    for logger in trainer.loggers[:1]:
+        runs = Path(logger.save_dir or trainer.default_root_dir, str(logger.name))
+        for path in runs.glob("*/checkpoints/*.ckpt"):
+            (found if same_configuration(path.parent.parent) else others).add(str(path))
+    if asked == "last" and found:
+        return max(found, key=_written)
+    why = {
+        "last": "fit has written no checkpoint of this model and this data",
+        "best": "which one is best is known to the run of fit alone",
+        "hpc": "there is no checkpoint of a run that a cluster interrupted",
+    }.get(asked, "there is no such file")
+    listed = "No checkpoint was found: run `lightning-amp fit` with this configuration and without --ckpt_path first"
+    if found | others:
+        newest = sorted(found or others, key=_written, reverse=True)
+        whose = "this configuration" if found else "other configurations"
+        more = f" and {len(newest) - SHOWN} more" if len(newest) > SHOWN else ""
+        listed = f"Found of {whose}: {', '.join(map(repr, newest[:SHOWN]))}{more}. Name one by its path"
+    raise PlanError(f"--ckpt_path {asked!r}: {why}. {listed}")
+
+
+def _own(trainer: Trainer) -> Iterator[str]:
+    """Checkpoints in folders that the configuration names, and those that Lightning calls the last ones."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            yield from callback._find_last_checkpoints(trainer)
+            folder = Path(callback.dirpath or Path(trainer.default_root_dir, "checkpoints"))
+            if callback.dirpath is not None or not trainer.loggers:
+                yield from map(str, folder.glob("*.ckpt"))
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, OnExceptionCheckpoint) and Path(callback.ckpt_path).exists():
+            yield callback.ckpt_path
+
+
+def _written(path: str) -> float:
+    return float(get_filesystem(path).modified(path).timestamp())

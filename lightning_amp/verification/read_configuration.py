@@ -13,8 +13,8 @@ from lightning_amp.errors import DataError, ModelError
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.command_line import CommandLine
-from lightning_amp.lightning.profiling.example_batch import example_batch
-from lightning_amp.lightning.strategy.plan.same_plan import COMPARED
+from lightning_amp.lightning.profiling.loaders import example_batch
+from lightning_amp.lightning.strategy.context import COMPARED
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
 HERE = (

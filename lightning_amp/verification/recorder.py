@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import common_buffers, differing
-from lightning_amp.lightning.steps.cell_weight import count_cells
+from lightning_amp.lightning.steps.cells import count_cells
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
 

@@ -37,8 +37,8 @@ from lightning_amp.data.batch import parts_in
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.checkpoints.atomic_file import write_state
-from lightning_amp.lightning.steps.cell_weight import count_cells
+from lightning_amp.lightning.checkpoints.write_checkpoint import write_state
+from lightning_amp.lightning.steps.cells import count_cells
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import (
     DTYPES,

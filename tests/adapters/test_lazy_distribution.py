@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.lazy_distribution import LazyLogProb
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.lightning.steps.finite_check import FiniteCheck
+from lightning_amp.lightning.steps.training_step import FiniteCheck
 from lightning_amp.techniques.contract.protocol import find_decoders
 from tests.adapters.foreign_cases import example
 from tests.adapters.higlue_shaped import Copy, Decoder, Foreign

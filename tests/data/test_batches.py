@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torchmetrics import MetricTracker, SumMetric
 
-from lightning_amp.lightning.consistency.same_batch import _print_of
-from lightning_amp.lightning.steps.cell_weight import count_cells
-from lightning_amp.lightning.steps.count_replicas_once import GatherOver, count_replicas_once
+from lightning_amp.lightning.consistency.replicas import _print_of
+from lightning_amp.lightning.steps.cells import GatherOver, count_cells, count_replicas_once
 
 ROWS = [torch.ones(2), torch.ones(3)]
 KINDS: dict[str, Any] = {

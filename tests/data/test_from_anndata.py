@@ -21,7 +21,7 @@ from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.prepare import prepare
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.callbacks.collect_predictions import collect_predictions
+from lightning_amp.lightning.callbacks.predictions import collect_predictions
 from lightning_amp.models.glue import GLUE
 from lightning_amp.profiling.read_profile import profile
 from tests.data.tiny_data import Files, write_all

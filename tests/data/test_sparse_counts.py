@@ -31,8 +31,8 @@ from lightning_amp.data.sparse_counts import SparseCounts, _copies_by_itself
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
-from lightning_amp.lightning.consistency.same_batch import _print_of, make_sure_of_same_batch
-from lightning_amp.lightning.steps.cell_weight import count_cells
+from lightning_amp.lightning.consistency.replicas import _print_of, make_sure_of_same_batch
+from lightning_amp.lightning.steps.cells import count_cells
 from lightning_amp.models.cell_encoder import Encoder
 from lightning_amp.models.decoders.per_feature import NBDecoder
 from lightning_amp.models.glue import GLUE

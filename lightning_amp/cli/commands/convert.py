@@ -24,7 +24,7 @@ def _run(arguments: argparse.Namespace) -> None:
     _check(directory, out, overwrite=arguments.overwrite)
 
     # late: torch takes seconds to load, and mistakes are reported before
-    from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
+    from lightning_amp.lightning.checkpoints.write_checkpoint import convert_checkpoint
 
     convert_checkpoint(directory, out, weights_only=not arguments.trust)
     print(f"wrote {out}")

@@ -4,8 +4,8 @@ A row holds: rank, step (training batches so far), decoder (its name in the modu
 for the whole step), current_bytes (alive when the stratum, or the step, was done), peak_bytes (since the step
 began), predicted_bytes (None without a plan) and rss_bytes (of the process, as the operating system sees it).
 
-Of a module without a decoder the whole step is measured, by module and by kind (step_monitor.py); of a pipeline when
-which micro-batch was computed where, too (schedule_log.py).
+Of a module without a decoder the whole step is measured, by module and by kind (step_files.py); of a pipeline when
+which micro-batch was computed where, too.
 """
 
 import csv
@@ -27,8 +27,13 @@ from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.lightning.callbacks.schedule_log import Ran, write_schedule
-from lightning_amp.lightning.callbacks.step_monitor import StepMeter, module_rows, write_step
+from lightning_amp.lightning.callbacks.step_files import (
+    Ran,
+    StepMeter,
+    module_rows,
+    write_schedule,
+    write_step,
+)
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_decoders
 
 COLUMNS = (

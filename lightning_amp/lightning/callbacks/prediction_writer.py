@@ -34,15 +34,16 @@ from lightning_amp.data.files.write_results import (
 from lightning_amp.data.loading.datamodule import HIC, SingleCellDataModule
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.lightning.callbacks.collect_predictions import (
+from lightning_amp.lightning.callbacks.predictions import (
     Embeddings,
     Parts,
     add_batch,
     describe_run,
+    draw_cells,
+    draw_maps,
     features_of,
     gather,
 )
-from lightning_amp.lightning.callbacks.draw_predictions import draw_cells, draw_maps
 
 RNA = "rna"
 NO_ROWS = np.empty(0, dtype=np.int64)
@@ -227,17 +228,18 @@ class PredictionWriter(pl.Callback):
             self.written.append(path)
 
     def _write_maps(
-        self,
-        maps: Embeddings,
-        sums: dict[str, tuple[int, NDArray[np.float64]]],
-        data: SingleCellDataModule,
+        self, maps: Embeddings, sums: dict[str, tuple[int, NDArray[np.float64]]], data: SingleCellDataModule
     ) -> None:
         if data.layout is None:
             return
         assembly = read_assembly(data.tables[HIC].path)
         if maps:
             self.written += write_imputed(self.out_dir, layout=data.layout, contacts=maps, assembly=assembly)
-            self.remarks += _cells_left_out(len(maps), data.tables[HIC].n_cells)
+            if len(maps) < (n_cells := data.tables[HIC].n_cells):
+                self.remarks.append(
+                    f"imputed.scool holds {len(maps)} of {n_cells} Hi-C cells; all with contact_map_cells: {n_cells}"
+                    " under PredictionWriter, chosen ones with a list of their names"
+                )
         if self.celltype_key is not None and not sums:
             self.remarks.append(
                 f"no pseudobulk is written: it requires a model with impute, and {self.celltype_key!r} in obs of Hi-C"
@@ -275,15 +277,6 @@ class PredictionWriter(pl.Callback):
 
 def _types(tables: dict[str, pd.DataFrame], key: str | None) -> dict[str, NDArray[np.str_]]:
     return {name: labels_of(obs, celltype_column(obs, key)) for name, obs in tables.items()}
-
-
-def _cells_left_out(n_imputed: int, n_cells: int) -> list[str]:
-    if n_imputed == n_cells:
-        return []
-    return [
-        f"imputed.scool holds {n_imputed} of {n_cells} Hi-C cells; all with contact_map_cells: {n_cells} under"
-        " PredictionWriter, chosen ones with a list of their names"
-    ]
 
 
 def _agreement(embeddings: Embeddings, tables: dict[str, pd.DataFrame], key: str | None = None) -> list[str]:

@@ -149,10 +149,9 @@ def open_directory(
     skeleton, metadata = _safely(path, META, read_meta), _safely(path, TORCH_META, read_metadata)
     if BULK[0] not in skeleton:
         raise DataError(
-            f"cannot load {str(path)!r}: its {META!r} has {sorted(map(str, skeleton))!r} and not "
-            f"{BULK[0]!r}, so another strategy has written it; load it with that strategy, or "
-            "convert it with Lightning's `python -m "
-            "lightning.pytorch.utilities.consolidate_checkpoint`"
+            f"cannot load {str(path)!r}: its {META!r} has {sorted(map(str, skeleton))!r} and not {BULK[0]!r}, so"
+            " another strategy has written it; load it with that strategy, or convert it with Lightning's `python -m"
+            " lightning.pytorch.utilities.consolidate_checkpoint`"
         )
     _check_files(path, metadata)
 
@@ -216,10 +215,9 @@ def _safely(path: Path, name: str, read: Callable[[], Any]) -> Any:
         if not unsafe:
             raise _damaged(path, f"has no file {name!r} that can be read: {error!r}") from error
         raise DataError(
-            f"cannot read the sharded checkpoint {str(path)!r}: its file {name!r} contains "
-            f"{unsafe[1]!r}, which is neither torch's nor a plain value, and could run code. If you "
-            "trust its author, use Trainer.fit(..., weights_only=False), or `lightning-amp convert "
-            "--trust`"
+            f"cannot read the sharded checkpoint {str(path)!r}: its file {name!r} contains {unsafe[1]!r}, which is"
+            " neither torch's nor a plain value, and could run code. If you trust its author, use Trainer.fit(...,"
+            " weights_only=False), or `lightning-amp convert --trust`"
         ) from error
 
 

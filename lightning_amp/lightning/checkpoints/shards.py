@@ -32,7 +32,7 @@ from lightning_amp.errors import DataError, InstallError, PlanError
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements
 from lightning_amp.lightning.checkpoints.read_directory import Stored, fill
-from lightning_amp.lightning.checkpoints.write_directory import Part
+from lightning_amp.lightning.checkpoints.write_checkpoint import Part
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
 from lightning_amp.techniques.contract.units import Units
 from lightning_amp.techniques.ranks import collectives
@@ -99,9 +99,8 @@ class Shards:
         """Refuse, with a PlanError, a backward outside of a fit: nobody completes gradients that lie on other ranks."""
         if self.partial or self._held():
             raise PlanError(
-                "manual_backward was called outside of a fit; only in a fit are the gradients of this "
-                "plan, which lie on several ranks, put together: use model_parallel_size=1, and no "
-                "fsdp, for this run"
+                "manual_backward was called outside of a fit; only in a fit are the gradients of this plan, which lie"
+                " on several ranks, put together: use model_parallel_size=1, and no fsdp, for this run"
             )
 
     def saved_state(self, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
@@ -133,7 +132,13 @@ class Shards:
         def saved(one: ShardedParameter, values: dict[str, Any]) -> dict[str, Any]:
             own = _of_elements(one, values)
             for name, value in own.items():
-                _check_elementwise(optimizer, one, value, name)
+                if value.shape != one.shard.shape:
+                    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+                    raise InstallError(
+                        f"the optimizer {kind!r} keeps {name!r} of shape {tuple(value.shape)!r} for a shard of shape"
+                        f" {tuple(one.shard.shape)!r}; only an optimizer that keeps elementwise state can train what"
+                        f" {one.technique} splits over ranks: use another one, or leave {one.technique} out"
+                    )
             return values | {n: self._saved(one, value, in_parts=in_parts) for n, value in own.items()}
 
         return self._converted(optimizer, state, saved)
@@ -200,6 +205,7 @@ class Shards:
         # of no gradients the norm is in single precision
         norms = [get_total_norm(rest)] if rest or not among else []
         if among:
+            # shards are parts of one vector: squares are summed over the ranks, and the root is taken of the sum
             own = get_total_norm([grad for grad in self._gradients(among) if grad.numel()])
             own = own.to(device=among[0].mesh.device_type, dtype=among[0].whole.dtype)
             over_ranks = collectives.all_reduce(among[0].mesh, own**2) ** 0.5
@@ -227,6 +233,7 @@ class Shards:
             self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in optimizers if complete
         ]
         restore(list(dict.fromkeys(held.values())), complete=complete)
+        # whole parameters first: torch compares a state with the shapes of the parameters that it is for
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["params"] = [held[id(p)].whole if id(p) in held else p for p in group["params"]]
         for optimizer, state in zip(optimizers, states, strict=False):
@@ -328,10 +335,9 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
             coupled = mixes_elements(optimizer, flat=any(parameter.in_place for parameter in sharded))
         if coupled is None:
             rank_zero_warn(
-                f"The optimizer {type(optimizer).__name__!r} was given parameters that {_who(sharded)}"
-                " splits over ranks, and it could not be tried whether it mixes a parameter's elements: if"
-                f" it does, the result differs from that on one device. Leave {_who(sharded)} out if you do"
-                " not know."
+                f"The optimizer {type(optimizer).__name__!r} was given parameters that {_who(sharded)} splits over"
+                " ranks, and it could not be tried whether it mixes a parameter's elements: if it does, the result"
+                f" differs from that on one device. Leave {_who(sharded)} out if you do not know."
             )
         if coupled:
             raise InstallError(
@@ -356,16 +362,6 @@ def restore(sharded: Sequence[Any], *, complete: bool) -> None:
             f"The run ended early, and {len(lost)} parameters, of shapes such as {sizes[:3]!r}, which {_who(lost)} had"
             " split over the ranks, could not be collected: what other ranks have trained is nan now. Load a checkpoint"
             " before you use the module."
-        )
-
-
-def _check_elementwise(optimizer: Any, parameter: ShardedParameter, value: Tensor, name: str) -> None:
-    if value.shape != parameter.shard.shape:
-        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
-        raise InstallError(
-            f"the optimizer {kind!r} keeps {name!r} of shape {tuple(value.shape)!r} for a shard"
-            f" of shape {tuple(parameter.shard.shape)!r}; only an optimizer that keeps elementwise state can train"
-            f" what {_who([parameter])} splits over ranks: use another one, or leave {_who([parameter])} out"
         )
 
 

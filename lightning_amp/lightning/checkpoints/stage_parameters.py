@@ -155,23 +155,21 @@ class StageParameters(Shards):
         for i, held in enumerate(shared):
             users = tuple(rank for rank in range(n) if reached[rank][i])
             if held.ranks is None and users:
-                self._decide(held, users)
+                held.ranks = users
+                if self._rank not in users:
+                    # after a resume it has state from the file
+                    for optimizer in self._optimizers:
+                        optimizer.state.pop(held.whole, None)
+                    held.free()
             if held.ranks is not None and len(held.ranks) > 1 and users and self._rank in held.ranks:
                 self._sum(held, held.ranks, tag=i)
-
-    def _decide(self, held: Held, users: tuple[int, ...]) -> None:
-        held.ranks = users
-        if self._rank not in users:
-            # after a resume it has state from the file
-            for optimizer in self._optimizers:
-                optimizer.state.pop(held.whole, None)
-            held.free()
 
     def _sum(self, held: Held, ranks: tuple[int, ...], *, tag: int) -> None:
         group = self._model.get_group()
         first, *others = (dist.get_global_rank(group, rank) for rank in ranks)
         own = held.whole
         own.grad = grad = torch.zeros_like(own) if own.grad is None else own.grad.contiguous()
+        # one rank adds, in the order of the ranks, and sends the sum back: all have the same bits
         if dist.get_rank() != first:
             dist.send(grad, first, group=group, tag=tag)
             dist.recv(grad, first, group=group, tag=tag)
@@ -235,7 +233,10 @@ class StageParameters(Shards):
     ) -> dict[str, Any]:
         """An optimiser's state with that of every rank's parameters, a collective."""
         everyones: list[Any] = [None] * self._model.size()
-        own = {i: {k: _on_cpu(v) for k, v in values.items()} for i, values in state["state"].items()}
+        own = {
+            i: {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in values.items()}
+            for i, values in state["state"].items()
+        }
         dist.all_gather_object(everyones, own, group=self._model.get_group())
         merged: dict[Any, Any] = {}
         of_parameter = self._held()
@@ -268,7 +269,3 @@ def _owners(module: nn.Module, ranks: Mapping[int, int]) -> dict[int, set[int | 
 
     walk(module, None)
     return found
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value

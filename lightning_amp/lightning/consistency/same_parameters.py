@@ -47,11 +47,27 @@ Difference = tuple[str, float, list[int]]
 
 SHARE_STATISTIC = (
     "Before a running statistic is changed, sum its terms and its number of samples over the ranks, with"
-    " torch.distributed.all_reduce, or in a LightningModule self.trainer.strategy.reduce(...,"
-    " reduce_op='sum'); or let all ranks read the same samples, with model_parallel_size=devices where the"
-    " model has a decomposed decoder"
+    " torch.distributed.all_reduce, or in a LightningModule self.trainer.strategy.reduce(..., reduce_op='sum'); or let"
+    " all ranks read the same samples, with model_parallel_size=devices where the model has a decomposed decoder"
 )
 """What to do about a buffer of the rank's own cells."""
+ADVICE = {
+    "parameters": (
+        "A rank changes parameters by values that the other ranks do not have: a norm of gradients taken by hand where"
+        " the plan splits parameters (trainer.strategy.gradient_norm() is the same on all), torch.autograd.grad inside"
+        " a split decoder, or its own samples or random numbers. lightning-amp verify compares with one device"
+    ),
+    "batch statistics": (
+        "Ranks share them, and nothing that a training step computes makes them differ: unless your code writes into"
+        " these buffers on some ranks only, this is a fault of lightning_amp; please report it, and train with"
+        " strategies='S1' until then"
+    ),
+    "buffers": (
+        "A rank has changed them from its own samples or random numbers, as a running statistic of the batch is"
+        f" changed. {SHARE_STATISTIC}. lightning-amp verify says what it does to the loss"
+    ),
+}
+"""What makes ranks differ in each of these, and what to do."""
 
 
 def warn_of_differences(
@@ -67,7 +83,6 @@ def warn_of_differences(
     """Warn where ranks no longer have the parameters and buffers that they should have in common; all ranks call it.
 
     Args:
-        module: With the same parameters and buffers, by name, on every rank.
         sharded: Parameters of which a rank of the model axis has its shard.
         mesh: With the axes "data" and "model".
         apart: Whether parameters are on some ranks of the model axis only, and on the device "meta" elsewhere.
@@ -89,34 +104,22 @@ def warn_of_differences(
         rows = {name: local(p) for name, p in module.named_parameters() if is_split(p)}
         found += differing(rows, groups, {id(row) for row in rows.values()})
         named |= rows
-    if parameters := [row for row in found if row[0] in named]:
-        rank_zero_warn(
-            f"{_told('parameters', parameters, step)} A rank changes parameters by values that the other"
-            " ranks do not have: a norm of gradients taken by hand where the plan splits parameters"
-            " (trainer.strategy.gradient_norm() is the same on all), torch.autograd.grad inside a split"
-            " decoder, or its own samples or random numbers. lightning-amp verify compares with one device"
-        )
-    parts_of = dict(module.named_modules())
-    shared = [row for row in found if row[0] not in named and is_shared(parts_of[row[0].rpartition(".")[0]])]
-    if shared:
-        rank_zero_warn(
-            f"{_told('batch statistics', shared, step)} Ranks share them, and nothing that a training step"
-            " computes makes them differ: unless your code writes into these buffers on some ranks only,"
-            " this is a fault of lightning_amp; please report it, and train with strategies='S1' until then"
-        )
-    if buffers := [row for row in found if row[0] not in named and row not in shared]:
-        rank_zero_warn(
-            f"{_told('buffers', buffers, step)} A rank has changed them from its own samples or random numbers, as a"
-            f" running statistic of the batch is changed. {SHARE_STATISTIC}. lightning-amp verify says what it does to"
-            " the loss"
-        )
+    parts_of, of_kind = dict(module.named_modules()), {kind: list[Difference]() for kind in ADVICE}
+    for row in found:
+        kind = "parameters"
+        if row[0] not in named:
+            kind = "batch statistics" if is_shared(parts_of[row[0].rpartition(".")[0]]) else "buffers"
+        of_kind[kind].append(row)
+    for kind, rows_of_kind in of_kind.items():
+        if rows_of_kind:
+            rank_zero_warn(
+                f"after step {step}, {_named(rows_of_kind, kind)}. These ranks train different models, and a checkpoint"
+                f" has the first one's. {ADVICE[kind]}"
+            )
 
 
 def refuse_own_statistics(module: nn.Module, mesh: DeviceMesh, *, apart: bool = False) -> None:
     """Refuse buffers that a rank has changed from its own cells in the first step; all ranks call it.
-
-    Args:
-        module, mesh, apart: As for `warn_of_differences`.
 
     Raises:
         PlanError: On all ranks.
@@ -142,13 +145,6 @@ def _of_stages(held: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[int]]
     found = {name: torch.zeros(()) if tensor.is_meta else tensor for name, tensor in held.items()}
     somewhere = zip(found.values(), absent.tolist(), strict=True)
     return found, {id(tensor) for tensor, missing in somewhere if missing}
-
-
-def _told(what: str, found: list[Difference], step: int) -> str:
-    return (
-        f"after step {step}, {_named(found, what)}. These ranks train different models, and a checkpoint has the first"
-        " one's."
-    )
 
 
 def _named(found: list[Difference], what: str = "buffers") -> str:
@@ -192,6 +188,7 @@ def differing(
         """The mesh is row-major: ranks along its first axis have the same remainder."""
         return rank % inner if id(named[i][1]) in parts else 0
 
+    # a print says that some bit differs and not how far: that is asked of suspects alone
     suspects = [
         i
         for i in range(len(named))

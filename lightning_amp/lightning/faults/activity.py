@@ -197,40 +197,21 @@ def _doing(frames: Iterable[_Frame], trainer: pl.Trainer | None) -> Doing:
             hook = "the data loader"
         if not hook and name in HOOKS:
             hook = name
+    if trainer is None:
+        return Doing(hook=hook, where=where, waiting=waiting)
+    module, epoch_loop, place = trainer.lightning_module, trainer.fit_loop.epoch_loop, ""
+    if trainer.state.stage is not None:
+        place = str(trainer.state.stage.value)
+        if place == "train":
+            place = f"epoch {trainer.current_epoch}, batch {max(0, epoch_loop.batch_idx)}"
+    # of all loops, so that a batch of whichever is progress
+    loops = (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     return Doing(
-        hook=hook or _noted_hook(trainer),
+        # where the stack has none, the hook that Lightning has noted for `self.log`
+        hook=hook or ("" if module is None else module._current_fx_name or ""),
         where=where,
         waiting=waiting,
-        place=_place(trainer),
-        batches=_batches(trainer),
-        unwinding=trainer is not None and trainer.interrupted,
+        place=place,
+        batches=sum(int(loop.batch_progress.total.ready) for loop in loops),
+        unwinding=trainer.interrupted,
     )
-
-
-def _noted_hook(trainer: pl.Trainer | None) -> str:
-    """The hook that Lightning has noted for `self.log`."""
-    module = None if trainer is None else trainer.lightning_module
-    return "" if module is None else module._current_fx_name or ""
-
-
-def _place(trainer: pl.Trainer | None) -> str:
-    if trainer is None or trainer.state.stage is None:
-        return ""
-    stage = str(trainer.state.stage.value)
-    if stage != "train":
-        return stage
-    return f"epoch {trainer.current_epoch}, batch {max(0, trainer.fit_loop.epoch_loop.batch_idx)}"
-
-
-def _batches(trainer: pl.Trainer | None) -> int:
-    """Of all loops, so that a batch of whichever is progress."""
-    if trainer is None:
-        return 0
-    loops = (
-        trainer.fit_loop.epoch_loop,
-        trainer.fit_loop.epoch_loop.val_loop,
-        trainer.validate_loop,
-        trainer.test_loop,
-        trainer.predict_loop,
-    )
-    return sum(int(loop.batch_progress.total.ready) for loop in loops)

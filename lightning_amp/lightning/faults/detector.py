@@ -212,6 +212,7 @@ class Detector:
         messages = link.receive()
         for message in messages or ():
             if isinstance(who, Link):
+                # whoever connects first says the token of the run: a stranger on the port is not heard
                 if message.get("token") != self._token:
                     messages = None
                     break
@@ -282,7 +283,15 @@ class Detector:
         seen = self._seen[rank]
         how = "ended without a word"
         if 0 < rank <= len(self._children):
-            how = _how_ended(self._children[rank - 1])
+            try:
+                status = self._children[rank - 1].wait(timeout=0.5)
+                how = (
+                    f"was ended by {signal.Signals(-status).name}"
+                    if status < 0
+                    else f"ended with status {status}"
+                )
+            except subprocess.TimeoutExpired:
+                how = "closed its connection"
         what = (
             f"{how}; {time.monotonic() - seen.heard:.1f} s before it was {seen.doing}. It was killed from outside,"
             " or by the kernel for want of memory"
@@ -346,11 +355,3 @@ def say(text: str) -> None:
 def _flush() -> None:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-
-
-def _how_ended(child: "subprocess.Popen[Any]") -> str:
-    try:
-        status = child.wait(timeout=0.5)
-    except subprocess.TimeoutExpired:
-        return "closed its connection"
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

@@ -32,14 +32,14 @@ from lightning_amp.lightning.faults.activity import (
     this_host,
 )
 from lightning_amp.lightning.faults.detector import EXIT_STATUS, GRACE_S, Detector, Limits, say
-from lightning_amp.lightning.faults.interrupt import (
+from lightning_amp.lightning.faults.launchers import (
+    OF_ALL_RANKS,
     STARTED_BY,
     STATUS_OF_SIGTERM,
     InterruptibleLauncher,
     how_to_resume,
 )
-from lightning_amp.lightning.faults.link import Link, connect, listen
-from lightning_amp.lightning.faults.one_message import OF_ALL_RANKS
+from lightning_amp.lightning.faults.link import connect, listen
 
 CONNECT_S = 20.0
 LOOK_S = 0.5
@@ -90,7 +90,10 @@ class FailureWatch:
 
     def _end_with(self, process: int, over: threading.Event) -> None:
         while not over.wait(LOOK_S):
-            if _has_ended(process):
+            try:
+                if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
+                    break
+            except psutil.NoSuchProcess:
                 break
         else:
             return
@@ -118,9 +121,16 @@ class FailureWatch:
         listener = listen(address) if first else None
         port = listener.getsockname()[1] if listener else 0
         port, token = strategy.broadcast((port, secrets.token_hex(16)))
-        link = None if first else _link_to_first(address, port, rank=strategy.global_rank)
-        if link is None and not first:
-            return
+        link = None
+        if not first:
+            try:
+                link = connect(address, port, timeout=CONNECT_S)
+            except OSError as error:
+                say(
+                    f"rank {strategy.global_rank} cannot reach rank 0's failure detector at {address}:{port} ({error});"
+                    " the end of another rank is noticed only by the process group, within its timeout"
+                )
+                return
         self._detector = Detector(
             strategy.global_rank,
             partial(doing_as_noted, trainer),
@@ -215,6 +225,7 @@ class FailureWatch:
             for process in self._adopt():
                 _end(process)
             return
+        # a broken collective is the consequence of another rank's end, of which the word may be on its way
         fault = self._detector.cause() if is_of_communication(exception) else self._detector.fault
         # these are raised on every rank with the same text, which has all that a person needs
         of_all = isinstance(exception, OF_ALL_RANKS)
@@ -223,12 +234,11 @@ class FailureWatch:
                 self._blame(exception, fault)
             return
         doing = doing_of_exception(exception, self._trainer)
-        own = Fault(
-            rank=rank,
-            host=this_host(),
-            what=_what(exception, str(doing)),
-            asked=isinstance(exception, KeyboardInterrupt),
-        )
+        what = f"failed {doing}: {text_of(exception)}"
+        if isinstance(exception, SIGTERMException | KeyboardInterrupt):
+            signalled = isinstance(exception, SIGTERMException)
+            what = f"{'received SIGTERM' if signalled else 'was interrupted'} {doing}"
+        own = Fault(rank=rank, host=this_host(), what=what, asked=isinstance(exception, KeyboardInterrupt))
         self._detector.tell(own)
         if not of_all:
             over = self._detector.ended_ranks() if is_of_communication(exception) else []
@@ -265,38 +275,12 @@ class FailureWatch:
         self._adopted = None
 
 
-def _has_ended(process: int) -> bool:
-    try:
-        return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
-
-
 def _end(process: "subprocess.Popen[Any]") -> None:
     process.terminate()
     try:
         process.wait(timeout=GRACE_S)
     except subprocess.TimeoutExpired:
         process.kill()
-
-
-def _link_to_first(address: str, port: int, *, rank: int) -> Link | None:
-    try:
-        return connect(address, port, timeout=CONNECT_S)
-    except OSError as error:
-        say(
-            f"rank {rank} cannot reach rank 0's failure detector at {address}:{port} ({error}); the end of another rank"
-            " is noticed only by the process group, within its timeout"
-        )
-        return None
-
-
-def _what(exception: BaseException, doing: str) -> str:
-    if isinstance(exception, SIGTERMException):
-        return f"received SIGTERM {doing}"
-    if isinstance(exception, KeyboardInterrupt):
-        return f"was interrupted {doing}"
-    return f"failed {doing}: {text_of(exception)}"
 
 
 def _requeues_on_sigterm(environment: ClusterEnvironment | None) -> bool:

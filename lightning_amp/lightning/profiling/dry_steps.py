@@ -1,10 +1,15 @@
-"""Run a technique's steps as rank 0 of a model axis without other ranks, to count what that rank holds and sends."""
+"""Run a technique's steps as rank 0 of a model axis without other ranks: count what it holds and sends, choose a grid.
+
+One forward pass finds the layouts for all pairs (x, y), one dry run of each pair says what a rank computes, sends and
+holds; the rest of a grid follows from that (grid_seconds.py). The grid that is taken is counted as it is.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from importlib import import_module
+from math import prod
 from types import MethodType
 from typing import Any
 
@@ -15,12 +20,19 @@ from lightning_amp.costs.rule import Spec
 from lightning_amp.dist.splits import MeshAxis, Sent
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.chain.chain_of import CountedStep
-from lightning_amp.lightning.profiling.choose_grid import choose_grid
 from lightning_amp.planning.plan.plan import Explanation, Plan
-from lightning_amp.quantities import format_bytes
+from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.table import STRATEGIES, targets_of, with_steps
-from lightning_amp.techniques.tensor3d.grid_seconds import Message, sent_seconds
+from lightning_amp.techniques.tensor3d.grid_seconds import (
+    DryRun,
+    GridCost,
+    Message,
+    factorings,
+    grid_cost,
+    ranked,
+    sent_seconds,
+)
 
 MOST_SHOWN = 2
 """Operators that send most, by name."""
@@ -49,9 +61,6 @@ class DrySteps:
         sent: Collectives that rank 0 would have issued for the last batch.
         axis: The model axis of a dry run, in which nothing is sent.
         notes: Notes on the choice.
-
-    Args:
-        name, spec, ranks, run_ranks, budget, chosen: As above.
     """
 
     def __init__(
@@ -64,7 +73,8 @@ class DrySteps:
         budget: int | None = None,
         chosen: bool = True,
     ) -> None:
-        self.name, self.spec, self.ranks, self.chosen = name, spec, ranks, chosen
+        self.name, self.ranks, self.chosen = name, ranks, chosen
+        self.spec: Any = spec
         self.run_ranks, self.budget = ranks if run_ranks is None else run_ranks, budget
         self.sent: list[Sent] = []
         self.notes: tuple[str, ...] = ()
@@ -82,10 +92,6 @@ class DrySteps:
         budget: int | None = None,
     ) -> "DrySteps | None":
         """Of the strategy that has steps, with the options that a person has given; None where there is none.
-
-        Args:
-            strategies, options: As of a request.
-            ranks, run_ranks, budget: As of the attributes.
 
         Raises:
             PlanError: An option outside what is allowed.
@@ -135,9 +141,7 @@ class DrySteps:
         that it has for a batch; returns the step with it, where it was counted last.
 
         Args:
-            batch: The first one.
             count: Counts the step with the spec of the moment.
-            links: Between the ranks.
 
         Raises:
             ShardError: The step can be run with none of them.
@@ -184,54 +188,42 @@ class DrySteps:
 
     def sent_notes(self) -> Iterator[str]:
         """What rank 0 sends in one batch, and a warning of operators that gather much of it."""
-        yield Explanation(self._note())
-        forward = [one for one in self.sent if not one.backward]
-        moved = Counter[str]()
-        for one in forward:
-            moved[one.why] += one.n_bytes * one.moves
-        if STRATEGIES[self.name].data_axis and moved.total() > MOST_MOVED * sum(s.n_bytes for s in forward):
-            named = ", ".join(f"{why} ({format_bytes(n)})" for why, n in moved.most_common(MOST_SHOWN) if n)
-            yield (
-                f"{format_bytes(moved.total())} of the {format_bytes(sum(s.n_bytes for s in forward))} that a forward"
-                f" pass sends are for operators that need features whole, which is exact and slow: {named}"
-            )
-
-    def _note(self) -> str:
+        row, by_operator, moved = STRATEGIES[self.name], Counter[str](), Counter[str]()
         if not self.sent:
-            return f"{self.name} sends nothing over the model axis but gradients"
-        kinds = Counter(one.kind for one in self.sent)
-        told = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())
-        by_operator = Counter[str]()
+            yield Explanation(f"{self.name} sends nothing over the model axis but gradients")
+            return
+        forward_bytes = sum(one.n_bytes for one in self.sent if not one.backward)
         for one in self.sent:
             by_operator[one.why] += one.n_bytes
-        most = ", ".join(
-            f"{format_bytes(n)} for {why}" for why, n in by_operator.most_common(MOST_SHOWN) if why
+            moved[one.why] += 0 if one.backward else one.n_bytes * one.moves
+        kinds = Counter(one.kind for one in self.sent).most_common()
+        most = [f"{format_bytes(n)} for {why}" for why, n in by_operator.most_common(MOST_SHOWN) if why]
+        told = (
+            ", ".join(f"{n} {kind}" for kind, n in kinds) + f"){'; most: ' if most else ''}{', '.join(most)}"
         )
-        most = f"; most: {most}" if most else ""
-        whole = format_bytes(sum(one.n_bytes for one in self.sent))
-        if STRATEGIES[self.name].data_axis:
-            return f"over its grid a rank sends {whole} a batch ({told}){most}"
-        return f"over the model axis a rank sends {whole} a batch in addition to gradients ({told}){most}"
+        whole = format_bytes(by_operator.total())
+        if row.data_axis:
+            yield Explanation(f"over its grid a rank sends {whole} a batch ({told}")
+        else:
+            yield Explanation(
+                f"over the model axis a rank sends {whole} a batch in addition to gradients ({told}"
+            )
+        if row.data_axis and moved.total() > MOST_MOVED * forward_bytes:
+            named = ", ".join(f"{why} ({format_bytes(n)})" for why, n in moved.most_common(MOST_SHOWN) if n)
+            yield (
+                f"{format_bytes(moved.total())} of the {format_bytes(forward_bytes)} that a forward pass sends are for"
+                f" operators that need features whole, which is exact and slow: {named}"
+            )
 
 
 def put_steps(module: LightningModule, name: str, spec: Spec, mesh: Any) -> Callable[[], None]:
-    """Put the steps of a technique in the place of a module's; returns what undoes it.
-
-    Args:
-        name, spec: Of the technique.
-        mesh: The ranks of the model axis.
-    """
+    """Put the steps of a technique in the place of a module's; returns what undoes it."""
     changed: dict[str, Any] = import_module(STRATEGIES[name].steps).install(module, spec, mesh)
     return put_methods(module, changed)
 
 
 def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:
     """The plan with what a request, a plan or the first batch says of how the technique is done.
-
-    Args:
-        plan: Without it.
-        steps: The technique; None without one.
-        why: The step could not be counted.
 
     Raises:
         PlanError: Nobody has said it.
@@ -249,3 +241,140 @@ def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:
         )
     rules = (replace(rule, spec=steps.spec) if rule.strategy == steps.name else rule for rule in plan.rules)
     return replace(plan, rules=tuple(rules))
+
+
+SHOWN = 5
+"""Grids by name."""
+EVERY_PAIR = 15
+"""Pairs (x, y), as of 16 ranks, of which those of more ranks are run until they are clearly slower; of more pairs until
+they are slower at all."""
+CLEARLY = 2.0
+TRIES = 4
+"""Grids that are counted as they are, where the peak of the one before exceeds the budget."""
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedRun:
+    """A dry run with what was counted in it."""
+
+    run: DryRun
+    step: CountedStep
+    sent: list[Sent]
+
+
+def choose_grid(
+    steps: "DrySteps",
+    technique: Any,
+    look: Callable[[Mapping[str, Callable[..., Any]]], None],
+    count: Callable[[], CountedStep],
+    links: Links,
+) -> tuple[CountedStep, tuple[str, ...]]:
+    """Set the grid and the model axis of `steps`; returns the step with it, and notes on the choice.
+
+    Args:
+        technique: The module of a technique with `layouts` and `on_grid`.
+        look, count: As of `DrySteps.choose`.
+
+    Raises:
+        AmpError: The step can be run on no grid.
+    """
+    spec = steps.spec
+    given = spec.sizes if spec.grid else None
+    ranks, budget = steps.run_ranks, steps.budget
+    grids = [
+        grid
+        for grid in factorings(ranks)
+        if (grid[:3] == given if given else prod(grid[:3]) > 1 or ranks == 1)
+    ]
+    pairs = sorted({pair for x, y, *_ in grids for pair in ((x, y), (y, x))}, key=lambda p: (prod(p), p))
+    layouts: dict[Pair, str] = technique.layouts(pairs, look)
+
+    def counted(sizes: tuple[int, int, int], copies: int, own: str) -> CountedRun:
+        steps.spec = technique.on_grid(spec, sizes, own, exchanged=False)
+        steps.ranks, steps.run_ranks = steps.spec.model_ranks, prod(sizes) * copies
+        step = count()
+        of_axes = dict(zip(("x", "y", "z", "data"), (*sizes, copies), strict=True))
+        run = DryRun(
+            sizes=of_axes, seconds=step.chain.seconds, messages=steps.messages(), profile=step.profile
+        )
+        return CountedRun(run=run, step=step, sent=list(steps.sent))
+
+    # where z and the copies are open, two of each show what they send
+    z, copies = (given[2], ranks // prod(given)) if given else (2, 2)
+    runs, costs, refused = dict[Pair, CountedRun](), list[GridCost](), list[AmpError]()
+    slower = CLEARLY if len(pairs) <= EVERY_PAIR else 1.0
+    # from few ranks of x and y to many, for as long as more of them do not make a batch clearly slower
+    for size in sorted({prod(pair) for pair in pairs}):
+        for pair in (pair for pair in pairs if prod(pair) == size):
+            try:
+                runs[pair] = counted((*pair, z), copies, layouts[pair])
+            except AmpError as error:
+                refused.append(error)
+        level = ranked(_costs(grids, runs, size, links), budget)
+        costs = ranked([*costs, *level], budget)
+        fits = costs and (budget is None or costs[0].peak_bytes <= budget)
+        if fits and level and min(one.batch_seconds for one in level) > slower * costs[0].batch_seconds:
+            break
+    if not costs:
+        raise refused[0]
+    tried = list[tuple[int, GridCost, CountedRun]]()
+    # the cost of a grid follows from a run of another one, so the grid that is taken is counted as it is
+    for cost in costs[:TRIES]:
+        found = runs[cost.roles]
+        if (found.run.sizes["z"], found.run.sizes["data"]) != (cost.sizes[2], cost.copies):
+            found = counted((*cost.roles, cost.sizes[2]), cost.copies, layouts[cost.roles])
+        tried.append((max(found.step.profile.peak_bytes, found.step.profile.first_bytes), cost, found))
+        # of those that are not expected to fit the first needs least
+        if budget is None or tried[-1][0] <= budget or cost.peak_bytes > budget:
+            break
+    fits = budget is None or tried[-1][0] <= budget
+    _, cost, found = tried[-1] if fits else min(tried, key=lambda one: one[0])
+    steps.spec = technique.on_grid(spec, cost.sizes, layouts[cost.roles], exchanged=cost.exchanged)
+    steps.ranks, steps.run_ranks = steps.spec.model_ranks, ranks
+    other = {"x": "y", "y": "x"} if cost.exchanged else {}
+    steps.sent[:] = [one._replace(axis=other.get(one.axis, one.axis)) for one in found.sent]
+    return found.step, tuple(map(Explanation, _notes(cost, costs, budget, n_grids=len(grids))))
+
+
+def _costs(
+    grids: list[tuple[int, int, int, int]], runs: Mapping[Pair, CountedRun], size: int, links: Links
+) -> list[GridCost]:
+    """Of all grids with so many ranks of x and y, in both deals of roles."""
+    return [
+        grid_cost(runs[pair].run, z, copies, links, exchanged=exchanged)
+        for x, y, z, copies in grids
+        for exchanged, pair in ((False, (x, y)), (True, (y, x)))
+        if x * y == size and pair in runs
+    ]
+
+
+def _notes(chosen: GridCost, costs: list[GridCost], budget: int | None, *, n_grids: int) -> Iterator[str]:
+    """The first grids, each in a line, and why the chosen one won."""
+    exchanged = (
+        "; its layers split features over y where those of AxoNN do over x" if chosen.exchanged else ""
+    )
+    if n_grids == 1:
+        if exchanged:
+            yield f"tensor_grid={chosen.sizes}{exchanged}"
+        return
+    counted = {cost.sizes for cost in costs}
+    fitting = {cost.sizes for cost in costs if budget is None or cost.peak_bytes <= budget}
+    within = "" if budget is None else f", {len(fitting)} fit in {format_bytes(budget)}"
+    why = "takes least time for a batch" if fitting else "needs least memory"
+    yield f"{len(counted)} grids compared{within}: {chosen.sizes} {why}{exchanged}"
+    if len(counted) < n_grids:
+        most = max(x * y for x, y, _ in counted)
+        yield f"{n_grids - len(counted)} grids with x * y > {most} were not compared: {most} take longer than fewer"
+    shown, known = 0, set[object]()
+    for cost in [chosen, *costs]:
+        # two axes of one node may change places, and nothing else changes
+        same = {cost.sizes, (cost.roles, cost.sizes[2], cost.seconds)}
+        if not same & known and shown < SHOWN:
+            shown += 1
+            yield (
+                f"tensor_grid={cost.sizes}: {format_bytes(cost.peak_bytes)}, sends"
+                f" {format_bytes(cost.sent_bytes)}, {format_seconds(cost.batch_seconds)} a batch"
+            )
+        known |= same

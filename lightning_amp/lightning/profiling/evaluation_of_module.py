@@ -24,14 +24,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_amp.costs.rule import Rule
-from lightning_amp.errors import AmpError, DataError, ModelError
+from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.copies.fake_copy import copied_without_values, copy_of, fake_batch, length_of
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install_rules
-from lightning_amp.lightning.profiling.cells_per_step import loaders_of
-from lightning_amp.lightning.profiling.example_batch import example_batch
+from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.protocol import find_decoders
@@ -65,13 +64,7 @@ class Evaluated:
 
 
 class EvaluationOfModule:
-    """The step of a run that does not train.
-
-    Args:
-        trainer: Set up as far as its strategy.
-        step: Name of the module's method.
-        take_batch: Gives one batch, or raises an AmpError.
-    """
+    """The step of a run that does not train: a method of the module, with a batch that `take_batch` gives."""
 
     def __init__(self, trainer: pl.Trainer, step: str, take_batch: Callable[[], Any]) -> None:
         self._trainer, self._step, self._take_batch = trainer, step, take_batch
@@ -88,7 +81,9 @@ class EvaluationOfModule:
             "predict_step": trainer.predict_loop,
         }
         loaders, why = loaders_of(loops[step]._data_source, trainer)
-        return cls(trainer, step, partial(_batch_of, loaders, why))
+        # of several loaders one after the other
+        first = loaders[0] if isinstance(loaders, list | tuple) else loaders
+        return cls(trainer, step, partial(example_batch, first, why))
 
     def within(self, budget: int) -> Evaluated:
         """What runs in chunks so that the step takes no more than a budget, or the least that it can.
@@ -99,7 +94,18 @@ class EvaluationOfModule:
         batch = self._trainer.precision_plugin.convert_input(self._take_batch())
         calls: dict[str, tuple[int, int]] = {}
         held, whole = self._count(batch, (), calls)
-        rules, peak = self._rules(calls, budget), whole
+        rules = tuple(
+            Rule(
+                fqn=fqn,
+                spec=ChunkBlock(budget_bytes=max(1, budget - before)),
+                strategy="chunk",
+                why=f"{format_bytes(most)} are alive within it in {self._step}, of {format_bytes(budget)}",
+                saves_bytes=most - budget,
+            )
+            for fqn, (before, most) in calls.items()
+            if most > budget
+        )
+        peak = whole
         if rules and whole > budget:
             with warnings.catch_warnings():
                 # the least that it can is what the plan says
@@ -114,19 +120,6 @@ class EvaluationOfModule:
             batch_size=length_of(batch),
         )
 
-    def _rules(self, calls: dict[str, tuple[int, int]], budget: int) -> tuple[Rule, ...]:
-        return tuple(
-            Rule(
-                fqn=fqn,
-                spec=ChunkBlock(budget_bytes=max(1, budget - before)),
-                strategy="chunk",
-                why=f"{format_bytes(most)} are alive within it in {self._step}, of {format_bytes(budget)}",
-                saves_bytes=most - budget,
-            )
-            for fqn, (before, most) in calls.items()
-            if most > budget
-        )
-
     def _count(
         self, batch: Any, rules: Sequence[Rule], calls: dict[str, tuple[int, int]] | None = None
     ) -> tuple[int, int]:
@@ -136,7 +129,7 @@ class EvaluationOfModule:
         install_rules(twin, rules)
         for child in twin.modules():
             if isinstance(child, LightningModule):
-                child.log = child.log_dict = _nothing  # type: ignore[method-assign]
+                child.log = child.log_dict = lambda *_, **__: None  # type: ignore[method-assign, assignment]
         live, given = LiveBytes(), fake_batch(batch, fake, None)
         peak = _Outermost(twin, live, calls) if calls is not None else None
         try:
@@ -167,7 +160,8 @@ class _Outermost:
     """
 
     def __init__(self, module: nn.Module, live: LiveBytes, calls: dict[str, tuple[int, int]]) -> None:
-        self._live, self._calls, self._depth, self._before, self.most = live, calls, 0, 0, 0
+        self._live, self._calls = live, calls
+        self._depth = self._before = self.most = 0
         for fqn, child in module.named_modules():
             if fqn:
                 child.register_forward_pre_hook(self._enter)
@@ -186,14 +180,3 @@ class _Outermost:
             before, most = self._calls.get(fqn, (0, 0))
             self._calls[fqn] = max(before, self._before), max(most, self._live.peak)
             self._live.reset_peak()
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """What `log` does in a step that is only counted."""
-
-
-def _batch_of(loaders: object, why: str) -> Any:
-    if loaders is None:
-        raise DataError(why or "the loader is made anew every few epochs, or there is none")
-    # of several loaders one after the other
-    return example_batch(loaders[0] if isinstance(loaders, list | tuple) else loaders)

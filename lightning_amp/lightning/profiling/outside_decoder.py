@@ -1,4 +1,4 @@
-"""Plan recomputed or chunked blocks outside a Hi-C decoder, together with the decoder's techniques.
+"""Plan blocks outside a Hi-C decoder, recomputed or in chunks, together with the decoder's techniques.
 
 The decoder's own prediction knows little of what encoders and a graph keep. So a step of one device is counted with the
 plan's techniques for one device and with the blocks, and what it takes beyond the decoder's prediction is added:
@@ -6,75 +6,100 @@ plan's techniques for one device and with the blocks, and what it takes beyond t
     peak = predicted, of the plan + (counted - predicted), both on one device
 
 Exact to the count where the model axis has one rank. With several, as far as the step has most where the decoder works.
+
+`with_blocks_outside` carries out what was requested by name. `within_budget` counts the step with the policy's plan
+where a person has named a budget, and where it takes more:
+
+    1. plans of the decoder that need less, down to the one that needs least: the fastest with which the step fits
+    2. besides that last one as many blocks outside run again as the budget asks for: the least extra time that fits,
+       chosen for the chain of the step with the decoder's techniques in it (techniques/recompute/choose.py)
+
+A chain counts what the decoder's own functions keep a little differently than the step does, by the same bytes whatever
+blocks outside do; the choice is made with that difference, and counted.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_amp.costs.chain import CHUNKED, extra_seconds
+import lightning.pytorch as pl
+
+from lightning_amp.costs.chain import CHUNKED, extra_seconds, peak_bytes
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule
-from lightning_amp.errors import PlanError
+from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.chain.chain import Chain
+from lightning_amp.footprint.find_blocks import find_blocks
+from lightning_amp.footprint.recompute_state import unrepeatable
 from lightning_amp.graph.table import Table
 from lightning_amp.installing.install import overlap
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Candidate, Plan
 from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.forms import ChunkForms
 from lightning_amp.techniques.chunk.predict import forms_of, in_chunks
 from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.techniques.recompute.choose import choose, leanest
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import in_order
 
 INSIDE = "it is of the decoder"
+OUTSIDE = f"{BY_USER} (outside of the decoder; it keeps {{}} less)"
+TRIES = 3
+"""Times that a choice which was counted above the budget is made leaner."""
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A plan of the decoder.
+class DecoderPlan:
+    """A plan of the decoder, and the step that it is for.
 
     Attributes:
         whole: For all ranks.
         alone: What of it is for one device.
+        step: Of the module.
+        decoder: Its name.
+        rates: Of the device.
     """
 
     whole: Plan
     alone: Plan
+    step: StepOfModule
+    decoder: str
+    rates: Rates
 
     @property
     def local(self) -> tuple[Rule, ...]:
         """The rules that one device has."""
         return tuple(rule for rule in self.alone.rules if rule.strategy != "S1")
 
-    def beyond(self, step: StepOfModule, rules: Sequence[Rule] = ()) -> int:
-        """Bytes that a step of one device, with blocks that have rules, takes beyond what is predicted of it.
+    def outside(self, chain: Chain) -> Chain:
+        """A chain in which the decoder's parts, which have their own techniques, stay as they are."""
+        blocks = (replace(b, fixed=INSIDE) if overlap(b.fqn, self.decoder) else b for b in chain.blocks)
+        return replace(chain, blocks=tuple(blocks))
+
+    def counted(self, rules: Sequence[Rule] = (), *, seconds: float = 0.0) -> Plan:
+        """The plan with rules of blocks outside, which take so much longer, and the peak of a counted step.
 
         Raises:
             AmpError: The step cannot be counted.
         """
-        return step.count([*self.local, *rules]).peak_bytes - self.alone.predicted_peak_bytes
+        more = self.step.count([*self.local, *rules]).peak_bytes - self.alone.predicted_peak_bytes
+        plan = with_rules(self.whole, rules, seconds=seconds) if rules else self.whole
+        return replace(
+            plan,
+            predicted_base_bytes=max(0, plan.predicted_base_bytes + more),
+            predicted_peak_bytes=plan.predicted_peak_bytes + more,
+            notes=(*plan.notes, "what lies outside of the decoder was counted in a step of one device"),
+        )
 
 
-def with_blocks_outside(
-    made: Made,
-    step: StepOfModule,
-    decoder: str,
-    rates: Rates,
-    named: Collection[str] = ("recompute",),
-    *,
-    share_statistics: bool = True,
-) -> Plan:
+def with_blocks_outside(made: DecoderPlan, named: Collection[str], *, share_statistics: bool) -> Plan:
     """A plan with rules for all blocks outside of the decoder that take less when they run again, or in chunks.
 
     Args:
-        made: Without them.
-        step: Of the module.
-        decoder: Its name.
-        rates: Of the device.
         named: Of recompute and chunk, what was requested.
         share_statistics: Whether ranks of a data axis exchange the statistics of batches.
 
@@ -82,31 +107,25 @@ def with_blocks_outside(
         AmpError: The step cannot be counted.
         PlanError: There are no such blocks.
     """
+    step, shares = made.step, share_statistics and made.whole.mesh.data > 1
     try:
-        seen = step.profiled(rates, shared_statistics=share_statistics and made.whole.mesh.data > 1)
-        chain = outside(seen.chain, decoder)
+        seen = step.profiled(made.rates, shared_statistics=shares)
+        chain = made.outside(seen.chain)
         if "chunk" in named:
-            found = _in_chunks(made, seen, chain, decoder, again="recompute" in named)
-        else:
-            found = _again(made, chain, decoder)
-        return taking(found, made.beyond(step, found.rules[len(made.whole.rules) :]))
+            return _in_chunks(made, seen, chain, again="recompute" in named)
+        saved = saved_bytes(chain)
+        if not saved:
+            raise PlanError(
+                f"recompute cannot be used with {', '.join(made.whole.strategies)}, which decide what is kept of"
+                f" the strata of {made.decoder!r}, and outside of it no block keeps less when it runs again; leave"
+                " recompute out"
+            )
+        return made.counted(recomputed(saved, OUTSIDE), seconds=extra_seconds(chain, tuple(saved)))
     finally:
         step.forget()
 
 
-def _again(made: Made, chain: Chain, decoder: str) -> Plan:
-    saved = saved_bytes(chain)
-    if not saved:
-        raise PlanError(
-            f"recompute cannot be used with {', '.join(made.whole.strategies)}, which decide what is kept of"
-            f" the strata of {decoder!r}, and outside of it no block keeps less when it runs again; leave"
-            " recompute out"
-        )
-    rules = recomputed(saved, f"{BY_USER} (outside of the decoder; it keeps {{}} less)")
-    return with_rules(made.whole, rules, seconds=extra_seconds(chain, tuple(saved)))
-
-
-def _in_chunks(made: Made, seen: ProfiledStep, chain: Chain, decoder: str, *, again: bool) -> Plan:
+def _in_chunks(made: DecoderPlan, seen: ProfiledStep, chain: Chain, *, again: bool) -> Plan:
     """With every block in the form of the least bytes, unless that is far slower."""
     forms = forms_of(seen)
     assert forms is not None, "a profiled step has them"
@@ -114,21 +133,21 @@ def _in_chunks(made: Made, seen: ProfiledStep, chain: Chain, decoder: str, *, ag
 
     def tables_outside() -> list[Table | str]:
         pairs = zip(chain.blocks, tables(), strict=True)
-        return [INSIDE if overlap(block.fqn, decoder) else table for block, table in pairs]
+        return [INSIDE if overlap(block.fqn, made.decoder) else table for block, table in pairs]
 
     forms = ChunkForms(chain, tables_outside)
     found = forms.choose(None, recompute=again)
     chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
     if not chunked:
         raise PlanError(
-            f"chunk cannot be used with {', '.join(made.whole.strategies)}: outside of {decoder!r} no block"
+            f"chunk cannot be used with {', '.join(made.whole.strategies)}: outside of {made.decoder!r} no block"
             " takes less of the step's peak in"
             f" chunks{' than where it runs again' * again}{f': {forms.reason}' if forms.reason else ''};"
             " leave chunk out"
         )
     whole = (*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again))
     saved = {name: n_bytes for name, n_bytes in saved_bytes(chain).items() if name in whole}
-    rules = [*recomputed(saved, f"{BY_USER} (outside of the decoder; it keeps {{}} less)")]
+    rules = [*recomputed(saved, OUTSIDE)]
     for name, form in chunked.items():
         target = in_chunks(forms, name, form, len(chunked))
         rules.append(
@@ -140,13 +159,96 @@ def _in_chunks(made: Made, seen: ProfiledStep, chain: Chain, decoder: str, *, ag
                 saves_bytes=target.saves_bytes,
             )
         )
-    return with_rules(made.whole, rules, seconds=found.extra_seconds)
+    return made.counted(rules, seconds=found.extra_seconds)
 
 
-def outside(chain: Chain, decoder: str) -> Chain:
-    """A chain in which the decoder's parts, which have their own techniques, stay as they are."""
-    blocks = (replace(b, fixed=INSIDE) if overlap(b.fqn, decoder) else b for b in chain.blocks)
-    return replace(chain, blocks=tuple(blocks))
+def step_beside_decoder(trainer: pl.Trainer) -> StepOfModule | None:
+    """The step of a fit whose module has blocks outside of its decoder that could run again; None of anything else.
+
+    It is counted without values or not at all: with them it takes the memory that there may not be. All ranks call it.
+    """
+    decoders = find_decoders(trainer.lightning_module)
+    blocks = {
+        fqn: block
+        for fqn, block in find_blocks(trainer.lightning_module).items()
+        if not any(overlap(fqn, decoder) for decoder in decoders)
+    }
+    if not decoders or all(unrepeatable(block) for block in blocks.values()):
+        return None
+    return StepOfModule.of(trainer, decoder=True, values=False)
+
+
+def within_budget(make: Callable[[int], DecoderPlan], budget: int) -> Plan:
+    """The policy's plan, if the step fits with it; else one that needs less, with blocks outside that run again.
+
+    Args:
+        make: Bytes -> the policy's plan of the decoder within these, or the one that needs least.
+        budget: Bytes of a device.
+    """
+    made = chosen = make(budget)
+    step = made.step
+    try:
+        step.take(made.rates)
+        found = made.counted()
+        if found.predicted_peak_bytes <= budget:
+            return made.whole
+        for _ in range(TRIES):
+            # what lies outside takes about as much with the next plan, which has so much less for the decoder
+            made = make(max(1, budget - (found.predicted_peak_bytes - made.whole.predicted_peak_bytes)))
+            found = made.counted()
+            if found.predicted_peak_bytes <= budget:
+                return _of_budget(found, made, found, budget)
+        made = make(1)
+        found = made.counted()
+        return _recomputing(_of_budget(found, made, found, budget), made, budget)
+    except AmpError as error:
+        note = f"what lies outside of the decoder was not counted: {error}"
+        return replace(chosen.whole, notes=(*chosen.whole.notes, note))
+    finally:
+        step.forget()
+
+
+def _recomputing(before: Plan, made: DecoderPlan, budget: int) -> Plan:
+    """With as many blocks outside computed again as the budget asks for, or all where they are not enough."""
+    best, over = before, before.predicted_peak_bytes - budget
+    if over <= 0:
+        return before
+    chain = made.outside(made.step.chain_with(made.local))
+    # the chain and the count differ by the same bytes whatever blocks outside do, so bytes are taken off the chain's
+    limit, n_blocks = peak_bytes(chain, ()) - over, len(saved_bytes(chain))
+    for _ in range(TRIES):
+        bound = max(0, limit)
+        names = (choose(chain, bound) or leanest(chain, at_least=bound)).recomputed
+        saved = {name: n for name, n in saved_bytes(chain).items() if name in names}
+        if not saved:
+            break
+        again = recomputed(
+            saved,
+            f"no plan of the decoder alone is within {format_bytes(budget)}: {len(saved)} of {n_blocks}"
+            " blocks outside of it are computed again, this one keeps {} less",
+        )
+        found = made.counted(again, seconds=extra_seconds(chain, tuple(saved)))
+        if found.predicted_peak_bytes < best.predicted_peak_bytes:
+            best = _of_budget(found, made, before, budget)
+        over = best.predicted_peak_bytes - budget
+        if over <= 0 or len(saved) == n_blocks:
+            break
+        limit -= over
+    return best
+
+
+def _of_budget(plan: Plan, made: DecoderPlan, plain: Plan, budget: int) -> Plan:
+    """A plan and what it was compared with, of the budget that a person has named; `plain` leaves blocks outside."""
+    more, candidates = plain.predicted_peak_bytes - made.whole.predicted_peak_bytes, list[Candidate]()
+    for one in plan.candidates:
+        peak = max(0, one.peak_bytes + more)
+        if one.verdict == "chosen":
+            one = replace(one, strategies=plan.strategies, peak_bytes=plan.predicted_peak_bytes)
+        else:
+            exceeds = f"exceeds {format_bytes(budget)}"
+            one = replace(one, peak_bytes=peak, verdict=exceeds if peak > budget else one.verdict)
+        candidates.append(one)
+    return replace(plan, budget_bytes=budget, candidates=tuple(candidates))
 
 
 def saved_bytes(chain: Chain) -> dict[str, int]:
@@ -165,10 +267,10 @@ def recomputed(saved: dict[str, int], why: str) -> tuple[Rule, ...]:
             fqn=name,
             spec=RecomputeBlock(),
             strategy="recompute",
-            why=why.format(format_bytes(n_bytes)),
-            saves_bytes=n_bytes,
+            why=why.format(format_bytes(n)),
+            saves_bytes=n,
         )
-        for name, n_bytes in saved.items()
+        for name, n in saved.items()
     )
 
 
@@ -183,16 +285,6 @@ def with_rules(plan: Plan, rules: Iterable[Rule], *, seconds: float = 0.0) -> Pl
         axes=Axes.of(strategies, (rule.spec for rule in whole)),
         rules=whole,
         predicted_rest_seconds=None if rest is None else rest + seconds,
-    )
-
-
-def taking(plan: Plan, more: int) -> Plan:
-    """The plan, predicted to take so many bytes beyond what its decoder does."""
-    return replace(
-        plan,
-        predicted_base_bytes=max(0, plan.predicted_base_bytes + more),
-        predicted_peak_bytes=plan.predicted_peak_bytes + more,
-        notes=(*plan.notes, "what lies outside of the decoder was counted in a step of one device"),
     )
 
 

@@ -137,8 +137,6 @@ def plan_of_module(
     """Plan the step of a module.
 
     Args:
-        module, batch, around, batch_size: As of `StepOfModule`.
-        rates: Of the device.
         request: `devices`, `device_memory`, `policy`, `strategies` and `model_parallel_size`, as of `plan_step`.
         options: Of AMPStrategy, for its techniques; what is None was not given.
 

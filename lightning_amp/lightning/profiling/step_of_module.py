@@ -19,7 +19,7 @@ from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.dist.own_parts import OwnParts
-from lightning_amp.errors import AmpError, DataError, ModelError
+from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, chain_of, count_step
 from lightning_amp.footprint.inner_run import Around
@@ -27,9 +27,8 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
-from lightning_amp.lightning.profiling.cells_per_step import training_loaders
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
-from lightning_amp.lightning.profiling.example_batch import example_batch
+from lightning_amp.lightning.profiling.loaders import example_batch, training_loaders
 from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
@@ -105,7 +104,7 @@ class StepOfModule:
         own = getattr(trainer.strategy, "own_parts", None)
         around = replace(around, values=values, limit_bytes=limit_bytes, own_parts=own)
         loaders, why = training_loaders(trainer)
-        return cls(module, partial(_batch_of, loaders, why), around=around, trains=True, steps=steps)
+        return cls(module, partial(example_batch, loaders, why), around=around, trains=True, steps=steps)
 
     def profiled(
         self, rates: Rates, *, requested: Mapping[str, Spec] = NOTHING, shared_statistics: bool = False
@@ -113,7 +112,6 @@ class StepOfModule:
         """Take one batch and profile the step as it is.
 
         Args:
-            rates: What the device reaches.
             requested: By technique, the spec that a person has requested.
             shared_statistics: Whether ranks exchange the statistics of batches.
 
@@ -121,24 +119,41 @@ class StepOfModule:
             AmpError: There is no batch to be had, or the step cannot be run on a copy of the module.
             PlanError: It needs values, and takes more than its limit.
         """
-        self.take()
-        self._rates, self.shared_statistics = rates, shared_statistics
-        if self._steps is not None:
-            return self._profiled_stepped(self._steps, requested)
-        step = self.step()
+        self.take(rates)
+        self.shared_statistics = shared_statistics
+        steps, step = self._steps, None
+        if steps is not None:
+            step = steps.choose(self._batch, lambda: self.step_with(()), rates.links)
+        # a choice has counted the step already, with what was chosen
+        step = step or self.step()
         self._profiles[_places(())] = step.profile
-        return ProfiledStep(
+        row = None if steps is None else STRATEGIES[steps.name]
+        # what splits parameters too averages no whole gradients
+        averages = row is None or not row.data_axis
+        found = ProfiledStep(
             profile=step.profile,
             chain=step.chain,
             rates=rates,
-            gradient_sizes=gradient_sizes(self.module),
+            gradient_sizes=gradient_sizes(self.module) if averages else (),
             requested=requested,
-            facts=facts_of_step(self.module, step) | self._facts(STRATEGIES),
+            facts=facts_of_step(self.module, step) | self._facts(STRATEGIES if row is None else row.together),
             refused=refused_techniques(self.module, step, values=self._trains),
-            statistics_bytes=statistics_bytes(self.module),
             notes=tuple(self._notes(step)),
-            counted=self._counted_with,
         )
+        if steps is None or row is None:
+            shared = statistics_bytes(self.module)
+            return replace(found, statistics_bytes=shared, counted=self._counted_with)
+        others = {
+            other: not_together(steps.name, other) for other in PREDICTIONS if other not in row.together
+        }
+        found = replace(
+            found,
+            refused={**found.refused, **others},
+            sent_seconds=steps.sent_seconds(rates.links),
+            averages=averages,
+            notes=(*found.notes, *steps.notes, *steps.sent_notes()),
+        )
+        return no_pipeline(found, not_together(steps.name, "pipeline"))
 
     def step(self, rows: int | None = None) -> CountedStep:
         """The step for a batch of so many rows, None for the batch of the run; counted once for each."""
@@ -154,6 +169,7 @@ class StepOfModule:
 
     def run_with(self, rules: Sequence[Rule], count: Callable[..., T], rows: int | None = None) -> T:
         """What `count(module, batch, batch_size=, around=)` returns while rules are installed."""
+        # on the module itself, of which a copy is counted: chunks that were found once are kept for the next count
         installed = install_rules(self.module, rules, chunks=self._chunk_plans)
         try:
             return self._run(count, rows)
@@ -162,7 +178,12 @@ class StepOfModule:
 
     def operator_rates(self) -> OperatorRates:
         """Rates of the device that the times of operators follow from."""
-        return operator_rates(self._rates)
+        rates = self._rates
+        return OperatorRates(
+            matmul_flops=rates.matmul_flops,
+            memory_bytes=rates.memory_bytes,
+            overhead_seconds=rates.overhead_seconds,
+        )
 
     def _counted_with(self, rule: Rule) -> CountedStep | str:
         """The step with a rule, or why it cannot have it."""
@@ -178,28 +199,6 @@ class StepOfModule:
     def _facts(self, names: Iterable[str]) -> dict[str, Any]:
         """What techniques read from the step."""
         return {name: function_at(STRATEGIES[name].look)(self) for name in names if STRATEGIES[name].look}
-
-    def _profiled_stepped(self, steps: DrySteps, requested: Mapping[str, Spec]) -> ProfiledStep:
-        """Of rank 0 with the steps of a technique, and what that goes together with."""
-        links = self._rates.links
-        step = steps.choose(self._batch, lambda: self.step_with(()), links) or self.step_with(())
-        self._profiles[_places(())] = step.profile
-        together = STRATEGIES[steps.name].together
-        others = {other: not_together(steps.name, other) for other in PREDICTIONS if other not in together}
-        found = ProfiledStep(
-            profile=step.profile,
-            chain=step.chain,
-            rates=self._rates,
-            # what splits parameters too averages no whole gradients
-            gradient_sizes=() if STRATEGIES[steps.name].data_axis else gradient_sizes(self.module),
-            requested=requested,
-            facts=facts_of_step(self.module, step) | self._facts(together),
-            refused={**refused_techniques(self.module, step, values=self._trains), **others},
-            sent_seconds=steps.sent_seconds(links),
-            averages=not STRATEGIES[steps.name].data_axis,
-            notes=(*self._notes(step), *steps.notes, *steps.sent_notes()),
-        )
-        return no_pipeline(found, not_together(steps.name, "pipeline"))
 
     def _notes(self, step: CountedStep) -> Iterator[str]:
         if step.profile.reason:
@@ -234,8 +233,9 @@ class StepOfModule:
             steps=steps,
         )
 
-    def take(self) -> None:
+    def take(self, rates: Rates) -> None:
         """Take one batch, as `profiled` does; for `count` and `chain_with` alone."""
+        self._rates = rates
         self._batch = self._take_batch()
         # what was counted of the batch before says nothing of this one
         self._counts, self._counted_steps, self._steps_with = {}, {}, {}
@@ -256,13 +256,13 @@ class StepOfModule:
         self._profiles[_places(rules)] = self._counts[key]
         return self._counts[key]
 
-    def chain_with(self, rules: Sequence[Rule], rates: Rates) -> Chain:
+    def chain_with(self, rules: Sequence[Rule]) -> Chain:
         """The blocks of the step with rules installed, which are undone; for after `take`.
 
         Raises:
             AmpError: As of `count`.
         """
-        return self.run_with(rules, partial(chain_of, rates=operator_rates(rates)))
+        return self.run_with(rules, partial(chain_of, rates=self.operator_rates()))
 
     def profile_with(self, rules: Sequence[Rule]) -> ModuleProfile | None:
         """What `profiled` or `count` has found last with rules for the same modules; None where none has."""
@@ -303,18 +303,3 @@ def refused_techniques(module: LightningModule, step: CountedStep, *, values: bo
 
 def _places(rules: Sequence[Rule]) -> frozenset[tuple[str, str]]:
     return frozenset((rule.fqn, rule.strategy) for rule in rules)
-
-
-def operator_rates(rates: Rates) -> OperatorRates:
-    """What of a device's rates the time of an operator follows from."""
-    return OperatorRates(
-        matmul_flops=rates.matmul_flops,
-        memory_bytes=rates.memory_bytes,
-        overhead_seconds=rates.overhead_seconds,
-    )
-
-
-def _batch_of(loaders: object, why: str) -> Any:
-    if loaders is None:
-        raise DataError(why or "the training loader is made anew every few epochs, or there is none")
-    return example_batch(loaders)

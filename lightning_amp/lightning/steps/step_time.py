@@ -34,17 +34,13 @@ def time_steps(trainer: pl.Trainer, plan: Plan | None) -> Callable[[], None]:
     """Time the steps of a fit on rank 0; returns what ends it."""
     if plan is None or plan.predicted_step_seconds is None or not trainer.is_global_zero:
         return lambda: None
-    return put_first(trainer, StepTimer(plan))
-
-
-def put_first(trainer: pl.Trainer, callback: pl.Callback) -> Callable[[], None]:
-    """Add a callback that times steps: what others do at the end of a step is not counted; returns what removes it."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks.insert(0, callback)
+    timer, callbacks = StepTimer(plan), trainer.callbacks  # type: ignore[attr-defined]
+    # the first of them: what others do at the end of a step is not counted
+    callbacks.insert(0, timer)
 
     def end() -> None:
-        if callback in callbacks:
-            callbacks.remove(callback)
+        if timer in callbacks:
+            callbacks.remove(timer)
 
     return end
 
@@ -117,11 +113,7 @@ class StepTimer(pl.Callback):
 
 
 class StepSeconds(StepTimer):
-    """Writes the median of the steps that count to a file.
-
-    Args:
-        path: Of the file.
-    """
+    """Writes the median of the steps that count to a file."""
 
     def __init__(self, path: str) -> None:
         super().__init__(None)

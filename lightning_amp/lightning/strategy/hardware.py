@@ -1,11 +1,14 @@
-"""Describe where a run takes place: this rank, the memory of its device, and the mesh of all ranks."""
+"""Describe where a run takes place: this rank, the memory and speed of its device, and the mesh of all ranks."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import median
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
@@ -70,8 +73,12 @@ def let_segments_grow(device: torch.device) -> None:
         set_allocator("expandable_segments:True")
 
 
-def make_mesh(device_type: str, *, n_ranks: int, model_ranks: int) -> DeviceMesh:
+def make_mesh(
+    device_type: str, *, n_ranks: int, model_ranks: int, shard_ranks: int | None = None
+) -> DeviceMesh:
     """The mesh of all ranks with the axes "data" and "model"; consecutive ranks are a model group.
+
+    With `shard_ranks`, which divide the data axis, that axis is two: "replicate" and "shard".
 
     Raises:
         PlanError: The model axis does not divide the ranks.
@@ -81,18 +88,10 @@ def make_mesh(device_type: str, *, n_ranks: int, model_ranks: int) -> DeviceMesh
             f"model_parallel_size={model_ranks!r} is not supported, the run has {n_ranks} ranks; it must"
             " divide them. Change `devices` or `num_nodes` of the Trainer, or model_parallel_size"
         )
-    shape = (n_ranks // model_ranks, model_ranks)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("data", "model"))
-
-
-def make_groups(device_type: str, *, n_ranks: int, model_ranks: int, shard_ranks: int) -> DeviceMesh:
-    """The same ranks with the data axis as two: "replicate", "shard" and "model"; consecutive ranks are a group.
-
-    Args:
-        n_ranks, model_ranks: Ranks in all, and of the model axis, which divide them.
-        shard_ranks: Ranks of a group, which divide the data axis, as the plan has made sure.
-    """
-    shape = (n_ranks // model_ranks // shard_ranks, shard_ranks, model_ranks)
+    data_ranks = n_ranks // model_ranks
+    if shard_ranks is None:
+        return init_device_mesh(device_type, (data_ranks, model_ranks), mesh_dim_names=("data", "model"))
+    shape = (data_ranks // shard_ranks, shard_ranks, model_ranks)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard", "model"))
 
 
@@ -116,3 +115,46 @@ def memory_in(request: Request, here: ThisRank) -> tuple[int, ...]:
     if request.device_memory is not None:
         return memory_of_ranks(request.device_memory, here.n_ranks)
     return (device_budget(here.device, node_ranks=here.node_ranks),)
+
+
+SPEED_S, WINDOWS, SPEED_SIZE = 1.0, 4, 384
+"""Seconds of a window, how many of them, and rows of a matrix."""
+
+
+def measured_speeds(device: torch.device, n_ranks: int) -> tuple[float, ...]:
+    """Products of matrices that every rank computes in a second, by those of the fastest; a collective.
+
+    All ranks work at once, as in a step: what one takes from another counts. Of several windows the median counts,
+    each by what all ranks have done in it.
+    """
+    if n_ranks == 1:
+        return (1.0,)
+    matrix = torch.ones(SPEED_SIZE, SPEED_SIZE, device=device)
+    matrix @ matrix
+
+    def product() -> None:
+        matrix @ matrix
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    everyones: list[list[int]] = [[]] * n_ranks
+    dist.barrier()
+    dist.all_gather_object(everyones, done_in_windows(product, SPEED_S, WINDOWS))
+    by_window = [[done / max(window) for done in window] for window in zip(*everyones, strict=True)]
+    speeds = [median(ratios) for ratios in zip(*by_window, strict=True)]
+    return tuple(speed / max(speeds) for speed in speeds)
+
+
+def done_in_windows(
+    work: Callable[[], object], seconds: float, windows: int, clock: Callable[[], float] = time.perf_counter
+) -> list[int]:
+    """How often some work is done in each of some windows of so many seconds, at least 1; the first does not count.
+
+    A processor's quota is given out in periods, mostly of a tenth of a second. Windows lie edge to edge and are whole
+    numbers of these, so that each has as much quota wherever in a period it begins; the first one has more, of before.
+    """
+    done, begin = [0] * windows, clock()
+    while (window := int((clock() - begin) / seconds)) < windows:
+        done[window] += 1
+        work()
+    return [max(1, count) for count in done[1:]]

@@ -1,10 +1,12 @@
-"""Define a strategy over a mesh: data ranks read different cells, ranks of a model group the same ones.
+"""Define a strategy over a mesh: data ranks read different cells, ranks of a model group the same; states are whole.
 
 Ranks are row-major in (data, model), so a model group lies inside a node. Its ranks draw the same numbers; sums that
-are logged with sync_dist count them once. Of a plan it only knows how batches are split.
+are logged with sync_dist count them once. Of a plan it only knows how batches are split, and which parameters are.
 """
 
 import atexit
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,28 +15,48 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed import HashStore, ReduceOp  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.dist.sharded_tensor import ShardedTensor
+from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.consistency.replicas import seed_workers
-from lightning_amp.lightning.consistency.same_batch import make_sure_of_same_batch, share_draws
-from lightning_amp.lightning.steps.cell_order import with_same_draws
-from lightning_amp.lightning.steps.count_replicas_once import counted_once, unrounded
-from lightning_amp.lightning.strategy.hardware import ThisRank, make_groups, make_mesh
+from lightning_amp.lightning._compat import trainer_of
+from lightning_amp.lightning.checkpoints.read_directory import load_either
+from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.checkpoints.write_checkpoint import write_directory
+from lightning_amp.lightning.consistency.replicas import (
+    make_sure_of_same_batch,
+    seed_workers,
+    share_draws,
+    wait_for_all,
+)
+from lightning_amp.lightning.faults.failure_watch import FailureWatch
+from lightning_amp.lightning.steps.cells import counted_once, unrounded, with_same_draws
+from lightning_amp.lightning.strategy.hardware import ThisRank, make_mesh
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.hic.scores.dense_entries import find_entries
 from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB
+from lightning_amp.techniques.table import with_steps
 
 
 class MeshStrategy(DDPStrategy):
-    """Which cells a rank reads, and what ranks count; AMPStrategy says `_model_ranks` and overrides nothing else."""
+    """Which cells a rank reads, what ranks count, and whole state of parameters of which a rank may hold parts.
 
-    _meshes: dict[tuple[int, ...], DeviceMesh]
+    AMPStrategy says `_model_ranks` and how ranks are compared, and overrides nothing else.
+
+    Attributes:
+        request: The options, as given.
+        plan: The plan in force; None before it is made.
+    """
+
     request: Request
     plan: Plan | None
+    _meshes: dict[tuple[int, int, int | None], DeviceMesh]
+    _shards: Shards
+    _failures: FailureWatch
 
     @classmethod
     def register_strategies(cls, strategy_registry: object) -> None:
@@ -66,10 +88,20 @@ class MeshStrategy(DDPStrategy):
     @property
     def own_parts(self) -> OwnParts:
         """Which part of a batch this rank may read alone, for `lightning_amp.own_part` and `as_sharded`."""
-        # late, for it reaches every technique, which a Trainer does not need
-        from lightning_amp.lightning.strategy.stepped import own_parts_of
-
-        return own_parts_of(self.request, self.plan, self._here)
+        request, plan = self.request, self.plan
+        given = request.given_plan if plan is None else plan
+        # before a plan is made, of the size that a person has given; 0 where the plan will say it
+        asked = 0 if request.model_parallel_size == "auto" else request.model_parallel_size
+        size = given.mesh.model if given is not None else asked if self.world_size > 1 else 1
+        splits = plan is not None and bool(with_steps(plan.strategies))
+        even = request.sequence_sizes == "even" and not request.sequence_grid
+        dims = request.sequence_dim if even and isinstance(request.sequence_dim, Mapping) else {}
+        return OwnParts(
+            rank=self.global_rank % max(size, 1),
+            size=size,
+            axis=(lambda: axis_of(self._mesh_of(size)["model"])) if splits else None,
+            dims={path: (own,) if isinstance(own, int) else tuple(own) for path, own in dims.items()},
+        )
 
     @property
     def data_parallel_size(self) -> int:
@@ -86,18 +118,11 @@ class MeshStrategy(DDPStrategy):
         """The device mesh with the axes "data" and "model"; there once the processes are connected."""
         return self._mesh_of(self._model_ranks)
 
-    def _mesh_of(self, model_ranks: int) -> DeviceMesh:
-        # made once for a shape: process groups are never given back
-        key = self.world_size, model_ranks
-        if key not in self._meshes:
-            self._meshes[key] = make_mesh(self.root_device.type, n_ranks=key[0], model_ranks=model_ranks)
-        return self._meshes[key]
-
-    def _groups_of(self, model_ranks: int, shard_ranks: int) -> DeviceMesh:
-        """The ranks with the axes "replicate", "shard" and "model": a data axis in groups of so many ranks."""
+    def _mesh_of(self, model_ranks: int, shard_ranks: int | None = None) -> DeviceMesh:
+        """As `make_mesh`, made once for a shape: process groups are never given back."""
         key = self.world_size, model_ranks, shard_ranks
         if key not in self._meshes:
-            self._meshes[key] = make_groups(
+            self._meshes[key] = make_mesh(
                 self.root_device.type, n_ranks=key[0], model_ranks=model_ranks, shard_ranks=shard_ranks
             )
         return self._meshes[key]
@@ -124,6 +149,7 @@ class MeshStrategy(DDPStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch, once it is certain that a model group reads the same one."""
+        # ranks that hand over their own parts of a tensor differ before the move, and are compared after it
         differs: DataError | None = None
         # asked here: to cut the model axis out of a mesh takes a tenth of a millisecond and more
         if self._model_ranks > 1:
@@ -155,3 +181,60 @@ class MeshStrategy(DDPStrategy):
         result = super().reduce(unrounded(tensor, reduce_op), group, reduce_op)
         # a group that the user has chosen is the user's affair
         return result if group is not None else counted_once(result, reduce_op, model_ranks=self._model_ranks)
+
+    # --- state: whole tensors to hooks, in checkpoints and from checkpoints ---
+
+    def _compare_ranks(self) -> None:
+        """Compare the ranks; a strategy that trains does."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state with whole parameters; for all ranks, which are compared.
+
+        With `save_distributed_checkpoint` a sharded tensor is this rank's `Part` instead.
+        """
+        trainer = trainer_of(self.lightning_module)
+        with self._failures.saving():
+            failed = trainer is not None and trainer.interrupted
+            wait_for_all(rank=self.global_rank, ranks=self.world_size, failed=failed)
+            state = super().lightning_module_state_dict()
+            state = self._shards.saved_state(state, in_parts=self.request.save_distributed_checkpoint)
+        self._compare_ranks()
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a state with whole parameters."""
+        own = {**checkpoint, "state_dict": self._shards.own_state(checkpoint["state_dict"])}
+        super().load_model_state_dict(own, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimiser's state as for whole parameters; a collective where some are sharded."""
+        in_parts = self.request.save_distributed_checkpoint
+        state = super().optimizer_state(optimizer)
+        return self._shards.saved_optimizer_state(optimizer, state, in_parts=in_parts)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load states for whole parameters."""
+        own = self._shards.own_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
+        if not self._shards.on_host:
+            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
+            return
+        # Lightning would move it to the device; torch puts it where the parameters lie
+        for optimizer, state in zip(self.optimizers, own, strict=False):
+            optimizer.load_state_dict(state)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Save a file on rank 0, or a directory of shards, a collective."""
+        if self.request.save_distributed_checkpoint:
+            write_directory(
+                checkpoint, filepath, storage_options, rank=self.global_rank, broadcast=self.broadcast
+            )
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a file or a directory of shards, whichever this strategy would write."""
+        return load_either(checkpoint_path, super().load_checkpoint, weights_only=weights_only)

@@ -1,37 +1,41 @@
-"""Refuse, before the first step, a plan that does not fit, and features that would train wrongly with the techniques
-that were installed.
+"""Refuse, before the first step, a plan that does not fit, and features that its techniques would train wrongly.
 
     sharded parameters    loss scaling, which lets a rank skip a step by what its own shard holds; averaged models
     replaced modules      callbacks that have chosen layers already, such as pruning, or copy replaced buffers
     compiled modules      replacing leaves of what torch.compile has wrapped, or of a whole module that it traces
+    stages of a pipeline  what sees all parameters or gradients at once, of which a rank has those of its stages
 
 Optimisers are looked at in checkpoints/shards.py.
 Known limit: callbacks are detected by the name of one of their classes.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
 
+import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins import Precision
 from torch import nn
 from torch.optim import LBFGS
 
 from lightning_amp._torch import is_compiled
-from lightning_amp.errors import PlanError
+from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.costs.rule import Rule
+from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.installing.installed import Installed
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.planning.reports.summary import plan_summary
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
+from lightning_amp.techniques.pipeline.options import no_pipeline
+from lightning_amp.techniques.pipeline.run.blocks import refuse_batch_statistics
+from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.steps.pipelined_steps import refuse_hooks
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import STRATEGIES
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
-    from lightning_amp.installing.installed import Installed
-
 
 LEAVES_LAYERS = (DataParallel, ShareBatchStatistics, BalanceCells)
 COPIES_BUFFERS = ("WeightAveraging",)
@@ -65,14 +69,13 @@ def announce(plan: Plan, request: Request, *, held: bool, report: str = "") -> N
         rank_zero_warn(said)
 
 
-def check_precision(installed: "Installed", precision: Precision, plan: Plan) -> None:
+def check_precision(installed: Installed, precision: Precision, plan: Plan) -> None:
     """Refuse, with a PlanError, loss scaling of shards: an overflow in one would let only its rank skip the step."""
     who, what = _sharding(installed, plan)
     if who and getattr(precision, "scaler", None) is not None:
         raise PlanError(
-            f"precision={getattr(precision, 'precision', '16-mixed')!r} is not supported: its loss scaling"
-            f" skips steps rank by rank, and {who} has sharded {what}; use precision='bf16-mixed' or"
-            f" '32-true', or leave {who} out"
+            f"precision={getattr(precision, 'precision', '16-mixed')!r} is not supported: its loss scaling skips steps"
+            f" rank by rank, and {who} has sharded {what}; use precision='bf16-mixed' or '32-true', or leave {who} out"
         )
 
 
@@ -92,7 +95,7 @@ def check_compiled(module: nn.Module, plan: Plan) -> None:
             )
 
 
-def check_callbacks(installed: "Installed", callbacks: Sequence[object], plan: Plan) -> None:
+def check_callbacks(installed: Installed, callbacks: Sequence[object], plan: Plan) -> None:
     """Refuse callbacks that hold the module as it was before.
 
     Raises:
@@ -102,30 +105,27 @@ def check_callbacks(installed: "Installed", callbacks: Sequence[object], plan: P
     buffers = [swap.fqn for swap in installed.swaps if _buffers(swap.old) != _buffers(swap.new)]
     who, what = _sharding(installed, plan)
     for callback in callbacks:
+        why = ""
         if who and is_named(callback, AVERAGED):
-            raise PlanError(
-                f"{type(callback).__name__} is not supported: it averages whole parameters, and {who} has"
-                f" sharded {what}; leave one of the two out"
+            why = f"it averages whole parameters, and {who} has sharded {what}; leave one of the two out"
+        elif what == ALL and is_named(callback, KEEPS_LAYERS):
+            why = f"it masks whole parameters, and {who} has sharded {what}; leave one of the two out"
+        elif buffers and is_named(callback, COPIES_BUFFERS):
+            why = (
+                f"it copies buffers too, and the plan has replaced some, in {buffers[:3]!r}; leave it out, or what"
+                " replaces them (S2, nodes)"
             )
-        if what == ALL and is_named(callback, KEEPS_LAYERS):
-            raise PlanError(
-                f"{type(callback).__name__} is not supported: it masks whole parameters, and {who} has"
-                f" sharded {what}; leave one of the two out"
+        elif replaced and is_named(callback, KEEPS_LAYERS):
+            why = (
+                f"it has chosen its layers already, and the plan replaces {replaced[:3]!r}; it would change layers"
+                " that are not trained, or not as on one device. Leave it out, or ask for strategies='S1', which"
+                " changes none"
             )
-        if buffers and is_named(callback, COPIES_BUFFERS):
-            raise PlanError(
-                f"{type(callback).__name__} is not supported: it copies buffers too, and the plan has"
-                f" replaced some, in {buffers[:3]!r}; leave it out, or what replaces them (S2, nodes)"
-            )
-        if replaced and is_named(callback, KEEPS_LAYERS):
-            raise PlanError(
-                f"{type(callback).__name__} is not supported: it has chosen its layers already, and the plan"
-                f" replaces {replaced[:3]!r}; it would change layers that are not trained, or not as on one"
-                " device. Leave it out, or ask for strategies='S1', which changes none"
-            )
+        if why:
+            raise PlanError(f"{type(callback).__name__} is not supported: {why}")
 
 
-def check_rescue(plan: Plan, trainer: "pl.Trainer", *, n_ranks: int) -> None:
+def check_rescue(plan: Plan, trainer: pl.Trainer, *, n_ranks: int) -> None:
     """Refuse, with a PlanError, a rescue where a batch cannot run again, or where ranks would wait for each other."""
     reasons = []
     if not trainer.lightning_module.automatic_optimization:
@@ -154,15 +154,86 @@ def is_named(thing: object, names: tuple[str, ...]) -> bool:
     return any(kind.__name__ in names for kind in type(thing).__mro__)
 
 
-def _sharding(installed: "Installed", plan: Plan) -> tuple[str, str]:
+def _sharding(installed: Installed, plan: Plan) -> tuple[str, str]:
     """Who shards parameters, and which; "" where nobody does."""
     everywhere = next((rule.strategy for rule in plan.rules if STRATEGIES[rule.strategy].data_axis), "")
-    if everywhere:
-        return everywhere, ALL
-    return ("S2", _names(installed)) if installed.sharded else ("", "")
-
-
-def _names(installed: "Installed") -> str:
+    if everywhere or not installed.sharded:
+        return everywhere, ALL if everywhere else ""
     swapped = {id(swap.new): swap.fqn for swap in installed.swaps}
     names = [f"{swapped.get(id(s.module), type(s.module).__name__)}.{s.name}" for s in installed.sharded]
-    return ", ".join(map(repr, names))
+    return "S2", ", ".join(map(repr, names))
+
+
+TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics, PipelineStages, RecomputeBlock, ChunkBlock)
+"""Rules that go together with stages."""
+SEE_GRADIENTS = (
+    "configure_gradient_clipping",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+)
+NORMS = ("clip_grad_norm_", "get_total_norm", "grad_norm")
+
+
+def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: Iterable[Rule] = ()) -> None:
+    """Refuse what a pipeline would train otherwise than one process.
+
+    Raises:
+        PlanError: Options, callbacks, other techniques or a module that do not go together with stages.
+        InstallError: Batch normalisation, or hooks on parameters.
+    """
+    refuse_batch_statistics(model)
+    for parameter in model.parameters():
+        refuse_hooks(parameter)
+    for what, why in _apart_from_stages(request, trainer, rules):
+        raise PlanError(f"pipeline cannot be used with {what}; {why}, or leave 'pipeline' out")
+
+
+def _apart_from_stages(
+    request: Request, trainer: pl.Trainer, rules: Iterable[Rule]
+) -> Iterator[tuple[str, str]]:
+    """What does not go together with stages, and why."""
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        why = "stages run the backward pass before the loss is scaled: use 'bf16-mixed' or '32-true'"
+        yield f"precision={trainer.precision!r}", why
+    if request.check_finite:
+        yield "check_finite=True", "a stage has the values of the blocks of this stage only"
+    if request.save_distributed_checkpoint:
+        yield "save_distributed_checkpoint=True", "checkpoints of stages are files by now"
+    for callback in getattr(trainer, "callbacks", ()):
+        if is_named(callback, (*AVERAGED, *KEEPS_LAYERS)):
+            why = "it changes or averages parameters that a rank does not hold: leave it out"
+            yield type(callback).__name__, why
+    for rule in rules:
+        if not isinstance(rule.spec, TOGETHER):
+            yield rule.strategy, "it was not tried inside of stages: leave it out"
+        if isinstance(rule.spec, ChunkBlock) and rule.spec.after:
+            why = "what follows its blocks is run by the last stage: leave that rule out"
+            yield f"chunk of {rule.fqn!r}", why
+    for hook in SEE_GRADIENTS:
+        code = getattr(getattr(type(trainer.lightning_module), hook), "__code__", None)
+        for norm in NORMS:
+            # a norm over all gradients that a hook of the user's takes by hand
+            if code and norm in code.co_names:
+                yield (
+                    f"{norm!r} in {hook}",
+                    "a rank has the gradients of its stage only: take the Trainer's gradient_clip_val, or"
+                    " self.trainer.strategy.gradient_norm(), which every rank calls",
+                )
+
+
+def without_stages(
+    seen: ProfiledStep, device: torch.device, request: Request, trainer: pl.Trainer
+) -> ProfiledStep:
+    """The step without a pipeline, where the run's options or its device do not go with one."""
+    if device.type != "cpu":
+        return no_pipeline(seen, f"it runs on the CPU by now, and not on {device.type!r}")
+    chosen = request.plan or request.strategies or request.model_parallel_size not in ("auto", 1)
+    if not (chosen or trainer.lightning_module.automatic_optimization):
+        why = "its step optimises by hand, and the run shows whether stages can do so: ask for strategies='pipeline'"
+        return no_pipeline(seen, why)
+    try:
+        check_run(request, trainer, trainer.lightning_module)
+    except AmpError as error:
+        return no_pipeline(seen, str(error))
+    return seen

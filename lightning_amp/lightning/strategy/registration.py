@@ -1,6 +1,7 @@
 """Register the strategy with Lightning: `Trainer(strategy="amp")`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from lightning_amp.errors import AmpError
@@ -32,32 +33,25 @@ def register(registry: Registry) -> None:
     for name, start_method in START_METHODS.items():
         if name not in registry:
             about = f"modality-aware parallelization, processes started by {start_method!r}"
-            registry.register(name, _factory(start_method), about)
+            registry.register(name, partial(_make, start_method), about)
 
 
 def refuse(registry: Registry) -> None:
     """Make the names fail with advice in the twin package, whose classes Lightning's do not recognise."""
     for name in START_METHODS:
         if name not in registry:
-            registry.register(name, _refusal(name), "use lightning.pytorch")
+            registry.register(name, partial(_refuse, name), "use lightning.pytorch")
 
 
-def _factory(start_method: StartMethod) -> Callable[[], "AMPStrategy"]:
-    def make() -> "AMPStrategy":
-        # late, for registering happens while Lightning itself is being imported
-        from lightning_amp.lightning.strategy.strategy import AMPStrategy
+def _make(start_method: StartMethod) -> "AMPStrategy":
+    # late, for registering happens while Lightning itself is being imported
+    from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
-        return AMPStrategy(start_method=start_method)
-
-    return make
+    return AMPStrategy(start_method=start_method)
 
 
-def _refusal(name: str) -> Callable[[], object]:
-    def raise_advice() -> object:
-        raise AmpError(
-            f"strategy={name!r} does not support pytorch_lightning.Trainer; it works with lightning.pytorch,"
-            " the same library under its newer name. Import Trainer, LightningModule and callbacks from"
-            " lightning.pytorch"
-        )
-
-    return raise_advice
+def _refuse(name: str) -> object:
+    raise AmpError(
+        f"strategy={name!r} does not support pytorch_lightning.Trainer; it works with lightning.pytorch, the same"
+        " library under its newer name. Import Trainer, LightningModule and callbacks from lightning.pytorch"
+    )

@@ -102,6 +102,11 @@ class Request:
         return self.policy == "auto" and self.plan is None and self.strategies is None
 
     @property
+    def given_plan(self) -> Plan | None:
+        """The plan to carry out instead of making one, read where it is a file."""
+        return self.plan if self.plan is None or isinstance(self.plan, Plan) else Plan.read(self.plan)
+
+    @property
     def may_change_decoders(self) -> bool:
         """Whether a technique of decoders may be in the plan: not where others alone are named."""
         return self.strategies is None or any(
@@ -160,8 +165,7 @@ class Request:
         beside = {name: value for name, value in decided.items() if value != "auto"}
         if beside:
             raise PlanError(
-                f"plan={self.plan!r} cannot be used with {beside!r}, which a plan decides; leave one of the"
-                " two out"
+                f"plan={self.plan!r} cannot be used with {beside!r}, which a plan decides; leave one of the two out"
             )
         if not isinstance(self.plan, str | Path | Plan):
             raise PlanError(

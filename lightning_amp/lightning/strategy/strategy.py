@@ -36,8 +36,8 @@ from lightning_amp.lightning._compat import (
     optimizers_to_device,
     trainer_of,
 )
-from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
 from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO
 from lightning_amp.lightning.consistency.replicas import (
     check_replicas,
     random_state,
@@ -48,16 +48,14 @@ from lightning_amp.lightning.consistency.replicas import (
 from lightning_amp.lightning.consistency.same_parameters import warn_of_differences
 from lightning_amp.lightning.faults.activity import is_out_of_memory
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
-from lightning_amp.lightning.faults.interrupt import make_interruptible
-from lightning_amp.lightning.faults.one_message import print_mistakes_once, raise_mistakes
-from lightning_amp.lightning.steps.cell_order import CellOrder
+from lightning_amp.lightning.faults.launchers import end_as_ours, print_mistakes_once
+from lightning_amp.lightning.steps.cells import CellOrder
+from lightning_amp.lightning.steps.out_of_memory import explain
 from lightning_amp.lightning.steps.step_time import time_steps
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.hardware import let_segments_grow
-from lightning_amp.lightning.strategy.out_of_memory import explain
-from lightning_amp.lightning.strategy.over_data_axis import check_split, shard_fully, share_statistics
+from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.lightning.strategy.whole_state import WholeState
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.data.gradient_sync import MIB
 from lightning_amp.techniques.deferred import check_deferred, is_deferred, without_memory
@@ -71,7 +69,7 @@ OF_LIGHTNING = (
 """Options that DDPStrategy has too."""
 
 
-class AMPStrategy(WholeState):
+class AMPStrategy(MeshStrategy):
     """Automatic modality-aware parallelization.
 
     Attributes:
@@ -174,7 +172,7 @@ class AMPStrategy(WholeState):
         self.predicted_step: Any = None
         self.pipelined_steps: Any = None
         self._failures = FailureWatch(self, lost_after=lost_after, stuck_after=stuck_after)
-        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self._meshes: dict[tuple[int, int, int | None], DeviceMesh] = {}
         self._shards = Shards()
         self._step: TrainingStep | None = None  # of a fit
         self._deferred: bool | None = None  # known from setup to teardown
@@ -204,8 +202,7 @@ class AMPStrategy(WholeState):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        make_interruptible(self._launcher)
-        raise_mistakes(self._launcher)
+        end_as_ours(self._launcher)
         # not before, for the Trainer refuses a plugin in addition to one that the strategy has already
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
@@ -224,6 +221,9 @@ class AMPStrategy(WholeState):
 
     def setup(self, trainer: Trainer) -> None:
         """Make ranks equal, plan, install, and only then let the optimisers be made."""
+        # late, for it reaches every technique, which a Trainer does not need
+        from lightning_amp.lightning.strategy.install_parts import check_split, shard_fully, share_statistics
+
         assert self.accelerator is not None, "the Trainer sets the accelerator before setup"
         module = self.lightning_module
         assert self.model is not None, "the Trainer sets the model before setup"
@@ -242,6 +242,7 @@ class AMPStrategy(WholeState):
             any_rank = partial(self.reduce_boolean_decision, all=False)
             check_replicas(self.model, rank=self.global_rank, broadcast=self.broadcast, any_rank=any_rank)
             broadcast_module(self.model)
+        # before there are optimisers, which get the parameters that a plan puts in the place of others
         rescue = self._plan_and_install(trainer, self.model)
         plan, mesh = self.plan, self.mesh
         assert plan is not None, "made before it was installed"
@@ -252,9 +253,10 @@ class AMPStrategy(WholeState):
             self.model = share_statistics(plan, self.model, mesh, self._layer_sync, self._undo)
         # one where gradients are averaged over the model axis too
         inner = self.world_size // plan.gradient_ranks
-        averaging, groups_of = self._mesh_of(inner)["data"], partial(self._groups_of, inner)
+        averaging, groups_of = self._mesh_of(inner)["data"], partial(self._mesh_of, inner)
         self._shards = shard_fully(plan, self.model, averaging, groups_of, self._shards, fn, self._undo)
         if fn == TrainerFn.FITTING:
+            # after parameters were split: gradients are watched where they are accumulated
             self._step = TrainingStep(
                 module,
                 self.model,
@@ -275,7 +277,7 @@ class AMPStrategy(WholeState):
 
     def _plan_and_install(self, trainer: Trainer, model: nn.Module) -> Callable[..., Callable[[], None]]:
         # late, for it reaches the reference model and every technique, which a Trainer does not need
-        from lightning_amp.lightning.strategy.plan.install_plan import InstalledPlan
+        from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 
         named = ExitStack()
         named.enter_context(named_blocks(model, self.request.blocks))

@@ -6,7 +6,7 @@
     the root          gathers the parameters of no unit for a whole step, from its beginning to the end of backward;
                       where the step goes on after it, they have the rows' gradients, for clipping by hand
 
-The losses are weighed by the ranks' cells before (steps/cell_weight.py), so the averages are those of the union's mean
+The losses are weighed by the ranks' cells before (steps/cells.py), so the averages are those of the union's mean
 loss, exact up to rounding. Gradients are reduced in every backward pass, under accumulation too: nothing whole is kept.
 
 Collectives of a unit per step: two all-gathers of its parameters, one sum of its gradients; before each of them, and at

@@ -22,8 +22,8 @@ from lightning_amp.data.files.write_results import _file_stems, labels_of, read_
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.lightning.callbacks.collect_predictions import collect_predictions
 from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter
+from lightning_amp.lightning.callbacks.predictions import collect_predictions
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),

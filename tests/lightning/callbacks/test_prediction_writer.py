@@ -22,10 +22,9 @@ from lightning_amp.data.files.write_results import write_imputed
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.lightning.callbacks import collect_predictions as gathering
-from lightning_amp.lightning.callbacks.collect_predictions import collect_predictions
-from lightning_amp.lightning.callbacks.draw_predictions import project
+from lightning_amp.lightning.callbacks import predictions as gathering
 from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter, _agreement
+from lightning_amp.lightning.callbacks.predictions import collect_predictions, project
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),

@@ -26,7 +26,7 @@ from lightning_amp.data.loading.dataset import StepIndices
 from lightning_amp.data.loading.sampler import StepLoader, StepSampler
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.checkpoints.read_directory import fill, open_directory
-from lightning_amp.lightning.checkpoints.write_directory import Part, convert_checkpoint, write_directory
+from lightning_amp.lightning.checkpoints.write_checkpoint import Part, convert_checkpoint, write_directory
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.keyed_noise import KeyedDropout
 from lightning_amp.techniques.hic.nodes.vertex_shards import VertexShards

@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_amp.cli.main import main
 from lightning_amp.errors import DataError, PlanError
-from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
 from lightning_amp.lightning.checkpoints.read_directory import Stored, fill, load_either, open_directory
-from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
+from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO, convert_checkpoint
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.checkpoints.state_cases import CASE, KINDS, N_FEATURES, Job, Maps, several
 from tests.ranks import run_ranks

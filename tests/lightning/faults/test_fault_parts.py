@@ -30,11 +30,11 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_amp.errors import DataError, PlanError
-from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO, _aside, _remove_left_over
+from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO, _aside, _remove_left_over
 from lightning_amp.lightning.faults.activity import Doing, Fault, doing_of_thread
 from lightning_amp.lightning.faults.detector import Detector, Limits
 from lightning_amp.lightning.faults.failure_watch import FailureWatch, _requeues_on_sigterm
-from lightning_amp.lightning.faults.interrupt import STARTED_BY
+from lightning_amp.lightning.faults.launchers import STARTED_BY
 from lightning_amp.lightning.faults.link import LONGEST_HELLO, Link, connect, listen
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.faults.fault_cases import Case, run_group

@@ -19,12 +19,12 @@ from torch import nn
 
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError, PlanError
-from lightning_amp.lightning.checkpoints.atomic_file import AtomicCheckpointIO
+from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO
 from lightning_amp.lightning.faults.activity import Doing, is_out_of_memory
 from lightning_amp.lightning.faults.detector import Detector, Limits
 from lightning_amp.lightning.faults.link import Link, connect, listen
-from lightning_amp.lightning.steps.finite_check import FiniteCheck
-from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory
+from lightning_amp.lightning.steps.out_of_memory import advice_on_memory
+from lightning_amp.lightning.steps.training_step import FiniteCheck
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Candidate
 from tests.lightning.faults.fault_cases import Case, Outcome, run_group

@@ -14,7 +14,7 @@ from lightning_amp.cli import main as cli
 from lightning_amp.cli.commands import profile
 from lightning_amp.lightning.faults.activity import Doing, Fault
 from lightning_amp.lightning.faults.detector import ASKED_GRACE_S, GRACE_S, Detector, Limits
-from lightning_amp.lightning.faults.interrupt import how_to_resume
+from lightning_amp.lightning.faults.launchers import how_to_resume
 from tests.lightning.conformance.cases import QUIET
 from tests.lightning.faults.fault_cases import Case, run_scripts
 

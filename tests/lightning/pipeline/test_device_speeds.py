@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_amp.lightning.strategy.plan import measured_speeds
+from lightning_amp.lightning.strategy import hardware
 from tests.lightning.pipeline.pipeline_cases import GPT, fit
 from tests.ranks import run_ranks
 
@@ -40,7 +40,7 @@ class Quota:
 def test_a_quota_s_share_is_found_wherever_its_period_begins(begin: float) -> None:
     for share in (0.5, 0.25, 0.125):
         quota = Quota(share, begin)
-        counts = measured_speeds.done_in_windows(quota.work, 1.0, 4, quota.clock)
+        counts = hardware.done_in_windows(quota.work, 1.0, 4, quota.clock)
         assert len(counts) == 3
         assert counts == pytest.approx([share / PRODUCT] * 3, rel=0.02)
 
@@ -49,8 +49,8 @@ def runs(rank: int, ranks: int) -> dict[str, Any]:
     settings = {"schedule": "1f1b", "micro_batches": 4}
     # larger products take rank 0 longer, as if it were slow
     rows = 512 if rank == 0 else 192
-    with patch.object(measured_speeds, "SPEED_SIZE", rows), patch.object(measured_speeds, "SPEED_S", 0.2):
-        speeds = measured_speeds.measured_speeds(torch.device("cpu"), ranks)
+    with patch.object(hardware, "SPEED_SIZE", rows), patch.object(hardware, "SPEED_S", 0.2):
+        speeds = hardware.measured_speeds(torch.device("cpu"), ranks)
         slow = fit((rank, ranks), GPT(), {**settings, "device_speeds": "measure"}, {})
     return {"speeds": speeds, "slow": slow, "alike": fit((rank, ranks), GPT(), settings, {})}
 

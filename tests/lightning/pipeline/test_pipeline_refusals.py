@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, DataError, PlanError
-from lightning_amp.lightning.strategy.plan.pipeline_run import without_stages
+from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.techniques.pipeline.options import stages_of
 from lightning_amp.techniques.pipeline.steps.micro_batches import cut

@@ -17,7 +17,7 @@ from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.errors import DataError, PlanError
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.lightning.profiling.example_batch import example_batch
+from lightning_amp.lightning.profiling.loaders import example_batch
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.refusals import announce
 from lightning_amp.lightning.strategy.request import Request

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.profiling import cells_per_step
-from lightning_amp.lightning.profiling.example_batch import example_batch
-from lightning_amp.lightning.steps.cell_order import OwnCells
+from lightning_amp.lightning.profiling import loaders
+from lightning_amp.lightning.profiling.loaders import example_batch
+from lightning_amp.lightning.steps.cells import OwnCells
 from tests.lightning.strategy.any_module_cases import same
 
 
@@ -44,13 +44,13 @@ def streams() -> tuple[Any, ...]:
 LOOKS: dict[str, Callable[[], Any]] = {
     "an item": lambda: example_batch(DataLoader(Fails(), batch_size=2)),
     "an order": lambda: list(OwnCells(DataLoader(Fails(), sampler=InNoOrder()), num_replicas=2, rank=0)),
-    "a loader": lambda: cells_per_step._loaders(SimpleNamespace(name="train", instance=None)),
+    "a loader": lambda: loaders._loaders(SimpleNamespace(name="train", instance=None)),
 }
 
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_streams_are_put_back(look: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cells_per_step, "request_dataloader", draw_and_fail)
+    monkeypatch.setattr(loaders, "request_dataloader", draw_and_fail)
     before = streams()
     with pytest.raises((DataError, ValueError), match="no data yet"):
         LOOKS[look]()

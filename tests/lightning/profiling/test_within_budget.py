@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning.profiling.cells_per_step import training_loaders
+from lightning_amp.lightning.profiling.loaders import training_loaders
 from lightning_amp.lightning.profiling.outside_decoder import keeping_blocks
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan

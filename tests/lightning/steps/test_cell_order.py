@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_amp.errors import DataError
-from lightning_amp.lightning.steps.cell_order import OwnCells
+from lightning_amp.lightning.steps.cells import OwnCells
 from tests.lightning.conformance.cases import CELLS, STRATA, Site
 from tests.lightning.conformance.data import Cells
 from tests.lightning.steps.order_cases import (

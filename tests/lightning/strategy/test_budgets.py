@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.bounded_step import StepOverBudget
-from lightning_amp.lightning.strategy.plan.install_plan import InstalledPlan
+from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import Meter
 from tests.lightning.strategy.any_module_cases import Batches, fitted, same

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.bounded_step import StepOverBudget
-from lightning_amp.lightning.steps.counted_batches import CountedBatches
+from lightning_amp.lightning.steps.out_of_memory import CountedBatches
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.any_module_cases import Small, fitted, same
 from tests.lightning.strategy.rescue_cases import Ends

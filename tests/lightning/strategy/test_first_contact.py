@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_amp import AMPStrategy, Plan
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import MultiProcessingLauncher
-from lightning_amp.lightning.faults.one_message import MistakesOnce, raise_mistakes
+from lightning_amp.lightning.faults.launchers import MistakesOnce, end_as_ours
 from tests.paths import ROOT
 
 
@@ -144,7 +144,7 @@ def test_ranks_that_were_started_by_multiprocessing_raise_the_mistake_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launcher: Any = object.__new__(MultiProcessingLauncher)
-    raise_mistakes(launcher)
+    end_as_ours(launcher)
     for text, kind in (
         ("lightning_amp.errors.PlanError: what to do", PlanError),
         ("ValueError: other", Exception),

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning.strategy.plan.install_plan import InstalledPlan
+from lightning_amp.lightning.strategy import install_plan
+from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import make
-from tests.lightning.strategy.any_module_cases import Meter, of_example, same
+from tests.lightning.strategy.any_module_cases import Meter, of_example, same, trainer_of
 from tests.lightning.strategy.rescue_cases import Deep, fit, on_rank
 from tests.ranks import run_ranks
+from tests.techniques.recompute.test_beside_decoder import Run
+from tests.techniques.sharded_cases import Case
 
 pytestmark = [
     pytest.mark.long,
@@ -51,6 +55,42 @@ def test_a_budget_on_a_cpu_is_held_by_counting() -> None:
     assert same(found["random"], plain["random"])
     for name, value in plain["parameters"].items():
         torch.testing.assert_close(found["parameters"][name], value, rtol=1e-10, atol=1e-12)
+
+
+class RunOut(Run):
+    """A decoder with blocks outside of it, for which memory ends once."""
+
+    left = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        # not in the profile, which runs the step of a copy
+        if batch_idx == 1 and self.left and isinstance(self.trainer.strategy, AMPStrategy):
+            self.left -= 1
+            raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+        return loss
+
+
+def of_decoder(module: Run, strategy: Any) -> dict[str, torch.Tensor]:
+    trainer_of(strategy).fit(module, DataLoader(torch.zeros(6, 1), batch_size=2))  # type: ignore[arg-type]
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def test_a_decoder_is_rescued_by_another_of_the_plans_that_were_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # of so small a step nearly all is held before it
+    monkeypatch.setattr(install_plan, "LEANER", 0.995)
+    case = Case(distances=(0, 1))
+    plain, strategy = of_decoder(Run(case), "auto"), AMPStrategy(rescue=True)
+    with pytest.warns(UserWarning, match="which now runs again: .* are predicted, instead of"):
+        found = of_decoder(RunOut(case), strategy)
+    assert strategy.plan is not None
+    chosen = next(one for one in strategy.plan.candidates if one.verdict == "chosen")
+    assert set(strategy.plan.strategies) != set(chosen.strategies)
+    assert strategy.plan.predicted_peak_bytes < chosen.peak_bytes
+    for name, value in plain.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
 
 
 def test_in_the_update_the_error_is_raised() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.lightning.strategy.plan import plan_run as planner
+from lightning_amp.lightning.strategy import plan_run as planner
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.axes import Axes, MeshShape

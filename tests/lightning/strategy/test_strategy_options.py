@@ -23,7 +23,7 @@ from lightning_amp.lightning.consistency.replicas import (
     decide_on_rank_zero,
     share_random_state,
 )
-from lightning_amp.lightning.steps.cell_weight import count_cells
+from lightning_amp.lightning.steps.cells import count_cells
 from lightning_amp.lightning.strategy.registration import refuse
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 

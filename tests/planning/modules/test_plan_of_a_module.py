@@ -17,7 +17,7 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError, ModelError, PlanError
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleBytes, ModuleProfile, TensorBytes
 from lightning_amp.footprint.module_profile import Moment as Stretch
-from lightning_amp.lightning.strategy.out_of_memory import advice_on_memory
+from lightning_amp.lightning.steps.out_of_memory import advice_on_memory
 from lightning_amp.planning.modules import candidates
 from lightning_amp.planning.modules.candidates import compare
 from lightning_amp.planning.modules.min_memory_plan import fewest_ranks

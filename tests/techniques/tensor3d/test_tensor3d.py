@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
-from lightning_amp.lightning.profiling import choose_grid
+from lightning_amp.lightning.profiling import dry_steps
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.tensor3d.grid_seconds import GridCost
 from tests.any_module import QUIET, Meter
@@ -102,7 +102,7 @@ def on_grids(rank: int, ranks: int, rows: list[tuple[str, Grid]]) -> dict[Any, A
     def as_planned(costs: list[GridCost], budget: int | None) -> list[GridCost]:
         return [cost for cost in costs if not cost.exchanged]
 
-    with patch.object(choose_grid, "ranked", as_planned):
+    with patch.object(dry_steps, "ranked", as_planned):
         return {
             (name, grid): run(
                 CASES[name], grid, rank, ranks, **(CACHED if (name, grid) == ("gpt", (1, 1, 2)) else {})

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_amp import AMPStrategy
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.splits import Split, Splits
-from lightning_amp.lightning.checkpoints.write_directory import convert_checkpoint
+from lightning_amp.lightning.checkpoints.write_checkpoint import convert_checkpoint
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.parameters import GridParameter

@@ -1,0 +1,212 @@
+"""Gather the predictions of all ranks, as AnnData in memory or for writers, and draw them."""
+
+import json
+from collections.abc import Mapping
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning.pytorch as pl
+import numpy as np
+import pandas as pd
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from lightning_amp import figures
+from lightning_amp.data.describe_embedding import describe_embedding, principal_components
+from lightning_amp.data.files.strata_layout import FeatureLayout
+from lightning_amp.data.files.write_results import NO_FEATURES, bin_table
+from lightning_amp.data.loading.datamodule import SingleCellDataModule
+from lightning_amp.data.loading.dataset import CellTable
+from lightning_amp.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+
+Embeddings = dict[str, NDArray[np.float32]]
+Parts = dict[str, list[tuple[NDArray[np.int64], NDArray[np.float32]]]]
+"""Modality -> rows and embeddings of some cells."""
+
+
+def collect_predictions(outputs: list[Any] | None, data: SingleCellDataModule) -> "dict[str, AnnData]":
+    """Return the predictions of all ranks as AnnData; to be called by every rank.
+
+        outputs = trainer.predict(model, datamodule=data)
+        hic.obsm["X_amp"] = collect_predictions(outputs, data)["hic"].obsm["X_amp"]
+
+    Args:
+        outputs: what `trainer.predict` returned
+        data: the data module that it was given
+
+    Returns:
+        modality -> all cells in the data's order with their obs and, but for Hi-C, var, without X; obsm["X_amp"] is NaN
+        for a cell that was not predicted (`limit_predict_batches`). Principal components and
+        uns["lightning_amp"] are those of the files of `PredictionWriter`
+
+    Raises:
+        DataError: there are no outputs, or the data module has served no trainer
+        ModelError: `predict_step` does not return {modality: {"index", "embedding"}}
+    """
+    if outputs is None or data.trainer is None:
+        raise DataError(
+            f"collect_predictions: outputs={outputs!r} of trainer={data.trainer!r} were given; call it with what"
+            " trainer.predict(model, datamodule=data) returned, and the same data. Strategies that spawn or fork ranks"
+            " return nothing: predict on one device, or let the callback PredictionWriter write files"
+        )
+    from anndata import AnnData
+
+    parts: Parts = {}
+    for batch in outputs:
+        add_batch(parts, batch, data.trainer.lightning_module)
+    embeddings = gather(parts, data, data.trainer.world_size)
+    run = describe_run(data.trainer)
+    found = {}
+    for modality, values in embeddings.items():
+        table, described = data.tables[modality], describe_embedding(values)
+        described["uns"]["lightning_amp"] = run
+        found[modality] = AnnData(obs=table.read_obs(), var=features_of(table), **described)
+    return found
+
+
+def features_of(table: CellTable) -> pd.DataFrame:
+    """Return the table of a modality's features, such as genes; empty for Hi-C, which has a million pairs of bins."""
+    return NO_FEATURES if table.modality == "hic" else table.read_var()
+
+
+def describe_run(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what uns["lightning_amp"] says: versions, model with its hyper-parameters as JSON, checkpoint and plan."""
+    plan, module = getattr(trainer.strategy, "plan", None), trainer.lightning_module
+    # Lightning's command line adds names that begin with an underscore
+    settings = {name: value for name, value in module.hparams.items() if not name.startswith("_")}
+    return {
+        "version": import_module("lightning_amp").__version__,
+        "torch": str(torch.__version__),
+        "lightning": metadata.version("lightning"),
+        "model": type(module).__name__,
+        "hyper_parameters": json.dumps(settings, default=str),
+        "checkpoint": Path(trainer.ckpt_path or "none").name,
+        "strategy": type(trainer.strategy).__name__,
+        "techniques": ",".join(getattr(plan, "strategies", ())),
+        "ranks": trainer.world_size,
+    }
+
+
+def add_batch(parts: Parts, outputs: Any, module: pl.LightningModule) -> None:
+    """Add one batch's embeddings, in host memory; a ModelError where these are none."""
+    well_formed = isinstance(outputs, dict) and all(
+        isinstance(cells, dict) and {"index", "embedding"} <= set(cells) for cells in outputs.values()
+    )
+    if not well_formed:
+        raise ModelError(
+            f"{type(module).__name__!r}.predict_step must return {{modality: {{'index', 'embedding'}}}}, "
+            f"found {type(outputs).__name__} {list(outputs) if isinstance(outputs, dict) else outputs!r}"
+        )
+    for modality, cells in outputs.items():
+        part = cells["index"].cpu().numpy(), cells["embedding"].detach().float().cpu().numpy()
+        parts.setdefault(modality, []).append(part)
+
+
+def gather(mine: Parts, data: SingleCellDataModule, world_size: int) -> Embeddings:
+    """Return every modality's embedding, [cell, dim]; a cell that came twice is written twice, with one value."""
+    ranks = [mine]
+    if world_size > 1:
+        ranks = [{} for _ in range(world_size)]
+        dist.all_gather_object(ranks, mine)
+    embeddings: Embeddings = {}
+    for parts in ranks:
+        for modality, pieces in parts.items():
+            whole = (data.tables[modality].n_cells, pieces[0][1].shape[1])
+            target = embeddings.setdefault(modality, np.full(whole, np.nan, dtype=np.float32))
+            for index, values in pieces:
+                target[index] = values
+    return embeddings
+
+
+Labels = Mapping[str, NDArray[np.str_]]
+"""Modality -> [cell]."""
+MIN_UMAP_CELLS = 5
+MAP_BINS = 300
+"""Bins in the picture of a contact map; a whole genome would be a grey square."""
+
+
+def project(embedding: NDArray[np.float32], *, method: str) -> tuple[NDArray[np.float64], tuple[str, str]]:
+    """Return cells in the plane, and the names of its axes: too few cells for UMAP go by PCA.
+
+    Args:
+        embedding: [cell, dim]
+        method: "pca" or "umap"
+
+    Returns:
+        [cell, 2] and the names, with the share of the variance where the axis is a principal component
+    """
+    if method == "pca" or len(embedding) < MIN_UMAP_CELLS:
+        scores, variances = principal_components(embedding.astype(np.float64))
+        shares = np.pad(variances, (0, 1)) / max(variances.sum(), np.finfo(np.float64).tiny)
+        plane = np.pad(scores[:, :2], ((0, 0), (0, max(0, 2 - scores.shape[1]))))
+        return plane, (f"PC1 ({shares[0]:.0%} of the variance)", f"PC2 ({shares[1]:.0%} of the variance)")
+    # late, for it compiles itself on import
+    from umap import UMAP
+
+    reducer = UMAP(n_neighbors=min(15, len(embedding) - 1), random_state=0, n_jobs=1)
+    return np.asarray(reducer.fit_transform(embedding), dtype=np.float64), ("UMAP1", "UMAP2")
+
+
+def draw_cells(
+    path: Path, embeddings: Embeddings, labels: Mapping[str, Labels], *, projection: Literal["pca", "umap"]
+) -> None:
+    """Draw the cells of all modalities in the plane, once for each kind of label and once by modality.
+
+    Args:
+        path: the picture
+        embeddings: modality -> [cell, dim]
+        labels: heading of a panel -> modality -> [cell]
+        projection: how the plane is chosen
+    """
+    together = np.concatenate(list(embeddings.values()))
+    known = np.isfinite(together).all(axis=1)
+    xy, axis_names = project(together[known], method=projection)
+    by_modality = {name: np.full(len(values), name) for name, values in embeddings.items()}
+    panels = {**labels, "modality": by_modality}
+    shown = {
+        heading: np.concatenate([of[modality] for modality in embeddings])[known].tolist()
+        for heading, of in panels.items()
+    }
+    title = f"Embedding of {known.sum()} cells"
+    figures.embedding(path, xy=xy, labels=shown, title=title, axis_names=axis_names)
+
+
+def draw_maps(path: Path, cell: str, imputed: NDArray[np.float32], data: SingleCellDataModule) -> None:
+    """Draw what was measured of one cell with what the model expects, at the coarsest resolution.
+
+    There are no data of pairs of bins that are no features, and of bins that have no contact in any cell.
+    """
+    table = data.tables["hic"]
+    assert data.layout is not None, "a data module with Hi-C cells has their layout"
+    row = int(np.flatnonzero(table.obs_names == cell)[0])
+    measured = table.counts[[row]].toarray()[0]
+    maps = {"measured": _map(measured, data.layout), "expected by the model": _map(imputed, data.layout)}
+    empty = np.nansum(_map(np.asarray(table.counts.sum(axis=0)).ravel(), data.layout), axis=0) == 0
+    for contacts in maps.values():
+        contacts[empty] = contacts[:, empty] = np.nan
+    bins = bin_table(data.layout, data.layout.strata[0])[: len(empty)]
+    figures.contact_maps(
+        path,
+        maps=maps,
+        chromosomes=bins["chrom"].tolist(),
+        starts=bins["start"].tolist(),
+        title=f"{cell}: contacts of the first {len(bins)} bins",
+    )
+
+
+def _map(contacts: NDArray[np.float32], layout: FeatureLayout) -> NDArray[np.float32]:
+    """Return the symmetric matrix [bin, bin] of a cell's features, [feature]; NaN for pairs that are no features."""
+    strata = [s for s in layout.strata if s.resolution == layout.strata[0].resolution]
+    size = min(MAP_BINS, strata[0].n_features)
+    matrix = np.full((size, size), np.nan, dtype=np.float32)
+    for stratum in strata:
+        inside = stratum.anchors + stratum.k < size
+        first = stratum.anchors[inside]
+        matrix[first, first + stratum.k] = contacts[stratum.start : stratum.stop][inside]
+    return np.fmax(matrix, matrix.T)

@@ -1,0 +1,208 @@
+"""Make one batch as the training loader would, and determine its cells, without side effects on the run.
+
+The loader's own iterator is not touched, for it may draw, start workers or read from a stream. Of a data set whose
+items have numbers the first batch is made by hand, in this process, with the loader's `collate_fn`:
+
+    no sampler but torch's    the first items, in the order of the data set
+    another one               what a copy of it begins with
+
+A loader of another kind may have a method `amp_example_batch`, which gives a batch that nobody misses.
+
+This is done as a guest (guest.py), and data set, sampler and `collate_fn` are copies in what they remember of
+themselves (apart.py): a count, or a random generator, does not move on.
+
+Known limits: what an item does outside of its process is done once more, such as moving the position in an open file;
+a list or dictionary of a data set's that is longer than `apart.LONG` is not a copy; `worker_init_fn` is not called.
+"""
+
+import pickle
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lightning_amp._torch import tree_leaves
+from lightning_amp.errors import DataError
+from lightning_amp.footprint.copies.apart import apart
+from lightning_amp.footprint.copies.guest import as_guest
+from lightning_amp.lightning._compat import request_dataloader
+from lightning_amp.random_streams import isolated_random_streams
+from lightning_amp.techniques.contract.protocol import find_decoders
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+UNKNOWN = (
+    "the batch size is not known: predicted for 1 sample; give the data module, or the training loader, an attribute"
+    " batch_size, the samples per rank and step"
+)
+
+Cells = tuple[int | None, str]
+"""How many, or None and what to do."""
+
+
+def cells_per_step(trainer: "pl.Trainer") -> Cells:
+    """Cells per rank and step.
+
+    An attribute `batch_size` of the data module, the module or the loader tells; else the training loaders are asked
+    for. Of several loaders the largest counts. Without a decoder in the module none are: the cells would predict
+    nothing, and the profile of its step counts them itself.
+    """
+    source = trainer.fit_loop._data_source
+    # a data module may be given for its plan in addition to loaders
+    for owner in (getattr(trainer, "datamodule", None), source.instance):
+        if sizes := _sizes(owner):
+            return max(sizes), ""
+    if not source.is_module() or not trainer.training or not find_decoders(trainer.lightning_module):
+        return None, UNKNOWN
+    loaders, why = training_loaders(trainer)
+    if sizes := _sizes(loaders):
+        return max(sizes), ""
+    return None, f"{UNKNOWN} ({why}, before training)" if why else UNKNOWN
+
+
+def training_loaders(trainer: "pl.Trainer") -> tuple[object, str]:
+    """What the run will read in training; None and why, "" where nothing went wrong.
+
+    A fit's hook `train_dataloader` is called, and the Trainer takes what it gave. It calls the hook again where that
+    draws random numbers, which must be drawn where a plain run draws them; and where a sampler has been distributed to
+    ranks by now, for how many of them have a batch of their own is up to the plan. Every rank calls this, for the hook
+    may communicate. A hook that is called every few epochs may give other loaders each time: it is not called.
+    """
+    return loaders_of(trainer.fit_loop._data_source, trainer)
+
+
+def loaders_of(source: Any, trainer: "pl.Trainer") -> tuple[object, str]:
+    """The same of the source of any loop."""
+    if not source.is_module():
+        return source.instance, ""
+    if not source.is_defined() or getattr(trainer, "reload_dataloaders_every_n_epochs", False):
+        return None, ""
+    try:
+        loaders, drew = _loaders(source)
+    except Exception as error:
+        # it may read what a hook makes that comes later; what is really wrong with it, the Trainer will say
+        return (
+            None,
+            f"{type(source.instance).__name__}.{source.name}() gave {type(error).__name__}: {error}",
+        )
+    # draws must be made where a plain run makes them, and a distributed sampler is of a plan that is not made yet
+    samplers = [getattr(loader, "sampler", None) for loader in _each(loaders)]
+    if not drew and not any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+
+        def dataloader() -> object:
+            # the Trainer's next call of the hook gives these loaders, once
+            del source.dataloader
+            return loaders
+
+        source.dataloader = dataloader
+    return loaders, ""
+
+
+def _loaders(source: Any) -> tuple[object, bool]:
+    """What the hook gives, and whether it has drawn random numbers, which are as they were before."""
+    with isolated_random_streams():
+        before = _drawn()
+        return request_dataloader(source), _drawn() != before
+
+
+def _drawn() -> tuple[bytes, ...]:
+    # not one pickle of all, which differs with the objects that a tensor's storage happens to share
+    numbers = pickle.dumps((np.random.get_state(), random.getstate()))
+    return torch.get_rng_state().numpy().tobytes(), numbers
+
+
+def _each(loaders: object) -> list[Any]:
+    return loaders.flattened if isinstance(loaders, CombinedLoader) else tree_leaves(loaders)
+
+
+def _sizes(loaders: object) -> list[int]:
+    told = [
+        getattr(part, "batch_size", None)
+        for one in _each(loaders)
+        for part in (one, getattr(one, "batch_sampler", None))
+    ]
+    return [size for size in told if isinstance(size, int) and size >= 1]
+
+
+WAY_OUT = "give the loader a method amp_example_batch that returns a batch of the same shapes"
+
+
+def example_batch(loaders: object, why: str = "") -> Any:
+    """The batch that one step reads of these loaders: one loader, or a dictionary, list or CombinedLoader of several.
+
+    Args:
+        loaders, why: As `loaders_of` returns them.
+
+    Raises:
+        DataError: It cannot be had without reading what training reads; or making it raised something.
+    """
+    if loaders is None:
+        raise DataError(why or "the loader is made anew every few epochs, or there is none")
+    if isinstance(loaders, CombinedLoader):
+        return example_batch(loaders.iterables)
+    if isinstance(loaders, dict):
+        return {name: example_batch(loader) for name, loader in loaders.items()}
+    if isinstance(loaders, list | tuple):
+        return type(loaders)([example_batch(loader) for loader in loaders])
+    if hasattr(loaders, "amp_example_batch"):
+        return loaders.amp_example_batch()
+    kind = type(loaders).__name__
+    if not isinstance(loaders, DataLoader) or type(loaders).__iter__ is not DataLoader.__iter__:
+        raise DataError(
+            f"the training loader is a {kind!r}; a batch that is read from it before training would be missing in"
+            f" training. {WAY_OUT}"
+        )
+    if isinstance(loaders.dataset, IterableDataset):
+        raise DataError(
+            f"the data set is a stream ({type(loaders.dataset).__name__!r}); a batch that is read from it before"
+            f" training would be missing in training. {WAY_OUT}"
+        )
+    try:
+        return _first_batch(loaders)
+    except Exception as error:
+        raise DataError(
+            f"no example batch could be read from {type(loaders.dataset).__name__!r}, which raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _first_batch(loader: DataLoader[Any]) -> Any:
+    memo: dict[int, Any] = {}
+    dataset, collate = apart(loader.dataset, memo), apart(loader.collate_fn, memo)
+    batches = None if loader.batch_sampler is None else apart(loader.batch_sampler, memo)
+    order = apart(loader.sampler, memo)
+    with as_guest(dataset, collate, *memo.values()):
+        index = _first_index(loader, batches, order)
+        if batches is None:
+            return collate(dataset[index])
+        index = list(index)
+        # as torch's own loader asks
+        several: Callable[[Any], Any] | None = getattr(dataset, "__getitems__", None)
+        return collate([dataset[i] for i in index] if several is None else several(index))
+
+
+def _first_index(loader: DataLoader[Any], batches: Any, order: Any) -> Any:
+    """The number of an item, or numbers of the items of a batch; the samplers are copies."""
+    torchs = type(order) in (SequentialSampler, RandomSampler)
+    if torchs and batches is None:
+        return 0
+    if torchs and type(batches) is BatchSampler:
+        return range(min(batches.batch_size, len(loader.dataset)))  # type: ignore[arg-type]
+    order = order if batches is None else batches
+    numbers = iter(order)
+    if numbers is order:
+        raise TypeError(f"its order is an iterator ({type(order).__name__!r}), which can be read once only")
+    return next(numbers)

@@ -1,0 +1,305 @@
+"""Give every rank its cells, weigh its loss by them, and count metrics once for ranks that have the same ones.
+
+Order: Lightning puts a distributed sampler, which shuffles in training, into every loader of a strategy of several
+ranks, also where there is one. Here a single data rank reads the loader as it is. Of one that does not shuffle, rank r
+of R reads
+
+    cells[r::R],        cells = the loader's next R batches, of b cells each
+
+so that together they read the batch of a plain run with a batch size of R b, at uneven ends and with drop_last too.
+A loader with torch's RandomSampler has Lightning's sampler, as under ddp, and so have all in prediction.
+
+Weight: of n_r cells on rank r
+
+    w_r = n_r R / sum n,        (1 / R) sum_r w_r L_r = mean loss over the union of the ranks' batches
+
+Metrics: a torchmetrics Metric gathers its states over the data axis instead of over all ranks: sums, counts and
+concatenations hold every cell once, and every rank computes the same value. It learns this from its `dist_sync_fn`, not
+by its `process_group`, because a mesh can be deep-copied with the metric (`MetricTracker`, `clone`) and a process group
+cannot. `self.log(..., sync_dist=True)` reduces over all ranks. A mean, a maximum and a minimum are the same whether a
+cell comes once or M times; a sum is divided by M, the ranks of a model group.
+
+Known limits: where the last batch has fewer cells than there are ranks, one of them is read more than once, with a
+warning; an order drawn by a sampler of another kind is one order on all ranks, but not a plain run's; metrics that are
+no children of the module are not found; `metric.sync()` called by hand without a group gathers from all ranks.
+"""
+
+import copy
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor, nn
+from torch.distributed import Work, all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_amp.data.batch import parts_in
+from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.errors import DataError
+from lightning_amp.lightning._compat import DataConnector, rank_zero_warn
+from lightning_amp.random_streams import isolated_random_streams
+from lightning_amp.techniques.ranks.collectives import wait_in_all_reduce
+
+
+class CellOrder(DataConnector):
+    """The part of a Trainer that chooses the sampler of every loader."""
+
+    def _requires_distributed_sampler(self, dataloader: DataLoader[Any]) -> bool:
+        several = self._share()["num_replicas"] > 1
+        return several and super()._requires_distributed_sampler(dataloader)
+
+    def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        if (
+            not isinstance(dataloader, DataLoader)
+            or mode == RunningStage.PREDICTING
+            or not self._requires_distributed_sampler(dataloader)
+            or _permutes(dataloader)
+        ):
+            return super()._prepare_dataloader(dataloader, shuffle, mode)
+        own = OwnCells(dataloader, **self._share())
+        read = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
+        # as `sampler` it receives the epoch
+        return _with(dataloader, **{"sampler": own, read: own})
+
+    def _share(self) -> dict[str, int]:
+        kwargs = self.trainer.distributed_sampler_kwargs
+        assert kwargs is not None, "every AMPStrategy has them"
+        return kwargs
+
+
+class OwnCells(DistributedSampler[Any]):
+    """This rank's part of every batch, or of every R items where the loader makes no batches."""
+
+    def __init__(self, loader: DataLoader[Any], *, num_replicas: int, rank: int) -> None:
+        """Share what `loader` reads.
+
+        Raises:
+            DataError: The loader's order has no length, so that nobody knows which step is the last.
+        """
+        self.batched = loader.batch_sampler is not None
+        order: Any = loader.batch_sampler if self.batched else loader.sampler
+        try:
+            len(order)
+        except TypeError as error:
+            raise DataError(
+                f"{num_replicas} ranks cannot share the samples of a loader whose sampler has no length"
+                f" ({error}); give it a __len__, or Trainer(use_distributed_sampler=False) with a sampler"
+                " that makes the shares itself, by trainer.distributed_sampler_kwargs"
+            ) from None
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        super().__init__(order, num_replicas=num_replicas, rank=rank, shuffle=False, seed=seed)
+        self.order = order
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell it to the user's own sampler as well."""
+        super().set_epoch(epoch)
+        _tell_epoch(self.order, epoch)
+        _tell_epoch(getattr(self.order, "sampler", None), epoch)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.order), self.num_replicas)
+        drops = self.batched and bool(getattr(self.order, "drop_last", False))
+        return whole + bool(rest and not drops)
+
+    def __iter__(self) -> Iterator[Any]:
+        found = iter(self._drawn())
+        for _ in range(len(self)):
+            group = [*islice(found, self.num_replicas)]
+            cells = [*chain.from_iterable(group)] if self.batched else group
+            if len(cells) < self.num_replicas:
+                rank_zero_warn(
+                    f"The last batch has {len(cells)} samples for {self.num_replicas} ranks of the data axis, so its"
+                    " last sample is read by several of them and counts more than once. With drop_last=True, or another"
+                    " batch_size, every sample counts once."
+                )
+            # R batches of the loader are one step of R ranks, of which every R-th cell is read here
+            mine = cells[self.rank :: self.num_replicas] or cells[-1:]
+            yield mine if self.batched else mine[0]
+
+    def _drawn(self) -> list[Any]:
+        """All that the loader would read: what is drawn at random must be one order on all ranks."""
+        with isolated_random_streams():
+            torch.default_generator.manual_seed(self.seed + self.epoch)
+            np.random.seed((self.seed + self.epoch) % 2**32)
+            random.seed(self.seed + self.epoch)
+            return list(self.order)
+
+
+class SameDraws(Sampler[Any]):
+    """A sampler that draws from the ranks' own random numbers, which are made the same before every epoch."""
+
+    def __init__(self, sampler: Any, agree: Callable[[], None]) -> None:
+        self.sampler, self.agree = sampler, agree
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called on all ranks, before they draw."""
+        self.agree()
+        _tell_epoch(self.sampler, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def with_same_draws(loader: object, agree: Callable[[], None]) -> object:
+    """Let the ranks of a model group draw the same order; `agree`, a collective, gives them the same random numbers.
+
+    Anything but torch's loaders is returned as it is.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.sampler, DistributedSampler):
+        return loader
+    return _with(loader, sampler=SameDraws(loader.sampler, agree))
+
+
+def _permutes(loader: DataLoader[Any]) -> bool:
+    """Whether its order is a new permutation of the data set in every epoch."""
+    sampler = loader.sampler
+    if not isinstance(sampler, RandomSampler) or sampler.replacement:
+        return False
+    return sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+
+
+def _with(loader: DataLoader[Any], **samplers: Any) -> DataLoader[Any]:
+    """A copy that reads in another order; the user's own loader stays as it is."""
+    changed = copy.copy(loader)
+    # torch lets nobody set them, and a loader of another class cannot be made anew without knowing its arguments
+    changed.__dict__.update(samplers, _iterator=None)
+    return changed
+
+
+def _tell_epoch(sampler: object, epoch: int) -> None:
+    tell = getattr(sampler, "set_epoch", None)
+    if callable(tell):
+        tell(epoch)
+
+
+def count_cells(batch: object) -> int | None:
+    """Cells in a batch.
+
+    The first axis of every tensor is the cell, as Lightning has it for logging; scalars, and anything but
+    tensors, sparse counts, mappings, lists, tuples and dataclasses, are passed over. In a batch {modality: mapping} the
+    modalities' counts are the answer when they agree, else their sum.
+
+    Returns:
+        None where no tensor is found, or tensors disagree on their first axis.
+    """
+    if isinstance(batch, Mapping) and batch and all(isinstance(part, Mapping) for part in batch.values()):
+        counts = [_one_size(part) for part in batch.values()]
+        known = [n for n in counts if n is not None]
+        if len(known) < len(counts):
+            return None
+        return known[0] if len(set(known)) == 1 else sum(known)
+    return _one_size(batch)
+
+
+def _one_size(batch: object) -> int | None:
+    parts = list(parts_in(batch))
+    # not its shape: nested tensors have none
+    sizes = {part.size(0) for part in parts if isinstance(part, Tensor) and part.dim()}
+    sizes |= {len(part) for part in parts if isinstance(part, SparseCounts)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+class CellWeight:
+    """The weight of this rank's loss in the current training step, agreed on during the step's forward."""
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        """Weigh over the ranks of `mesh`, the data axis; a mesh can be deep-copied, a process group cannot."""
+        self._mesh = mesh
+        self._device = device
+        self._cells: int | None = None
+        self._counts = torch.empty(0)
+        self._travelling: Work | None = None
+        self._weight = 1.0
+        self._warned = False
+
+    def start(self, batch: object) -> None:
+        """A new training step begins: a collective, which is not waited for before the weight is requested."""
+        if self._mesh.size() > 1:
+            # a step without a backward pass, such as one that returns None, has not asked
+            self.value()
+            n = self._cells = count_cells(batch)
+            self._counts = torch.tensor([n or 0, n is None], dtype=torch.int64, device=self._device)
+            self._travelling = all_reduce(self._counts, group=self._mesh.get_group(), async_op=True)
+
+    def value(self) -> float:
+        """The weight. Exactly 1.0 where ranks hold equally many."""
+        if self._travelling is not None:
+            wait_in_all_reduce(self._travelling)
+            self._travelling, self._weight = None, self._of(self._cells)
+        return self._weight
+
+    def _of(self, n: int | None) -> float:
+        total, unknown = self._counts.tolist()
+        if unknown and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                "The number of samples in the batch cannot be read from its tensors (none found, or their"
+                " first axes differ), so gradients are averaged with every rank counted equally. This is"
+                " exact only when all ranks have equally many samples in every step."
+            )
+        if unknown or n is None or not total:
+            return 1.0
+        return n * self._mesh.size() / int(total)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GatherOver:
+    """A metric's `dist_sync_fn`: every rank's tensor, of the ranks of one mesh axis."""
+
+    mesh: DeviceMesh
+
+    def __call__(self, value: Tensor, group: object = None) -> list[Tensor]:
+        """Gather; `group` is the metric's `process_group`, which is None where this is installed."""
+        return gather_all_tensors(value, group=self.mesh.get_group())
+
+
+def count_replicas_once(module: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
+    """Let the metrics of a module gather over the data axis of a mesh; returns what takes it back.
+
+    Metrics with a `process_group` or a `dist_sync_fn` of the user's are left as they are.
+    """
+    # a copy of another run's metric, which was no child of the module at that run's end
+    _take_back(module)
+    if mesh["model"].size() > 1:
+        for metric in _metrics(module):
+            if metric.process_group is None and metric.dist_sync_fn is None:
+                metric.dist_sync_fn = GatherOver(mesh["data"])
+    return partial(_take_back, module)
+
+
+def _metrics(module: nn.Module) -> Iterator[Metric]:
+    return (child for child in module.modules() if isinstance(child, Metric))
+
+
+def _take_back(module: nn.Module) -> None:
+    """Of copies that were made meanwhile, too."""
+    for metric in _metrics(module):
+        if isinstance(metric.dist_sync_fn, GatherOver):
+            metric.dist_sync_fn = None
+
+
+def unrounded(value: Tensor, reduce_op: str) -> Tensor:
+    """Before a reduction: a mean of integers is not an integer."""
+    mean = reduce_op.lower() in ("mean", "avg")
+    integer = not (value.is_floating_point() or value.is_complex())
+    return value.to(torch.get_default_dtype()) if mean and integer else value
+
+
+def counted_once(value: Tensor, reduce_op: str, *, model_ranks: int) -> Tensor:
+    """After a reduction over all ranks: every rank of a model group has added the same cells."""
+    if reduce_op.lower() != "sum" or model_ranks == 1:
+        return value
+    return (value / model_ranks).to(value.dtype)

@@ -1,0 +1,320 @@
+"""Read what the plans of one run depend on: its data, its step, rates, budget and speeds, equal on all ranks."""
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_amp.costs.device_rates import Rates
+from lightning_amp.costs.model_shape import (
+    LATENT_DIM,
+    DecoderShape,
+    ModelShape,
+    NetworkShape,
+    outside_strata,
+    with_counts,
+)
+from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.errors import AmpError, PlanError, ShardError
+from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.installing.describe_module import describe, unpredicted, with_unsupported
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
+from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
+from lightning_amp.lightning.profiling.loaders import Cells, cells_per_step
+from lightning_amp.lightning.profiling.outside_decoder import step_beside_decoder
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.lightning.strategy.hardware import ThisRank, measured_speeds, memory_in, rates_in
+from lightning_amp.lightning.strategy.refusals import without_stages
+from lightning_amp.lightning.strategy.request import Request
+from lightning_amp.models.glue import GLUE
+from lightning_amp.planning.plan.decoder_only import attention_of, profile_of_module
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.time.step_seconds import on_device
+from lightning_amp.profiling.profile import Profile
+from lightning_amp.profiling.read_profile import profile as read_profile
+from lightning_amp.techniques.table import (
+    PREDICTIONS,
+    STRATEGIES,
+    of_blocks_alone,
+    parse_strategies,
+    with_steps,
+)
+
+
+class PlanningContext:
+    """The planner inputs of one run: read when the first one is made, on rank 0, and kept for the others.
+
+    Args:
+        cells: What `cells_per_step` gave, where it was called already; else all ranks call it here.
+        trained: The plan of the run before.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        here: ThisRank,
+        trainer: pl.Trainer,
+        *,
+        cells: Cells | None = None,
+        trained: Plan | None = None,
+    ) -> None:
+        self.request, self.here, self.trainer = request, here, trainer
+        self._cells, self._compared = cells_per_step(trainer) if cells is None else cells, cells is not None
+        bounded = request.device_memory is not None and request.if_unfit == "refuse"
+        limit = self.budget if bounded else None
+        fits = trainer.state.fn == TrainerFn.FITTING
+        self.steps = self._dry_steps(None if fits else trained)
+        self.step = StepOfModule.of(trainer, limit_bytes=limit, steps=self.steps)
+        ids = () if request.strategies is None else parse_strategies(request.strategies)
+        self.blocks_outside = {
+            name for name in ids if name == "chunk" or (name == "recompute" and of_blocks_alone(ids))
+        }
+        """What was requested of blocks outside, if there is a decoder."""
+        self.outside: StepOfModule | None = None
+        """The step with a decoder, of which blocks outside of it are planned: those requested, or as a budget asks."""
+        if self.blocks_outside:
+            self.outside = StepOfModule.of(trainer, decoder=True, limit_bytes=limit)
+        elif request.chooses and request.device_memory is not None and not self._compared:
+            # later in a run its blocks stay
+            self.outside = step_beside_decoder(trainer)
+        before = () if trained is None or fits else trained.rules
+        self.in_chunks = tuple(rule for rule in before if rule.strategy == "chunk")
+        """Rules by which an evaluation runs as the fit before it."""
+        budgeted = request.device_memory is not None and not self.in_chunks
+        self.evaluation = EvaluationOfModule.of(trainer) if budgeted else None
+
+    def _dry_steps(self, trained: Plan | None) -> DrySteps | None:
+        """The technique with steps that a request names, or that the plan of a fit before had, for rank 0."""
+        request, here = self.request, self.here
+        plan = request.given_plan or trained
+        if plan is not None and (name := with_steps(plan.strategies)):
+            spec = next(rule.spec for rule in plan.rules if rule.strategy == name)
+            return DrySteps(name, spec, plan.mesh.model, run_ranks=here.n_ranks)
+        strategies = parse_strategies(request.strategies or "S1")
+        if not with_steps(strategies):
+            return None
+        size = request.model_parallel_size
+        ranks = here.node_ranks if size == "auto" else size
+        steps = DrySteps.asked(strategies, request, ranks, run_ranks=here.n_ranks, budget=self.budget)
+        if steps is not None:
+            steps.check_ranks()
+        return steps
+
+    @cached_property
+    def read(self) -> tuple[Profile, ModelShape, list[str]]:
+        """Profile and shape of the run, and what a prediction leaves out."""
+        profile, shape, notes = read_run(
+            self.request, self.trainer, self._cells, self.seen[0], self.not_profiled
+        )
+        return profile, on_device(shape, self.rates[0]), notes
+
+    @cached_property
+    def seen(self) -> tuple[ProfiledStep | None, str]:
+        """The step of a module without a decoder, None where it has one or cannot be profiled, and why it cannot."""
+        if self.step is None:
+            return None, ""
+        try:
+            shared = self.here.n_ranks > 1 and self.request.share_batch_statistics
+            found = self.step.profiled(self.rates[0], requested=self.request.specs, shared_statistics=shared)
+            return without_stages(found, self.here.device, self.request, self.trainer), ""
+        except PlanError:
+            # it was to run with values, and there was not enough memory for that
+            raise
+        except AmpError as error:
+            if isinstance(error.__cause__, ShardError):
+                # an operator of the step has no parts, and would fail in the run too
+                raise error.__cause__ from None
+            return None, str(error)
+
+    @property
+    def not_profiled(self) -> str:
+        """Why the peak is not known; "" where the step was profiled, or is that of a decoder."""
+        return self.seen[1] and f"the step was not profiled, and its peak is not known: {self.seen[1]}"
+
+    @cached_property
+    def rates(self) -> tuple[Rates, list[str]]:
+        """What a device reaches, and a note where it is not known."""
+        return rates_in(self.request, self.here, str(self.trainer.precision))
+
+    @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """Bytes of every device; one number where all have as many."""
+        return memory_in(self.request, self.here)
+
+    @property
+    def budget(self) -> int:
+        """Bytes of the smallest device."""
+        return min(self.memory)
+
+    @property
+    def grid_ranks(self) -> int | None:
+        """Ranks of the model axis that a grid of ranks takes, which may have been chosen; None without a grid."""
+        if self.steps is None or not STRATEGIES[self.steps.name].data_axis:
+            return None
+        return self.steps.ranks
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """Of all ranks, by that of the fastest; none where they are taken as equal. All ranks ask for it first."""
+        if self.request.device_speeds is None:
+            return ()
+        return measured_speeds(self.here.device, self.here.n_ranks)
+
+    def within(self, n_bytes: int) -> "PlanningContext":
+        """The same, with fewer bytes."""
+        fewer = copy.copy(self)
+        fewer.request = replace(self.request, device_memory=f"{n_bytes}B")
+        vars(fewer).pop("memory", None)
+        return fewer
+
+    def predicted_step(self, plan: Plan) -> ModuleProfile | None:
+        """The profile of a plan's step; None where it was not counted, as of techniques whose bytes are added up."""
+        rules = tuple(rule for rule in plan.rules if rule.strategy in PREDICTIONS)
+        if self.step is None or not all(PREDICTIONS[rule.strategy].counted for rule in rules):
+            return None
+        return self.step.profile_with(rules)
+
+    def forget_step(self) -> None:
+        """Let go of the batch that a step was profiled with; what was seen of it stays."""
+        if self.step is not None:
+            self.step.forget()
+        self.step = None
+
+    def compare(self) -> None:
+        """Make sure, once in a run, that all ranks would make the same plans; a collective, may raise PlanError."""
+        if not self._compared:
+            make_sure_of_same_plan(self.request, self.here, getattr(self.trainer, "datamodule", None))
+        self._compared = True
+
+
+ADAM_SLOTS = 2
+"""Assumed for a module that is not the reference model: its optimisers do not exist yet."""
+RMSPROP_SLOTS = 1
+
+
+def read_run(
+    request: Request, trainer: pl.Trainer, cells: Cells, seen: ProfiledStep | None, why: str
+) -> tuple[Profile, ModelShape, list[str]]:
+    """Profile and shape of the run, and what its prediction leaves out."""
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    reference, data_dir = isinstance(module, GLUE), request.data_dir_or(data)
+    batch_size, unknown = cells
+    if seen is not None:
+        batch_size = seen.profile.batch_size or batch_size or 1
+    notes = [note for note in (unknown if batch_size is None else "", why) if note]
+    if seen is None and "mixed" in str(trainer.precision):
+        notes.append(
+            f"predicted without precision={trainer.precision!r}, which keeps some tensors in half the bytes"
+        )
+    if seen is None and not reference:
+        notes.append(
+            "the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet"
+        )
+    slots = RMSPROP_SLOTS if reference else ADAM_SLOTS
+    shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
+    shape = replace(shape if reference else with_counts(shape), profiled=seen is not None)
+    if shape.decoder is not None:
+        shape = replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))
+    notes += unpredicted(module, shape)
+    if data_dir is None:
+        return profile_of_module(shape), shape, notes
+    profile = read_profile(data_dir, setting=getattr(data, "setting", None))
+    profile = _as_used(profile, getattr(data, "modalities", None), decoder=shape.decoder)
+    if reference:
+        # what lies outside the strata of the reference model
+        settings = module.hparams
+        names = [field.name for field in fields(NetworkShape) if field.name in settings]
+        network = NetworkShape(**{name: settings[name] for name in names})
+        dim = shape.decoder.dim if shape.decoder else int(settings.get("latent_dim", LATENT_DIM))
+        return profile, outside_strata(shape, network, profile, latent_dim=dim), notes
+    if shape.decoder is not None:
+        notes.append(
+            "of the activations outside the decoder the counts and the inputs of layers that read them all are"
+            " predicted: the others are those of another's model"
+        )
+    return profile, shape, notes
+
+
+def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape | None) -> Profile:
+    """The modalities that the data module loads; without a decomposed decoder in the module, none is decomposed."""
+    used = [m for m in profile.modalities if names is None or m.name in names]
+    modalities = []
+    for modality in used:
+        others = [m.features for m in used if m is not modality]
+        scale = modality.features / max(others) if others else None
+        parts = None if decoder is None else modality.decomposition
+        if parts is not None and decoder is not None:
+            parts = replace(parts, **attention_of(decoder))
+        modalities.append(replace(modality, scale=scale, decomposition=parts))
+    return replace(profile, modalities=tuple(modalities))
+
+
+SHOWN = 8
+"""Differences that are spelled out."""
+OF_THE_MACHINE = ("data_dir", "budget_bytes")
+COMPARED = (
+    *("policy", "strategies", "model_parallel_size", "share_batch_statistics", "balance_cells"),
+    *("blocks", "fsdp_ranks", "fsdp_offload", "device_speeds"),
+)
+
+
+def make_sure_of_same_plan(request: Request, here: ThisRank, data: Any) -> None:
+    """Compare everything that decides the plan with rank 0; a collective, after which all ranks go on or none.
+
+    Paths, memory and rates are left out, for machines may differ in them, and so is the batch size, for ranks may have
+    unequal numbers of cells; rank 0's count.
+
+    Raises:
+        PlanError: Another rank's facts differ; on all ranks, with the same text.
+    """
+    if here.n_ranks == 1:
+        return
+    everyones: list[Any] = [None] * here.n_ranks
+    dist.all_gather_object(everyones, facts_of_plan(request, data))
+    first, differing = everyones[0], list[tuple[int, list[str]]]()
+    for rank, facts in enumerate(everyones):
+        lines = [
+            f"{name} is {first.get(name, 'missing')} on rank 0 and {facts.get(name, 'missing')} on rank {rank}"
+            for name in sorted({*first, *facts})
+            if first.get(name) != facts.get(name)
+        ]
+        differing += [(rank, lines)] if lines else []
+    if differing:
+        other, lines = differing[0]
+        more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+        raise PlanError(
+            f"the same plan is needed on all {here.n_ranks} ranks, and {len(differing)} of them see something else than"
+            f" rank 0, first rank {other}: {'; '.join(lines[:SHOWN])}{more}. Give all ranks the same options and the"
+            " same data"
+        )
+
+
+def facts_of_plan(request: Request, data: Any) -> dict[str, str]:
+    """Everything that decides the plan, by name, as this rank sees it; `data` is the data module or None."""
+    found: dict[str, Any] = {name: getattr(request, name) for name in COMPARED}
+    try:
+        if (plan := request.given_plan) is not None:
+            found["plan"] = json.loads(plan.to_json())
+        if (data_dir := request.data_dir_or(data)) is not None:
+            read = read_profile(data_dir, setting=getattr(data, "setting", None))
+            found["data"] = {"modality": {m.name: asdict(m) for m in read.modalities}, "graph": read.graph}
+    except AmpError as error:
+        found["error"] = str(error)
+    return {name: value for name, value in _flat(found) if name.rpartition(".")[2] not in OF_THE_MACHINE}
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _flat(part, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, repr(value)

@@ -1,0 +1,160 @@
+"""Install what a plan spreads over ranks: shared batch statistics, split parameters, stages, steps of a technique."""
+
+from collections.abc import Callable
+from importlib import import_module
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.errors import PlanError
+from lightning_amp.installing.installed import Installed
+from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
+from lightning_amp.lightning.profiling.dry_steps import put_steps
+from lightning_amp.lightning.strategy.refusals import check_run
+from lightning_amp.lightning.strategy.request import Request
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
+from lightning_amp.techniques.data.batch_norm import share_batch_statistics
+from lightning_amp.techniques.data.row import ShareBatchStatistics
+from lightning_amp.techniques.pipeline.run.block_walk import StageBlock, spans
+from lightning_amp.techniques.pipeline.run.run_stages import Stages
+from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.steps.pipelined_steps import PipelinedSteps
+from lightning_amp.techniques.ranks.agreement import Agreement
+from lightning_amp.techniques.table import STRATEGIES, refuse_apart, with_steps
+from lightning_amp.techniques.technique import function_at
+
+Undo = list[Callable[[], None]]
+
+
+def share_statistics(
+    plan: Plan, model: nn.Module, mesh: DeviceMesh, layer_sync: LayerSync | None, undo: Undo
+) -> nn.Module:
+    """Share batch statistics when the plan says so, or the Trainer's sync_batchnorm; returns the model."""
+    planned = any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules)
+    if planned or isinstance(layer_sync, TorchSyncBatchNorm):
+        undo.append(share_batch_statistics(model, mesh["data"]))
+        return model
+    return model if layer_sync is None else layer_sync.apply(model)
+
+
+def shard_fully(
+    plan: Plan,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    groups_of: Callable[[int], DeviceMesh],
+    shards: Shards,
+    fn: TrainerFn | None,
+    undo: Undo,
+) -> Shards:
+    """Split all parameters over the ranks that average gradients, or in groups of them, when the plan says so; returns
+    shards with these.
+
+    In prediction ranks may have unlike numbers of batches, and could not gather parameters together: there parameters
+    stay whole, and there are no gradients and no optimisers.
+
+    Args:
+        mesh: Of the ranks that average gradients.
+        groups_of: That mesh with groups of so many ranks; all ranks call it.
+        shards: What is split over the model axis.
+    """
+    if fn == TrainerFn.PREDICTING:
+        return shards
+    name = with_steps(plan.strategies)
+    split = getattr(import_module(STRATEGIES[name].steps), "split_parameters", None) if name else None
+    if split is not None:
+        # a technique with steps that splits parameters too
+        spec, agreement = (
+            next(rule.spec for rule in plan.rules if rule.strategy == name),
+            Agreement(mesh, name),
+        )
+
+        def agree(what: str) -> None:
+            agreement.on(what)
+            agreement.look()
+
+        units = split(model, spec, mesh, fitting=fn == TrainerFn.FITTING, agree=agree)
+        undo.append(units.undo)
+        own = tuple(
+            ShardedParameter(
+                whole=one.parameter, shard=one.parameter, module=model, name=one.name, parts=one, version=0
+            )
+            for one in units.parameters
+        )
+        return Shards(model, own, units=units)
+    splitting = [name for name in plan.strategies if STRATEGIES[name].split_parameters]
+    if not splitting:
+        return shards
+    (name,) = splitting
+    rules = [rule for rule in plan.rules if rule.strategy == name]
+    units = function_at(STRATEGIES[name].split_parameters)(model, rules, mesh, groups_of)
+    undo.append(units.undo)
+    return Shards(model, (*shards.sharded, *units.parameters), shards.partial, units=units)
+
+
+def check_split(plan: Plan, fn: TrainerFn | None) -> None:
+    """Refuse, with a PlanError, parameters without values where no rank's part of them gets any."""
+    name = with_steps(plan.strategies)
+    splits = name and hasattr(import_module(STRATEGIES[name].steps), "split_parameters")
+    if not splits or fn == TrainerFn.PREDICTING:
+        raise PlanError(
+            "the module's parameters have no values (device 'meta', or left so by a fit with tensor3d), and"
+            f" {'predict requires whole parameters' if splits else 'this plan shards none'}; train, validate or test"
+            " with strategies='tensor3d', or give them values first"
+        )
+
+
+def install_stages(
+    request: Request,
+    trainer: pl.Trainer,
+    model: nn.Module,
+    installed: Installed,
+    plan: Plan,
+    mesh: DeviceMesh,
+) -> tuple[StageParameters, PipelinedSteps] | None:
+    """Free what other stages of a pipeline hold, and let the module's steps run as stages until these are undone.
+
+    Returns:
+        The parameters and the steps; None where the plan has no stages.
+
+    Raises:
+        PlanError, InstallError: As of `check_run`.
+    """
+    spec = next((rule.spec for rule in plan.rules if isinstance(rule.spec, PipelineStages)), None)
+    if spec is None:
+        return None
+    check_run(request, trainer, model, plan.rules)
+    module = trainer.lightning_module
+    overridden = [(one.fqn, one.module, one.override.run) for one in installed.overridden]
+    calls = [(fqn, block, run) for fqn, block, run in overridden if isinstance(run, StageBlock)]
+    blocks = {fqn: block for fqn, block, _ in calls}
+    stages = Stages(calls[0][2].walk, spans(map(int, spec.ends.split(","))), mesh["model"], module.device)
+    ranks = [n % mesh.size(1) for n, span in enumerate(stages.spans) for _ in range(span.first, span.end)]
+    parameters = StageParameters(module, [(block, ranks[call.index]) for _, block, call in calls], mesh)
+    steps = PipelinedSteps(module, blocks, stages, parameters, spec, data_rank=mesh["data"].get_local_rank())
+    return parameters, steps
+
+
+def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> Callable[[], None]:
+    """Put the steps of a plan's technique in the place of a module's; returns what undoes it.
+
+    Raises:
+        PlanError: A technique of the plan that does not go together with it, or a module that it does not support.
+    """
+    name = with_steps(plan.strategies)
+    if not name:
+        return lambda: None
+    refuse_apart(plan.strategies)
+    if decoders := list(find_decoders(module)):
+        raise PlanError(
+            f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"
+            " its anchors over the model axis"
+        )
+    return put_steps(
+        module, name, next(rule.spec for rule in plan.rules if rule.strategy == name), mesh["model"]
+    )

@@ -1,0 +1,307 @@
+"""Install the plan of a run in its module; plan again where the anchors differ from those of the features.
+
+In `setup`, where a plan is made because optimisers do not exist yet, nothing tells how many rows the v of a foreign
+decoder will have (adapters/adapt.py); its features' anchors are the least. When it is called for the first time with
+others, and before it computes anything, the plan is made anew for them, and what it installs in the decoder takes the
+place of what was there. What loaders, gradients and optimisers know of the ranks' parts by then cannot change any more:
+where the new plan would split something in another way, the old choices stay, with the prediction for the rows of v
+that there are, and the plan says so.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.adapters.adapt import adapt
+from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.installing.install import install
+from lightning_amp.installing.installed import Installed
+from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.profiling.loaders import UNKNOWN
+from lightning_amp.lightning.profiling.outside_decoder import keeping_blocks
+from lightning_amp.lightning.steps.cells import count_replicas_once
+from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest, refuse_beyond, rescue_batches
+from lightning_amp.lightning.steps.training_step import TrainingStep
+from lightning_amp.lightning.strategy.context import PlanningContext
+from lightning_amp.lightning.strategy.hardware import ThisRank
+from lightning_amp.lightning.strategy.install_parts import install_stages, install_steps
+from lightning_amp.lightning.strategy.plan_run import resolve_plan
+from lightning_amp.lightning.strategy.refusals import (
+    announce,
+    check_callbacks,
+    check_compiled,
+    check_precision,
+    check_rescue,
+)
+from lightning_amp.lightning.strategy.request import Request
+from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.reports.plan_report import plan_report, techniques
+from lightning_amp.quantities import format_bytes
+
+
+class InstalledPlan:
+    """The plan in force of one run, and what it has installed, until `undo`.
+
+    Args:
+        changed: Called with the plan, and with every plan that is made anew, as `plan`, and with its `predicted_step`;
+            with the steps of a pipeline as `pipelined_steps`.
+        trained: The plan of the run before, of which an evaluation takes over what runs in chunks.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        here: ThisRank,
+        trainer: pl.Trainer,
+        model: nn.Module,
+        *,
+        changed: Callable[..., None],
+        trained: Plan | None = None,
+    ) -> None:
+        self._request, self._here, self._trainer = request, here, trainer
+        self._model, self._changed, self._trained = model, changed, trained
+        self._foreign = adapt(model, needed=request.may_change_decoders)
+        self._installed = Installed()
+        self._undo: list[Callable[[], None]] = [self._foreign.undo, lambda: self._installed.undo()]
+
+    def install(self) -> Shards:
+        """Make the plan and carry it out, or raise an AmpError; what was installed by then is there until `undo`."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        # a collective: all ranks ask for it, and rank 0 writes
+        self._folder = str(trainer.log_dir or "") if trainer.loggers else ""
+        self._facts = PlanningContext(self._request, self._here, trainer, trained=self._trained)
+        plan = resolve_plan(self._facts, notes=self._foreign.notes)
+        plan = replace(plan, notes=(*plan.notes, *self._foreign.compare(plan)))
+        self._keep(plan)
+        if not self._request.rescue:
+            self._facts.forget_step()
+        if self._is_shown(plan):
+            self._announce()
+        self._install(plan)
+        self._undo.append(count_replicas_once(self._model, self._mesh))
+        # only now it is known which modules and buffers were replaced
+        check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
+        self._undo.append(install_steps(module, plan, self._mesh))
+        shards = Shards(self._model, self._installed.sharded, self._installed.partial)
+        staged = install_stages(self._request, trainer, self._model, self._installed, plan, self._mesh)
+        if staged is not None:
+            shards, steps = staged
+            self._undo += [steps.undo, lambda: self._changed(pipelined_steps=None)]
+            self._changed(pipelined_steps=steps)
+        self._foreign.tell_rows(self.again)
+        return shards
+
+    def undo(self) -> None:
+        """Put the modules back that were there before."""
+        while self._undo:
+            self._undo.pop()()
+
+    # --- a plan that needs less, where memory ends ---
+
+    def rescue(self, step: TrainingStep) -> Callable[[], None]:
+        """Let batches run again where memory ends, if that was requested, else hold a budget; returns what ends it.
+
+        Raises:
+            PlanError: A batch of this run cannot run again.
+        """
+        if not self._request.rescue:
+            held = self._holds(self._plan) and self._request.if_unfit == "refuse"
+            why = self._plan.uncounted
+            return refuse_beyond(self._facts.budget, self._trainer, why=why) if held else lambda: None
+        check_rescue(self._plan, self._trainer, n_ranks=self._here.n_ranks)
+        rescue = Rescue(
+            self._trainer.lightning_module,
+            leaner=self._leaner,
+            budget=self._facts.budget if self._counts else None,
+            device=self._here.device,
+        )
+        step.before_averaging = rescue.gradients_are_there
+        return rescue_batches(self._trainer, rescue)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether batches can be counted against a budget: a GPU says by itself where its memory ends."""
+        return self._here.device.type == "cpu" and self._request.device_memory is not None
+
+    def _holds(self, plan: Plan) -> bool:
+        """Whether those of a plan are: of a decoder the prediction leaves things out, and a stage's module has
+        parameters that are elsewhere.
+        """
+        return self._counts and plan.mesh.model == 1 and (plan.diagnosis is not None or plan.fits is None)
+
+    def _leaner(self) -> str:
+        """Install a plan that needs less; all ranks. Returns what it is, "" where there is none."""
+        before, found = self._plan, self._plan
+        # a plan that was known to exceed the budget shall keep it; one that was said to fit was said wrongly
+        limit = self._facts.budget
+        if before.predicted_peak_bytes <= limit:
+            limit = int(LEANER * before.predicted_peak_bytes)
+        with _as_in_setup(self._here.device):
+            # a step is counted of the module as it is, not of blocks that are computed again already
+            self._installed.undo()
+            self._foreign.stand_in()
+            try:
+                found = self._candidate(limit) if before.diagnosis is None else self._with_blocks(limit)
+                self._install(found)
+                refused = found is before
+            except AmpError:
+                refused = True
+            # a plan is made on all ranks, but the module of one alone may refuse it: then it is installed on none
+            if largest(float(refused), self._here.device):
+                self._installed.undo()
+                self._foreign.stand_in()
+                self._install(before)
+                return ""
+        self._keep(
+            replace(
+                found, policy=before.policy, candidates=before.candidates, budget_bytes=before.budget_bytes
+            )
+        )
+        return (
+            f"{techniques(found.strategies)}, for which {format_bytes(found.predicted_peak_bytes)} are predicted,"
+            f" instead of {techniques(before.strategies)} with {format_bytes(before.predicted_peak_bytes)}"
+        )
+
+    def _candidate(self, limit: int) -> Plan:
+        """Of the plans of a decoder that were compared, the fastest for the same ranks within a limit, or a PlanError;
+        blocks outside stay as they are.
+        """
+        before = self._plan
+        fitting = [
+            c
+            for c in before.candidates
+            if (c.data, c.model) == (before.mesh.data, before.mesh.model) and c.peak_bytes <= limit
+        ]
+        if not fitting:
+            raise PlanError(f"no plan for these ranks needs {format_bytes(limit)} or less")
+        names = min(fitting, key=lambda c: c.cell_seconds).strategies
+        plan = resolve_plan(
+            self._facts, notes=before.notes, strategies=names or ["S1"], model_ranks=before.mesh.model
+        )
+        # what is requested has S1 always, what is compared on one device never
+        rules = tuple(rule for rule in plan.rules if rule.strategy in names)
+        return keeping_blocks(replace(plan, strategies=names, rules=rules), before)
+
+    def _with_blocks(self, limit: int) -> Plan:
+        """Of any module: as much computed again as it takes to stay within a limit, and where that is not enough, in
+        chunks too; of these what needs least, or the plan as it is.
+        """
+        found = before = self._plan
+        for more in (("recompute",), ("recompute", "chunk")):
+            names = [*before.strategies, *more]
+            try:
+                plan = resolve_plan(self._facts.within(limit), notes=before.notes, strategies=names)
+            except PlanError:
+                continue
+            if plan.predicted_peak_bytes < found.predicted_peak_bytes:
+                found = plan
+            if plan.predicted_peak_bytes <= limit:
+                break
+        return found
+
+    # --- a plan for the rows that v has ---
+
+    def again(self, rows: str) -> None:
+        """Plan anew, now that a decoder knows how many anchors it has, as `rows` says; all ranks call it."""
+        with _as_in_setup(self._here.device):
+            with self._installed.aside():
+                self._foreign.stand_in()
+                plan = self._plan_again()
+                notes = f"{rows}: planned anew for these", *self._foreign.compare(plan)
+            self._keep(replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *notes)))))
+            self._announce()
+            # what lies outside of decoders is what optimisers know, and the same
+            names = list(self._foreign.decoders)
+            self._installed.take_out(names)
+            self._install(self._plan, within=names)
+
+    def _plan_again(self) -> Plan:
+        before = self._plan
+        unknown = any(note.startswith(UNKNOWN) for note in before.notes)
+        cells = (None, UNKNOWN) if unknown else (before.batch_size, "")
+        self._facts = PlanningContext(self._request, self._here, self._trainer, cells=cells)
+        wanted = keeping_blocks(resolve_plan(self._facts, notes=self._foreign.notes), before)
+        if _split(wanted) == _split(before):
+            return wanted
+        kept = resolve_plan(self._facts, notes=self._foreign.notes, given=before)
+        note = (
+            f"for the rows that v has the choice would be {','.join(wanted.strategies)} on {wanted.mesh.data} x"
+            f" {wanted.mesh.model} ranks (data x model), which a run that has begun cannot change to; ask for it with"
+            f" strategies and model_parallel_size={wanted.mesh.model}"
+        )
+        return replace(kept, notes=(*kept.notes, note))
+
+    # --- what all of them do ---
+
+    def _install(self, plan: Plan, *, within: list[str] | None = None) -> None:
+        """Carry a plan out in the module, in which nothing is installed, or within some decoders of it."""
+        check_compiled(self._model, plan)
+        made = install(self._model, plan, self._mesh, within=within)
+        if within is None:
+            self._installed = made
+        else:
+            self._installed.add(made)
+        self._foreign.keep(swap.fqn for swap in self._installed.swaps)
+        check_precision(made, self._trainer.precision_plugin, plan)
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        return self._here.mesh_of(self._plan.mesh.model)
+
+    def _keep(self, plan: Plan) -> None:
+        """Have a plan in force, and write it to the folder of the logs, as a report and as JSON."""
+        self._plan = plan
+        self._changed(plan=plan, predicted_step=self._facts.predicted_step(plan))
+        if self._here.rank != 0 or not self._is_shown(plan):
+            return
+        if self._folder:
+            files, path = get_filesystem(self._folder), self._report_path()
+            files.makedirs(self._folder, exist_ok=True)
+            texts = {path: plan_report(plan), f"{path.removesuffix('.txt')}.json": plan.to_json()}
+            for name, text in texts.items():
+                with files.open(name, "w", encoding="utf-8") as file:
+                    file.write(f"{text}\n")
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            figures = {
+                "amp_plan": ",".join(plan.strategies),
+                "amp_predicted_peak_bytes": plan.predicted_peak_bytes,
+                "amp_budget_bytes": plan.budget_bytes,
+            }
+            for logger in self._trainer.loggers:
+                logger.log_hyperparams(figures)
+
+    def _report_path(self) -> str:
+        """The file of the report, as short as the current folder allows; "" without a folder."""
+        name = f"amp_plan_{self._plan.evaluates}.txt" if self._plan.evaluates else "amp_plan.txt"
+        return f"{self._folder.removeprefix(f'{Path.cwd()}/')}/{name}" if self._folder else ""
+
+    def _is_shown(self, plan: Plan) -> bool:
+        return self._trainer.state.fn == TrainerFn.FITTING or bool(plan.evaluates)
+
+    def _announce(self) -> None:
+        announce(self._plan, self._request, held=self._holds(self._plan), report=self._report_path())
+
+
+def _split(plan: Plan) -> tuple[object, ...]:
+    """What ranks have parts of."""
+    return plan.mesh, plan.axes.placement, plan.axes.features, "S2" in plan.strategies
+
+
+@contextmanager
+def _as_in_setup(device: torch.device) -> Iterator[None]:
+    """Inside of a step, what planning probes is as it was before the step, and draws no numbers of it."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.random.fork_rng(devices=[]),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield

@@ -1,1 +1,0 @@
-"""Make the plan of a run, the same on every rank, and install it."""

@@ -1,0 +1,359 @@
+"""Make the plan of a run from Trainer, data and module, on rank 0 in `setup`, before optimisers exist."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from math import inf
+from types import SimpleNamespace
+
+from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.lightning._compat import rank_zero_info
+from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
+from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
+from lightning_amp.lightning.profiling.outside_decoder import DecoderPlan, with_blocks_outside, within_budget
+from lightning_amp.lightning.strategy.context import PlanningContext
+from lightning_amp.planning.memory.peak_model import predict
+from lightning_amp.planning.modules.candidates import TIE
+from lightning_amp.planning.modules.plan_module import (
+    model_axis_size,
+    plan_again,
+    plan_module,
+    split_by_planner,
+)
+from lightning_amp.planning.plan.plan import Explanation, Plan
+from lightning_amp.planning.policies.build_rules import (
+    remarks,
+    with_balance,
+    with_memory,
+    with_requested,
+    with_shared_statistics,
+    with_speeds,
+    without_shared_statistics,
+)
+from lightning_amp.planning.policies.make_plan import plan as make_plan
+from lightning_amp.planning.policies.request import too_few_cells
+from lightning_amp.planning.time.step_seconds import decoder_seconds, rest_seconds
+from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
+from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order, parse_strategies
+
+SLOW_SECONDS = 0.5
+"""Of a step, spent on other things than computation."""
+
+
+def resolve_plan(
+    facts: PlanningContext,
+    *,
+    notes: Sequence[str] = (),
+    given: Plan | None = None,
+    strategies: Sequence[str] | None = None,
+    model_ranks: int | None = None,
+) -> Plan:
+    """The plan of one run, the same on every rank: the one that was requested, or one made on rank 0.
+
+    Args:
+        notes: Notes on the module, in the plan or in the refusal to make one.
+        given: A plan to carry out instead of the one that was requested.
+        strategies, model_ranks: To make a plan of, instead of what was requested.
+
+    Raises:
+        AmpError: The error of rank 0 when it made the plan.
+        PlanError: The plan is for another number of ranks, or ranks differ in its inputs.
+    """
+    request, here, _ = facts.request, facts.here, facts.speeds
+    if request.device_memory is not None and facts.step is not None and given is None:
+        # of long loops it takes ten seconds and more
+        rank_zero_info(f"planning a step within {format_bytes(facts.budget)}; nothing is trained yet")
+
+    def decide() -> Plan:
+        asked = request.given_plan if given is None else given
+        if asked is None or strategies is not None:
+            found = plan_run(facts, strategies, model_ranks)
+        else:
+            found = predict_anew(asked, facts)
+        return with_memory(found, facts.memory)
+
+    try:
+        plan = decide_on_rank_zero(decide, rank=here.rank, broadcast=here.broadcast)
+    except PlanError as error:
+        raise (PlanError(f"{error}. {'; '.join(notes)}") if notes else error) from None
+    # after the plan was made: rank 0's mistake is raised by its own words, not as a difference between ranks
+    facts.compare()
+    plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
+    if plan.mesh.data * plan.mesh.model != here.n_ranks:
+        raise PlanError(
+            f"a plan for {plan.mesh.data} x {plan.mesh.model} ranks (data x model) is not supported, the run"
+            f" has {here.n_ranks} ranks; make a plan for as many, or change `devices` of the Trainer"
+        )
+    if not request.share_batch_statistics:
+        plan = without_shared_statistics(plan)
+    balance = getattr(getattr(facts.trainer, "datamodule", None), "balance", None)
+    balance = request.balance_cells if balance is None else balance
+    return plan if balance == "auto" else with_balance(plan, balance=bool(balance))
+
+
+def plan_run(
+    facts: PlanningContext, strategies: Sequence[str] | None = None, model_ranks: int | None = None
+) -> Plan:
+    """Make the plan of one run; without a data directory it is made from the module only, and says so.
+
+    Raises:
+        DataError: The data directory cannot be read.
+        PlanError: No plan answers the request.
+    """
+    if facts.read[1].decoder is None:
+        return _plan_of_module(facts, strategies, model_ranks)
+    return _plan_of_decoder(facts, strategies, model_ranks)
+
+
+def _plan_of_module(
+    facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None
+) -> Plan:
+    """Of any module, by a count of its step."""
+    request, seen, shape = facts.request, facts.seen[0], facts.read[1]
+    asked, named = split_by_planner(
+        request.strategies if strategies is None else strategies, policy=request.policy
+    )
+    if asked is not None:
+        asked += _without_profile(named or (), facts)
+    size, stages = model_axis_size(request.model_parallel_size, asked, shape, seen)
+    size = facts.grid_ranks or size if model_ranks is None else model_ranks
+    base = _without_step(facts, asked, size, steps=facts.steps)
+    if seen is None:
+        return replace(_evaluated(base, facts, named), uncounted=facts.not_profiled)
+    assert facts.step is not None, "it has been seen"
+    found = plan_module(
+        base,
+        seen,
+        named=named,
+        budget_named=request.device_memory is not None,
+        count=facts.step.count,
+        asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds, memory=facts.memory),
+    )
+    chooses = request.chooses and strategies is None
+    # to profile a technique with steps takes seconds: only where there is something to gain
+    if chooses and (found.fits is False or is_slow(found, seen)):
+        return in_parts(found, facts)
+    return found
+
+
+def _plan_of_decoder(
+    facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None
+) -> Plan:
+    """Of a decoder by closed forms, with blocks outside of it by a count of the step."""
+    request, outside = facts.request, facts.blocks_outside if strategies is None else ()
+    asked: Sequence[str] | None = strategies
+    if strategies is None and request.strategies is not None:
+        asked = parse_strategies(request.strategies)
+    # blocks outside are planned on top of the decoder's techniques, not as techniques of the decoder
+    if outside and (facts.outside is not None or facts.in_chunks or "chunk" not in outside):
+        asked = [name for name in asked or () if name not in outside]
+    size = facts.grid_ranks or request.model_parallel_size if model_ranks is None else model_ranks
+    make = partial(_without_step, facts, asked, size, steps=facts.steps)
+    # in a run that does not train, and for a leaner plan later in one that does, nothing outside is counted anew
+    if facts.outside is None or strategies is not None:
+        return _evaluated(make(), facts, None)
+    (profile, shape, _), (rates, _), step = facts.read, facts.rates, facts.outside
+    assert shape.decoder is not None, "a decoder is planned"
+    decoder = shape.decoder.fqn
+
+    def made_of_decoder(budget: int) -> DecoderPlan:
+        whole = make(budget=budget)
+        local = [name for name in whole.strategies if not STRATEGIES[name].model_axis] or ["S1"]
+        alone = make_plan(profile, strategies=local, batch_size=shape.batch_size, shape=shape, rates=rates)
+        return DecoderPlan(whole, alone, step, decoder, rates)
+
+    if outside:
+        shares = request.share_batch_statistics
+        return with_blocks_outside(made_of_decoder(facts.budget), outside, share_statistics=shares)
+    return within_budget(made_of_decoder, facts.budget)
+
+
+def _without_step(
+    facts: PlanningContext,
+    asked: Sequence[str] | None,
+    size: int | str,
+    *,
+    steps: DrySteps | None,
+    budget: int | None = None,
+) -> Plan:
+    """The plan that needs no count of a step, of some strategies and ranks of the model axis."""
+    request, here = facts.request, facts.here
+    (profile, shape, notes), (rates, note) = facts.read, facts.rates
+    made = make_plan(
+        profile,
+        devices=here.n_ranks,
+        device_memory=facts.budget if budget is None else budget,
+        policy=request.policy,
+        strategies=None if asked is None else list(asked),
+        batch_size=shape.batch_size,
+        model_parallel_size=size,
+        shape=shape,
+        rates=rates,
+        node_devices=here.node_ranks,
+    )
+    made = with_requested(made, request.specs, shape, launches=rates.launches)
+    made = with_spec(made, steps, facts.seen[1])
+    made = with_speeds(made, shape, facts.speeds)
+    return replace(made, notes=(*made.notes, *note, *notes))
+
+
+def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
+    """Of the techniques that were requested, those that are planned all the same where there is no profile.
+
+    Raises:
+        PlanError: One of the others was requested, and the step could not be profiled.
+    """
+    if facts.seen[0] is not None:
+        return []
+    needing = [name for name in named if PREDICTIONS[name].counted]
+    if needing and facts.not_profiled:
+        raise PlanError(f"{', '.join(needing)} is not supported: {facts.not_profiled}")
+    if "chunk" in needing and not facts.in_chunks and facts.evaluation is None:
+        raise PlanError(
+            "chunk requires, in a run that does not train, a budget or the plan of a fit: give"
+            " AMPStrategy(device_memory=...), fit with this Trainer first, give AMPStrategy(plan='plan.json'), or run"
+            " the module that lightning_amp.chunk(module, batch, budget=...) returns, without naming chunk"
+        )
+    # outside of a fit nothing is kept for a backward pass
+    return [name for name in named if name not in needing]
+
+
+def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) -> Plan:
+    """The plan of a run that does not train: in chunks by the rules of the fit before it, else by a budget's own.
+
+    Raises:
+        PlanError: Chunks were requested by name, and the step cannot be counted.
+    """
+    rules = facts.in_chunks
+    if facts.evaluation is not None and (named is None or "chunk" in named):
+        try:
+            found = facts.evaluation.within(facts.budget)
+        except AmpError as error:
+            if named is not None:
+                raise PlanError(f"chunk is not supported: its bytes are not known: {error}") from error
+            return replace(made, notes=(*made.notes, f"the peak is not known: {error}"))
+        rules = found.rules
+        whole = f": {format_bytes(found.whole_bytes)} without chunks" if rules else ""
+        note = Explanation(f"{found.step} was counted with the first batch, without values{whole}")
+        made = replace(
+            made,
+            evaluates=found.step,
+            batch_size=found.batch_size or made.batch_size,
+            predicted_base_bytes=found.held_bytes,
+            predicted_peak_bytes=found.peak_bytes,
+            # those of a training step are of other bytes
+            notes=(*facts.rates[1], note),
+        )
+    if not rules:
+        return made
+    strategies = in_order({*made.strategies, "chunk"})
+    return replace(made, strategies=strategies, rules=(*made.rules, *rules))
+
+
+def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
+    """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
+    (profile, shape, notes), (rates, note) = facts.read, facts.rates
+    blocks = [rule.fqn for rule in plan.rules if isinstance(rule.spec, RecomputeBlock | ChunkBlock)]
+    if shape.decoder is not None and blocks:
+        what = f"what {', '.join(blocks)} save outside of the decoder was not counted"
+        notes = [*notes, f"{what}: the peak is predicted without"]
+    notes = notes + note + too_few_cells(profile, plan.mesh, shape.batch_size)
+    notes += remarks({rule.strategy: rule.spec for rule in plan.rules}, launches=rates.launches)
+    if shape.batch_norms:
+        # the plan may be of a model without
+        plan = with_shared_statistics(plan)
+    # the closed forms of a decoder; what a count of the step says of any other module takes their place below
+    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=plan.axes)
+    again = replace(
+        plan,
+        batch_size=shape.batch_size,
+        predicted_base_bytes=predicted.base_bytes,
+        predicted_stratum_bytes=predicted.mean_stratum_bytes,
+        predicted_peak_bytes=predicted.peak_bytes,
+        strata_bytes=predicted.strata_bytes,
+        budget_bytes=facts.budget,
+        notes=(*(note for note in plan.notes if note not in notes), *notes),
+        predicted_step_seconds=decoder_seconds(shape, plan.axes, plan.mesh, rates),
+        predicted_rest_seconds=rest_seconds(shape, plan.mesh, rates),
+        rates_device="" if shape.decoder is None else rates.device,
+        candidates=(),
+    )
+    seen = facts.seen[0]
+    if seen is None or facts.step is None:
+        return replace(again, diagnosis=None, uncounted=facts.not_profiled)
+    return plan_again(again, seen, count=facts.step.count, memory=facts.memory)
+
+
+def is_slow(plan: Plan, seen: ProfiledStep) -> bool:
+    """Whether a plan with more than data parallelism takes so much longer than computation that to look for a faster
+    one, which takes seconds, is worth it."""
+    more = _pace(plan) - seen.seconds
+    return set(plan.strategies) > {"S1"} and more > max(seen.seconds, SLOW_SECONDS)
+
+
+def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
+    """A plan that splits every sample or layer: the fastest that fits where no other plan fits, or where it is faster
+    than a slow one; without one the plan as it is.
+
+    Args:
+        whole: The plan without such a technique; where it does not fit that which needs least.
+    """
+    here, step = facts.here, facts.step
+    assert step is not None, "it was profiled"
+    found = list[tuple[str, Plan]]()
+    for name, row in STRATEGIES.items():
+        # what splits layers only may cross nodes, and be faster than a plan that fits
+        n = here.n_ranks if row.data_axis else here.node_ranks
+        if not row.steps or n < 2 or not (row.data_axis or whole.fits is False):
+            continue
+        of_run = {"run_ranks": here.n_ranks, "budget": whole.budget_bytes}
+        steps = DrySteps.asked((name,), SimpleNamespace(), here.node_ranks, **of_run)
+        assert steps is not None, "it has steps"
+        counted = step.with_steps(steps)
+        try:
+            seen = counted.profiled(facts.rates[0])
+            base = _without_step(facts, ["S1", name], steps.ranks, steps=steps)
+            made = [plan_module(base, seen, named=(), count=counted.count)]
+            others = [other for other in row.together if other in PREDICTIONS]
+            # one technique more only where fewer do not fit; of as many the fastest
+            for n in range(1, len(others) + 1):
+                if any(plan.fits for plan in made):
+                    break
+                for more in combinations(others, n):
+                    # what this step cannot have is left out
+                    with suppress(AmpError):
+                        made.append(plan_module(base, seen, named=more, count=counted.count))
+            if fitting := [plan for plan in made if plan.fits]:
+                found.append((name, min(fitting, key=_pace)))
+                continue
+            least = min(made, key=lambda plan: plan.predicted_peak_bytes)
+            why = f"{', '.join(least.strategies)} needs {format_bytes(least.predicted_peak_bytes)} on as many ranks"
+        except AmpError as error:
+            why = f"{name} is not possible: {error}"
+        whole = replace(whole, notes=(*whole.notes, Explanation(why)))
+    name, best = min(found, key=lambda one: _pace(one[1]), default=("", whole))
+    if not name or (whole.fits and _pace(best) * TIE > _pace(whole)):
+        return whole
+    if whole.fits:
+        why = f"{', '.join(whole.strategies)} takes {_pace(whole) / _pace(best):.1f} times as long"
+    else:
+        why = f"every plan that leaves samples whole needs {format_bytes(whole.predicted_peak_bytes)} or more"
+    slower = (
+        f"{other} takes {_pace(plan) / _pace(best):.1f} times as long"
+        for other, plan in found
+        if other != name
+    )
+    why = "; ".join([why, *slower])
+    rules = tuple(replace(rule, why=why) if rule.strategy == name else rule for rule in best.rules)
+    notes = (*best.notes, Explanation(f"{name} was taken: {why}"))
+    return replace(best, policy=whole.policy, rules=rules, notes=notes)
+
+
+def _pace(plan: Plan) -> float:
+    """Seconds of a step by how many batches of the loader a rank has in it."""
+    return (plan.predicted_step_seconds or inf) * plan.mesh.model
