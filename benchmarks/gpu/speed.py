@@ -26,8 +26,7 @@ from benchmarks.gpu.device import (
 )
 from benchmarks.gpu.run_parts import Work
 from benchmarks.gpu.subject import EAGER, OURS, Subject, plan_of
-from benchmarks.side_by_side.cases import Size
-from benchmarks.side_by_side.simulated import flops
+from benchmarks.side_by_side.cases import Size, flops
 from lightning_amp.errors import AmpError
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.table import conflicts

@@ -21,8 +21,7 @@ from typing import Any
 from benchmarks.kernels.count_operators import OperatorCounter
 from benchmarks.page import ROOT, write_part
 from benchmarks.page import table as markdown
-from benchmarks.side_by_side.cases import OURS, Case, Method, Size
-from benchmarks.side_by_side.plans import plan_of
+from benchmarks.side_by_side.cases import OURS, Case, Method, Size, plan_of
 from benchmarks.side_by_side.training import Training
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.planning.reports.table import table

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
+from benchmarks.models import GPT
 from benchmarks.page import ROOT, origin, paragraph, table, write_part
-from benchmarks.tensor3d.models import GPT
 from benchmarks.tensor3d.scale import (
     A100,
     GPT_HEADER,

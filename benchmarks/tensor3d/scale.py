@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.tensor3d.models import GPT, Net, UNet
+from benchmarks.models import GPT, Net, UNet
 from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.costs.link_seconds import collective_seconds
 from lightning_amp.errors import AmpError

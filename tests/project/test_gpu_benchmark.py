@@ -22,7 +22,7 @@ from benchmarks.gpu.exactness import FORMS, _row, decoders
 from benchmarks.gpu.kernels import _kernel_rows
 from benchmarks.gpu.record import Clock, Record, SkipPart, read
 from benchmarks.gpu.report import FILE as REPORT
-from benchmarks.side_by_side.fresh_process import ROOT
+from benchmarks.page import ROOT
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.data.batch_parts import tensors_in
 from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
