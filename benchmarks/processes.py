@@ -33,7 +33,7 @@ def run_fresh(body: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
         try:
             return run_ranks(body, ranks, Path(folder), *args, timeout=LONGEST, fresh=True)
         except pytest.fail.Exception as error:
-            lines = [line for line in str(error).strip().splitlines() if line.strip()]
-            raise RunFailed(
-                next((line for line in lines if "Error" in line.split(":")[0]), lines[-1])
-            ) from error
+            # stacks of other ranks may follow the first traceback
+            lines = str(error).strip().splitlines()
+            raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+            raise RunFailed((raised or lines[-1:])[0]) from error
