@@ -24,7 +24,7 @@ from benchmarks.gpu.device import (
     matmul_rate,
     median_seconds,
 )
-from benchmarks.gpu.run_parts import Work
+from benchmarks.gpu.runner import Work
 from benchmarks.gpu.subject import EAGER, OURS, Subject, plan_of
 from benchmarks.side_by_side.cases import Size, flops
 from lightning_amp.errors import AmpError
@@ -125,9 +125,7 @@ def _measure(work: Work, case: Case, useful: int, rate: float, what: str) -> Non
     free = free_bytes(device)
     budget = None if free is None else int(SPARE * free)
     made = plan_of(one.size.decoder(), strategies, cells=one.size.cells, device=device, budget=budget)
-    if budget is not None and made.predicted_peak_bytes > budget:
-        predicted = f"{format_bytes(made.predicted_peak_bytes)} were predicted, and {format_bytes(budget)} may be used"
-        work.record.note(f"{what}: not run, {predicted}.")
+    if not work.has_room(what, made.predicted_peak_bytes, budget):
         return
     predicted_seconds = made.predicted_step_seconds or 0.0
     if (STEPS // 2) * predicted_seconds > work.clock.left:

@@ -19,8 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -68,43 +66,10 @@ Methods of a table take turns, each in new processes. All rows train to the same
 batch statistics (ddp, and where it is said) are another model."""
 
 
-def prepared(
-    data: str | Path,
-    *,
-    cells: int,
-    threads: int,
-    strategy: Any,
-    callback: Any,
-    ranks: int = 1,
-    **options: Any,
-) -> Callable[[], None]:
-    """The call of `fit` of the reference model, by a Trainer that writes nothing and goes on until it is stopped.
-
-    Args:
-        data: a data directory
-        cells: of a step on each rank
-        threads: of each rank
-        strategy, callback: of the Trainer
-        options: of the data module
-    """
-    import torch
-    from lightning.pytorch import Trainer, seed_everything
-
-    import lightning_amp
-
-    torch.set_num_threads(threads)
-    seed_everything(0, verbose=False)
-    module = lightning_amp.GLUE(lr=0.01, hidden_depth=1, lam_graph=0.02, window=25)
-    loader = lightning_amp.SingleCellDataModule(data, batch_size=cells, **options)
-    trainer = Trainer(
-        **QUIET, strategy=strategy, devices=ranks, accelerator="cpu", max_epochs=-1, callbacks=[callback]
-    )
-    return partial(trainer.fit, module, datamodule=loader)
-
-
 def fit(method: dict[str, Any] | str, *, data: str, cells: int, ranks: int, threads: int, out: str) -> None:
     """Train in this process and write the seconds of every step."""
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    import torch
+    from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
     import lightning_amp
 
@@ -128,10 +93,15 @@ def fit(method: dict[str, Any] | str, *, data: str, cells: int, ranks: int, thre
                 Path(out).write_text(json.dumps(found))
 
     strategy = method if isinstance(method, str) else lightning_amp.AMPStrategy(**method)
-    how = {"cells": cells, "threads": threads, "ranks": ranks, "val_fraction": 0.0}
-    run = prepared(data, strategy=strategy, callback=Clock(), **how)
+    torch.set_num_threads(threads)
+    seed_everything(0, verbose=False)
+    module = lightning_amp.GLUE(lr=0.01, hidden_depth=1, lam_graph=0.02, window=25)
+    loader = lightning_amp.SingleCellDataModule(data, batch_size=cells, val_fraction=0.0)
+    trainer = Trainer(
+        **QUIET, strategy=strategy, devices=ranks, accelerator="cpu", max_epochs=-1, callbacks=[Clock()]
+    )
     begin = time.perf_counter()
-    run()
+    trainer.fit(module, datamodule=loader)
 
 
 def measure(method: dict[str, Any] | str, request: dict[str, Any]) -> dict[str, Any]:
