@@ -79,7 +79,7 @@ class GPT(Net):
 
 
 class Residual(nn.Module):
-    """Two convolutions with group norm beside a 1x1, as of diffusion models."""
+    """Two convolutions with group norm, and a 1x1 around them, as of diffusion models."""
 
     def __init__(self, inner: int, out: int, groups: int, bias: bool = True) -> None:
         super().__init__()

@@ -180,7 +180,7 @@ def _row(
     values: tuple[Values, Values],
     plain: float,
 ) -> tuple[float, int]:
-    """Record a comparison beside the error of the plain form; returns the largest error, and whether it is wrong."""
+    """Record a comparison, given the error of the plain form; returns the largest error, and whether it is wrong."""
     found, expected = ({name: value for name, value in side.items() if name != "loss"} for side in values)
     off = errors(found, expected)
     worst = max(off, key=lambda name: off[name] if off[name] == off[name] else float("inf"))

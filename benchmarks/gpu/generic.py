@@ -1,4 +1,4 @@
-"""Techniques of any LightningModule on one device: the losses and the parameters of a short fit beside a plain one.
+"""Techniques of any LightningModule on one device: the losses and the parameters of a short fit against a plain one.
 
 The plain fit is a loop without Lightning in float64 on the CPU. `recompute` trains the same numbers up to rounding, and
 `lightning_amp.chunk` returns them. `fsdp` and `pipeline` are refused on one rank; what fsdp does is done there without

@@ -1,4 +1,4 @@
-"""Memory of a training step: what the device gave out beside the memory model (EPM) and the simulated step.
+"""Memory of a training step: what the device gave out against the memory model (EPM) and the simulated step.
 
 Twelve decoders and plans; the second step is measured, after the optimiser's state and the last step's gradients are
 there. On CUDA `max_memory_allocated` above what was given out before the decoder was made, so without the context; on

@@ -1,4 +1,4 @@
-"""Time and peak of the three heavy decoders: techniques and precisions, beside the rate of products of the same device.
+"""Time and peak of the three heavy decoders: techniques and precisions, against the rate of products of a device.
 
 A step is forward and backward pass and the optimiser's update, with counts by their entries, as the data module gives
 them at these sizes. Useful operations are those of the plain decoder: what a technique computes twice counts once.

@@ -187,7 +187,7 @@ class TrainedDecoder(pl.LightningModule):
 
 
 def monitor(work: Work) -> None:
-    """The memory monitor's table of a measured step: predicted beside measured, for every stratum."""
+    """The memory monitor's table of a measured step: predicted and measured, for every stratum."""
     sizes = Size(anchors=5400, strata=32, cells=64)
     size = Size(anchors=300, strata=3, cells=8, dim=16, window=20) if work.tiny else sizes
     for strategies in (OURS, EAGER):

@@ -51,7 +51,7 @@ class Count:
         anchors: N.
         window: Anchors in a bucket of attention.
         cells: B.
-        strategies: The plan's, beside S1.
+        strategies: The plan's, without S1.
         kernels_per_stratum: Operators that make or change a tensor.
         operators_per_stratum: All operators.
         views: Operators of a stratum that make and change nothing.

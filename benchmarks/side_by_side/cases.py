@@ -23,7 +23,7 @@ from lightning_amp.techniques.hic.hidden.row import HiddenParallel
 OURS = ("S4", "fused", "sparse", "stream")
 """Strategies of our rows on one device."""
 PAPER = ("S2", "S3", "S4", "S5")
-"""Strategies of the policy `paper` beside S1 where its budget is exceeded; S2 and S5 need ranks."""
+"""Strategies of the policy `paper`, with S1, where its budget is exceeded; S2 and S5 need ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,6 @@ class Method:
         package: Whether attention is that of the `local-attention` package; simulated is the reference's own, which
             computes the same.
         wrapper: What a decoder is wrapped in on several ranks, a name in `training.WRAPPERS`; "" for nothing.
-        retain: Whether S3 keeps its probabilities, as the paper does.
         part: Share of the anchors that is decoded; below 1 it is another computation.
     """
 
@@ -80,7 +79,6 @@ class Method:
     strategies: tuple[str, ...] = ()
     package: bool = False
     wrapper: str = ""
-    retain: bool = False
     part: float = 1.0
 
 
@@ -93,7 +91,6 @@ DDP = Method(name="DDP", package=True, wrapper="ddp")
 FSDP = Method(name="FSDP2", package=True, wrapper="fsdp")
 FSDP_CHECKPOINT = Method(name="FSDP2 + checkpointing", package=True, wrapper="fsdp-checkpoint")
 PAPER_RANKS = Method(name="policy paper, S1-S5", strategies=PAPER)
-PAPER_FORM = Method(name="policy paper, S1-S5, in the paper's form", strategies=PAPER, retain=True)
 OURS_STRATA = Method(name="ours, strata over ranks", strategies=(*OURS, "strata"))
 OURS_NODES = Method(name="ours, anchors over ranks", strategies=(*OURS, "nodes"))
 
@@ -133,7 +130,7 @@ def plan_of(case: Case, *, launched: bool = False) -> Plan:
     strategies = case.method.strategies
     # ranks of a wrapper are not the plan's
     ranks = case.ranks if strategies and not case.method.wrapper else 1
-    made = plan(
+    return plan(
         profile_of_module(shape),
         devices=ranks,
         strategies=["S1", *strategies],
@@ -141,7 +138,6 @@ def plan_of(case: Case, *, launched: bool = False) -> Plan:
         shape=shape,
         rates=replace(CPU_CORE, launches=launched),
     )
-    return in_forms(made, ["retain"]) if case.method.retain else made
 
 
 def in_forms(usual: Plan, forms: list[str]) -> Plan:
