@@ -24,7 +24,7 @@ from benchmarks.gpu.runner import Clock, Record, SkipPart, Work, read
 from benchmarks.gpu.subject import NONZERO, batch_bytes, decoder_batch, moved
 from benchmarks.page import ROOT
 from lightning_amp.costs.device_rates import Rates
-from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.data.batch import tensors_in
 from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
 from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedLocalAttention
 from lightning_amp.techniques.table import STRATEGIES
