@@ -97,8 +97,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pages", nargs="*", default=sorted(path.stem for path in FOLDER.glob("*.md")))
+    pages = parser.parse_args().pages
     decision_diagram(FOLDER / "many_gpus.png")
-    for name in parser.parse_args().pages:
+    for name in pages:
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
             sys.path.insert(0, folder)

@@ -1,1 +1,1 @@
-"""Modules that nobody wrote for lightning_amp: under a budget, and beside what else one can do."""
+"""Modules that nobody wrote for lightning_amp, against what else one can do."""

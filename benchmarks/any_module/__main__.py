@@ -1,38 +1,104 @@
-"""Modules that nobody wrote for lightning_amp, trained by `strategy="amp"` under a budget, beside what else one can do.
+"""Modules that nobody wrote for lightning_amp, trained on two ranks by `strategy="amp"` and by what else one can do.
 
-    python -m benchmarks.any_module [--quick] [--rounds N] [--only NAME ...] [--tables peers budgets] [--write]
+    python -m benchmarks.any_module [--quick] [--only NAME ...] [--write]
 
-`budgets`: every module of examples/any_module, unedited, with 75, 50 and 30 % of the bytes that a plain step takes, on
-1, 2 and 4 ranks: the largest part, the plan, its predicted peak beside the meter's in the second step of a real run,
-and how far losses, the last gradients and the parameters are from one plain process after 3 steps in float64; or what
-the refusal says (budgets.py). `peers`: peak and time of the same modules, with more rows, on 2 ranks, for ddp, torch's
-`activation_memory_budget`, FSDP2 and recomputed blocks written by hand, and for amp (peers.py).
+Peak and time of every module of examples/any_module, unedited, for ddp, torch's `activation_memory_budget`, FSDP2 and
+recomputed blocks written by hand, and for amp: without a budget, and with the peak of every peer that needs less than
+ddp, for at equal bytes it is to be as fast. "plain" is one process with the rows of one rank. Ratios are of the time of
+as many samples; the last column has the lines that a person writes.
 
 A run is a new process for each rank, a fork of one that has imported torch, of one thread. Bytes are exact; times are
-medians of steps, in rounds that take turns. `--write` puts the tables into docs/reports/any_module.md as they grow.
-Modules whose packages are not there are left out, and named. About two hours on two quiet cores, with --quick
-10 minutes.
+medians of the steps of one run. `--write` puts the table into docs/reports/any_module.md as it grows. Modules whose
+packages are not there are left out, and named. About an hour on two quiet cores, with --quick 10 minutes.
 """
 
 import argparse
-import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
-from benchmarks.any_module import budgets, peers
-from benchmarks.page import ROOT, origin, paragraph, read_part, write_part
-from benchmarks.page import table as markdown
+from benchmarks.any_module.by_hand import lines_of
+from benchmarks.any_module.one_run import Found, Wanted, run
+from benchmarks.page import ROOT, origin, paragraph, read_part, table, write_part
+from lightning_amp.progress import track
+from lightning_amp.quantities import format_bytes, format_seconds
 from tests.any_module import NAMES
 
-PAGE = ROOT / "docs" / "reports" / "any_module.md"
-TABLES = {
-    # times first, for what is exact may be counted while the machine does something else
-    "peers": (peers.HEADER, peers.peer_rows),
-    "budgets": (budgets.HEADER, budgets.budget_rows),
-}
-"""Parts of the page, with what makes them."""
+PAGE, PART = ROOT / "docs" / "reports" / "any_module.md", "any_module.peers"
 QUICK = ("gene_transformer", "evoformer", "wide_mlp")
+SIZES: dict[str, dict[str, int]] = {
+    "gene_transformer": {"cells": 16, "length": 512},
+    "geneformer": {"cells": 16, "length": 256},
+    "gpt2": {"texts": 16, "length": 128},
+    "vit": {"images": 16},
+    "unet": {"images": 16, "side": 64},
+    "evoformer": {"samples": 4, "side": 64},
+    "wide_mlp": {"cells": 64},
+    "cnn": {"samples": 32, "length": 2048},
+}
+"""At which products take longer than Python; the first is the number of rows."""
+TIMED = 12
+LESS = 0.97
+"""Share of ddp's peak from which on a peer saves something."""
+KEPT = (0.8, 0.5, 0.2, 0.0)
+"""Settings of `activation_memory_budget`, shares of activations."""
+HEADER = ["module", "by", "peak", "step", "ratio", "plan", "lines of code"]
+FIRST = "ddp"
+UNUSED = "ddp_find_unused_parameters_true"
+
+
+def peer_rows(names: list[str], *, quick: bool) -> Iterator[list[str]]:
+    """A row for every module and peer."""
+    for name in track(names, description="peers", total=len(names)):
+        asked, found = _once(name, quick=quick)
+        for peer, one in found.items():
+            yield [name, peer, *_results(one, found[FIRST]), str(lines_of(asked[peer].by_hand))]
+
+
+def _once(name: str, *, quick: bool) -> tuple[dict[str, Wanted], dict[str, Found]]:
+    """Every peer once, then amp with the peaks that they had."""
+    rows, *others = SIZES[name].items()
+    base = Wanted(name=name, ranks=2, sizes=SIZES[name], strategy=FIRST, steps=TIMED)
+    asked = {
+        "plain": replace(base, ranks=1, strategy="auto", sizes={rows[0]: rows[1] // 2, **dict(others)}),
+        FIRST: base,
+        "ddp, blocks recomputed by hand": replace(base, by_hand="recompute"),
+        **{
+            f"ddp, activation_memory_budget {share}": replace(base, by_hand=share)
+            for share in (KEPT[1:2] if quick else KEPT)
+        },
+        "FSDP2 by hand": replace(base, strategy="fsdp2", by_hand="fsdp2"),
+        "FSDP2, blocks recomputed by hand": replace(base, strategy="fsdp2", by_hand="both"),
+        "amp": replace(base, strategy={}),
+    }
+    found = {}
+    for peer, wanted in asked.items():
+        found[peer] = run(wanted)
+        if found[peer].refused and wanted.strategy == FIRST:
+            # a module some of whose parameters get no gradient needs the other ddp
+            asked[peer] = replace(wanted, strategy=UNUSED)
+            found[peer] = run(asked[peer])
+    whole = found[FIRST].peak
+    for peer in list(found):
+        if peer != "plain" and not found[peer].refused and found[peer].peak < LESS * whole:
+            of = f"amp with the bytes of: {peer}"
+            asked[of] = replace(base, strategy={"device_memory": found[peer].peak})
+            found[of] = run(asked[of])
+    return asked, found
+
+
+def _results(one: Found, first: Found) -> list[str]:
+    if one.refused or one.step is None or first.step is None:
+        return ["", "", "", _first_sentence(one.refused)]
+    peak = f"{format_bytes(one.peak)} ({one.peak / first.peak:.0%})"
+    # ranks of a model axis have one batch where those of a data axis have one each
+    as_many = one.step * one.plan.get("mesh", {}).get("model", 1)
+    return [peak, format_seconds(one.step), f"{as_many / first.step:.2f}", one.strategies]
+
+
+def _first_sentence(error: str) -> str:
+    """For a cell of a table."""
+    return error.split(". ")[0].splitlines()[0].replace("|", "/") if error else ""
 
 
 def available(names: list[str]) -> tuple[list[str], list[str]]:
@@ -42,47 +108,27 @@ def available(names: list[str]) -> tuple[list[str], list[str]]:
     return [name for name in names if name not in absent], absent
 
 
-def grown(name: str, names: list[str], *, quick: bool, rounds: int) -> Iterator[list[str]]:
-    """A table's part of the page, again with every row."""
-    header, rows = TABLES[name]
-    options = f"{' --quick' * quick}{f' --rounds {rounds}' * (name == 'peers')}"
-    command = f"python -m benchmarks.any_module --tables {name}{options} --write"
-    text = [*paragraph(f"{origin(command)} Bytes of the second step; the most of any rank.")]
-    done: list[list[str]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        times = {"rounds": rounds} if name == "peers" else {}
-        for row in rows(names, Path(folder), quick=quick, **times):
-            done.append(row)
-            yield [*text, *markdown(header, done)]
-
-
 def main() -> None:
     """Measure, and print or write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="three modules, two ranks at most, one round")
-    parser.add_argument(
-        "--rounds", type=int, default=2, help="of timed runs by turns, after the first of each"
-    )
+    parser.add_argument("--quick", action="store_true", help="three modules, one activation_memory_budget")
     parser.add_argument("--only", nargs="+", choices=NAMES, help="these modules")
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/reports/any_module.md")
-    arguments = parser.parse_args()
-    names, absent = available(arguments.only or list(QUICK if arguments.quick else NAMES))
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reports/any_module.md")
+    asked = parser.parse_args()
+    names, absent = available(asked.only or list(QUICK if asked.quick else NAMES))
     if absent:
         print(f"left out, for they need the package transformers: {', '.join(absent)}")
-    for name in arguments.tables:
-        part = f"any_module.{name}"
-        if arguments.write:
-            read_part(PAGE, part)  # a page without markers is refused before anything is measured
-        lines: list[str] = []
-        for lines in grown(
-            name, names, quick=arguments.quick, rounds=0 if arguments.quick else arguments.rounds
-        ):
-            if arguments.write:
-                write_part(PAGE, part, lines)
-        print("\n".join(lines))
+    if asked.write:
+        read_part(PAGE, PART)  # a page without markers is refused before anything is measured
+    command = f"python -m benchmarks.any_module{' --quick' * asked.quick} --write"
+    lines, rows = list(paragraph(f"{origin(command)} Bytes of the second step; the most of any rank.")), []
+    for row in peer_rows(names, quick=asked.quick):
+        rows.append(row)
+        if asked.write:
+            write_part(PAGE, PART, [*lines, *table(HEADER, rows)])
+    print("\n".join([*lines, *table(HEADER, rows)]))
 
 
 if __name__ == "__main__":

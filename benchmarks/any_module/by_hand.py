@@ -59,7 +59,7 @@ def change_by_hand(module: Any, by_hand: str | float) -> None:
 
 
 def lines_of(by_hand: str | float | None) -> int:
-    """Lines that a person writes, beside the Trainer's `strategy=`."""
+    """Lines that a person writes, without the Trainer's `strategy=`."""
     if by_hand is None:
         return 0
     if by_hand == "both":

@@ -4,22 +4,31 @@
 
 `--write` puts the tables into docs/paper/shardtensor.md. Nothing is run: steps are counted on fake tensors, seconds
 follow from the data sheet of an H100 (TF32), all ranks in one domain of NVLink, no communication hidden; the paper's
-figures are of GB200. Three minutes.
+figures are of GB200. The vision transformer has 16 layers of width 768 over patches of 16 (113 million parameters), as
+far as the text of the paper says. Three minutes.
 """
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.domain.models import Net
-from benchmarks.domain.scaling import HEADER, counted, rows, step_of
+from benchmarks.models import Net, ViT
 from benchmarks.page import ROOT, asked_tables, origin, show_tables, table
+from lightning_amp.costs.device_rates import rates_for
+from lightning_amp.footprint.inner_run import BY_ITSELF
+from lightning_amp.lightning.profiling.dry_steps import DrySteps
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.planning.modules.candidates import as_it_is
+from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.sequence.row import SequenceParallel
 
 PAGE = ROOT / "docs" / "paper" / "shardtensor.md"
+H100 = rates_for("H100", products="tf32").on_nodes_of(16)
 MIB = 2**20
 LAYERS = 20
 TABLE_I = {
@@ -33,6 +42,7 @@ TABLE_I = {
 """Dims of 256 points and features: weights and activations in MB."""
 RANKS, LENGTHS = (1, 2, 4, 8, 16), (4096, 32_768, 262_144, 1_048_576)
 SIDES = (512, 1024, 1536, 2048, 3072, 4096)
+HEADER = ["one sample", "ranks", "a step", "faster than 1 rank", "peak of a rank", "sent by a rank"]
 
 
 class Linears(Net):
@@ -60,6 +70,26 @@ class Attention(Net):
         q, k, v = (part.unflatten(-1, (16, 64)).transpose(1, 2) for part in self.into(batch).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         return self.out(mixed).square().mean()
+
+
+def counted(side: int, dims: int, ranks: int) -> dict[str, Any]:
+    """Seconds, peak and bytes sent of rank 0; parameters and the batch are on the device "meta"."""
+    with torch.device("meta"):
+        module, batch = ViT(side, 768, 16, 16, dims, 12), torch.empty(1, 3, *[side] * dims)
+    return step_of(module, batch, "batch:2", ranks)
+
+
+def step_of(module: Any, batch: torch.Tensor, dims: str, ranks: int) -> dict[str, Any]:
+    """The same of any module whose batch is split."""
+    steps = DrySteps("sequence", SequenceParallel(dims=dims), ranks) if ranks > 1 else None
+    step = StepOfModule(module, lambda: batch, around=BY_ITSELF, steps=steps)
+    seen = step.profiled(H100)
+    return {
+        "seconds": as_it_is(seen, 1).seconds,
+        "peak": seen.profile.peak_bytes,
+        "activations": max(moment.by_kind["activations"] for moment in seen.profile.timeline),
+        "sent": sum(one.n_bytes for one in steps.sent) if steps is not None else 0,
+    }
 
 
 def linear_layers() -> Iterator[str]:
@@ -95,7 +125,21 @@ def ring() -> Iterator[str]:
 
 def images() -> Iterator[str]:
     """Figure 3."""
-    yield from table(HEADER, rows((1024, 2048, 4096), (1024,), (1, 4, 8, 16)))
+    made = []
+    for side, dims in ((1024, 2), (2048, 2), (4096, 2), (1024, 3)):
+        found = {ranks: counted(side, dims, ranks) for ranks in (1, 4, 8, 16)}
+        made += [
+            [
+                " x ".join([f"{side:,}"] * dims),
+                f"{ranks}",
+                f"{one['seconds']:.3f} s",
+                f"{found[1]['seconds'] / one['seconds']:.1f}",
+                format_bytes(one["peak"]),
+                format_bytes(one["sent"]),
+            ]
+            for ranks, one in found.items()
+        ]
+    yield from table(HEADER, made)
 
 
 def memory() -> Iterator[str]:

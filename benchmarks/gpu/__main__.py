@@ -15,28 +15,15 @@ import signal
 import sys
 from pathlib import Path
 
-from benchmarks.gpu import (
-    at_peak,
-    calibration,
-    device_part,
-    exactness,
-    generic,
-    kernels,
-    language_model,
-    largest_batch,
-    loading,
-    memory,
-    one_trainer,
-    speed,
-)
+from benchmarks.gpu import exactness, generic, kernels, language_model, memory, rates, speed, trainer
 from benchmarks.gpu.report import FILE, write_report
-from benchmarks.gpu.run_parts import Part, Runner
+from benchmarks.gpu.runner import Part, Runner
 
 SECONDS = 525.0
 """For all parts; what is left of nine minutes is the start's."""
 INTERRUPTED = 130
 PARTS = (
-    Part(name="device", title="The device", file="checks", seconds=20, run=device_part.run),
+    Part(name="device", title="The device", file="checks", seconds=20, run=rates.reached),
     Part(
         name="exactness", title="Exactness of every technique", file="checks", seconds=90, run=exactness.run
     ),
@@ -48,17 +35,21 @@ PARTS = (
         seconds=80,
         run=language_model.run,
     ),
-    Part(name="largest_batch", title="The largest batch", file="memory", seconds=110, run=largest_batch.run),
-    Part(name="memory", title="Memory, predicted and measured", file="memory", seconds=75, run=memory.run),
-    Part(name="at_peak", title="What the peak holds", file="memory", seconds=40, run=at_peak.run),
     Part(
-        name="one_rank", title="One rank of the Trainer", file="trainer", seconds=35, run=one_trainer.one_rank
+        name="largest_batch",
+        title="The largest batch",
+        file="memory",
+        seconds=110,
+        run=language_model.largest_batch,
     ),
+    Part(name="memory", title="Memory, predicted and measured", file="memory", seconds=75, run=memory.run),
+    Part(name="at_peak", title="What the peak holds", file="memory", seconds=40, run=memory.at_peak),
+    Part(name="one_rank", title="One rank of the Trainer", file="trainer", seconds=35, run=trainer.one_rank),
     Part(name="kernels", title="Kernels and gaps", file="kernels", seconds=30, run=kernels.run),
-    Part(name="calibrate", title="Rates of the device", file="calibration", seconds=30, run=calibration.run),
-    Part(name="determinism", title="Two equal runs", file="trainer", seconds=30, run=one_trainer.determinism),
-    Part(name="monitor", title="The memory monitor", file="trainer", seconds=25, run=one_trainer.monitor),
-    Part(name="loading", title="Waiting for cells", file="trainer", seconds=40, run=loading.run),
+    Part(name="calibrate", title="Rates of the device", file="calibration", seconds=30, run=rates.calibrated),
+    Part(name="determinism", title="Two equal runs", file="trainer", seconds=30, run=trainer.determinism),
+    Part(name="monitor", title="The memory monitor", file="trainer", seconds=25, run=trainer.monitor),
+    Part(name="loading", title="Waiting for cells", file="trainer", seconds=40, run=trainer.loading),
     # it times as many cases as there are seconds, so it comes last
     Part(name="speed", title="Time and peak of heavy decoders", file="speed", seconds=170, run=speed.run),
 )

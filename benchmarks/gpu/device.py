@@ -95,17 +95,28 @@ class Allocated:
             torch.cuda.empty_cache()
             self._before = torch.cuda.memory_allocated(device)
 
-    def peak_of(self, step: Callable[[], object], held: Any) -> int:
-        """Most bytes at once during a call, with what is held: the tensors that were there before."""
+    def begin(self, held: Any) -> None:
+        """Count from now on; `held` are the tensors that are there."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            step()
-            wait(self._device)
+            return
+        self._meter = LiveBytes()
+        self._meter.__enter__()
+        self._meter.watch(held)
+
+    def end(self) -> int:
+        """Most bytes at once since `begin`, with those that are held."""
+        wait(self._device)
+        if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._before
-        with LiveBytes() as meter:
-            meter.watch(held)
-            step()
-        return meter.peak
+        self._meter.__exit__(None, None, None)
+        return self._meter.peak
+
+    def peak_of(self, step: Callable[[], object], held: Any) -> int:
+        """Most bytes at once during a call."""
+        self.begin(held)
+        step()
+        return self.end()
 
 
 def free_bytes(device: torch.device) -> int | None:

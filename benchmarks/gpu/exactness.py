@@ -7,17 +7,17 @@ decoder is there. The whole reference model is compared too, without what it dra
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.cells import CellsInMemory, decoder_batch, moved
 from benchmarks.gpu.device import FLOAT32, FLOAT64, PRECISIONS, Precision
-from benchmarks.gpu.run_parts import Work
-from benchmarks.gpu.subject import EAGER, OURS, Settings, plan_of
+from benchmarks.gpu.runner import Work, first_line
+from benchmarks.gpu.subject import EAGER, OURS, CellsInMemory, Settings, decoder_batch, moved, plan_of
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
@@ -109,41 +109,46 @@ def _compare_decoder(work: Work, name: str, shape: DecoderShape, precision: Prec
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
+    forms = {
+        str(form): partial(_decoder_values, module, shape, form, precision, work.device)
+        for form in FORMS
+        if _runs(form, name, shape, precision, cuda=work.device.type == "cuda")
+    }
     expected = _decoder_values(module, shape, FORMS[0], FLOAT64, CPU)
+    return _compare(work, name, precision, expected, forms)
+
+
+def _runs(form: Form, name: str, shape: DecoderShape, precision: Precision, *, cuda: bool) -> bool:
+    if not shape.attention and {"S3", "fused", "sdpa"} & set(form.strategies):
+        return False
+    if "sdpa" in form.strategies and precision is FLOAT64 and cuda:
+        # torch has no fused kernel for it there, and sdpa says so
+        return False
+    # a compiler takes long: once is enough, and on a CPU tests do it
+    compiles = cuda and precision is FLOAT32 and name == "attention"
+    return "compile" not in form.strategies or compiles
+
+
+def _compare(
+    work: Work, what: str, precision: Precision, expected: Values, forms: Mapping[str, Callable[[], Values]]
+) -> int:
+    """A row for each form, the plain one first; returns how many are wrong."""
     plain, wrong = 0.0, 0
-    for form in FORMS:
-        if not shape.attention and {"S3", "fused", "sdpa"} & set(form.strategies):
-            continue
-        if "sdpa" in form.strategies and precision is FLOAT64 and work.device.type == "cuda":
-            # torch has no fused kernel for it there, and sdpa says so
-            continue
-        if "compile" in form.strategies and (
-            work.device.type != "cuda" or precision is not FLOAT32 or name != "attention"
-        ):
-            # a compiler takes long: once is enough, and on a CPU tests do it
-            continue
-        if work.clock.left < 1:
-            work.record.note(
-                f"{name}, {form} and what follows, {precision.name}: not reached, the time was over."
-            )
-            return wrong
+    for n, (form, find) in enumerate(forms.items()):
+        if not work.has_time(f"{what}, {form} and what follows, {precision.name}"):
+            break
         try:
-            found = _decoder_values(module, shape, form, precision, work.device)
+            found = find()
         except Exception as error:
             # one technique that cannot run hides nothing of the others
-            wrong += _failed(work, name, str(form), precision, error)
+            errors = {"loss_error": None, "gradient_error": None, "of": first_line(error)}
+            work.record.row(decoder=what, form=form, precision=precision.name, **errors, answer="**failed**")
+            wrong += 1
             continue
-        off, bad = _row(work, name, str(form), precision, (found, expected), plain)
-        plain = off if form is FORMS[0] else plain
+        off, bad = _row(work, what, form, precision, (found, expected), plain)
+        plain = plain if n else off
         wrong += bad
     return wrong
-
-
-def _failed(work: Work, what: str, form: str, precision: Precision, error: Exception) -> int:
-    told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    errors = {"loss_error": None, "gradient_error": None, "of": told, "answer": "**failed**"}
-    work.record.row(decoder=what, form=form, precision=precision.name, **errors)
-    return 1
 
 
 def _decoder_values(
@@ -175,7 +180,7 @@ def _row(
     values: tuple[Values, Values],
     plain: float,
 ) -> tuple[float, int]:
-    """Record a comparison beside the error of the plain form; returns the largest error, and whether it is wrong."""
+    """Record a comparison, given the error of the plain form; returns the largest error, and whether it is wrong."""
     found, expected = ({name: value for name, value in side.items() if name != "loss"} for side in values)
     off = errors(found, expected)
     worst = max(off, key=lambda name: off[name] if off[name] == off[name] else float("inf"))
@@ -200,19 +205,13 @@ def _compare_model(work: Work, precision: Precision) -> int:
     data = CellsInMemory(cells=CELLS, bins=bins, strata=strata, genes=genes)
     torch.manual_seed(2)
     module = GLUE(16, 24, window=8, dropout=0.2).build(inputs_from(data)).double()
-    expected = _model_values(module, data, None, FLOAT64, CPU)
-    plain, wrong = 0.0, 0
-    for strategies in (EAGER, OURS):
-        form = ",".join(strategies)
-        try:
-            found = _model_values(module, data, strategies, precision, work.device)
-        except Exception as error:
-            wrong += _failed(work, "reference model", form, precision, error)
-            continue
-        off, bad = _row(work, "reference model", form, precision, (found, expected), plain)
-        plain = off if strategies == EAGER else plain
-        wrong += bad
-    return wrong
+    forms = {
+        ",".join(chosen): partial(_model_values, module, data, chosen, precision, work.device)
+        for chosen in (EAGER, OURS)
+    }
+    return _compare(
+        work, "reference model", precision, _model_values(module, data, None, FLOAT64, CPU), forms
+    )
 
 
 def _model_values(

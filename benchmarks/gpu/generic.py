@@ -1,4 +1,4 @@
-"""Techniques of any LightningModule on one device: the losses and the parameters of a short fit beside a plain one.
+"""Techniques of any LightningModule on one device: the losses and the parameters of a short fit against a plain one.
 
 The plain fit is a loop without Lightning in float64 on the CPU. `recompute` trains the same numbers up to rounding, and
 `lightning_amp.chunk` returns them. `fsdp` and `pipeline` are refused on one rank; what fsdp does is done there without
@@ -7,8 +7,10 @@ rank's rows in the host's memory. A rescue is shown where memory really ends: th
 as the plain step needs, and torch raises its OutOfMemoryError. On a CPU a budget stands for it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from math import inf
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,8 +22,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lightning_amp
-from benchmarks.gpu.one_trainer import BACKENDS, trainer_for
-from benchmarks.gpu.run_parts import Work
+from benchmarks.gpu.runner import Work, first_line
+from benchmarks.gpu.trainer import BACKENDS, trainer_for
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.contract.sharded_parameter import local
@@ -82,12 +84,36 @@ def run(work: Work) -> None:
     expected, wrong = _plain(Blocks(**few)), 0
     for precision in ALLOWED:
         for strategies in CHOICES:
-            wrong += _compare(work, strategies, precision, few, expected)
-        wrong += sum(_sharded(work, precision, few, expected, offload=offload) for offload in (False, True))
+            fit = partial(_fit, work, strategies, precision, few)
+            wrong += _case(work, ",".join(strategies), precision, expected, lambda fit=fit: fit()[0])
+        for offload in (False, True):
+            name = f"fsdp over a mesh of one{', rows on the host' if offload else ''}"
+            train = partial(_sharded, work, precision, few, offload=offload)
+            wrong += _case(work, name, precision, expected, train)
     wrong += _chunked(work, few) + _rescued(work, sizes)
     wrong += _refused(work, "pipeline", few) + _refused(work, "fsdp", few)
     if wrong:
         raise AssertionError(f"{wrong} of the rows have failed, or are wrong by more than rounding")
+
+
+def _case(work: Work, name: str, precision: str, expected: Found, find: Callable[[], Found]) -> int:
+    """A row of what is found, or of how it fails; 1 where it is wrong."""
+    try:
+        found = find()
+    except Exception as error:
+        # one that cannot run hides nothing of the others
+        most, answer, said = None, "**failed**", first_line(error)
+    else:
+        most = max(_error(found.get(key), right) for key, right in expected.items())
+        answer, said = "exact" if most <= ALLOWED[precision] else "**wrong**", ""
+    work.record.row(technique=name, precision=precision, largest_error=most, answer=answer, said=said)
+    return int(answer != "exact")
+
+
+def _error(found: Tensor | None, right: Tensor) -> float:
+    """Relative to the norm of what is right; infinite where something is missing or not a number."""
+    error = inf if found is None else float((found - right).norm() / right.norm().clamp(min=1e-12))
+    return error if error == error else inf
 
 
 def _plain(module: Blocks) -> Found:
@@ -121,66 +147,24 @@ def _fit(
     return _values(module), strategy
 
 
-def _compare(
-    work: Work, strategies: tuple[str, ...], precision: str, sizes: Mapping[str, int], expected: Found
-) -> int:
-    name = ",".join(strategies)
-    try:
-        found, _ = _fit(work, strategies, precision, sizes)
-    except Exception as error:
-        return _row(work, name, precision, {}, error)
-    return _row(work, name, precision, _errors(found, expected))
-
-
-def _errors(found: Found, expected: Found) -> Found:
-    """Relative to the norm of what is right; infinite where something is missing."""
-    missing = torch.tensor(float("inf"))
-    return {
-        name: (found[name] - right).norm() / right.norm().clamp(min=1e-12) if name in found else missing
-        for name, right in expected.items()
-    }
-
-
-def _row(work: Work, name: str, precision: str, errors: Found, error: Exception | None = None) -> int:
-    most = float(torch.stack(list(errors.values())).max()) if errors else float("nan")
-    # not a number is wrong too
-    wrong = error is not None or not most <= ALLOWED[precision]
-    told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}" if error else ""
-    work.record.row(
-        technique=name,
-        precision=precision,
-        largest_error=None if error else most,
-        answer="**failed**" if error else "**wrong**" if wrong else "exact",
-        told=told,
-    )
-    return int(wrong)
-
-
 def _chunked(work: Work, sizes: Mapping[str, int]) -> int:
     """`lightning_amp.chunk` under half of what a block's widest tensors take, without a Trainer."""
-    module, name = Blocks(**sizes), "chunk(module, x)"
+    module = Blocks(**sizes)
     x = module.data[0]
     with torch.no_grad():
         expected = {"output": module(x)}
         own, there = module.to(work.device), x.to(work.device)
-        budget = 4 * x.nbytes
-        try:
-            found = {"output": lightning_amp.chunk(own, there, budget=budget)(there).cpu()}
-        except Exception as error:
-            return _row(work, name, "64-true", {}, error)
-    return _row(work, name, "64-true", _errors(found, expected))
+        chunked = partial(lightning_amp.chunk, own, there, budget=4 * x.nbytes)
+        return _case(
+            work, "chunk(module, x)", "64-true", expected, lambda: {"output": chunked()(there).cpu()}
+        )
 
 
-def _sharded(work: Work, precision: str, sizes: Mapping[str, int], expected: Found, *, offload: bool) -> int:
+def _sharded(work: Work, precision: str, sizes: Mapping[str, int], *, offload: bool) -> Found:
     """Parameters by rows over a process group of one rank, of the backend that several have."""
-    name = f"fsdp over a mesh of one{', rows on the host' if offload else ''}"
     dtype = torch.float64 if precision == "64-true" else torch.float32
-    try:
-        with _group(work.device) as mesh:
-            found = _train_sharded(Blocks(**sizes).to(work.device, dtype), mesh, offload=offload)
-    except Exception as error:
-        return _row(work, name, precision, {}, error)
-    return _row(work, name, precision, _errors(found, expected))
+    with _group(work.device) as mesh:
+        return _train_sharded(Blocks(**sizes).to(work.device, dtype), mesh, offload=offload)
 
 
 def _train_sharded(module: Blocks, mesh: DeviceMesh, *, offload: bool) -> Found:
@@ -214,42 +198,35 @@ def _group(device: torch.device) -> Iterator[DeviceMesh]:
 
 
 def _refused(work: Work, strategy: str, sizes: Mapping[str, int]) -> int:
-    """What needs ranks tells one so before anything is changed."""
-    name = f"{strategy} on one rank"
+    """What needs ranks says so on one rank, before anything is changed."""
+    answer, said = "**wrong**", "it was not refused"
     try:
         _fit(work, ("S1", strategy), "32-true", sizes)
     except AmpError as error:
-        work.record.row(technique=name, answer="refused", told=str(error).splitlines()[0])
-        return 0
+        answer, said = "refused", first_line(error)
     except Exception as error:
-        return _row(work, name, "32-true", {}, error)
-    work.record.row(technique=name, answer="**wrong**", told="it was not refused")
-    return 1
+        said = first_line(error)
+    work.record.row(technique=f"{strategy} on one rank", answer=answer, said=said)
+    return int(answer != "refused")
 
 
 def _rescued(work: Work, sizes: Mapping[str, int]) -> int:
-    """A fit whose first batch has no memory, beside one that has it."""
-    name = "rescue"
-    try:
-        expected, plain, lean = (
-            *_fit_with_peak(work, ("S1",), sizes),
-            _fit_with_peak(work, ("S1", "recompute"), sizes)[1],
-        )
-        budget = (plain + lean) // 2
+    """A fit whose first batch has no memory, next to one that has it."""
+    expected, plain = _fit_with_peak(work, ("S1",), sizes)
+    budget = (plain + _fit_with_peak(work, ("S1", "recompute"), sizes)[1]) // 2
+    cuda = work.device.type == "cuda"
+    amp = {"rescue": True} | ({} if cuda else {"device_memory": f"{budget / 2**20}MiB"})
+
+    def rescued() -> Found:
         with _at_most(work.device, budget):
-            amp = (
-                {"rescue": True}
-                if work.device.type == "cuda"
-                else {"rescue": True, "device_memory": f"{budget / 2**20}MiB"}
-            )
             found, strategy = _fit(work, ("S1",), "32-true", sizes, **amp)
         assert strategy.plan is not None, "there is a plan after a fit"
         planned = strategy.plan.strategies
-        if planned == ("S1",):
-            raise AssertionError(f"memory did not end with {budget} bytes, where {plain} had been taken")
-    except Exception as error:
-        return _row(work, name, "32-true", {}, error)
-    return _row(work, f"{name}, then {','.join(planned)}", "32-true", _errors(found, expected))
+        assert planned != ("S1",), f"memory did not end with {budget} bytes, where {plain} had been taken"
+        work.record.note(f"The rescue took {','.join(planned)}.")
+        return found
+
+    return _case(work, "rescue", "32-true", expected, rescued)
 
 
 def _fit_with_peak(work: Work, strategies: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[Found, int]:

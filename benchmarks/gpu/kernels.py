@@ -11,8 +11,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.device import BF16, FLOAT32, Precision, free_bytes, wait
-from benchmarks.gpu.record import SkipPart
-from benchmarks.gpu.run_parts import Work
+from benchmarks.gpu.runner import SkipPart, Work
 from benchmarks.gpu.speed import SPARE
 from benchmarks.gpu.subject import EAGER, OURS, Subject, plan_of
 from benchmarks.side_by_side.cases import Size
@@ -30,12 +29,10 @@ def run(work: Work) -> None:
     for strategies, precision in CASES:
         name = f"{','.join(strategies)}, {precision.name}"
         free = free_bytes(work.device)
-        if work.clock.left < 1:
-            work.record.note(f"{name}: not reached, the time was over.")
+        if not work.has_time(name):
             continue
         plan = plan_of(size.decoder(), strategies, cells=size.cells, device=work.device)
-        if free is not None and plan.predicted_peak_bytes > SPARE * free:
-            work.record.note(f"{name}: not run, it is predicted not to fit.")
+        if not work.has_room(name, plan.predicted_peak_bytes, None if free is None else int(SPARE * free)):
             continue
         subject = Subject(size, plan, device=work.device, precision=precision, sparse=True)
         _measure(work, subject, name, strata=size.strata)

@@ -1,4 +1,4 @@
-"""Memory and time of a language model with each technique.
+"""Memory and time of a language model with each technique, and the largest batch.
 
 The model is a decoder with its head and loss inside `training_step`. Predicted are the bytes of the plan that
 `Trainer(strategy="amp")` made, measured is the peak of torch's allocator in the third step, above what was allocated
@@ -6,21 +6,25 @@ before the module was made.
 """
 
 import gc
+import os
 import time
 from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.gpu.device import free_bytes, wait
-from benchmarks.gpu.one_trainer import trainer_for
-from benchmarks.gpu.run_parts import Work
-from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.lightning.strategy.hardware import take_workspaces
+import lightning_amp
+from benchmarks.gpu.device import Allocated, free_bytes, wait
+from benchmarks.gpu.runner import Work, first_line
+from benchmarks.gpu.trainer import trainer_for
+from benchmarks.models import GPT
+from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
+from lightning_amp.errors import AmpError
+from lightning_amp.lightning.strategy.hardware import device_budget
+from lightning_amp.quantities import format_bytes
 
 STEPS, MEASURED = 6, 2
 """Steps of a fit, and the one whose peak is read."""
@@ -37,57 +41,28 @@ CASES: tuple[tuple[tuple[str, ...] | None, float | None], ...] = (
 """Strategies, or the share of the plain step's peak that the policy gets as its budget."""
 GOAL = 0.05
 """How far predicted and measured bytes may be apart."""
+AROUND = (0.97, 1.0, 1.03, 0.9, 0.8)
+"""Batches that are run, as shares of the largest one predicted; the smaller ones only while none has fitted."""
+ASKED = (("S1",), ("S1", "logits"))
 
 
-class Layer(nn.Module):
-    """Attention and two linear layers, with residual connections."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.before_attention, self.before_mlp = heads, nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[row, position, width] -> the same."""
-        rows, n, width = x.shape
-        qkv = self.qkv(self.before_attention(x)).view(rows, n, 3, self.heads, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(found.transpose(1, 2).reshape(rows, n, width))
-        y: Tensor = x + self.down(F.gelu(self.up(self.before_mlp(x))))
-        return y
-
-
-class LanguageModel(pl.LightningModule):
-    """A decoder of `depth` layers."""
+class LanguageModel(GPT):
+    """The shared GPT under another optimiser."""
 
     def __init__(self, *, width: int, heads: int, depth: int, words: int, positions: int) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(positions, width)
-        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
-
-    def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
-        """Mean cross-entropy of the next word; `batch` is [row, position + 1]."""
-        known, following = batch[:, :-1], batch[:, 1:]
-        x = self.words(known) + self.positions(torch.arange(known.shape[1], device=batch.device))
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), following.flatten())
+        super().__init__(width, heads, depth, words, positions)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam in one kernel for all parameters, which keeps no temporary copies of them."""
+        """AdamW in one kernel for all parameters, which keeps no temporary copies of them."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
 class Measure(pl.Callback):
     """The losses, the seconds of each step and the peak of one."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.peak_bytes, self.ready = device, 0, 0.0
+    def __init__(self, allocated: Allocated) -> None:
+        self._allocated, self.peak_bytes, self.ready = allocated, 0, 0.0
         self.losses: list[Tensor] = []
         self.seconds: list[float] = []
 
@@ -99,35 +74,22 @@ class Measure(pl.Callback):
         self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, i: int
     ) -> None:
         """Begin to measure."""
-        wait(self._device)
+        wait(module.device)
         if i == MEASURED:
-            self._begin(trainer, module, batch)
+            gradients = [parameter.grad for parameter in module.parameters()]
+            states = [dict(optimizer.state) for optimizer in trainer.optimizers]
+            self._allocated.begin([list(module.parameters()), gradients, batch, states])
         self._begun = time.perf_counter()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, i: int
     ) -> None:
         """Read the peak and the clock."""
-        wait(self._device)
+        wait(module.device)
         self.seconds.append(time.perf_counter() - self._begun)
         self.losses.append(outputs["loss"].detach().double().cpu())
-        if batch_idx == MEASURED:
-            if self._device.type == "cuda":
-                self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
-            else:
-                self._meter.__exit__(None, None, None)
-                self.peak_bytes = self._meter.peak
-
-    def _begin(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            return
-        self._meter = LiveBytes()
-        self._meter.__enter__()
-        grads = [parameter.grad for parameter in module.parameters()]
-        self._meter.watch(
-            [list(module.parameters()), grads, batch, [dict(o.state) for o in trainer.optimizers]]
-        )
+        if i == MEASURED:
+            self.peak_bytes = self._allocated.end()
 
 
 def sizes_for(*, tiny: bool) -> tuple[dict[str, int], int]:
@@ -152,7 +114,7 @@ def run(work: Work) -> None:
             row, found = fit(work, sizes, rows, strategies, budget, "bf16-mixed")
         except Exception as failure:
             wrong.append(name)
-            work.record.row(case=name, answer=f"{type(failure).__name__}: {str(failure).splitlines()[0]}")
+            work.record.row(case=name, answer=first_line(failure))
             continue
         plain = plain or found.peak_bytes
         off = found.peak_bytes / row["predicted_bytes"] - 1
@@ -180,7 +142,8 @@ def fit(
     precision: Any,
 ) -> tuple[dict[str, Any], Measure]:
     """Train for a few steps: what the plan says, and what was measured."""
-    module, seen = LanguageModel(**sizes), Measure(work.device)
+    seen = Measure(Allocated(work.device))
+    module = LanguageModel(**sizes)
     generator = torch.Generator().manual_seed(1)
     batch = torch.randint(sizes["words"], (rows, sizes["positions"] + 1), generator=generator)
     loader: Any = DataLoader([batch] * STEPS, batch_size=None)  # type: ignore[arg-type]
@@ -188,21 +151,72 @@ def fit(
     trainer, strategy = trainer_for(
         work, strategies=strategies, steps=STEPS, amp=amp, callbacks=[seen], precision=precision
     )
-    cuda = work.device.type == "cuda"
-    before = 0
-    if free_bytes(work.device) is not None:
-        take_workspaces(work.device)
-        before = torch.cuda.memory_allocated(work.device)
     begun = time.monotonic()
     trainer.fit(module, loader)
     assert strategy.plan is not None, "there is a plan after a fit"
-    seen.peak_bytes -= before
     row = {
         "plan": ",".join(strategy.plan.strategies),
         "start_seconds": seen.ready - begun,
         "predicted_bytes": strategy.plan.predicted_peak_bytes,
-        "reserved_bytes": torch.cuda.max_memory_reserved(work.device) if cuda else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved(work.device) if work.device.type == "cuda" else None,
     }
     del trainer, strategy, module, loader
     gc.collect()
     return row, seen
+
+
+def largest_batch(work: Work) -> None:
+    """The largest batch that `lightning_amp.plan` predicts for the device, and what becomes of batches around it.
+
+    Every batch is trained for a few steps in float32, with segments of torch's allocator that grow, as the strategy
+    sets them, and with its default ones.
+    """
+    cuda = work.device.type == "cuda"
+    sizes, _ = sizes_for(tiny=work.tiny)
+    budget = device_budget(work.device, node_ranks=1) if cuda else 64 * 2**20
+    work.record.fact(budget_bytes=budget)
+    for strategies in ASKED[:1] if work.tiny else ASKED:
+        begun = time.monotonic()
+        batch = torch.zeros(4, sizes["positions"] + 1, dtype=torch.int64)
+        planned = lightning_amp.plan(
+            LanguageModel(**sizes), batch, strategies=list(strategies), device_memory=budget
+        )
+        largest = planned.largest_batch()
+        work.record.note(f"{','.join(strategies)}: asked in {time.monotonic() - begun:.1f} s.")
+        del planned
+        for grow in (True, False) if cuda else (True,):
+            fits = False
+            for share in AROUND[:2] if work.tiny else AROUND:
+                if work.clock.left < 0 or (fits and share < 0.95):
+                    continue
+                fits |= _try(work, sizes, strategies, largest, share, grow=grow)
+
+
+def _try(
+    work: Work, sizes: dict[str, int], strategies: tuple[str, ...], largest: int, share: float, *, grow: bool
+) -> bool:
+    gc.collect()
+    free_bytes(work.device)
+    if work.device.type == "cuda":
+        # what somebody has set the strategy leaves
+        os.environ.pop(ALLOCATOR_VARIABLES[0], None)
+        if not grow:
+            os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:False"
+            set_allocator("expandable_segments:False")
+    rows, begun = int(share * largest), time.monotonic()
+    row = {"strategies": ",".join(strategies), "segments_grow": grow, "rows": rows, "of_largest": share}
+    try:
+        found, seen = fit(work, sizes, rows, strategies, None, "32-true")
+    except (torch.OutOfMemoryError, AmpError) as error:
+        what = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error).splitlines()[0]
+        work.record.row(**row, answer=what, measured="", predicted="", reserved="", seconds="")
+        return False
+    work.record.row(
+        **row,
+        answer="fits",
+        measured=format_bytes(seen.peak_bytes),
+        predicted=format_bytes(found["predicted_bytes"]),
+        reserved=format_bytes(found["reserved_bytes"] or 0),
+        seconds=round(time.monotonic() - begun, 1),
+    )
+    return True

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.record import Row, read
-from benchmarks.gpu.run_parts import Part
+from benchmarks import page
+from benchmarks.gpu.runner import Part, Row, read
 from lightning_amp.quantities import format_bytes, format_seconds
 
 FILE = "report.md"
@@ -50,11 +50,10 @@ def table(rows: Iterable[Row]) -> list[str]:
     if not found:
         return []
     names = list(found[0])
-    lines = ["| " + " | ".join(map(_heading, names)) + " |", "|" + " --- |" * len(names)]
-    cells = [
+    cells = (
         [shown(name, row[name]).replace("|", "\\|").replace("\n", " ") for name in names] for row in found
-    ]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in cells)]
+    )
+    return list(page.table([_heading(name) for name in names], cells))
 
 
 def shown(name: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Time and peak of the three heavy decoders: techniques and precisions, beside the rate of products of the same device.
+"""Time and peak of the three heavy decoders: techniques and precisions, against the rate of products of a device.
 
 A step is forward and backward pass and the optimiser's update, with counts by their entries, as the data module gives
 them at these sizes. Useful operations are those of the plain decoder: what a technique computes twice counts once.
@@ -24,10 +24,9 @@ from benchmarks.gpu.device import (
     matmul_rate,
     median_seconds,
 )
-from benchmarks.gpu.run_parts import Work
+from benchmarks.gpu.runner import Work
 from benchmarks.gpu.subject import EAGER, OURS, Subject, plan_of
-from benchmarks.side_by_side.cases import Size
-from benchmarks.side_by_side.simulated import flops
+from benchmarks.side_by_side.cases import Size, flops
 from lightning_amp.errors import AmpError
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.table import conflicts
@@ -126,9 +125,7 @@ def _measure(work: Work, case: Case, useful: int, rate: float, what: str) -> Non
     free = free_bytes(device)
     budget = None if free is None else int(SPARE * free)
     made = plan_of(one.size.decoder(), strategies, cells=one.size.cells, device=device, budget=budget)
-    if budget is not None and made.predicted_peak_bytes > budget:
-        predicted = f"{format_bytes(made.predicted_peak_bytes)} were predicted, and {format_bytes(budget)} may be used"
-        work.record.note(f"{what}: not run, {predicted}.")
+    if not work.has_room(what, made.predicted_peak_bytes, budget):
         return
     predicted_seconds = made.predicted_step_seconds or 0.0
     if (STEPS // 2) * predicted_seconds > work.clock.left:

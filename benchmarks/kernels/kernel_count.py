@@ -1,6 +1,6 @@
 """How many operators and kernels one more stratum costs, forward and backward, with the settings of an accelerator.
 
-    python -m benchmarks.kernels.kernel_count [--format text|json] [--cells 8 256] [--device-type cuda] [--write]
+    python -m benchmarks.kernels.kernel_count [--cells 8 256] [--device-type cuda] [--write]
     python -m benchmarks.kernels.kernel_count --lines S4,sdpa,sparse,stream [--cells 8]
 
 A decoder with a few strata runs a step on the CPU, computing with the sizes at a time that the device type has; so does
@@ -12,22 +12,19 @@ the line that asks for them.
 """
 
 import argparse
-import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from benchmarks.kernels.count_operators import OperatorCounter
 from benchmarks.page import ROOT, write_part
 from benchmarks.page import table as markdown
-from benchmarks.side_by_side.cases import OURS, Case, Method, Size
-from benchmarks.side_by_side.plans import plan_of
+from benchmarks.side_by_side.cases import OURS, Case, Method, Size, plan_of
 from benchmarks.side_by_side.training import Training
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.planning.reports.table import table
 from lightning_amp.techniques.device_settings import settings_of
 
+PAGE = ROOT / "docs" / "reports" / "gpu.md"
 ANCHORS, WINDOW, DIM = 5400, 640, 128
 CELLS = (8, 256)
 STRATA = (2, 4)
@@ -54,7 +51,7 @@ class Count:
         anchors: N.
         window: Anchors in a bucket of attention.
         cells: B.
-        strategies: The plan's, beside S1.
+        strategies: The plan's, without S1.
         kernels_per_stratum: Operators that make or change a tensor.
         operators_per_stratum: All operators.
         views: Operators of a stratum that make and change nothing.
@@ -135,11 +132,10 @@ def _step(size: Size, strategies: tuple[str, ...], device_type: str) -> Operator
 
 
 def main() -> None:
-    """Count and print."""
+    """Count, and print or write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--cells", type=int, nargs="+", default=CELLS)
     parser.add_argument("--anchors", type=int, default=ANCHORS)
     parser.add_argument("--window", type=int, default=WINDOW)
@@ -149,38 +145,22 @@ def main() -> None:
         "--lines", metavar="STRATEGIES", help='list the operators of one plan; "" is the eager one'
     )
     parser.add_argument("--write", action="store_true", help="put the counts into docs/reports/gpu.md")
-    arguments = parser.parse_args()
-    sizes = {name: getattr(arguments, name) for name in ("anchors", "window", "dim", "device_type")}
-    if arguments.lines is not None:
-        _print_lines(tuple(filter(None, arguments.lines.split(","))), arguments.cells, sizes)
-        return
-    counts = [count(chosen, cells=cells, **sizes) for cells in arguments.cells for chosen in CHOICES]
-    if arguments.format == "json":
-        print(json.dumps([asdict(one) for one in counts], indent=2))
-        return
+    asked = parser.parse_args()
+    sizes = {name: getattr(asked, name) for name in ("anchors", "window", "dim", "device_type")}
+    plans = CHOICES if asked.lines is None else [tuple(filter(None, asked.lines.split(",")))]
+    counts = [count(chosen, cells=cells, **sizes) for cells in asked.cells for chosen in plans]
+    if asked.lines is not None:
+        for one in counts:
+            rows = [[f"{n:g}", name, "" if kernel else "no", where] for name, kernel, where, n in one.lines]
+            print(table(["times", "operator", "kernel", "line, or node of the backward pass"], rows))
     rows = [_row(one) for one in counts]
-    if arguments.write:
-        write_part(
-            ROOT / "docs" / "reports" / "gpu.md",
-            "kernel_count",
-            markdown(HEADER[:-1], [row[:-1] for row in rows]),
-        )
+    if asked.write:
+        write_part(PAGE, "kernel_count", markdown(HEADER[:-1], [row[:-1] for row in rows]))
         return
     print(table(HEADER, rows))
     for one in counts:
         for line in one.waits:
             print(f"{_name(one)}, {one.cells} cells: the host waits for {line}")
-
-
-def _print_lines(strategies: tuple[str, ...], cells: Sequence[int], sizes: dict[str, Any]) -> None:
-    for few in cells:
-        found = count(strategies, cells=few, **sizes)
-        print(
-            f"{_name(found)}, {few} cells: {found.kernels_per_stratum:g} kernels and"
-            f" {found.operators_per_stratum:g} operators a stratum"
-        )
-        rows = [[f"{n:g}", name, "" if kernel else "no", where] for name, kernel, where, n in found.lines]
-        print(table(["times", "operator", "kernel", "line, or node of the backward pass"], rows))
 
 
 def _place(line: tuple[tuple[str, bool, str], int]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Memory over one measured training step of an unedited module, beside its prediction, drawn for the docs.
+"""Memory over one measured training step of an unedited module, with its prediction, drawn for the docs.
 
     python -m benchmarks.memory.of_a_step [--strategies S1] [--out docs/memory_of_a_step.png]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from benchmarks.paper.full_matrix import register
+from benchmarks.side_by_side.cases import in_forms
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.memory.peak_model import estimate
@@ -11,8 +11,6 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.simulation.models_without_values import decoder_subject
-from lightning_amp.techniques.hic.attention.rows import ChunkedAttention
-from lightning_amp.techniques.hic.hidden.row import HiddenParallel
 
 GIB = 2**30
 BUDGET = "24GiB"
@@ -67,7 +65,7 @@ class Form:
     gather: bool = False
 
 
-OURS, THEIRS = Form(), Form(retain=True)
+OURS = Form()
 
 
 def beside_rna(profile: Profile) -> Profile:
@@ -78,7 +76,6 @@ def beside_rna(profile: Profile) -> Profile:
 
 def make_plan(setting: Setting, strategies: str | None, devices: int, form: Form) -> Plan:
     """A plan with the strategies named, or with those of the policy."""
-    register()
     subject = decoder_subject(setting.decoder(), batch_size=1)
     shape = describe(subject.module, batch_size=1)
     made = plan(
@@ -90,25 +87,10 @@ def make_plan(setting: Setting, strategies: str | None, devices: int, form: Form
         batch_size=1,
         shape=shape,
     )
-    rules, axes = [], made.axes
-    for rule in made.rules:
-        spec = rule.spec
-        if form.retain and isinstance(spec, ChunkedAttention):
-            rule, axes = (
-                replace(rule, spec=replace(spec, retain=True)),
-                replace(axes, attention="chunked-retained"),
-            )
-        if form.gather and isinstance(spec, HiddenParallel):
-            rule, axes = (
-                replace(rule, spec=replace(spec, gather=True)),
-                replace(axes, placement="hidden-gathered"),
-            )
-        rules.append(rule)
-    predicted = estimate(shape, axes, model_ranks=made.mesh.model)
+    made = in_forms(made, [*["retain"] * form.retain, *["gather"] * form.gather])
+    predicted = estimate(shape, made.axes, model_ranks=made.mesh.model)
     return replace(
         made,
-        rules=tuple(rules),
-        axes=axes,
         predicted_peak_bytes=predicted.peak_bytes,
         strata_bytes=predicted.strata_bytes,
     )

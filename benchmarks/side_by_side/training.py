@@ -5,18 +5,22 @@ The last step's gradients are dropped after the forward pass, as Lightning does.
 that DDP and FSDP2 see and the optimiser does not: in a model they come from an encoder, and need their gradient.
 """
 
+import ctypes
+import gc
 import time
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.side_by_side.cases import Case, Size
-from benchmarks.side_by_side.package_attention import use_package
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.planning.plan.plan import Plan
@@ -70,7 +74,7 @@ class Training:
         self.sync, self.mesh, self.own, self.module = None, mesh, own, own
         if mesh is not None and case.method.wrapper:
             self.batch = share(self.batch, dist.get_rank(), dist.get_world_size())
-            self.module = wrapped(own, case.method.wrapper)
+            self.module = WRAPPERS[case.method.wrapper](own)
         elif mesh is not None:
             self.sync = GradientSync(own.parameters(), mesh, partial=installed.partial)
         self.batch["u"].requires_grad_()
@@ -128,12 +132,88 @@ class _Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def wrapped(model: nn.Module, name: str) -> nn.Module:
-    """The model in a wrapper of the name."""
+def _fully_sharded(model: Any) -> nn.Module:
     # torch's FSDP takes as long to load as all else, and most processes do without
-    from benchmarks.side_by_side.wrappers import WRAPPERS
+    from torch.distributed.fsdp import fully_shard
 
-    return WRAPPERS[name](model)
+    for stratum in model.decoder.strata:
+        fully_shard(stratum)
+    wrapped: nn.Module = fully_shard(model)
+    return wrapped
+
+
+def _checkpointed(model: Any) -> nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    strata = model.decoder.strata
+    for k, stratum in enumerate(strata):
+        strata[k] = checkpoint_wrapper(stratum)
+    return _fully_sharded(model)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": DistributedDataParallel,
+    "fsdp": _fully_sharded,
+    "fsdp-checkpoint": _checkpointed,
+}
+"""Names of Method.wrapper; the strata are what FSDP2 gathers, and what is computed again."""
+
+
+class PackageAttention(nn.Module):
+    """Attention of the `local-attention` package with the settings of HiGLUE, which computes what the reference's does.
+
+    Args:
+        dim: D.
+        window: Anchors in a bucket.
+    """
+
+    def __init__(self, dim: int, window: int) -> None:
+        from local_attention import LocalAttention
+
+        super().__init__()
+        self.inner = LocalAttention(
+            dim=dim,
+            window_size=window,
+            causal=False,
+            autopad=True,
+            shared_qk=True,
+            exact_windowsize=False,
+            look_backward=1,
+            look_forward=1,
+            use_rotary_pos_emb=True,
+        )
+
+    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        """[N, D]."""
+        rows: Tensor = self.inner(q[None], k[None], values[None])[0]
+        return rows
+
+
+def use_package(decoder: StratifiedDecoder) -> None:
+    """Let every stratum attend with the package."""
+    for stratum in decoder.strata:
+        if stratum.key is not None:
+            stratum.key.attention = PackageAttention(decoder.dim, decoder.window)
+
+
+class HighWater:
+    """The most memory that this process holds from when this is made, by the kernel's own high-water mark (Linux)."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        # what was freed is given back to the system first
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        self._start = self._bytes("VmRSS")
+
+    def above_start(self) -> int:
+        """Bytes."""
+        return self._bytes("VmHWM") - self._start
+
+    @staticmethod
+    def _bytes(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
 
 def counts(size: Size) -> dict[str, Tensor]:

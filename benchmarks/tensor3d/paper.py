@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
+from benchmarks.models import GPT
 from benchmarks.page import ROOT, origin, paragraph, table, write_part
-from benchmarks.tensor3d.models import GPT
 from benchmarks.tensor3d.scale import (
     A100,
     GPT_HEADER,
@@ -24,7 +24,7 @@ from benchmarks.tensor3d.scale import (
     UNET_HEADER,
     WORDS,
     Grid,
-    best_of,
+    exact_of,
     gpt_rows,
     grid_and_copies,
     of_gpt,
@@ -131,7 +131,7 @@ def strong() -> Iterator[str]:
     name, rows = "GPT-80B", list[list[str]]()
     for n in STRONG:
         for way, grid in (("3D", GRIDS[name]), ("fully sharded", (1, 1, n))):
-            seconds, _, _, found = best_of(name, n, [grid])
+            seconds, _, found = exact_of(name, n, grid)
             times = STRONG[-1] // n
             rows.append(
                 [
@@ -151,7 +151,7 @@ def strong() -> Iterator[str]:
 
 def weak() -> Iterator[str]:
     """Table III and Figure 11; Figure 10 by its seconds of computing."""
-    yield from table(GPT_HEADER, (row for name, grid in GRIDS.items() for row in gpt_rows(name, [grid])))
+    yield from table(GPT_HEADER, (row for name, grid in GRIDS.items() for row in gpt_rows(name, grid)))
 
 
 def images() -> Iterator[str]:

@@ -5,7 +5,7 @@ products (dense) in float32, TF32, bfloat16 and float16, memory bandwidth, and N
 PCI Express 4.0 x16. To the host PCI Express x16 in one direction, 4.0 or (H100 and H200) 5.0. Between nodes one
 200 Gb/s adapter per device (RTX 3090 and A100) or one of 400 Gb/s. Sheets say nothing of attention, by products or in
 fused kernels, of an operator's overhead and of a message's latency; these are round estimates.
-The figures of "cpu core" are fitted to the measured steps of benchmarks/time_model/, one thread of a server CPU:
+The figures of "cpu core" are fitted to the measured steps of tests/project/time_grid.jsonl, one thread of a server:
 140 GFLOP/s in float32 products, 11.5 GB/s through operators, 8 microseconds per operator with the Python around it; a
 message by gloo between two of its processes takes 0.3 ms and 1 GB/s.
 

@@ -43,12 +43,10 @@ def test_the_pages_of_the_repository_have_their_parts():
     assert read_part(whole_step.PAGE, "whole_step") is not None
 
 
-def test_tables_of_whole_steps(tmp_path, monkeypatch):
-    page = tmp_path / "benchmarks.md"
-    page.write_text("\n".join(["# One", "", *empty_part("whole_step"), "## Two", ""]))
+def test_tables_of_whole_steps(monkeypatch):
     monkeypatch.setattr(whole_step, "measure", lambda method, request: run_of(request, method))
-    whole_step.write(page, {"Some cells": "nowhere"}, cells=64, quick=True)
-    text = "\n".join(read_part(page, "whole_step"))
+    *_, lines = whole_step.grown({"Some cells": "nowhere"}, quick=True)
+    text = "\n".join(lines)
     assert text.count("| method | step | ratio | plan | fit to first batch |") == len(whole_step.PLACES)
     assert "Some cells, 64 cells a step, one process, 2 threads each:" in text
     assert "| plain Lightning | 84.0 ms | 1.00 |  | 2.50 s |" in text

@@ -10,12 +10,11 @@ from torch.nn import functional as F
 
 import lightning_amp
 from benchmarks.gpu.language_model import LanguageModel
-from benchmarks.replay.__main__ import difference, fit
-from benchmarks.replay.models import MODELS, Llama
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.logits.install import in_chunks
 from tests.ranks import run_ranks
+from tests.techniques.replay.models import MODELS, Llama, difference, fit
 from tests.techniques.replay.test_fit import on_ranks
 
 
@@ -24,8 +23,8 @@ def test_logits_are_never_whole_and_the_peak_is_the_predicted_one() -> None:
     exact, _, _ = fit("Llama", "auto", steps=3, double=True)
     for names, share in ((["logits"], 0.5), (["logits", "replay"], 0.25)):
         _, metered, plan = fit("Llama", AMPStrategy(strategies=names), steps=3)
-        assert metered.peak < share * meter.peak, names
-        assert metered.peak == pytest.approx(plan.predicted_peak_bytes, rel=0.01), names
+        assert metered.live.peak < share * meter.live.peak, names
+        assert metered.live.peak == pytest.approx(plan.predicted_peak_bytes, rel=0.01), names
         after, _, _ = fit("Llama", AMPStrategy(strategies=names), steps=3, double=True)
         assert difference(exact, after) < 1e-12, names
 
@@ -33,10 +32,10 @@ def test_logits_are_never_whole_and_the_peak_is_the_predicted_one() -> None:
 def test_the_policy_takes_it_where_the_step_does_not_fit() -> None:
     _, meter, _ = fit("Llama", "auto", steps=3)
     for share, names in ((0.6, ["logits"]), (0.3, ["logits", "replay"])):
-        budget = int(share * meter.peak)
+        budget = int(share * meter.live.peak)
         _, metered, plan = fit("Llama", AMPStrategy(device_memory=budget), steps=3)
         assert [rule.strategy for rule in plan.rules] == names
-        assert metered.peak <= budget
+        assert metered.live.peak <= budget
 
 
 def test_the_policy_recomputes_no_more_blocks_beside_it_than_needed() -> None:

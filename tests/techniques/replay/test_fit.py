@@ -8,35 +8,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.replay.__main__ import difference, fit
-from benchmarks.replay.models import MODELS, Points
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.replay.spec import ONE_BY_ONE, ReplayOperators, written
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
+from tests.techniques.replay.models import MODELS, Points, difference, fit
 
 
 def test_any_module_trains_within_a_budget_at_the_predicted_peak() -> None:
     for name, share in (("U-Net", 0.7), ("WaveNet", 0.5), ("points", 0.5)):
         before, meter, _ = fit(name, "auto", steps=3)
-        budget = int(share * meter.peak)
+        budget = int(share * meter.live.peak)
         after, metered, plan = fit(name, AMPStrategy(device_memory=budget), steps=3)
         assert [rule.strategy for rule in plan.rules] == ["replay"], name
-        assert metered.peak <= budget, name
-        assert metered.peak == pytest.approx(plan.predicted_peak_bytes, rel=0.01), name
+        assert metered.live.peak <= budget, name
+        assert metered.live.peak == pytest.approx(plan.predicted_peak_bytes, rel=0.01), name
         # the same operators on the same values
         assert difference(before, after) == 0.0, name
 
 
 def test_a_tight_budget_runs_stretches_again_for_one_tensor_after_the_other() -> None:
     before, meter, _ = fit("ResNet", "auto", steps=3)
-    budget = int(0.52 * meter.peak)
+    budget = int(0.52 * meter.live.peak)
     after, metered, plan = fit("ResNet", AMPStrategy(device_memory=budget), steps=3)
     (spec,) = (rule.spec for rule in plan.rules)
     assert ONE_BY_ONE in {kind for _, kind in spec.segments}
-    assert metered.peak == plan.predicted_peak_bytes <= budget
+    assert metered.live.peak == plan.predicted_peak_bytes <= budget
     assert difference(before, after) == 0.0
     # without a budget nothing asks for the time that this takes
     free = fit("ResNet", AMPStrategy(strategies="replay"), steps=1)[2]
@@ -62,7 +61,7 @@ def on_ranks(
     # each rank has half of the batches
     options: dict[str, Any] = {"devices": ranks, "plugins": [RunningRanks(rank, ranks)], "double": double}
     module, meter, plan = fit(model, AMPStrategy(strategies=strategies), steps=4, **options)
-    return module.state_dict(), meter.peak, [rule.strategy for rule in plan.rules]
+    return module.state_dict(), meter.live.peak, [rule.strategy for rule in plan.rules]
 
 
 @pytest.mark.ranks
@@ -96,8 +95,8 @@ def test_manual_optimisation_is_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(MODELS, "points", (Manual, MODELS["points"][1]))
     before, meter, _ = fit("points", "auto", steps=3)
     after, metered, plan = fit("points", AMPStrategy(strategies="replay"), steps=3)
-    assert metered.peak < 0.5 * meter.peak
-    assert metered.peak <= plan.predicted_peak_bytes
+    assert metered.live.peak < 0.5 * meter.live.peak
+    assert metered.live.peak <= plan.predicted_peak_bytes
     assert difference(before, after) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""What the device is, and what it reaches by itself: products, memory, and the launch of an operator."""
+"""What the device is, what it reaches by itself, and its rates in the form that AMPStrategy(rates=...) reads."""
 
 import os
 import platform
@@ -7,23 +7,22 @@ import sys
 import lightning
 import torch
 
-from benchmarks.gpu.device import (
-    BF16,
-    FLOAT32,
-    TF32,
-    free_bytes,
-    matmul_rate,
-    median_seconds,
-)
-from benchmarks.gpu.run_parts import Work
+from benchmarks.gpu.device import BF16, FLOAT32, TF32, free_bytes, matmul_rate, median_seconds
+from benchmarks.gpu.runner import SkipPart, Work
+from lightning_amp.costs.device_rates import Rates
+from lightning_amp.errors import PlanError
 from lightning_amp.lightning.strategy.hardware import take_workspaces
+from lightning_amp.simulation.calibrate import calibrate
 from lightning_amp.techniques.device_settings import rates_of
 
 OPERATORS = 1000
+FILE = "rates.json"
+CALIBRATED_TINY = (300, 16, 3, 16)
+"""Anchors, channels, strata and cells."""
 
 
-def run(work: Work) -> None:
-    """PlanningContext about the machine, then a row for each rate."""
+def reached(work: Work) -> None:
+    """Facts about the machine, then a row for each rate."""
     device, record = work.device, work.record
     record.fact(
         device=device_name(device),
@@ -78,3 +77,32 @@ def _memory_rate(work: Work) -> None:
     x, out = torch.ones(n, device=work.device), torch.empty(n, device=work.device)
     seconds = median_seconds(lambda: torch.add(x, 1.0, out=out), work.device, most=10, within=1.0)
     work.record.row(rate="memory, x + 1", n=n, per_second_bytes=2 * x.nbytes / seconds)
+
+
+def calibrated(work: Work) -> None:
+    """`lightning-amp calibrate` of this device: write rates.json, and what it was fitted to."""
+    try:
+        found = calibrate(
+            work.device.type, index=work.device.index or 0, sizes=CALIBRATED_TINY if work.tiny else None
+        )
+    except PlanError as error:
+        if "keeps it busy" in str(error):
+            raise SkipPart(str(error)) from error
+        raise
+    path = work.out / FILE
+    path.write_text(found.after.to_json())
+    assert Rates.read(path) == found.after, "what was written is what will be read"
+    for name, timing in (("fitted", found.fitted), ("check", found.check)):
+        work.record.row(
+            step=name,
+            strategies=",".join(timing.strategies),
+            predicted_seconds=timing.before,
+            measured_seconds=timing.measured,
+            predicted_now_seconds=timing.after,
+        )
+    work.record.fact(
+        rates_of=found.after.device,
+        matmul_flops=found.after.matmul_flops,
+        memory_rate_bytes=found.after.memory_bytes,
+        operator_seconds=found.after.overhead_seconds,
+    )

@@ -1,10 +1,12 @@
-"""What the Trainer does on one device: a process group of one rank, two equal runs, and the memory monitor.
+"""What the Trainer does on one device: a process group of one rank, two equal runs, the memory monitor, loading.
 
 The model is the reference model, on cells made in memory.
 """
 
 import tempfile
+import time
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.gpu.cells import CellsInMemory, decoder_batch
-from benchmarks.gpu.run_parts import Work
-from benchmarks.gpu.subject import EAGER, OURS
+from benchmarks.gpu.device import wait
+from benchmarks.gpu.runner import Work
+from benchmarks.gpu.subject import EAGER, OURS, CellsInMemory, decoder_batch
 from benchmarks.side_by_side.cases import Size
 from benchmarks.training.whole_step import QUIET
 from lightning_amp.lightning.callbacks.memory_monitor import WHOLE_STEP, StratumMemoryMonitor
@@ -24,6 +26,9 @@ from lightning_amp.models.glue import GLUE
 from lightning_amp.simulation.models_without_values import DecoderAlone
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+WARM_UP = 3
+TRIALS: tuple[tuple[int, bool], ...] = ((0, False), (0, True), (4, True), (4, False), (8, True))
+"""Workers, and whether memory is pinned."""
 
 
 def data(*, tiny: bool, **options: Any) -> CellsInMemory:
@@ -182,7 +187,7 @@ class TrainedDecoder(pl.LightningModule):
 
 
 def monitor(work: Work) -> None:
-    """The memory monitor's table of a measured step: predicted beside measured, for every stratum."""
+    """The memory monitor's table of a measured step: predicted and measured, for every stratum."""
     sizes = Size(anchors=5400, strata=32, cells=64)
     size = Size(anchors=300, strata=3, cells=8, dim=16, window=20) if work.tiny else sizes
     for strategies in (OURS, EAGER):
@@ -202,4 +207,53 @@ def monitor(work: Work) -> None:
             ratio=peak["ratio"],
             least_ratio_of_strata=min(ratios),
             largest_ratio_of_strata=max(ratios),
+        )
+
+
+class Waiting(pl.Callback):
+    """How long each step waited for its batch, and how long it then took; the first one's waiting is not known.
+
+    The wait is from the end of a batch to the start of the next one: the loader, and the copy to the device. The device
+    is waited for at both ends of a step.
+    """
+
+    def __init__(self) -> None:
+        self.waited: list[float] = []
+        self.worked: list[float] = []
+        self._last = 0.0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """The batch is there."""
+        begin = self._lap(pl_module)
+        if self.worked:
+            self.waited.append(begin)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """The step is done."""
+        self.worked.append(self._lap(pl_module))
+
+    def _lap(self, module: pl.LightningModule) -> float:
+        wait(module.device)
+        before, self._last = self._last, time.perf_counter()
+        return self._last - before
+
+
+def loading(work: Work) -> None:
+    """How long a step of the whole model waits for cells: a row for each number of workers, and pinned memory."""
+    batch_size, cells, steps = (4, 40, 6) if work.tiny else (256, 4096, 14)
+    own = data(tiny=work.tiny, cells=cells, batch_size=batch_size)
+    for workers, pinned in TRIALS[::2] if work.tiny else TRIALS:
+        if not work.has_time(f"{workers} workers, pinned {pinned}", 5):
+            continue
+        own.num_workers, own.pin_memory = workers, pinned and work.device.type == "cuda"
+        clock = Waiting()
+        fit(work, own, strategies=OURS, steps=steps, callbacks=[clock])
+        waited, worked = (median(found[WARM_UP:]) for found in (clock.waited, clock.worked))
+        work.record.row(
+            workers=workers,
+            pinned=own.pin_memory,
+            cells=batch_size,
+            wait_seconds=waited,
+            step_seconds=worked,
+            share_of_waiting=waited / (waited + worked),
         )

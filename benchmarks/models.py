@@ -1,4 +1,4 @@
-"""GPTs and U-Nets of the paper, at any size."""
+"""Transformers and a U-Net of any size, LightningModules that know nothing of ranks, for the papers' tables."""
 
 from typing import Any
 
@@ -79,7 +79,7 @@ class GPT(Net):
 
 
 class Residual(nn.Module):
-    """Two convolutions with group norm beside a 1x1, as of diffusion models."""
+    """Two convolutions with group norm, and a 1x1 around them, as of diffusion models."""
 
     def __init__(self, inner: int, out: int, groups: int, bias: bool = True) -> None:
         super().__init__()
@@ -134,3 +134,27 @@ class UNet(Net):
         for layer in self.up:
             x = layer(torch.cat([x, kept.pop()], 1) if isinstance(layer, Residual) else x)
         return (self.out(F.silu(self.end(x))) - noise).square().mean()
+
+
+class ViT(Net):
+    """Full attention over patches of an image, or of a volume."""
+
+    def __init__(
+        self, side: int, dim: int = 64, depth: int = 4, patch: int = 4, dims: int = 2, heads: int = 4
+    ) -> None:
+        super().__init__()
+        self.patch = (nn.Conv2d if dims == 2 else nn.Conv3d)(3, dim, patch, patch)
+        self.positions = nn.Parameter(torch.zeros(1, dim, *[side // patch] * dims))
+        layer = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(dim, heads, 4 * dim, **layer)  # type: ignore[arg-type]
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(dim, 1)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Of the mean of all patches."""
+        x = (self.patch(batch) + self.positions).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x.mean(1)) - 1).square().mean()

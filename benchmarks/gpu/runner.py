@@ -1,9 +1,11 @@
 """Parts of the run, each in a process of its own with a clock: what one breaks or uses up, the next does not see.
 
-Processes are forked from one that has imported everything and asked nothing of CUDA; where a forked one cannot use the
-device, they are spawned.
+What a part has found is kept as JSON after every row, so that nothing is lost with what comes after it. Processes are
+forked from one that has imported everything and asked nothing of CUDA; where a forked one cannot use the device, they
+are spawned.
 """
 
+import json
 import logging
 import multiprocessing
 import os
@@ -17,15 +19,95 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.gpu.record import FAILED, OK, RUNNING, SKIPPED, Clock, Record, SkipPart
+from lightning_amp.quantities import format_bytes
 
+RUNNING, OK, SKIPPED, FAILED = "running", "ok", "skipped", "failed"
+Row = dict[str, Any]
 GRACE_S = 5.0
 """What a part may take longer than its clock says, before it is ended."""
 LINES = 6
 """Of an error's traceback."""
+
+
+class SkipPart(Exception):
+    """A part cannot run here; the text says why."""
+
+
+class Clock:
+    """The seconds of a part, from when it is made."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self._end - time.monotonic()
+
+
+class Record:
+    """One part's entry in a file that several parts may share, one after the other.
+
+    Args:
+        path: The file; other parts' entries stay.
+        part: Name of the part; an entry of the same name is begun anew.
+    """
+
+    def __init__(self, path: Path, part: str) -> None:
+        self._path, self._part = path, part
+
+    def begin(self) -> None:
+        """Say that the part runs."""
+        self._change({"status": RUNNING, "error": "", "facts": {}, "rows": [], "notes": []})
+
+    def fact(self, **facts: Any) -> None:
+        """Numbers or texts about the whole part."""
+        entry = self.entry
+        self._change(entry | {"facts": entry["facts"] | facts})
+
+    def row(self, **values: Any) -> None:
+        """One more row of the part's table; units are in the names, such as `peak_bytes`."""
+        entry = self.entry
+        self._change(entry | {"rows": [*entry["rows"], values]})
+
+    def note(self, sentence: str) -> None:
+        """One sentence for a person."""
+        entry = self.entry
+        self._change(entry | {"notes": [*entry["notes"], sentence]})
+
+    def end(self, status: str, *, error: str = "", seconds: float | None = None) -> None:
+        """Say how the part has ended."""
+        known = {} if seconds is None else {"seconds": round(seconds, 2)}
+        self._change(self.entry | {"status": status, "error": error} | known)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What is kept of the part."""
+        found: dict[str, Any] = read(self._path)[self._part]
+        return found
+
+    def _change(self, entry: dict[str, Any]) -> None:
+        # put in place whole: a part may be killed at any moment
+        aside = self._path.with_suffix(".partial")
+        aside.write_text(json.dumps(read(self._path) | {self._part: entry}, indent=1))
+        aside.replace(self._path)
+
+
+def first_line(error: BaseException) -> str:
+    """An error for a cell of a table."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """The entries of a file, by part; none where there is no file."""
+    if not path.exists():
+        return {}
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +124,20 @@ class Work:
     clock: Clock
     record: Record
     out: Path
+
+    def has_time(self, what: str, seconds: float = 1.0) -> bool:
+        """Whether the part's clock has so many seconds left for a case; notes that it was not reached."""
+        if self.clock.left < seconds:
+            self.record.note(f"{what}: not reached, the time was over.")
+        return self.clock.left >= seconds
+
+    def has_room(self, what: str, predicted: int, budget: int | None) -> bool:
+        """Whether a case is predicted to fit; notes that it was not run. None is a device whose memory is not asked."""
+        fits = budget is None or predicted <= budget
+        if not fits and budget is not None:
+            sizes = f"{format_bytes(predicted)} were predicted, and {format_bytes(budget)} may be used"
+            self.record.note(f"{what}: not run, {sizes}.")
+        return fits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,9 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from benchmarks.training.whole_step import QUIET
+from tests.any_module import Meter
 
 
 class Trained(LightningModule):
@@ -83,31 +87,6 @@ class ResNet(Trained):
         for part in (self.a1, self.a2, self.b1, self.b2, self.c1, self.c2, self.d1, self.d2):
             x = part(x)
         return functional.cross_entropy(self.head(x.mean((2, 3))), batch[:, 0, :, :10].mean(1).argmax(1))
-
-
-class VAE(Trained):
-    """Encoder and decoder are flat sequences of layers."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        act = nn.SiLU
-        self.encoder = nn.Sequential(
-            nn.Conv2d(1, width, 3, 1, 1), act(), nn.Conv2d(width, width, 3, 1, 1), act(),
-            nn.Conv2d(width, 2 * width, 3, 2, 1), act(), nn.Conv2d(2 * width, 2 * width, 3, 1, 1), act(),
-            nn.Conv2d(2 * width, 4 * width, 3, 2, 1), act(), nn.Conv2d(4 * width, 8, 1),
-        )  # fmt: skip
-        self.decoder = nn.Sequential(
-            nn.Conv2d(4, 4 * width, 1), act(), nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), act(),
-            nn.Conv2d(2 * width, 2 * width, 3, 1, 1), act(), nn.ConvTranspose2d(2 * width, width, 2, 2), act(),
-            nn.Conv2d(width, width, 3, 1, 1), act(), nn.Conv2d(width, 1, 1),
-        )  # fmt: skip
-
-    def loss(self, batch: Tensor) -> Tensor:
-        """Of images [b, 1, h, w]."""
-        mean, spread = self.encoder(batch).chunk(2, 1)
-        z = mean + torch.randn_like(mean) * (0.5 * spread).exp()
-        divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).mean()
-        return functional.mse_loss(self.decoder(z), batch) + 0.1 * divergence
 
 
 class WaveNet(Trained):
@@ -204,9 +183,36 @@ class Points(Trained):
 MODELS: dict[str, tuple[Callable[[], Trained], Callable[[int], Tensor]]] = {
     "U-Net": (UNet, lambda n: torch.randn(8 * n, 1, 64, 64)),
     "ResNet": (ResNet, lambda n: torch.randn(8 * n, 1, 64, 64)),
-    "VAE": (VAE, lambda n: torch.randn(8 * n, 1, 64, 64)),
     "WaveNet": (WaveNet, lambda n: torch.randn(8 * n, 1, 2000)),
     "Llama": (Llama, lambda n: torch.randint(0, 2000, (4 * n, 129))),
     "points": (Points, lambda n: torch.rand(4 * n, 2000, 3)),
 }
 """By name: the module, and n batches."""
+
+
+def fit(
+    name: str, strategy: Any, *, steps: int, double: bool = False, **options: Any
+) -> tuple[Trained, Meter, Any]:
+    """Train a module; returns it, the meter and the plan."""
+    make, batches = MODELS[name]
+    torch.manual_seed(0)
+    module, data, meter = make(), batches(steps), Meter()
+    if double:
+        module = module.double()
+        data = data.double() if data.is_floating_point() else data
+    trainer = Trainer(
+        strategy=strategy,
+        max_epochs=1,
+        callbacks=[meter],
+        precision="64-true" if double else "32-true",
+        **{"accelerator": "cpu", "devices": 1, **QUIET, **options},
+    )
+    torch.manual_seed(1)
+    trainer.fit(module, DataLoader(data, len(data) // steps))
+    return module, meter, getattr(trainer.strategy, "plan", None)
+
+
+def difference(one: Trained, other: Trained) -> float:
+    """The largest of a parameter or buffer."""
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)

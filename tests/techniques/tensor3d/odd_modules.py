@@ -1,0 +1,385 @@
+"""Small modules with unusual code, which say nothing of ranks: one or two of every kind that tensor3d has to notice.
+
+A row of a table has parts, which become attributes, and a function of the module and the batch. Commit 89df923b has
+279 of them in benchmarks/tensor3d.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+ROWS = 4
+"""Rows of a batch, over all ranks."""
+
+
+class Small(pl.LightningModule):
+    """Trained by SGD, which shows a gradient of the wrong size where Adam would not; `losses` has those of all steps.
+
+    Args:
+        parts: What attributes are made by, in this order: modules, parameters, buffers, anything.
+        call: The module and the batch -> the loss, or an output that is trained towards 1.
+    """
+
+    def __init__(self, parts: Mapping[str, Callable[[], Any]], call: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name, make in parts.items():
+            setattr(self, name, make())
+        self.call, self.losses = call, list[Tensor]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = self.call(self, batch)
+        loss = (found - 1).square().mean() if found.dim() else found
+        self.losses.append(loss.detach().clone())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        # decay shows a gradient of zeros in the place of none
+        return torch.optim.SGD(self.parameters(), 0.05, 0.9, weight_decay=0.01)
+
+
+class Odd(NamedTuple):
+    """A module.
+
+    Attributes:
+        by_rows: Whether data ranks differ from one process by nature, as in a loss over pairs of rows.
+        drawn: Whether random numbers of split features are others than those of whole ones.
+    """
+
+    make: Callable[[], pl.LightningModule]
+    batch: Callable[[], Any]
+    by_rows: bool
+    drawn: bool
+
+
+def features(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(ROWS, *shape).double()
+
+
+def words(*shape: int, most: int = 9) -> Callable[[], Tensor]:
+    return lambda: torch.randint(most, (ROWS, *shape))
+
+
+def both(*makers: Callable[[], Any]) -> Callable[[], tuple[Any, ...]]:
+    return lambda: tuple(make() for make in makers)
+
+
+def par(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.randn(shape) * 0.5)
+
+
+def buf(*shape: int) -> Callable[[], nn.Buffer]:
+    return lambda: nn.Buffer(torch.randn(shape))
+
+
+def lin(inner: int, out: int, **given: Any) -> Callable[[], nn.Linear]:
+    return lambda: nn.Linear(inner, out, **given)
+
+
+def conv(*args: int, **given: Any) -> Callable[[], nn.Conv2d]:
+    return lambda: nn.Conv2d(*args, **given)
+
+
+def two(inner: int = 6, middle: int = 8, out: int = 3) -> Callable[[], nn.Sequential]:
+    return lambda: nn.Sequential(nn.Linear(inner, middle), nn.ReLU(), nn.Linear(middle, out))
+
+
+def odd(
+    batch: Callable[[], Any],
+    call: Callable[[Any, Any], Tensor],
+    by_rows: bool = False,
+    hooks: Mapping[str, Callable[..., Any]] | None = None,
+    drawn: bool = False,
+    **parts: Callable[[], Any],
+) -> Odd:
+    """By parts and a function; `hooks` are methods of the LightningModule."""
+    kind = type("Small", (Small,), dict(hooks or {}))
+    return Odd(lambda: kind(parts, call), batch, by_rows or drawn, drawn)
+
+
+def around(hooks: Mapping[str, Callable[..., Any]], call: Any = lambda m, x: m.net(x), **parts: Any) -> Odd:
+    """Two layers, with methods around their step."""
+    return odd(X, call, hooks=hooks, net=two(), **parts)
+
+
+def of_features(call: Callable[[Tensor], Tensor], left: int = 8, by_rows: bool = False) -> Odd:
+    """An operator on features that a layer has split, which leaves so many."""
+    return odd(X, lambda m, x: m.b(call(m.a(x))), by_rows, a=lin(6, 8), b=lin(left, 3))
+
+
+X, SEQ, IMAGE, TOKENS = features(6), features(5, 8), features(4, 8, 6), words(5)
+
+
+def _tied(first: nn.Module, second: nn.Module) -> nn.ModuleList:
+    second.weight = first.weight
+    return nn.ModuleList([first, second])
+
+
+def _functional(m: Any, x: Tensor) -> Tensor:
+    weights = {name: value * 1.5 for name, value in m.net.named_parameters()}
+    return torch.func.functional_call(m.net, weights, (x,))
+
+
+def _by_name(m: Any, x: Tensor) -> Tensor:
+    own = dict(m.named_parameters())
+    return F.linear(F.linear(x, own["net.0.weight"]), m.get_parameter("net.2.weight"), own["net.2.bias"])
+
+
+def _experts(m: Any, x: Tensor) -> Tensor:
+    best, which = m.router(x).softmax(-1).topk(2, -1)
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        rows, slot = (which == e).nonzero(as_tuple=True)
+        out = out.index_add(0, rows, best[rows, slot, None] * expert(x[rows]))
+    return out
+
+
+WEIGHTS = {
+    "two layers": odd(X, lambda m, x: m.net(x), net=two()),
+    "tied weights": odd(
+        X, lambda m, x: m.pair[1](m.pair[0](x).tanh()), pair=lambda: _tied(lin(6, 6)(), lin(6, 6)())
+    ),
+    "tied table": odd(
+        TOKENS,
+        lambda m, x: F.cross_entropy(m.pair[1](m.pair[0](x[:, :-1])).mT, x[:, 1:]),
+        pair=lambda: _tied(nn.Embedding(9, 6), lin(6, 9, bias=False)()),
+    ),
+    "tied transposed": odd(
+        X, lambda m, x: F.linear(m.net(x).relu(), m.net.weight.t(), m.back), net=lin(6, 9), back=par(6)
+    ),
+    "slices of a weight": odd(X, lambda m, x: F.linear(F.linear(x, m.w[:4, :6]), m.w[4:, :4]), w=par(9, 6)),
+    "weights in a row": odd(
+        X, lambda m, x: F.linear(x, torch.cat([m.q.weight, m.k.weight])), q=lin(6, 3), k=lin(6, 4)
+    ),
+    "masked weight": odd(
+        X,
+        lambda m, x: m.b(F.linear(x, m.a.weight * m.mask)),
+        a=lin(6, 8),
+        b=lin(8, 2),
+        mask=lambda: nn.Buffer((torch.rand(8, 6) > 0.5).double()),
+    ),
+    "weight norm": odd(X, lambda m, x: m.net(x), net=lambda: parametrizations.weight_norm(lin(6, 8)())),
+    "spectral norm": odd(X, lambda m, x: m.net(x), net=lambda: parametrizations.spectral_norm(lin(6, 8)())),
+    "pruned weight": odd(
+        X,
+        lambda m, x: m.b(m.a(x)),
+        a=lambda: prune.random_unstructured(lin(6, 8)(), "weight", 0.4),
+        b=lin(8, 2),
+    ),
+    "merged LoRA": odd(
+        X,
+        lambda m, x: F.linear(x, m.base.weight + m.b @ m.a),
+        base=lambda: lin(6, 8)().requires_grad_(False),
+        a=par(2, 6),
+        b=par(8, 2),
+    ),
+    "weights made by a net": odd(
+        X,
+        lambda m, x: F.linear(x, m.maker(x.mean(0)).view(8, 6), m.bias),
+        True,
+        maker=lin(6, 48),
+        bias=par(8),
+    ),
+    "functional call": odd(X, _functional, net=two()),
+    "parameters by name": odd(X, _by_name, net=two()),
+    "decay with a tied weight": odd(
+        X,
+        lambda m, x: m.pair[1](m.pair[0](x)).square().mean() + sum(p.square().sum() for p in m.parameters()),
+        pair=lambda: _tied(lin(6, 6)(), lin(6, 6)()),
+    ),
+    "a sparse mixture of experts": odd(
+        X, _experts, router=lin(6, 3), experts=lambda: nn.ModuleList([two(6, 8, 6)() for _ in range(3)])
+    ),
+    "a scripted layer": odd(
+        X, lambda m, x: m.b(m.a(x)), a=lambda: torch.jit.script(lin(6, 8)()), b=lin(8, 3)
+    ),
+    "a lazy layer": odd(X, lambda m, x: m.b(m.a(x)), a=lambda: nn.LazyLinear(8), b=lin(8, 3)),
+}
+
+
+def _teacher(m: Any, x: Tensor) -> Tensor:
+    hidden = m.before(x) if hasattr(m, "before") else x
+    with torch.no_grad():
+        target = m.teacher(hidden)
+    return (m.net(x) - target - 1).square().mean()
+
+
+def _follow(m: Any, *_: Any) -> None:
+    with torch.no_grad():
+        for a, b in zip(m.teacher.parameters(), m.net.parameters(), strict=True):
+            a.mul_(0.5).add_(b, alpha=0.5)
+
+
+def _unit(m: Any, *_: Any) -> None:
+    with torch.no_grad():
+        m.net[0].weight.div_(m.net[0].weight.norm())
+
+
+def _made_in_step(m: Any, x: Tensor) -> Tensor:
+    m.more = nn.Parameter(torch.ones(3, dtype=x.dtype))
+    return m.net(x) * m.more
+
+
+def _queue(m: Any, x: Tensor) -> Tensor:
+    h = m.net(x)
+    found = h @ m.queue.clone().T
+    m.queue[: len(h)] = h.detach()
+    return found
+
+
+def _running(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    m.mean = 0.9 * m.mean + 0.1 * h.detach().mean(0)
+    return m.b(h - m.mean)
+
+
+KEPT = {
+    "a weight in a list": around(
+        {"on_fit_start": lambda m: m.held.append(m.w)},
+        lambda m, x: m.net(x) * m.held[0].sum(),
+        w=par(6),
+        held=lambda: [],
+    ),
+    "two parameters in one memory": odd(
+        X,
+        lambda m, x: m.two(m.one(x).tanh()),
+        one=lin(6, 6),
+        two=lin(6, 6),
+        hooks={"setup": lambda m, stage: setattr(m.two.weight, "data", m.one.weight.data)},
+    ),
+    "a view kept of a parameter": around(
+        {"setup": lambda m, stage: setattr(m, "first", m.net[2].weight.data[:2])},
+        lambda m, x: m.net(x)[:, :2] + F.linear(m.net[0](x), m.first),
+    ),
+    "a teacher that follows": around(
+        {"on_train_batch_end": _follow}, _teacher, teacher=lambda: two()().requires_grad_(False)
+    ),
+    "a teacher that sees other features": around(
+        {"on_train_batch_end": _follow},
+        _teacher,
+        teacher=lambda: two()().requires_grad_(False),
+        before=lin(6, 6),
+    ),
+    "a copy made before the fit": around(
+        {"setup": lambda m, stage: setattr(m, "teacher", deepcopy(m.net).requires_grad_(False))}, _teacher
+    ),
+    "a weight of norm 1 after a step": around({"on_train_batch_end": _unit}),
+    "a layer thawed after a step": around(
+        {"on_train_batch_start": lambda m, *_: m.net[0].requires_grad_(m.global_step > 0) and None}
+    ),
+    "a parameter made in the step": around({}, _made_in_step),
+    "a queue of features": odd(X, _queue, True, net=two(), queue=buf(5, 3)),
+    "a running mean, assigned": odd(X, _running, True, a=lin(6, 8), b=lin(8, 3), mean=buf(8)),
+    "an empty and an unused parameter": around(
+        {}, lambda m, x: torch.cat([m.net(x), x @ m.none], 1), none=par(6, 0), idle=lin(7, 5)
+    ),
+    "a gradient-free norm": around({}, lambda m, x: m.net(x) / m.net[0].weight.detach().norm()),
+}
+
+
+def _rotary(x: Tensor) -> Tensor:
+    n, d = x.shape[-2:]
+    at = torch.arange(n, dtype=x.dtype)[:, None] * 0.3 ** torch.arange(d // 2, dtype=x.dtype)
+    turn = torch.polar(torch.ones_like(at), at)
+    return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], d // 2, 2)) * turn).flatten(-2)
+
+
+def _heads(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+    score = (_rotary(q) @ _rotary(k).mT) / 2 + m.bias[:, : x.shape[1], : x.shape[1]]
+    return m.out((score.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def _cells(m: Any, x: Tensor) -> Tensor:
+    h = x.new_zeros(len(x), 6)
+    for row in x.unbind(1):
+        h = m.cell(row, h)
+    return m.out(h)
+
+
+def _message(m: Any, x: Tensor) -> Tensor:
+    """A step of a graph net with edges between the tokens of each row."""
+    source, target = torch.tensor([0, 1, 2, 3, 4, 0]), torch.tensor([1, 2, 3, 4, 0, 2])
+    sent = m.edge(torch.cat([x[:, source], x[:, target]], -1)).relu()
+    return m.node(torch.zeros_like(sent[:, :5]).index_add(1, target, sent))
+
+
+def _skips(m: Any, x: Tensor) -> Tensor:
+    top = F.silu(m.norm(m.one(x)))
+    return m.out(torch.cat([top, m.up(m.two(F.max_pool2d(top, 2)))], 1))
+
+
+def _attends(drawn: bool = False, given: Mapping[str, Any] | None = None, **of: Any) -> Odd:
+    """Attention of two heads; `given` is made of the batch."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        return m.mix(x, x, x, **{name: make(x) for name, make in (given or {}).items()})[0]
+
+    return odd(SEQ, call, drawn=drawn, mix=lambda: nn.MultiheadAttention(8, 2, batch_first=True, **of))
+
+
+LAYERS = {
+    "layer norm over split features": odd(
+        SEQ,
+        lambda m, x: m.c(m.n(m.b(m.a(x)))),
+        a=lin(8, 8),
+        b=lin(8, 7),
+        n=lambda: nn.LayerNorm(7),
+        c=lin(7, 3),
+    ),
+    "LSTM": odd(SEQ, lambda m, x: m.net(x)[0], net=lambda: nn.LSTM(8, 6, batch_first=True)),
+    "GRU cells": odd(SEQ, _cells, cell=lambda: nn.GRUCell(8, 6), out=lin(6, 3)),
+    "attention with padding": _attends(
+        given={"key_padding_mask": lambda x: torch.arange(5).expand(len(x), 5) > 2}
+    ),
+    "attention with a mask": _attends(
+        given={"attn_mask": lambda x: torch.ones(5, 5, dtype=torch.bool).triu(1)}
+    ),
+    "attention with more keys": _attends(add_bias_kv=True, add_zero_attn=True),
+    "attention dropout": _attends(drawn=True, dropout=0.4),
+    "attention with rotation and a trained bias": odd(
+        SEQ, _heads, qkv=lin(8, 24), bias=par(2, 7, 7), out=lin(8, 8)
+    ),
+    "embedding with padding": odd(
+        TOKENS, lambda m, x: m.out(m.net(x)), net=lambda: nn.Embedding(9, 6, padding_idx=2), out=lin(6, 3)
+    ),
+    "embedding of bounded norm": odd(
+        TOKENS, lambda m, x: m.out(m.net(x)), net=lambda: nn.Embedding(9, 6, max_norm=1.0), out=lin(6, 3)
+    ),
+    "bag of embeddings": odd(
+        TOKENS, lambda m, x: m.out(m.net(x)), net=lambda: nn.EmbeddingBag(9, 6, padding_idx=0), out=lin(6, 3)
+    ),
+    "depthwise and pointwise": odd(
+        IMAGE, lambda m, x: m.b(m.a(x)), a=conv(4, 4, 3, groups=4, padding=1), b=conv(4, 8, 1)
+    ),
+    "circular and transposed convolutions": odd(
+        IMAGE,
+        lambda m, x: m.b(m.a(x)),
+        a=conv(4, 6, 3, dilation=2, padding=2, padding_mode="circular"),
+        b=lambda: nn.ConvTranspose2d(6, 4, 2, groups=2),
+    ),
+    "a U-Net's skips": odd(
+        IMAGE,
+        _skips,
+        one=conv(4, 6, 3, padding=1),
+        norm=lambda: nn.GroupNorm(3, 6),
+        two=conv(6, 9, 3, padding=1),
+        up=lambda: nn.ConvTranspose2d(9, 5, 2, 2),
+        out=conv(11, 2, 1),
+    ),
+    "unfolded patches": odd(IMAGE, lambda m, x: m.b(m.a(F.unfold(x, 3).mT)), a=lin(36, 8), b=lin(8, 3)),
+    "messages on a graph": odd(SEQ, _message, edge=lin(16, 8), node=lin(8, 3)),
+    "dropout of features": odd(
+        SEQ, lambda m, x: m.b(F.dropout(m.a(x), 0.3)), drawn=True, a=lin(8, 10), b=lin(10, 3)
+    ),
+    "PReLU of features": odd(
+        X, lambda m, x: m.b(m.p(m.a(x))), a=lin(6, 8), p=lambda: nn.PReLU(8), b=lin(8, 2)
+    ),
+}
