@@ -2,13 +2,17 @@
 
 python -m benchmarks.chunks.where "U-Net with attention" --share 0.2
 python -m benchmarks.chunks.where                                       a table of all models at 50% and 20%
+python -m benchmarks.chunks.where --train                               and of forward and backward at 25% and 10%
 """
 
 import argparse
+import copy
+import ctypes
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -22,6 +26,7 @@ from benchmarks.chunks.measure import Pass, count, forward, largest_difference
 from benchmarks.chunks.models import GPT, ViT
 from benchmarks.page import table
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from tests.any_module import load, make
 
 
@@ -58,6 +63,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 SMALL = ("U-Net with attention", "unet", "vit", "geneformer", "evoformer", "wide_mlp")
 """Models of small pieces."""
+TRAINED = ("evoformer", "unet", "gene_transformer")
 KINDS = {
     "convolution": ("conv", "mkldnn"),
     "matrix product": ("mm", "addmm", "linear", "einsum"),
@@ -114,6 +120,17 @@ def ratio(first: Pass, second: Pass) -> tuple[float, float]:
     return median(a for a, _ in pairs[1:]), median(b / a for a, b in pairs[1:])
 
 
+def keep_memory() -> None:
+    """Let malloc keep what is freed, as torch does on a GPU: else eager's large tensors are new pages in every pass.
+
+    Whether they are depends on what the process has freed before. The constants are `M_TRIM_THRESHOLD` and
+    `M_MMAP_THRESHOLD` of glibc.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-1, 1 << 30)
+    libc.mallopt(-3, 1 << 25)
+
+
 def built(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     """A model and its arguments, always the same."""
     torch.manual_seed(0)
@@ -134,24 +151,61 @@ def rows_of(name: str, shares: Sequence[float]) -> Iterator[list[str]]:
                f"{times - 1:+.1%}", f"{difference:.0e}"]  # fmt: skip
 
 
+def step(module: nn.Module, args: tuple[Any, ...]) -> Pass:
+    """Forward and backward pass of a loss."""
+
+    def run() -> None:
+        module.zero_grad()
+        module(*args).backward()
+
+    return run
+
+
+def rows_of_training(name: str, shares: Sequence[float]) -> Iterator[list[str]]:
+    """Of the table of training: the whole module in chunks, or what is the least."""
+    module, args = built(name)
+    eager = step(module, args)
+    whole = count(eager)[0]
+    module.zero_grad()
+    for share in shares:
+        small = copy.deepcopy(module)
+        runner = InChunks(int(share * whole), train=True)
+        small.forward = partial(runner, small)  # type: ignore[method-assign]
+        planned = runner.planned(small, args, {}).chunks
+        run = step(small, args)
+        run()
+        small.zero_grad()
+        n_bytes, n, _ = count(run)
+        seconds, times = ratio(eager, run)
+        yield [name, f"{share:.0%}", f"{n_bytes / whole:.1%}", format_bytes(planned.peak_bytes),
+               format_bytes(n_bytes), f"{n:,}", f"{1e3 * seconds:.3g}", f"{times - 1:+.1%}"]  # fmt: skip
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "model", choices=[*MODELS], nargs="?", help="a table of all models of small pieces without it"
     )
-    parser.add_argument("--share", type=float, nargs="+", default=[0.5, 0.2], help="of eager's bytes")
+    parser.add_argument("--share", type=float, nargs="+", help="of eager's bytes")
+    parser.add_argument("--train", action="store_true", help="forward and backward pass")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     warnings.simplefilter("ignore")
-    if asked.model:
-        for share in asked.share:
+    shares = asked.share or ([0.25, 0.1] if asked.train else [0.5, 0.2])
+    if asked.model and not asked.train:
+        for share in shares:
             show(asked.model, share)
         return
-    rows = (row for name in SMALL for row in rows_of(name, asked.share))
-    for line in table(
-        ["model", "budget", "bytes", "operators", "in chunks", "eager, ms", "time", "difference"], rows
-    ):
+    if asked.train:
+        header = ["model", "budget", "of eager", "predicted", "measured", "operators", "eager, ms", "time"]
+        names = [asked.model] if asked.model else TRAINED
+        rows = (row for name in names for row in rows_of_training(name, shares))
+    else:
+        header = ["model", "budget", "bytes", "operators", "in chunks", "eager, ms", "time", "difference"]
+        rows = (row for name in SMALL for row in rows_of(name, shares))
+    for line in table(header, rows):
         print(line, flush=True)
 
 
