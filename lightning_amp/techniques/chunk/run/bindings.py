@@ -1,4 +1,4 @@
-"""Name the Python functions that start the operators of generated code in half the time that an overload takes.
+"""Name the Python functions that start the operators of generated code in less time than overloads take.
 
 An overload, called from Python, looks its arguments up in a schema; a function of torch has a parser that was compiled.
 Both start the same operator with the same arguments. What is not listed here is called as an overload.
