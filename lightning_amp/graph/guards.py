@@ -6,6 +6,7 @@ hooks; what objects among all these hold, such as a configuration; gradient mode
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -18,8 +19,9 @@ from lightning_amp.footprint.chain.block_call import autocast_now
 from lightning_amp.footprint.forward_overrides import overrides_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-
+INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if not isinstance(value, PLAIN))
+"""Attributes that every module has, of which only hooks matter here."""
+ITEMS = (list, tuple, set, frozenset)
 OPAQUE = (nn.Module, Tensor, type, ModuleType, FunctionType)
 """Of these, it matters only which one it is."""
 DEPTH = 5
@@ -49,7 +51,6 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         str(spec),
         tuple((name, *described(tensor)) for name, tensor in state.items()),
         tuple(settings_of(block)),
-        tuple(modules_of(block)),
         torch.is_grad_enabled(),
         autocast_now(),
         _aliases([*state.values(), *(value for value in values if isinstance(value, Tensor))]),
@@ -61,32 +62,27 @@ def state_of(block: nn.Module) -> dict[str, Tensor]:
     return {**dict(block.named_parameters()), **dict(block.named_buffers())}
 
 
-def modules_of(block: nn.Module) -> list[tuple[str, type[nn.Module], tuple[str, ...]]]:
-    """Submodules: name, class, and which kinds of hooks they have."""
-    return [
-        (
-            fqn,
-            type(child),
-            tuple(name for name, value in vars(child).items() if name.endswith("_hooks") and value),
-        )
-        for fqn, child in block.named_modules()
-    ]
-
-
 def settings_of(block: nn.Module) -> list[tuple[str, Any]]:
-    """Plain attributes of a block and its submodules, on which a branch may depend."""
+    """Classes of a block and its submodules, their plain attributes, on which a branch may depend, and their hooks."""
     found, seen = list[tuple[str, Any]](), set[int]()
-    # called in every step: what most attributes are comes first
     for fqn, child in block.named_modules():
+        found.append((fqn, type(child)))
         start = f"{fqn}." if fqn else ""
+        # called in every step: what most attributes are comes first
         for name, value in vars(child).items():
-            if name == "forward" and (overrides := overrides_of(child)):
+            kind: Any = type(value)
+            if name in INTERNAL:
+                if value and name.endswith("_hooks"):
+                    found.append((start + name, True))
+            elif name == "forward" and (overrides := overrides_of(child)):
                 # the object in which they are set is another in every copy
                 found.append((start + name, tuple((one.position, _Same(one.run)) for one in overrides)))
-            elif isinstance(value, PLAIN):
-                found.append((start + name, (type(value).__name__, value)))
+            elif _first_of(kind) is PLAIN:
+                found.append((start + name, (kind.__name__, value)))
             elif name[0] != "_":
                 found.append((start + name, _plain(value, seen, DEPTH)))
+            elif name.endswith("_hooks") and value:
+                found.append((start + name, True))
     return found
 
 
@@ -98,22 +94,31 @@ def described(value: Any) -> tuple[Any, ...]:
     return found
 
 
+@cache
+def _first_of(kind: type) -> Any:
+    """Of the groups of classes the first that has this one; a class that is looked up costs less than `isinstance`."""
+    return next(
+        (group for group in (PLAIN, ITEMS, Mapping, np.ndarray, OPAQUE) if issubclass(kind, group)), None
+    )
+
+
 def _plain(value: Any, seen: set[int], depth: int) -> Any:
     """A key of a value; `seen` are objects whose attributes stand in it already."""
-    kind = type(value).__name__
-    if isinstance(value, PLAIN):
+    of: Any = type(value)
+    kind, group = of.__name__, _first_of(of)
+    if group is PLAIN:
         # 1, 1.0 and True are equal, and make different graphs
         return kind, value
-    if isinstance(value, list | tuple | set | frozenset):
-        return kind, tuple(_plain(item, seen, depth) for item in value)
-    if isinstance(value, Mapping):
-        return kind, tuple((str(key), _plain(item, seen, depth)) for key, item in value.items())
-    if isinstance(value, np.ndarray):
+    if group is ITEMS:
+        return kind, tuple([_plain(item, seen, depth) for item in value])
+    if group is Mapping:
+        return kind, tuple([(str(key), _plain(item, seen, depth)) for key, item in value.items()])
+    if group is np.ndarray:
         return kind, _Same(value), value.tobytes()
-    if isinstance(value, OPAQUE) or id(value) in seen or depth == 0 or not hasattr(value, "__dict__"):
+    if group is OPAQUE or id(value) in seen or depth == 0 or not hasattr(value, "__dict__"):
         return kind, _Same(value)
     seen.add(id(value))
-    held = ((name, _plain(item, seen, depth - 1)) for name, item in vars(value).items())
+    held = [(name, _plain(item, seen, depth - 1)) for name, item in vars(value).items()]
     return kind, _Same(value), tuple(held)
 
 

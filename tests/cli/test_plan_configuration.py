@@ -216,7 +216,7 @@ def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None
     report, _, code = text.partition("\n# blocks.0\n")
     assert "chunk" in report
     assert "def region_0(put, size" in code
-    assert "aten.gelu.default(" in code
+    assert "torch.nn.functional.gelu(" in code
     found = planned(["simulate", "--config", config, "--strategies", "chunk"], capsys)
     assert found.strategies == ("S1", "chunk")
     assert [rule.strategy for rule in found.rules if rule.strategy == "chunk"] == ["chunk"] * 8

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Captures
+from lightning_amp.graph.guards import signature
 from tests.any_module import NAMES, make
 from tests.graph.calls import calls_of
 from tests.graph.same_outcome import difference
@@ -303,6 +304,21 @@ class Settings:
 
     def __init__(self) -> None:
         self.scale, self.inner, self.seen = 2.0, {"deep": [self]}, np.zeros(2)
+
+
+def test_what_an_object_says_of_its_class_is_not_asked_for() -> None:
+    """A configuration of transformers looks that up in Python, a hundred times in every call of a module."""
+
+    class Asked(Settings):
+        def __getattribute__(self, name: str) -> Any:
+            asked.append(name)
+            return super().__getattribute__(name)
+
+    asked, block = list[str](), Base()
+    block.settings = Asked()
+    asked.clear()
+    signature(block, (x_of(),), {})
+    assert "__class__" not in asked
 
 
 class Told(Base):

@@ -245,7 +245,7 @@ def test_the_code_is_python_that_one_can_read() -> None:
     assert code.startswith("# the whole module\n# ")
     compile(code, "shown", "exec")
     assert "def region_0(put, size, " in code
-    assert "aten.softmax.int(" in code
+    assert "torch.softmax(" in code
     assert "def forward(layers_0_0_norm_weight, " in code
     with pytest.raises(ModelError, match="'Net' has no generated code"):
         show_code(module)

@@ -1,8 +1,8 @@
 """Generate the Python forward of a captured block with a chunk plan.
 
     def region_0(put, size, softmax_input, value):      one chunk of `size` positions
-        softmax = aten.softmax.int(softmax_input, -1); del softmax_input
-        put(0, aten.matmul.default(softmax, value))
+        softmax = torch.softmax(softmax_input, -1); del softmax_input
+        put(0, torch.matmul(softmax, value))
     def forward(weight, input_0): ...                   the block, with region_0 in the place of its rows
 
 Every value is let go of after its last use, so what is alive is what the plan counts. Operators, their order and their
@@ -30,6 +30,7 @@ from lightning_amp.graph.capture import Capture, run_as
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions.over import within, written_over
 from lightning_amp.techniques.chunk.regions.region import Region, check_region
+from lightning_amp.techniques.chunk.run.bindings import binding
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
 from lightning_amp.techniques.chunk.run.in_place import with_memory, writing
 from lightning_amp.techniques.chunk.run.two_steps import neighbours
@@ -238,6 +239,8 @@ class _Writer:
         node = self._nodes[i]
         if node.target is getitem:
             return f"{self._text(node.args[0])}[{node.args[1]!r}]"
+        if node.target is torch.ops.aten.dropout.default and node.args[2:] == (False,):
+            return self._text(node.args[0])
         args, kwargs = list(node.args), dict(node.kwargs)
         if region is not None and i in region.dims:
             self._resize(i, region, args, kwargs)
@@ -279,6 +282,8 @@ class _Writer:
 
     def _function(self, target: Any) -> str:
         if isinstance(target, OpOverload):
+            if found := binding(target):
+                return found
             space, _, name = target._schema.name.partition("::")
             path = (name, target._overloadname)
             if not any(iskeyword(part) or not part.isidentifier() for part in path):
