@@ -169,6 +169,9 @@ gelu_backward = torch.ops.aten.gelu_backward.grad_input
 # factor * sigmoid(beta x) in one kernel, to memory that is there
 softplus_backward = torch.ops.aten.softplus_backward.grad_input
 
+ACTIVATIONS_IN_C = "torch._C._nn"
+"""Has functions with `out=` and without Python around them, which torch.nn.functional has not."""
+
 IS_ALL_TRUE = torch.ops.aten._is_all_true.default
 """By which `torch.distributions` checks arguments (`validate_args`), and little else."""
 
