@@ -1,7 +1,7 @@
 """Plan a module's step as a pipeline: the cut of its blocks, the number of micro-batches, and the step's time.
 
     1. seconds of every segment, forward and backward, for micro-batch and batch (footprint/chain/passes.py)
-    2. the cut of least rho_1 + rho_2 (pipeline/cut.py), under a cap of bytes per stage that depends on how many
+    2. the cut of least rho_1 + rho_2, over several nodes that of least Eq. 8 (pipeline/cut.py), under a cap of bytes per stage that depends on how many
        micro-batches are in flight there; embedding, head and loss are part of the first and the last block
     3. seconds by the schedule's timeline, with its bubbles, and the optimiser's; peak of each rank by a walk of its
        passes (pipeline/stage_bytes.py); where that exceeds the budget after all, the cap is lowered, and cut again
@@ -32,7 +32,7 @@ from lightning_amp.costs.stage import Stage
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, times_of
+from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, crossing_nodes, times_of
 from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
 from lightning_amp.techniques.pipeline.schedule.blocks_of_stages import filled, layer_bytes
 from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
@@ -107,13 +107,18 @@ class _Shape:
         """Of every rank."""
         return schedule(self.schedule, self.ranks, self.micro_batches, stages_per_device=self.each)
 
+    @property
+    def crossing(self) -> tuple[bool, ...]:
+        """Of every stage, whether it sends to another node."""
+        return crossing_nodes(self.seen.rates.links, self.ranks, self.data) * self.each
+
     def seconds(self, part: Passes) -> LayerSeconds:
         """Of the blocks of a micro-batch."""
         return LayerSeconds.of(
             part,
             self.whole,
             links=self.seen.rates.links,
-            ranks=self.ranks,
+            crossing=self.crossing,
             micro_batches=self.micro_batches,
             at_once=self.at_once,
         )
@@ -341,6 +346,9 @@ def _target(shape: _Shape, ends: tuple[int, ...], stages: Sequence[Stage]) -> Ru
         f" micro-batches by {shape.schedule}: a rank waits {100 * bubble:.0f} % of the time, and needs"
         f" {format_bytes(peak)} at most"
     )
+    far = [str(n) for n, crosses in enumerate(shape.crossing[:-1]) if crosses]
+    if far and not all(shape.crossing):
+        why += f"; of the stages {', '.join(far)} sends to another node"
     if shape.compared:
         (fastest, _), *others = shape.compared.items()
         other = ", ".join(f"{count}: {format_seconds(seconds)}" for count, seconds in others)
@@ -372,6 +380,7 @@ def _cut(shape: _Shape, part: Passes, layers: LayerSeconds) -> tuple[int, ...]:
         send_forward=layers.send_forward,
         send_backward=layers.send_backward,
         speeds=shape.of_stages,
+        micro_batches=shape.micro_batches,
     )
     seconds = layers.forward + layers.backward
     found = filled(cut().ends, stages, seconds, shape.unlike)
