@@ -96,7 +96,10 @@ def crossing_nodes(links: Links, ranks: int, copies: int) -> tuple[bool, ...]:
     """Of every rank of a pipeline, whether the next one is on another node in any copy; the first follows the last."""
     node = links.ranks_per_node
     return tuple(
-        any((first + r) // node != (first + (r + 1) % ranks) // node for first in range(0, copies * ranks, ranks))
+        any(
+            (first + r) // node != (first + (r + 1) % ranks) // node
+            for first in range(0, copies * ranks, ranks)
+        )
         for r in range(ranks)
     )
 

@@ -113,10 +113,11 @@ def cut_pipeline(
             raise PlanError(_too_large(runs, stage_bytes))
         f, b = runs.times(ends)
     else:
-        check_count("micro_batches", micro_batches)
+        more = check_count("micro_batches", micro_batches) - 1
+        links = on * (n_stages // len(on))
         # the link after a stage carries the gradients of the next one
-        links = on * (n_stages // len(on)), (returned * (n_stages // len(returned)))[1:] + [[0] * (layers + 1)]
-        found = least_step((there, links[0]), (back, links[1]), devices, micro_batches - 1)
+        links_back = [*(returned * (n_stages // len(returned)))[1:], [0] * (layers + 1)]
+        found = least_step((there, links), (back, links_back), devices, more)
         if found is None:
             raise PlanError(
                 f"{layers!r} layers on {n_stages!r} stages with stage_bytes={stage_bytes!r} are not possible where each"

@@ -77,8 +77,8 @@ def speeds_of(speeds: Any, stages: int) -> list[float]:
     return listed[:stages]
 
 
-def check_count(name: str, count: object) -> None:
-    """Refuse what does not count anything.
+def check_count(name: str, count: object) -> int:
+    """The number, if it counts something.
 
     Raises:
         PlanError: Not a whole number of 1 or more.
@@ -87,3 +87,4 @@ def check_count(name: str, count: object) -> None:
         raise PlanError(
             f"{name}={count!r} is not supported; allowed is a whole number of 1 or more: correct it"
         )
+    return count

@@ -20,12 +20,14 @@ from operator import add
 from lightning_amp.costs.ordered_runs import Device
 
 Way = tuple[Sequence[int], Sequence[Sequence[int]]]
-"""Costs before every layer and of all, [K + 1]; times of sending over the cut before each layer, [N, K + 1]: row n holds
-those of the link that follows stage n, 0 at either end.
+"""Costs before every layer and of all, [K + 1]; and times of sending over the cut before each layer, [N, K + 1]: row n
+is of the link that follows stage n, and 0 at either end.
 """
 
 
-def least_step(forward: Way, backward: Way, devices: Sequence[Device], more: int) -> tuple[list[int], int, int] | None:
+def least_step(
+    forward: Way, backward: Way, devices: Sequence[Device], more: int
+) -> tuple[list[int], int, int] | None:
     """Ends of the stages of the fastest step, with rho_2 and rho_1; None where no cut keeps to the caps.
 
     Args:
@@ -71,7 +73,7 @@ def least_step(forward: Way, backward: Way, devices: Sequence[Device], more: int
 
 
 def _least(way: Way, devices: Sequence[Device], join: Callable[[int, int, int], int]) -> list[list[int]]:
-    """For stages from n on with the layers from e on, the least of what their times join to, [N + 1, K + 1]; inf: none."""
+    """The least of what the times of stages from n on with layers from e on join to, [N + 1, K + 1]; inf: no cut."""
     before, sends = way
     last = len(before) - 1
     nothing: list[int] = [inf] * (last + 1)  # type: ignore[list-item]

@@ -37,7 +37,9 @@ class Instance:
     def sends(self) -> tuple[list[list[float]], list[list[float]]]:
         """Of every stage, as `cut_pipeline` takes them: a stage's gradients go over the link before it."""
         by_link = [[start + n * each for n in self.sent] for start, each in self.links]
-        return [*by_link, [0.0] * len(self.sent)], [[0.0, *row[:-1]] for row in ([0.0] * len(self.sent), *by_link)]
+        return [*by_link, [0.0] * len(self.sent)], [
+            [0.0, *row[:-1]] for row in ([0.0] * len(self.sent), *by_link)
+        ]
 
     def keywords(self) -> dict[str, Any]:
         """All that a cut depends on."""
@@ -79,7 +81,9 @@ def draw(rng: random.Random) -> Instance:
     """Two to five stages, and up to ten layers."""
     stages = rng.randrange(2, 6)
     layers = rng.randrange(stages, 11)
-    number = rng.choice((lambda: rng.randrange(1, 5), lambda: rng.uniform(50, 100), lambda: rng.random() ** 3))
+    number = rng.choice(
+        (lambda: rng.randrange(1, 5), lambda: rng.uniform(50, 100), lambda: rng.random() ** 3)
+    )
     forward, backward, sent = ([float(number()) for _ in range(layers)] for _ in range(3))
     if rng.random() < 0.5:
         backward = [2 * time for time in forward]
