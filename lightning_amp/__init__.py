@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from lightning_amp.data.loading.own_columns import OwnBins as OwnBins
     from lightning_amp.data.loading.own_columns import OwnColumns as OwnColumns
     from lightning_amp.data.prepare.prepare import prepare as prepare
-    from lightning_amp.diagnosis.diagnose import diagnose as diagnose
-    from lightning_amp.diagnosis.diagnose import register_signal as register_signal
+    from lightning_amp.diagnosis.diagnosis import diagnose as diagnose
+    from lightning_amp.diagnosis.diagnosis import register_signal as register_signal
     from lightning_amp.dist.ops import ShardedTensor as ShardedTensor
     from lightning_amp.dist.own_parts import as_sharded as as_sharded
     from lightning_amp.dist.own_parts import own_part as own_part
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 _HOME = {
     "SingleCellDataModule": "data.loading.datamodule",
     "prepare": "data.prepare.prepare",
-    "diagnose": "diagnosis.diagnose",
-    "register_signal": "diagnosis.diagnose",
+    "diagnose": "diagnosis.diagnosis",
+    "register_signal": "diagnosis.diagnosis",
     "StratumMemoryMonitor": "lightning.callbacks.memory_monitor",
     "PredictionWriter": "lightning.callbacks.prediction_writer",
     "collect_predictions": "lightning.callbacks.collect_predictions",

@@ -10,7 +10,7 @@ from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.planning.modules.plan_step import Counted, plan_step
+from lightning_amp.planning.modules.plan_module import Counted, plan_step
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as plan_data
 
@@ -74,7 +74,7 @@ def profile(
             " lightning_amp.profile(module, batch)"
         )
     # torch is loaded here: a directory is profiled without it
-    from lightning_amp.data.batch_of_shapes import batch_of_shapes
+    from lightning_amp.data.batch import batch_of_shapes
     from lightning_amp.footprint.chain.chain_of import count_step
     from lightning_amp.installing.describe_module import describe
     from lightning_amp.lightning.profiling.step_of_module import facts_of_step, refused_techniques
@@ -205,7 +205,7 @@ def plan(
         _refuse(
             "a module and a batch, whose structure is the module's", shape=shape, node_devices=node_devices
         )
-        from lightning_amp.data.batch_of_shapes import batch_of_shapes
+        from lightning_amp.data.batch import batch_of_shapes
         from lightning_amp.footprint.inner_run import BY_ITSELF, Around
         from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
 

@@ -17,7 +17,7 @@ from benchmarks.gpu.device import (
 )
 from benchmarks.gpu.run_parts import Work
 from lightning_amp.lightning.strategy.hardware import take_workspaces
-from lightning_amp.techniques.rates_of import rates_of
+from lightning_amp.techniques.device_settings import rates_of
 
 OPERATORS = 1000
 

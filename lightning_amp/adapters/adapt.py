@@ -26,7 +26,7 @@ from lightning_amp.adapters.recognise.module_snapshot import Snapshot
 from lightning_amp.adapters.recognise.real_size import FirstBatch
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.contract.stand_in import StandIn
+from lightning_amp.techniques.contract.protocol import StandIn
 
 INPUTS = ("u", "v", "b", "l")
 INTEGERS = (torch.int64, torch.int32)

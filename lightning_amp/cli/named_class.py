@@ -53,7 +53,7 @@ def named_step(arguments: argparse.Namespace) -> "tuple[LightningModule, Any] | 
             f"--batch goes with MODULE:CLASS alone, found {name!r} and --config {arguments.config!r}; write for example"
             f" {EXAMPLE}"
         )
-    from lightning_amp.data.batch_of_shapes import batch_of_shapes
+    from lightning_amp.data.batch import batch_of_shapes
 
     return _made(name, arguments.init or []), batch_of_shapes(",".join(arguments.batch))
 

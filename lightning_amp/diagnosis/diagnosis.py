@@ -1,8 +1,22 @@
-"""Define `Diagnosis`, a list of findings: each known signal, raised or not, with the numbers behind it."""
+"""Define `Diagnosis`, a list of findings, and derive it from a profile.
 
+Derive bottleneck signals from a profile: AMP's three (Zhang et al. 2026, Table 3), then registered ones.
+
+    HIGH_INPUT_DIMENSIONALITY   n_features >> other modalities                    10 times the next largest
+    ATTENTION_DECODER           decoder uses attention                            its keys are built with attention
+    HEAVY_DECOMPOSITION         decoder has multi-layer decomposed structure      2 strata or more
+
+The three concern the modality with three-dimensional contacts only: without one, data parallelism is enough
+(Section 3.3), and none of them is looked for. A signal of `register_signal` sees the whole profile (AMP's fifth
+principle, Section 3.1).
+"""
+
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_amp.profiling.profile import Profile
+from lightning_amp.errors import PlanError
+from lightning_amp.profiling.profile import ModalityProfile, Profile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,3 +51,122 @@ class Diagnosis:
     def finding(self, signal: str | None) -> Finding | None:
         """The first raised finding of that signal, None for None."""
         return next((f for f in self.findings if f.raised and f.signal == signal), None)
+
+
+HIGH_INPUT_DIMENSIONALITY = "HIGH_INPUT_DIMENSIONALITY"
+ATTENTION_DECODER = "ATTENTION_DECODER"
+HEAVY_DECOMPOSITION = "HEAVY_DECOMPOSITION"
+
+DIMENSIONALITY_RATIO = 10.0
+"""Features relative to the next largest modality. Table 3 says "n_features >> other modalities"; Section 3.2 takes
+"over one order of magnitude" as the practical criterion and calls the threshold domain-specific."""
+
+DECOMPOSED_STRATA = 2
+"""Strata from which a decoder counts as a "multi-layer decomposed structure" (Table 3)."""
+
+Detect = Callable[[Profile], tuple[bool, str]]
+"""Whether a signal from outside is raised, and the numbers behind it as one sentence."""
+_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
+
+
+def high_input_dimensionality(modality: ModalityProfile) -> Finding:
+    """Raised when the modality has over an order of magnitude more features than the next largest."""
+    if modality.scale is None:
+        raised, evidence = False, f"{modality.features:,} features, no other modality to compare with"
+    else:
+        raised = modality.scale >= DIMENSIONALITY_RATIO
+        sign = ">=" if raised else "<"
+        evidence = (
+            f"{modality.features:,} features, {modality.scale:.1f} x the next largest modality"
+            f" ({sign} {DIMENSIONALITY_RATIO:g} x)"
+        )
+    return Finding(signal=HIGH_INPUT_DIMENSIONALITY, modality=modality.name, raised=raised, evidence=evidence)
+
+
+def attention_decoder(modality: ModalityProfile) -> Finding:
+    """Raised when the modality's decoder builds its keys with attention; the evidence says how far it reaches."""
+    parts = modality.decomposition
+    raised = parts is not None and parts.attention
+    evidence = "no attention"
+    if parts is not None and raised:
+        how, width = ("full", f", of an anchor to all {parts.anchors:,}") if parts.full else ("local", "")
+        if parts.window is not None:
+            met = min(3 * parts.window, parts.anchors)
+            width = f", of an anchor to {met:,} in 3 buckets of {parts.window:,}"
+        evidence = f"keys of {parts.anchors:,} anchors by {how} attention{width}"
+        evidence += f" ({parts.known_from})" if parts.known_from else ""
+    return Finding(signal=ATTENTION_DECODER, modality=modality.name, raised=raised, evidence=evidence)
+
+
+def heavy_decomposition(modality: ModalityProfile) -> Finding:
+    """Raised when the modality's decoder repeats its block over several strata."""
+    parts = modality.decomposition
+    strata = parts.strata if parts else 1
+    raised = strata >= DECOMPOSED_STRATA
+    noun = "stratum" if strata == 1 else "strata"
+    return Finding(
+        signal=HEAVY_DECOMPOSITION,
+        modality=modality.name,
+        raised=raised,
+        evidence=f"{strata} {noun} in the decoder",
+    )
+
+
+SIGNALS: dict[str, Callable[[ModalityProfile], Finding]] = {
+    HIGH_INPUT_DIMENSIONALITY: high_input_dimensionality,
+    ATTENTION_DECODER: attention_decoder,
+    HEAVY_DECOMPOSITION: heavy_decomposition,
+}
+FROM_OUTSIDE: dict[str, Detect] = {}
+"""Signals of `register_signal`, in the order of registration."""
+
+
+def register_signal(name: str, detect: Detect) -> None:
+    """Let `diagnose` look for one more signal, after AMP's three.
+
+    Args:
+        name: Name of the signal, in capitals.
+        detect: Profile -> whether it is raised, and the numbers and the criterion as one sentence, raised or not.
+
+    Raises:
+        PlanError: A name that is taken or no such name, or `detect` is no function.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise PlanError(
+            f"a signal was registered as {name!r}; allowed are capitals, digits and _, such as 'SPARSE_INPUT'"
+        )
+    if name in known_signals():
+        raise PlanError(
+            f"a signal was registered as {name!r}, which is registered already; choose a name other than"
+            f" {', '.join(known_signals())}, and register once in a process"
+        )
+    if not callable(detect):
+        raise PlanError(f"the signal {name!r} was registered with detect={detect!r}; allowed is a function")
+    FROM_OUTSIDE[name] = detect
+
+
+def known_signals() -> tuple[str, ...]:
+    """Names of all signals that are looked for."""
+    return (*SIGNALS, *FROM_OUTSIDE)
+
+
+def diagnose(profile: Profile) -> Diagnosis:
+    """Look for AMP's signals in every modality whose decoder is decomposed, then for those from outside.
+
+    Raises:
+        PlanError: The function of a signal from outside returned something else than a pair of bool and text.
+    """
+    spatial = [m for m in profile.modalities if m.decomposition is not None]
+    of_paper = [signal(m) for signal in SIGNALS.values() for m in spatial]
+    return Diagnosis(profile=profile, findings=(*of_paper, *(_look(name, profile) for name in FROM_OUTSIDE)))
+
+
+def _look(name: str, profile: Profile) -> Finding:
+    answer = FROM_OUTSIDE[name](profile)
+    pair = answer if isinstance(answer, tuple) and len(answer) == 2 else (None, None)
+    if not isinstance(pair[0], bool) or not isinstance(pair[1], str):
+        raise PlanError(
+            f"the signal {name!r} answered {answer!r}; allowed is a pair of True or False and a sentence with the"
+            " numbers behind it, such as (True, '95 % of the counts are zero')"
+        )
+    return Finding(signal=name, modality=None, raised=pair[0], evidence=pair[1])

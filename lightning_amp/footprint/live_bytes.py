@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp._torch import FakeTensor, TorchDispatchMode, parts_of
-from lightning_amp.data.batch_parts import dense_parts, tensors_in
+from lightning_amp.data.batch import dense_parts, tensors_in
 
 RESIZED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 """Losses whose sum or mean is, on a CPU, a number in the memory of all losses."""

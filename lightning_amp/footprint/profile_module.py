@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 from lightning.pytorch import LightningModule
 
 from lightning_amp._torch import FakeTensorMode
-from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError, PlanError
-from lightning_amp.footprint.bounded_step import StepOverBudget
+from lightning_amp.footprint.bounded_step import StepOverBudget, of_transform, users_line, why_values
 from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake_batch, length_of, resize
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.footprint.failed_step import of_transform, users_line, why_values
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.step_recorder import StepRecorder

@@ -36,8 +36,7 @@ from lightning_amp._torch import (
     tree_leaves,
     tree_unflatten,
 )
-from lightning_amp.footprint.forward_overrides import overrides_of
-from lightning_amp.footprint.hooked import hooked
+from lightning_amp.footprint.forward_overrides import hooked, overrides_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_amp._torch import autograd_node, autograd_order
-from lightning_amp.data.batch_parts import parts_in, tensors_in
+from lightning_amp.data.batch import parts_in, tensors_in
 from lightning_amp.footprint.live_bytes import LiveBytes, Read, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import (
     ACTIVATIONS,

@@ -13,7 +13,6 @@ from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_amp.graph.flow_rules
-import lightning_amp.graph.loss_rules
 import lightning_amp.graph.place_rules  # noqa: F401  (they register rules)
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes

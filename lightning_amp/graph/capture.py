@@ -37,7 +37,7 @@ from lightning_amp._torch import (
     tree_unflatten,
 )
 from lightning_amp.footprint.copies.fake_copy import copy_of
-from lightning_amp.footprint.hooked import hooked
+from lightning_amp.footprint.forward_overrides import hooked
 from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
 from lightning_amp.graph.guards import OPAQUE, PLAIN, described, settings_of, signature, state_of
 from lightning_amp.graph.rewrites import REWRITES

@@ -19,8 +19,7 @@ from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.installing.installed import Installed, lies_in
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.contract.protocol import find_decoders, is_decomposed
-from lightning_amp.techniques.contract.stand_in import named_parts, part
+from lightning_amp.techniques.contract.protocol import find_decoders, is_decomposed, named_parts, part
 from lightning_amp.techniques.table import STRATEGIES, installer_of
 from lightning_amp.techniques.technique import Installer
 

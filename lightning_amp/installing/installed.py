@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from lightning_amp.footprint.forward_overrides import Override, Position, add_override, remove_override
-from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.contract.check_replacement import check_forwards, check_hooks, check_parameters
+from lightning_amp.techniques.contract.change import Change, check_forwards, check_hooks, check_parameters
+from lightning_amp.techniques.contract.protocol import part
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
-from lightning_amp.techniques.contract.stand_in import part
 from lightning_amp.techniques.put_methods import put_methods
 
 

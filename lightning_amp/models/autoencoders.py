@@ -12,8 +12,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.models import networks
 from lightning_amp.models.built_from_data import BuiltFromData
 from lightning_amp.models.inputs import ModelInputs
-from lightning_amp.models.latent import library_of
-from lightning_amp.models.losses import Discriminator
+from lightning_amp.models.latent import Discriminator, library_of
 from lightning_amp.shapes import Counts, PerCell, PerVertex, Scalar
 
 if TYPE_CHECKING:

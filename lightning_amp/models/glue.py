@@ -20,8 +20,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.models.autoencoders import BURN_IN_STREAM, LATENT_STREAM, LinkedAutoencoders
 from lightning_amp.models.decoders.stratified import KeyKind
 from lightning_amp.models.decoders.stratum_keys import Variant
-from lightning_amp.models.latent import Latent, noise_for, sample
-from lightning_amp.models.losses import alignment_loss, normal_kl
+from lightning_amp.models.latent import Latent, alignment_loss, noise_for, normal_kl, sample
 from lightning_amp.shapes import PerCell, Scalar
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from lightning_amp.errors import ModelError
 from lightning_amp.models.cell_encoder import LEAST_STD
 from lightning_amp.models.graph_vertices import AllVertices, FeatureVertices
-from lightning_amp.models.latent import Latent
-from lightning_amp.models.losses import divergence
+from lightning_amp.models.latent import Latent, divergence
 from lightning_amp.shapes import PerVertex, Scalar
 
 

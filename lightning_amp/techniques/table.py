@@ -23,7 +23,7 @@ from lightning_amp.techniques.hic.strata.rows import COMPILE, STRATA, STREAM, Re
 from lightning_amp.techniques.logits.row import ROW as LOGITS
 from lightning_amp.techniques.pipeline.row import ROW as PIPELINE
 from lightning_amp.techniques.recompute.row import ROW as RECOMPUTE
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.replay.row import ROW as REPLAY
 from lightning_amp.techniques.sequence.row import ROW as SEQUENCE
 from lightning_amp.techniques.technique import Installer, Prediction, Target, Technique

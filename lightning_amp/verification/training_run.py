@@ -33,7 +33,7 @@ from torch import Tensor
 
 # the common base of BatchNorm1d, 2d and 3d has no public name
 from lightning_amp._torch import AnyBatchNorm
-from lightning_amp.data.batch_parts import parts_in
+from lightning_amp.data.batch import parts_in
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError

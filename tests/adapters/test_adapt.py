@@ -19,13 +19,11 @@ from lightning_amp.adapters.adapt import adapt
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.lazy_distribution import LazyDistribution, LazyLogProb
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.installing.describe_module import describe
+from lightning_amp.installing.describe_module import describe, with_unsupported
 from lightning_amp.installing.install import install
-from lightning_amp.installing.supported import with_unsupported
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.decoders.stratum import ZINB
-from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.techniques.contract.stand_in import named_parts, part
+from lightning_amp.techniques.contract.protocol import find_decoders, named_parts, part
 from tests.adapters import foreign_cases
 from tests.adapters.foreign_cases import every_plan, everything, example, trained
 from tests.adapters.higlue_shaped import Copy, Foreign

@@ -14,8 +14,7 @@ from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
-from lightning_amp.techniques.fsdp.row import ON_HOST
-from lightning_amp.techniques.fsdp.spec import FullyShard
+from lightning_amp.techniques.fsdp.row import ON_HOST, FullyShard
 from tests.each import FEW
 
 FILE = """

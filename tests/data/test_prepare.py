@@ -13,16 +13,18 @@ import pytest
 import scipy.sparse as sp
 
 from lightning_amp.cli.main import main
-from lightning_amp.data.files.chromosome_names import choose_chromosomes
 from lightning_amp.data.files.graphml import count_graph, read_graph
-from lightning_amp.data.files.resolution import format_resolution, parse_resolution, strip_resolution
-from lightning_amp.data.prepare.cell_labels import read_labels
+from lightning_amp.data.files.resolution import (
+    choose_chromosomes,
+    format_resolution,
+    parse_resolution,
+    strip_resolution,
+)
 from lightning_amp.data.prepare.gene_positions import promoters, read_genes
 from lightning_amp.data.prepare.guidance_graph import contact_edges, overlap_bins
-from lightning_amp.data.prepare.prepare import prepare
+from lightning_amp.data.prepare.prepare import prepare, read_labels
 from lightning_amp.data.prepare.read_scool import ScoolFile
-from lightning_amp.data.prepare.same_assembly import check_same_assembly
-from lightning_amp.data.prepare.variable_genes import most_variable
+from lightning_amp.data.prepare.variable_genes import check_same_assembly, most_variable
 from lightning_amp.data.prepare.write_hic import Pseudobulk
 from lightning_amp.errors import DataError
 from tests.data.tiny_data import (

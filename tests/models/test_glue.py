@@ -13,7 +13,7 @@ from lightning_amp.models.glue import GLUE
 from lightning_amp.models.graph_encoder import GraphEncoder
 from lightning_amp.models.graph_vertices import AllVertices
 from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs, inputs_from
-from lightning_amp.models.losses import alignment_loss, normal_kl
+from lightning_amp.models.latent import alignment_loss, normal_kl
 from tests.any_module import QUIET
 
 pytestmark = [

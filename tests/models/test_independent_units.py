@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.installing.describe_module import describe, unpredicted
+from lightning_amp.installing.describe_module import describe, unpredicted, with_unsupported
 from lightning_amp.installing.install import install
-from lightning_amp.installing.supported import with_unsupported
 from lightning_amp.models.decoders.independent_units import UnitDecoder
 from lightning_amp.models.decoders.stratum import AllCells
 from lightning_amp.techniques.hic.strata.rows import StreamStrata

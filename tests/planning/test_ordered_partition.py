@@ -4,7 +4,7 @@ import random
 from fractions import Fraction
 from itertools import combinations, pairwise
 
-from lightning_amp.costs.ordered_partition import deal
+from lightning_amp.costs.ordered_runs import deal
 from tests.each import each
 
 

@@ -25,8 +25,8 @@ from lightning_amp.planning.policies.recommend_devices import (
     Scale,
     recommend_devices,
 )
-from lightning_amp.planning.reports.answers_report import recommendation_report
-from lightning_amp.planning.time.model_seconds import on_device, rest_seconds
+from lightning_amp.planning.reports.step_report import recommendation_report
+from lightning_amp.planning.time.step_seconds import on_device, rest_seconds
 from tests.planning.profiles import hic, profile, rna
 
 GIB = 2**30

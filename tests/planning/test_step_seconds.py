@@ -10,7 +10,7 @@ import pytest
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.link_seconds import Links
 from lightning_amp.costs.model_shape import DecoderShape
-from lightning_amp.costs.ordered_partition import deal
+from lightning_amp.costs.ordered_runs import deal
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic

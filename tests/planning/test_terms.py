@@ -18,7 +18,7 @@ from lightning_amp.planning.policies.recommend_devices import recommend_devices
 from lightning_amp.planning.sizes import terms
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Strata, Term, same_strata, strata_of
-from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device
+from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device
 from tests.planning.profiles import hic, profile, rna
 
 DECODER = DecoderShape(

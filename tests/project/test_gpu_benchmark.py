@@ -24,7 +24,7 @@ from benchmarks.gpu.record import Clock, Record, SkipPart, read
 from benchmarks.gpu.report import FILE as REPORT
 from benchmarks.side_by_side.fresh_process import ROOT
 from lightning_amp.costs.device_rates import Rates
-from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.data.batch import tensors_in
 from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
 from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedLocalAttention
 from lightning_amp.techniques.table import STRATEGIES

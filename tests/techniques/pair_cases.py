@@ -27,9 +27,9 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.fsdp.spec import FullyShard
+from lightning_amp.techniques.fsdp.row import FullyShard
 from lightning_amp.techniques.recompute.recompute import RecomputedForward
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.register_technique import register_technique
 from lightning_amp.techniques.table import STRATEGIES, in_order
 from tests.lightning.strategy.fsdp_cases import QUIET, Record

@@ -20,7 +20,7 @@ from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedLocalAttention
 from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirst
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.planning.profiles import hic, profile, rna
 
 ANCHORS, STRATA, DIM = 60, 4, 8

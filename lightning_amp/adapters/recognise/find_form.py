@@ -28,13 +28,13 @@ from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised
 from lightning_amp.adapters.forms.higlue import Form, forms, make_decoder, read_parts
 from lightning_amp.adapters.forms.multires import make_multires, read_bands, resembles_multires
-from lightning_amp.adapters.recognise.attention_settings import settings_problem
 from lightning_amp.adapters.recognise.module_snapshot import Marks, hooked
 from lightning_amp.adapters.recognise.small_copy import (
     LARGE,
     NEAR_ONE,
     Sizes,
     Small,
+    settings_problem,
     small_copy,
     small_multires,
 )

@@ -25,7 +25,7 @@ from lightning_amp.adapters.forms.column_layout import LISTS
 from lightning_amp.adapters.lazy_distribution import version
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.recompute_state import DEPTH, mark_of
-from lightning_amp.techniques.contract.hooks import KINDS
+from lightning_amp.techniques.contract.change import KINDS
 
 SHOWN = 3
 PLAIN = (int, float, str)

@@ -1,4 +1,4 @@
-"""Make a small copy of a foreign decoder, on which its form is detected.
+"""Make a small copy of a foreign decoder, on which its form is detected, and list settings that are not supported.
 
     the copy    the same class and settings, all parameters drawn anew in float64, tables and lists of a few anchors,
                 buckets of 3 anchors, no hooks; every stratum is there
@@ -15,6 +15,7 @@ Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F), resolution (R).
 import copy
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,8 +25,44 @@ from torch import Tensor, nn
 from lightning_amp.adapters.forms.column_layout import LISTS, Layout, layout_of
 from lightning_amp.adapters.forms.higlue import TABLES, dim_of
 from lightning_amp.adapters.forms.multires import bands, read_bands
-from lightning_amp.adapters.recognise.attention_settings import attention_layers
-from lightning_amp.techniques.contract.hooks import KINDS
+from lightning_amp.techniques.contract.change import KINDS
+
+OURS = {
+    "causal": False,
+    "look_backward": 1,
+    "look_forward": 1,
+    "exact_windowsize": False,
+    "autopad": True,
+    "shared_qk": True,
+    "use_xpos": False,
+    "scale": None,
+}
+
+
+def attention_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of attention of a decoder, of all resolutions."""
+    several: Any = getattr(module, "attn_layers_by_res", None) or ()
+    return [*getattr(module, "attn_layers", ()), *(layer for layers in several for layer in layers)]
+
+
+def settings_problem(module: nn.Module) -> str:
+    """How the attention of a decoder differs from ours, as the end of a sentence; "" if it has no other settings."""
+    layers = [] if getattr(module, "use_attn", True) is False else attention_layers(module)
+    found = list(dict.fromkeys(text for layer in layers for text in _others(layer)))
+    return f": its attention has {', '.join(found)}" if found else ""
+
+
+def _others(layer: nn.Module) -> Iterator[str]:
+    for name, ours in OURS.items():
+        value = getattr(layer, name, ours)
+        if value != ours:
+            yield f"{name}={value!r} where ours has {ours!r}"
+    dropout = getattr(getattr(layer, "dropout", None), "p", 0)
+    if dropout:
+        yield f"dropout={dropout!r} where ours has none"
+    if getattr(layer, "rel_pos", layer) is None:
+        yield "no rotary positions (`dim`, use_rotary_pos_emb) where ours has them"
+
 
 WINDOW = 3
 CELLS = 3

@@ -111,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _recommend(arguments: argparse.Namespace) -> int:
     from lightning_amp.costs.model_shape import reference_shape
     from lightning_amp.planning.policies.recommend_devices import recommend_devices
-    from lightning_amp.planning.reports.answers_report import recommendation_report
+    from lightning_amp.planning.reports.step_report import recommendation_report
     from lightning_amp.quantities import parse_bytes
 
     refuse(arguments, "--recommend-devices", DECIDED, "which it decides, or cannot use")

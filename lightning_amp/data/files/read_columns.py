@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from lightning_amp.data.files.new_hdf5 import new_hdf5
+from lightning_amp.data.files.new_hdf5 import PACKED, new_hdf5
 from lightning_amp.data.files.read_h5ad import open_h5ad, shape_of
-from lightning_amp.data.files.write_h5ad import PACKED
 
 MOST = 2**26
 """About how many entries are in memory at a time."""

@@ -1,4 +1,4 @@
-"""Opens h5ad files, and reads their sizes and names without their matrices.
+"""Open h5ad files, read their sizes and names without their matrices, and detect values that are not raw counts.
 
 Not by `anndata.read_h5ad(backed="r")`, which reads the whole `var`: of 3.6 million Hi-C features this takes 4.7 s and
 950 MiB, against 1.1 s and 250 MiB for the columns that are needed.
@@ -145,3 +145,25 @@ def read_header(h5ad_path: str | Path) -> ModalityHeader:
             depth=None if column is None else obs[column].to_numpy(np.float64),
             n_batches=obs["batch"].nunique(dropna=False) if "batch" in obs else 1,
         )
+
+
+BLOCK = 2**24
+"""Values that are checked at a time: the checks make temporary copies."""
+
+
+def fault_of_counts(values: NDArray[Any], *, whole: bool = True) -> tuple[str, Any] | None:
+    """Return the kind and an example of a value that is no raw count, None if all are raw counts.
+
+    Args:
+        values: Of any type, [value].
+        whole: Whether fractions are a fault.
+    """
+    for start in range(0, len(values), BLOCK):
+        block = values[start : start + BLOCK]
+        faults = {"missing or infinite": ~np.isfinite(block), "negative": block < 0}
+        if whole:
+            faults["fractional"] = block != np.floor(block)
+        for fault, wrong in faults.items():
+            if wrong.any():
+                return fault, block[wrong.argmax()].item()
+    return None

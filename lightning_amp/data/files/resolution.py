@@ -1,6 +1,7 @@
-"""Converts bin widths in base pairs to names ("500kb", "1mb") and back."""
+"""Convert bin widths to names and back, and match names of chromosomes with and without 'chr'."""
 
 import re
+from collections.abc import Iterable, Sequence
 
 from lightning_amp.errors import DataError
 
@@ -44,3 +45,40 @@ def _width(text: str) -> float:
     """Base pairs; 0 for a text that is no resolution."""
     match = PATTERN.fullmatch(text)
     return float(match[1]) * UNITS[(match[2] or "bp").lower()] if match else 0.0
+
+
+NUCLEAR = re.compile(r"\d{1,2}[A-Z]?|[IVX]{1,5}|[XYWZ]|NC_\d+\.\d+")
+"""Bare names of chromosomes: numbers, with arms, Roman ones, sex chromosomes, and those of RefSeq."""
+
+
+def bare_name(chrom: str) -> str:
+    """Return the name without "chr", the mitochondrial one as "M", so that two spellings compare equal."""
+    name = chrom[3:] if chrom.lower().startswith("chr") else chrom
+    return "M" if name == "MT" else name
+
+
+def spell_as(reference: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """Return the reference's spelling of each name that is in the reference."""
+    spelling = {bare_name(chrom): chrom for chrom in reference}
+    return {name: spelling[bare_name(name)] for name in names if bare_name(name) in spelling}
+
+
+def choose_chromosomes(chosen: Sequence[str] | None, present: Sequence[str], *, path: object) -> list[str]:
+    """Return the chromosomes to keep, in the spelling and order of those present in the file.
+
+    Chosen names may be written with or without "chr"; None keeps all but scaffolds and the mitochondrial one, or all if
+    no name is a known chromosome's.
+
+    Raises:
+        DataError: A name is not in the file, or none is given.
+    """
+    if chosen is None:
+        return [chrom for chrom in present if NUCLEAR.fullmatch(bare_name(chrom))] or list(present)
+    spelled = spell_as(present, chosen)
+    unknown = [name for name in chosen if name not in spelled]
+    if unknown or not chosen:
+        raise DataError(
+            f"{path}: chromosomes={list(chosen)!r} was given, of which {unknown!r} are not in the file; it "
+            f"has {list(present)[:30]!r}"
+        )
+    return [chrom for chrom in present if chrom in spelled.values()]

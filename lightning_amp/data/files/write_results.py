@@ -12,12 +12,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_amp.data.files.new_hdf5 import new_hdf5
+from lightning_amp.data.files.new_hdf5 import new_hdf5, write_annotations
 from lightning_amp.data.files.read_h5ad import open_h5ad
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
 from lightning_amp.data.files.write_aside import written_aside
 from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY, write_cool, write_scool
-from lightning_amp.data.files.write_h5ad import write_annotations
 
 CELLTYPE_COLUMNS = ("celltype", "cell_type")
 NO_FEATURES = pd.DataFrame(index=pd.Index([], dtype=str))

@@ -17,9 +17,8 @@ from torch.utils.data import Dataset
 
 from lightning_amp.data.batch import Batch, CellBatch, CellRows
 from lightning_amp.data.cell_keys import draw_keys
-from lightning_amp.data.files.raw_counts import fault_of_counts
 from lightning_amp.data.files.read_columns import read_columns, read_totals
-from lightning_amp.data.files.read_h5ad import names_of, open_h5ad, read_header, read_strings
+from lightning_amp.data.files.read_h5ad import fault_of_counts, names_of, open_h5ad, read_header, read_strings
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 

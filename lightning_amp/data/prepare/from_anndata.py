@@ -13,11 +13,10 @@ import pandas as pd
 import scipy.sparse as sp
 
 from lightning_amp.data.files.graphml import write_graph
-from lightning_amp.data.files.new_hdf5 import new_hdf5
+from lightning_amp.data.files.new_hdf5 import new_hdf5, write_annotations
 from lightning_amp.data.files.read_h5ad import DEPTH_COLUMNS
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
 from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY
-from lightning_amp.data.files.write_h5ad import write_annotations
 from lightning_amp.data.prepare.gene_positions import as_genes, read_genes
 from lightning_amp.data.prepare.guidance_graph import bin_names, build_graph
 from lightning_amp.data.prepare.rna_counts import RnaCounts, check_raw

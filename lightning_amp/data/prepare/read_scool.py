@@ -12,8 +12,7 @@ import h5py
 import numpy as np
 import pandas as pd
 
-from lightning_amp.data.files.raw_counts import fault_of_counts
-from lightning_amp.data.files.read_h5ad import open_hdf5
+from lightning_amp.data.files.read_h5ad import fault_of_counts, open_hdf5
 from lightning_amp.data.files.resolution import strip_resolution
 from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY, is_fixed
 from lightning_amp.errors import DataError

@@ -9,10 +9,8 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from lightning_amp.data.files.new_hdf5 import new_hdf5
-from lightning_amp.data.files.raw_counts import fault_of_counts
-from lightning_amp.data.files.read_h5ad import open_h5ad
-from lightning_amp.data.files.write_h5ad import write_annotations
+from lightning_amp.data.files.new_hdf5 import new_hdf5, write_annotations
+from lightning_amp.data.files.read_h5ad import fault_of_counts, open_h5ad
 from lightning_amp.errors import DataError
 
 CELL_COLUMNS = {"celltype": (("celltype", "cell_type"), "Unknown"), "batch": (("batch",), "0")}

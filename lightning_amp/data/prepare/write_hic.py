@@ -9,8 +9,7 @@ import pandas as pd
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from lightning_amp.data.files.new_hdf5 import new_hdf5
-from lightning_amp.data.files.write_h5ad import start_matrix, write_annotations
+from lightning_amp.data.files.new_hdf5 import new_hdf5, start_matrix, write_annotations
 from lightning_amp.data.prepare.feature_grid import FeatureGrid
 from lightning_amp.errors import DataError
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import lightning_amp.graph.flow_rules
-import lightning_amp.graph.loss_rules
 import lightning_amp.graph.place_rules  # noqa: F401  (these register rules)
 from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.dispatch.plans import PLANS, CallPlan, PartLayout, keep, key_of, run

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
-from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.apart import apart
 from lightning_amp.footprint.copies.as_before import is_of_user

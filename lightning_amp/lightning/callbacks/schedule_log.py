@@ -49,7 +49,7 @@ def write_schedule(folder: Path, ran: Iterable[Ran], plan: Plan, *, plot: bool) 
     paths = [folder / "schedule.csv"]
     if plot:
         # matplotlib is slow to load, and only needed where a picture is drawn
-        from lightning_amp.planning.reports.schedule_chart import Panel, schedule_chart
+        from lightning_amp.planning.reports.stages_report import Panel, schedule_chart
 
         panels = [Panel("predicted", predicted, rest)] if predicted is not None else []
         measured = max(times.rest_seconds for _, _, times in by_pipeline[0])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.data.batch_parts import dense_parts, parts_in
+from lightning_amp.data.batch import dense_parts, parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.errors import DataError

@@ -27,7 +27,7 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.forms import ChunkForms
 from lightning_amp.techniques.chunk.predict import forms_of, in_chunks
 from lightning_amp.techniques.chunk.spec import ChunkBlock
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import in_order
 
 INSIDE = "it is of the decoder"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import Work, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.data.batch_parts import parts_in
+from lightning_amp.data.batch import parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.techniques.ranks.collectives import wait_in_all_reduce

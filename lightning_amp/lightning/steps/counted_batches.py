@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.data.batch import tensors_in
 from lightning_amp.footprint.bounded_step import BoundedStep, StepOverBudget
 
 

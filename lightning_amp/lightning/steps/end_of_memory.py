@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_amp.footprint.bounded_step import StepOverBudget
-from lightning_amp.footprint.failed_step import users_line
+from lightning_amp.footprint.bounded_step import StepOverBudget, users_line
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.quantities import format_bytes

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
 from lightning_amp.techniques.contract.sharded_parameter import local
 

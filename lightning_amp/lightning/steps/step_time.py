@@ -3,7 +3,7 @@
 A step is a training batch: forward, backward, averaging and update, from the moment that its batch is on the device.
 The first two are not counted, for they also load kernels and fill caches; of the others the median is taken, so that
 some steps whose memory is measured do not count. The prediction is for the same step of the reference model
-(model_seconds.py); of another model only that of the decoder is known, and the line says so.
+(planning/time/step_seconds.py); of another model only that of the decoder is known, and the line says so.
 
 No step waits for the device: on CUDA its beginning and its end are events among the device's work, which are read when
 the fit is over.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import HashStore, ReduceOp  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.data.batch import tensors_in
 from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.errors import DataError

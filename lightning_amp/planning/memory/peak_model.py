@@ -42,7 +42,7 @@ from lightning_amp.planning.memory.temporaries import (
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.sizes.rank_sizes import RankSizes, widest
 from lightning_amp.planning.sizes.terms import Counted, Term, strata_of
-from lightning_amp.planning.time.fill_settings import strata_ends
+from lightning_amp.planning.time.step_seconds import strata_ends
 from lightning_amp.techniques.table import STRATEGIES
 
 NODE_BYTES = 8

@@ -13,7 +13,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
 from lightning_amp.techniques.pipeline.stages import staged
-from lightning_amp.techniques.recompute.predict import all_fixed
+from lightning_amp.techniques.recompute.row import all_fixed
 from lightning_amp.techniques.table import STRATEGIES
 
 LEAST = "the step requires at least "

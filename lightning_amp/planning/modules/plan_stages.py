@@ -20,7 +20,7 @@ from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.pipeline.options import PipelineOptions
 from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.pipeline.stages import staged
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import in_order
 
 INSIDE_STAGES = ("recompute", "chunk")

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lightning_amp.costs.profiled_step import Stage
 from lightning_amp.costs.rule import Rule, Spec
-from lightning_amp.costs.stage import Stage
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis

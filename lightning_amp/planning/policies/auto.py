@@ -26,7 +26,7 @@ from lightning_amp.costs.model_shape import DecoderShape, ModelShape
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Candidate
-from lightning_amp.planning.time.model_seconds import decoder_seconds
+from lightning_amp.planning.time.step_seconds import decoder_seconds
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import STRATEGIES, conflicts, in_order
 

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.costs.ordered_partition import speeds_of_model
+from lightning_amp.costs.ordered_runs import speeds_of_model
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.diagnosis.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Explanation, Plan
-from lightning_amp.planning.time.fill_settings import settle, strata_ends
+from lightning_amp.planning.time.step_seconds import settle, strata_ends
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
 from lightning_amp.techniques.hic.features.row import FeatureParallel

@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape
-from lightning_amp.diagnosis.diagnose import diagnose
+from lightning_amp.diagnosis.diagnosis import diagnose
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Candidate, Explanation, Plan
 from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, candidates
-from lightning_amp.planning.policies.balance_cells import decide_balance, too_few_cells
 from lightning_amp.planning.policies.build_rules import build_rules, with_memory
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
-from lightning_amp.planning.policies.request import PlanRequest, check_request
-from lightning_amp.planning.time.model_seconds import decoder_seconds, on_device, rest_seconds
+from lightning_amp.planning.policies.request import PlanRequest, check_request, decide_balance, too_few_cells
+from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, memory_of_ranks
 from lightning_amp.techniques.table import (
@@ -267,7 +266,7 @@ def _wholes(decoder: DecoderShape) -> dict[str, str]:
 
 
 def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> None:
-    """Whether there is a part for every rank of the model axis; of strata, time/fill_settings.py asks."""
+    """Whether there is a part for every rank of the model axis; of strata, time/step_seconds.py asks."""
     wholes = _wholes(decoder)
     for strategy in ("S5", "nodes") if decoder.attention else ("S5",):
         whole = wholes[strategy]

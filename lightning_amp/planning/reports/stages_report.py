@@ -1,7 +1,14 @@
-"""The stages of a plan's pipeline as text of at most 80 columns, and what a picture of its schedule is drawn from."""
+"""The stages of a plan's pipeline as text of at most 80 columns, and its schedule as a picture."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from textwrap import wrap
+from typing import NamedTuple
 
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from lightning_amp.figures import PALETTE, new_figure, save_figure
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes, format_seconds
@@ -67,3 +74,74 @@ def timeline_of(plan: Plan) -> Timeline:
 
 def _blocks(first: int, end: int) -> str:
     return f"{first}" if end == first + 1 else f"{first}-{end - 1}"
+
+
+NUMBERED = 0.012
+"""Share of a schedule from which on a pass is wide enough for its number."""
+IDLE = "#e6e6e6"
+
+
+class Panel(NamedTuple):
+    """One run of a schedule.
+
+    Attributes:
+        name: "predicted", "measured" ...
+        rest_seconds: Of the last stage's first backward pass, what precedes it for the whole batch.
+    """
+
+    name: str
+    line: Timeline
+    rest_seconds: float
+
+
+def schedule_chart(path: Path, *, panels: Sequence[Panel], title: str) -> None:
+    """Draw what every rank of a pipeline computes when, one run below the other; what is left grey is its bubble.
+
+    Args:
+        panels: runs of one schedule, each with its own axis of time
+    """
+    ranks = len(panels[0].line.passes)
+    figure = new_figure(10.0, 0.9 + len(panels) * (0.9 + 0.45 * ranks))
+    for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        _draw(axes, panel)
+    colours = {"forward": PALETTE[0], "backward": PALETTE[1], "idle": IDLE}
+    if any(panel.rest_seconds for panel in panels):
+        colours["after the blocks"] = PALETTE[2]
+    keys = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False)
+    figure.suptitle(title)
+    save_figure(figure, path)
+
+
+def _draw(axes: Axes, panel: Panel) -> None:
+    line, end = panel.line, panel.line.seconds
+    unit, size = ("s", 1.0) if end >= 1 else ("ms", 1e-3)
+    for row, rank in enumerate(line.with_rest(panel.rest_seconds)):
+        axes.barh(row, end / size, color=IDLE, height=0.8, zorder=1)
+        for step, (begin, stop) in rank.items():
+            text = str(step.micro_batch) if step and stop - begin >= NUMBERED * end else ""
+            colour = PALETTE[2 if step is None else int(step.backward)]
+            _bar(axes, row, begin / size, (stop - begin) / size, colour, text)
+    named = [
+        f"rank {row}: stage {', '.join(str(s) for s in sorted({step.stage for step in rank}))}"
+        for row, rank in enumerate(line.passes)
+    ]
+    axes.set_title(
+        f"{panel.name}: {format_seconds(end)}, micro-batches numbered", loc="left", fontsize="medium"
+    )
+    axes.set_xlabel(f"time ({unit})")
+    axes.set_yticks(range(len(named)), named)
+    axes.set_xlim(0, end / size)
+    axes.invert_yaxis()
+    for row, idle in enumerate(line.idle):
+        axes.text(1.01, row, f"{100 * idle:.0f} % idle", transform=axes.get_yaxis_transform(), va="center")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _bar(axes: Axes, row: int, begin: float, width: float, colour: str, text: str) -> None:
+    axes.barh(row, width, left=begin, color=colour, height=0.8, edgecolor="white", linewidth=0.6, zorder=2)
+    if text:
+        axes.text(
+            begin + width / 2, row, text, ha="center", va="center", fontsize=7, color="white", clip_on=True
+        )

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_amp.shapes import PerAnchor
 from lightning_amp.techniques.checks.same_function import close, failure
-from lightning_amp.techniques.contract.hooks import KINDS
+from lightning_amp.techniques.contract.change import KINDS
 from lightning_amp.techniques.contract.protocol import ATTENTION_KEY
 
 Part = tuple[slice | list[int], ...]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.techniques.checks.same_function import mismatch
-from lightning_amp.techniques.contract.hooks import hooks_within
+from lightning_amp.techniques.contract.change import hooks_within
 from lightning_amp.techniques.contract.protocol import BucketedAttention
 
 EXAMPLE = (7, 4)

@@ -26,8 +26,8 @@ from lightning_amp.costs.chain import (
     Chain,
     ChainMoment,
     ChunkForm,
+    group_reasons,
 )
-from lightning_amp.costs.group_reasons import group_reasons
 from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks, rung

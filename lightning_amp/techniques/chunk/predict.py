@@ -8,7 +8,7 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.chunk.forms import ChunkForms
 from lightning_amp.techniques.chunk.spec import ChunkBlock
-from lightning_amp.techniques.recompute.predict import recomputed
+from lightning_amp.techniques.recompute.row import recomputed
 
 
 def forms_of(step: ProfiledStep) -> ChunkForms | None:

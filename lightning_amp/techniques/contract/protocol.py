@@ -2,16 +2,61 @@
 
 Legend: cell, anchor (N), dim (D), row (anchors of a run of buckets), feature (F_k of one stratum),
 own_feature and own_vertex (those that a rank holds).
+
+Define decoders that replace a module written elsewhere, which keeps its parameters, names and children.
+
+Such a module has a `StandIn` for its `forward`, set on the instance. Techniques change the decoder behind it: below the
+module's name, rules meet the decoder's children (`decoders.hic.strata.3.key.attention`) and not the module's own.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor
-from lightning_amp.techniques.contract.stand_in import named_parts
+
+
+class StandIn:
+    """A forward that runs a decoder in place of a module's own.
+
+    Not a module, so that setting it registers nothing. A copy of the module has a copy of it.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self.decoder = decoder
+
+    def __call__(self, *args: Any) -> Any:
+        """Overridden by what the module's callers expect."""
+        raise NotImplementedError
+
+
+def in_place_of(module: nn.Module) -> nn.Module:
+    """The decoder that stands in for a module, or the module itself."""
+    forward = vars(module).get("forward")
+    return forward.decoder if isinstance(forward, StandIn) else module
+
+
+def part(module: nn.Module, fqn: str) -> nn.Module:
+    """The module of a name, through what stands in for modules on the way, and for the last one."""
+    for name in fqn.split(".") if fqn else ():
+        module = in_place_of(module).get_submodule(name)
+    return in_place_of(module)
+
+
+def named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules by name, with those of a decoder that stands in for a module in place of the module's own."""
+    hidden: list[str] = []
+    for fqn, child in module.named_modules():
+        if any(fqn.startswith(f"{outer}." if outer else "") for outer in hidden):
+            continue
+        decoder = in_place_of(child)
+        if decoder is child:
+            yield fqn, child
+        else:
+            hidden.append(fqn)
+            yield from decoder.named_modules(prefix=fqn)
 
 
 class DecomposedDecoder(Protocol):
@@ -149,3 +194,29 @@ def find_decoders(module: nn.Module) -> dict[str, DecomposedDecoder]:
         if not inside and is_decomposed(child):
             found[fqn] = child
     return found
+
+
+T = TypeVar("T")
+
+
+class StratumInputs(NamedTuple, Generic[T]):
+    """What strata read besides their parameters and may have a gradient: tensors, or the gradient of each."""
+
+    u: T
+    v: T
+    log_weights: T
+    library: T
+
+
+class LoopTechnique(nn.Module):
+    """A technique in the place of a strata loop; its `forward` takes `latents` (u, v, log_weights) as the loop does.
+
+    Args:
+        inner: The loop that was there before.
+    """
+
+    is_technique = True
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner

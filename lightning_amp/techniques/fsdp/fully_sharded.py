@@ -48,7 +48,7 @@ from lightning_amp._torch import (
     start_backward,
     undo_fully_shard,
 )
-from lightning_amp.data.batch_parts import tensors_in
+from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local

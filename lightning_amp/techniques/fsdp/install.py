@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.costs.rule import Rule
 from lightning_amp.techniques.fsdp.fully_sharded import FullySharded
-from lightning_amp.techniques.fsdp.spec import FullyShard
+from lightning_amp.techniques.fsdp.row import FullyShard
 
 
 def split_parameters(

@@ -1,9 +1,52 @@
-"""Define the row of logits in the table of techniques."""
+"""The row of logits: its spec, and what it predicts."""
 
+from dataclasses import dataclass, replace
+
+from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
-from lightning_amp.techniques.logits.predict import add
-from lightning_amp.techniques.logits.spec import ChunkLogits
+from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkLogits:
+    """Cross-entropy of a linear layer's outputs runs in chunks of rows, in the forward and in the backward pass."""
+
+
+RULE = Rule(fqn="", spec=ChunkLogits(), strategy="logits", why="counted")
+WORTH = 0.02
+"""Of the peak: what is less is not worth the seconds."""
+
+
+def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
+    """Cross-entropy runs in chunks of rows, and the product with a linear layer's weight once more in the backward
+    pass.
+    """
+    if "fsdp" in draft.strategies:
+        return "it is not supported together with fsdp"
+    if seen.counted is None:
+        return "the step was not counted with it"
+    step = seen.counted(RULE)
+    if isinstance(step, str):
+        return step
+    saved = seen.profile.peak_bytes - step.profile.peak_bytes
+    if saved < WORTH * seen.profile.peak_bytes:
+        return (
+            "the step has no cross-entropy of a linear layer with eight times as many outputs as inputs, or its peak is"
+            " elsewhere"
+        )
+    more = max(step.chain.seconds - seen.chain.seconds, LEAST_SECONDS)
+    why = f"logits are never whole, which keeps {format_bytes(saved)} less and takes {format_seconds(more)} more"
+    target = Rule(strategy="logits", fqn="", spec=ChunkLogits(), why=why, saves_bytes=saved)
+    return replace(
+        draft,
+        peak_bytes=max(draft.peak_bytes - saved, seen.held_bytes),
+        seconds=draft.seconds + more,
+        targets=(*draft.targets, target),
+        chain=step.chain,
+    )
+
 
 ROW = Technique(
     title="cross-entropy in chunks",

@@ -33,7 +33,7 @@ from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.pipeline.layer_seconds import segment_seconds
 from lightning_amp.techniques.pipeline.options import PipelineOptions, StageChunks, stages_of
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peak
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 
 
 def repeatable(seen: ProfiledStep, passes: Passes, patterns: Collection[str] = ("*",)) -> tuple[int, ...]:

@@ -26,10 +26,9 @@ from itertools import pairwise
 from math import inf
 
 from lightning_amp.costs.link_seconds import collective_seconds
-from lightning_amp.costs.ordered_partition import speeds_of_model
-from lightning_amp.costs.profiled_step import Draft, ProfiledStep
+from lightning_amp.costs.ordered_runs import speeds_of_model
+from lightning_amp.costs.profiled_step import Draft, ProfiledStep, Stage
 from lightning_amp.costs.rule import Rule
-from lightning_amp.costs.stage import Stage
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes, format_seconds

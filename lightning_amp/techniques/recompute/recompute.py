@@ -26,7 +26,7 @@ from lightning_amp.footprint.forward_overrides import Position
 from lightning_amp.footprint.recompute_state import FirstPass, Place, digests, same_digests, unrepeatable
 from lightning_amp.techniques.autograd.received import Received
 from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 
 
 def recompute_block(module: nn.Module, spec: RecomputeBlock, mesh: object) -> Change:

@@ -1,11 +1,14 @@
-"""Install `sequence`: the steps of a LightningModule run on batches that are split over the model axis."""
+"""Install `sequence`: the steps of a LightningModule run on batches whose tensors are split over the model axis."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from types import MethodType
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
@@ -14,8 +17,27 @@ from lightning_amp.dist.splits import MeshAxis, axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.sequence.row import SequenceParallel, written_dims
 from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims, read_grid
-from lightning_amp.techniques.sequence.step import step_of
-from lightning_amp.techniques.sharded_step import STEPS, tensors
+from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
+
+
+def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..., Any]:
+    """A step of a LightningModule that splits its batch, and returns whole tensors.
+
+    Args:
+        step: The module's.
+        name: Of the step.
+        how: Which dims are split.
+    """
+
+    @wraps(step)
+    def split(module: nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def call() -> Any:
+            return step(module, how.batch(batch), *args, **kwargs)
+
+        return run_sharded(name, call, module, how.axes)
+
+    return split
+
 
 MOST_TRIED = 6
 """Ways to split a batch that are counted, a second or so for each."""

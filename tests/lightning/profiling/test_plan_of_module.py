@@ -135,7 +135,7 @@ def test_what_cannot_be_planned_or_answered_is_refused(whole: Any) -> None:
 
 
 def test_batches_are_made_of_their_shapes() -> None:
-    from lightning_amp.data.batch_of_shapes import batch_of_shapes
+    from lightning_amp.data.batch import batch_of_shapes
 
     one, pair = batch_of_shapes("4x3"), batch_of_shapes("4x3x2, 4:int64")
     assert isinstance(one, Tensor)

@@ -13,7 +13,7 @@ from lightning_amp.lightning.profiling.cells_per_step import training_loaders
 from lightning_amp.lightning.profiling.outside_decoder import keeping_blocks
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.any_module import Meter
 from tests.lightning.strategy.any_module_cases import trainer_of
 from tests.ranks import run_ranks

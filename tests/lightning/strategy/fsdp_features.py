@@ -18,7 +18,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.techniques.fsdp.spec import FullyShard
+from lightning_amp.techniques.fsdp.row import FullyShard
 from tests.lightning.strategy.fsdp_cases import QUIET, Found
 from tests.lightning.strategy.strategy_cases import AGAINST_UNION, EVEN, Batch, Case, Regression, RunningRanks
 

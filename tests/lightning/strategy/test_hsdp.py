@@ -8,8 +8,7 @@ import torch
 
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
-from lightning_amp.techniques.fsdp.row import ON_HOST
-from lightning_amp.techniques.fsdp.spec import FullyShard
+from lightning_amp.techniques.fsdp.row import ON_HOST, FullyShard
 from lightning_amp.techniques.fsdp.units import units_of
 from tests.lightning.strategy.fsdp_cases import CELLS
 from tests.lightning.strategy.hsdp_cases import MODULES, WAYS, four, plain

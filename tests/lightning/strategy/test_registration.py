@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_amp.diagnosis import diagnose as signals
-from lightning_amp.diagnosis.diagnose import HEAVY_DECOMPOSITION, register_signal
+from lightning_amp.diagnosis import diagnosis as signals
+from lightning_amp.diagnosis.diagnosis import HEAVY_DECOMPOSITION, register_signal
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.installing.install import install
 from lightning_amp.models.cell_encoder import Encoder

@@ -11,7 +11,7 @@ from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_peak_bytes
-from lightning_amp.techniques.fsdp.spec import FullyShard
+from lightning_amp.techniques.fsdp.row import FullyShard
 
 SHAPE = ModelShape(
     decoder=None, batch_size=4, parameter_bytes=1000, base_activation_bytes=0, blocks=("net.0", "net.2")

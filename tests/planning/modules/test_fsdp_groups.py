@@ -14,15 +14,16 @@ from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import remarks, with_requested
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_peak_bytes
-from lightning_amp.techniques.fsdp.predict import units_in, variants
-from lightning_amp.techniques.fsdp.row import ON_HOST
-from lightning_amp.techniques.fsdp.seconds import (
+from lightning_amp.techniques.fsdp.row import (
     HANDLING_S,
     MESSAGES,
+    ON_HOST,
     PASSES,
+    FullyShard,
     fsdp_seconds,
+    units_in,
+    variants,
 )
-from lightning_amp.techniques.fsdp.spec import FullyShard
 from tests.planning.modules.facts import with_units
 from tests.planning.modules.test_fsdp_bytes import moment, profile, unit
 from tests.planning.modules.test_plan_of_a_module import NAMES, base, chain, profiled, seen

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import InstallError
+from lightning_amp.installing.describe_module import _needed
 from lightning_amp.installing.install import install
-from lightning_amp.installing.supported import _needed
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
 from lightning_amp.techniques.hic.hidden.decoder import share_hidden
 from lightning_amp.techniques.hic.hidden.row import HiddenParallel

@@ -18,7 +18,7 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError
 from lightning_amp.installing.install import install_rules
 from lightning_amp.installing.installed import Installed
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.techniques.recompute import nasty
 
 Loss = Callable[[nn.Module, Tensor], Tensor]

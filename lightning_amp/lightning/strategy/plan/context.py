@@ -24,7 +24,7 @@ from lightning_amp.lightning.strategy.plan.same_plan import make_sure_of_same_pl
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.stepped import dry_steps
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.time.model_seconds import on_device
+from lightning_amp.planning.time.step_seconds import on_device
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.techniques.table import (
     PREDICTIONS,

@@ -22,7 +22,7 @@ from lightning_amp.techniques.pipeline.run.blocks import refuse_batch_statistics
 from lightning_amp.techniques.pipeline.run.run_stages import Stages
 from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.pipeline.steps.pipelined_steps import PipelinedSteps, refuse_hooks
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 
 TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics, PipelineStages, RecomputeBlock, ChunkBlock)
 """Rules that go together with stages."""

@@ -23,7 +23,6 @@ from lightning_amp.planning.modules.plan_module import (
     split_by_planner,
 )
 from lightning_amp.planning.plan.plan import Explanation, Plan
-from lightning_amp.planning.policies.balance_cells import too_few_cells
 from lightning_amp.planning.policies.build_rules import (
     remarks,
     with_balance,
@@ -34,10 +33,11 @@ from lightning_amp.planning.policies.build_rules import (
     without_shared_statistics,
 )
 from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.planning.time.model_seconds import decoder_seconds, rest_seconds
+from lightning_amp.planning.policies.request import too_few_cells
+from lightning_amp.planning.time.step_seconds import decoder_seconds, rest_seconds
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.spec import ChunkBlock
-from lightning_amp.techniques.recompute.spec import RecomputeBlock
+from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import (
     PREDICTIONS,
     STRATEGIES,

@@ -14,8 +14,7 @@ from lightning_amp.costs.model_shape import (
     with_counts,
 )
 from lightning_amp.costs.profiled_step import ProfiledStep
-from lightning_amp.installing.describe_module import describe, unpredicted
-from lightning_amp.installing.supported import with_unsupported
+from lightning_amp.installing.describe_module import describe, unpredicted, with_unsupported
 from lightning_amp.lightning.profiling.cells_per_step import Cells
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE

@@ -28,7 +28,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.shapes import PerAnchor
 from lightning_amp.techniques.checks.cached_check import found_out
 from lightning_amp.techniques.checks.same_function import mismatch
-from lightning_amp.techniques.contract.hooks import hooks_within
+from lightning_amp.techniques.contract.change import hooks_within
 from lightning_amp.techniques.hic.attention.banded_softmax import banded_softmax
 from lightning_amp.techniques.hic.attention.sdpa import sdpa_attention
 from lightning_amp.techniques.hic.attention.sizes import check_rows, check_sizes

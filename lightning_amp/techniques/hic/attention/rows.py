@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_amp.diagnosis.diagnose import ATTENTION_DECODER
+from lightning_amp.diagnosis.diagnosis import ATTENTION_DECODER
 from lightning_amp.techniques.hic.block_sizes import chunk_buckets
 from lightning_amp.techniques.technique import Installer, Technique, on_decoder
 

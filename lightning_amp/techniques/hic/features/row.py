@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.diagnosis.diagnose import HIGH_INPUT_DIMENSIONALITY
+from lightning_amp.diagnosis.diagnosis import HIGH_INPUT_DIMENSIONALITY
 from lightning_amp.techniques.technique import Installer, Target, Technique, on_decoder
 
 

@@ -27,8 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
-from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.contract.hooks import hooks_of, hooks_within
+from lightning_amp.techniques.contract.change import Change, hooks_of, hooks_within
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
 from lightning_amp.techniques.hic.features.row import RowParallelLinear
 from lightning_amp.techniques.ranks import collectives

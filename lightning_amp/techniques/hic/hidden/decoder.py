@@ -1,7 +1,7 @@
 """S5: the hidden dimension of a decoder is sharded over the model axis; the strata run in step on all of them.
 
     region                               own channels of u and v enter (ranks/sharded_region.py)
-    prenorm, postnorm                    own channels from own channels (layer_norm.py)
+    prenorm, postnorm                    own channels from own channels (linear_and_conv.py)
     qk, value, ff, or pairs              the same (linear_and_conv.py)
     attention                            scores of the own channels are summed, values stay (the model's `shard`);
                                          or keys and values are gathered first (key.py)

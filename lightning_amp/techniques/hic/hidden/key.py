@@ -21,8 +21,7 @@ from lightning_amp.techniques.contract.protocol import (
     BucketedAttention,
     ShardableAttention,
 )
-from lightning_amp.techniques.hic.hidden.layer_norm import ShardedLayerNorm
-from lightning_amp.techniques.hic.hidden.linear_and_conv import ShardedConv1d, ShardedLinear
+from lightning_amp.techniques.hic.hidden.linear_and_conv import ShardedConv1d, ShardedLayerNorm, ShardedLinear
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.channel_shards import Channels, gather_channels
 

@@ -1,4 +1,4 @@
-"""Compute linear layers and depthwise convolutions over a hidden dimension that is split over ranks.
+"""Compute linear layers, depthwise convolutions and LayerNorm over a hidden dimension that is split over ranks.
 
     linear         y[:, I_r] = sum_q x[:, I_q] W[I_r, I_q]^T + bias[I_r]
     convolution    y[I_r] = conv(x[I_r], weight[I_r]) + bias[I_r]: channels do not meet
@@ -13,6 +13,14 @@ Kept for the backward pass: x [N, d_r] itself and the own columns of W. Transien
 
 Weights stay whole; their gradients are zero outside the input channels (linear) or channels (convolution) of the rank.
 Legend: N rows, D dim, d_r own channels of rank r, d the widest rank's, I_r the channels of rank r, R ranks.
+
+Compute LayerNorm over a hidden dimension of which every rank holds some channels (dist/normalise.py).
+
+Collectives: forward one all-gather of 2 N + 1 numbers per rank, backward one all-reduce of 2 N, which is left out
+when x needs no gradient. Kept for the backward pass: x [N, d_r] itself, mean and rstd [N].
+
+Weight and bias stay whole; their gradients are zero outside the own channels.
+Legend: N rows, d_r own channels of rank r.
 """
 
 import torch
@@ -20,6 +28,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_amp.dist.normalise import normalised
+from lightning_amp.dist.splits import axis_of
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.channel_shards import Channels
 
@@ -77,3 +87,31 @@ class ShardedConv1d(nn.Conv1d):
         weight = self.channels.select(self.weight.movedim(0, -1)).movedim(-1, 0)
         bias = None if self.bias is None else self.channels.select(self.bias)
         return F.conv1d(input, weight, bias, self.stride, self.padding, self.dilation, self.channels.width)
+
+
+class ShardedLayerNorm(nn.LayerNorm):
+    """The own channels of a LayerNorm's output, from the own channels of its input.
+
+    Args:
+        whole: Its state is used, not copied: both have the same parameters, hooks and mode.
+    """
+
+    channels: Channels
+
+    def __init__(self, whole: nn.LayerNorm, channels: Channels) -> None:
+        self.__dict__.update(whole.__dict__)
+        self.channels = channels
+
+    def forward(self, input: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row own_dim"]:
+        """Normalise over all ranks' channels."""
+        weight = None if self.weight is None else self.channels.select(self.weight)
+        bias = None if self.bias is None else self.channels.select(self.bias)
+        # weight and bias as rows, of one dim more
+        return normalised(
+            input,
+            None if weight is None else weight[None],
+            None if bias is None else bias[None],
+            dims=(1,),
+            axes=(axis_of(self.channels.mesh),),
+            eps=self.eps,
+        )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_amp.diagnosis.diagnose import HEAVY_DECOMPOSITION
+from lightning_amp.diagnosis.diagnosis import HEAVY_DECOMPOSITION
 from lightning_amp.techniques.technique import Installer, Technique, on_decoder
 
 

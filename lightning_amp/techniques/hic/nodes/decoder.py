@@ -41,12 +41,10 @@ from lightning_amp.shapes import FeatureAnchor
 from lightning_amp.techniques.checks.key import rows_problem
 from lightning_amp.techniques.checks.reach import full_problem
 from lightning_amp.techniques.checks.same_function import failure
-from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.contract.hooks import hooks_within
+from lightning_amp.techniques.contract.change import Change, hooks_within
 from lightning_amp.techniques.contract.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder
 from lightning_amp.techniques.hic.features.decoder import ShardedFeatures, features_problem
-from lightning_amp.techniques.hic.nodes.halo_attention import HaloAttention
-from lightning_amp.techniques.hic.nodes.ring_attention import RingAttention
+from lightning_amp.techniques.hic.nodes.halo_attention import HaloAttention, RingAttention
 from lightning_amp.techniques.hic.nodes.row import DomainParallel
 from lightning_amp.techniques.ranks.anchor_shards import AnchorShards, shard_anchors
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region

@@ -31,8 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.checks.same_function import mismatch, shown
-from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.contract.hooks import hooks_of, hooks_within
+from lightning_amp.techniques.contract.change import Change, hooks_of, hooks_within
 from lightning_amp.techniques.contract.protocol import VertexEncoder, is_vertex_encoder
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
 from lightning_amp.techniques.hic.nodes.row import VertexParallel

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_amp.diagnosis.diagnose import HIGH_INPUT_DIMENSIONALITY
+from lightning_amp.diagnosis.diagnosis import HIGH_INPUT_DIMENSIONALITY
 from lightning_amp.techniques.technique import Installer, Technique, on_decoder
 
 
@@ -20,7 +20,9 @@ S4 = Technique(
     title="key-first decode",
     shrinks="[B, N] to [B, F_k]",
     specs=(KeyFirstDecode,),
-    installers={KeyFirstDecode: Installer("lightning_amp.techniques.hic.scores.install:decode_key_first")},
+    installers={
+        KeyFirstDecode: Installer("lightning_amp.techniques.hic.scores.s4_key_first:decode_key_first")
+    },
     targets=on_decoder(lambda _: KeyFirstDecode(), "decode"),
     signal=HIGH_INPUT_DIMENSIONALITY,
     choice=("decode", "key-first"),
@@ -30,7 +32,7 @@ SPARSE = Technique(
     shrinks="tensors [B, F_k] of the likelihood to its gradients",
     specs=(SparseLikelihood,),
     installers={
-        SparseLikelihood: Installer("lightning_amp.techniques.hic.scores.install:likelihood_of_nonzeros")
+        SparseLikelihood: Installer("lightning_amp.techniques.hic.scores.s4_key_first:likelihood_of_nonzeros")
     },
     targets=on_decoder(lambda _: SparseLikelihood(), "likelihood"),
     choice=("likelihood", "sparse"),

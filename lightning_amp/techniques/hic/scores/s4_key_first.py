@@ -10,6 +10,8 @@ With fewer cells than dimensions and F_k near N the price is the higher of the t
 Legend: cell (B), anchor (N), dim (D), feature (F_k of the stratum).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Counts, FeatureAnchor, PerAnchor, PerCell
 from lightning_amp.techniques.checks.decode import decode_problem
+from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelihood
 
 
 def key_first(decode: nn.Module) -> nn.Module:
@@ -75,3 +78,13 @@ def _start_of_run(feature_anchor: Tensor) -> int | None:
         start, start + len(feature_anchor), dtype=feature_anchor.dtype, device=feature_anchor.device
     )
     return start if torch.equal(feature_anchor, run) else None
+
+
+def decode_key_first(module: nn.Module, spec: Any, mesh: Any) -> nn.Module:
+    """S4: select the keys of a stratum's anchors before the product with the cells."""
+    return key_first(module)
+
+
+def likelihood_of_nonzeros(module: nn.Module, spec: Any, mesh: Any) -> nn.Module:
+    """The likelihood of all counts as if they were zero, with terms of those that are not."""
+    return sparse_likelihood(module)

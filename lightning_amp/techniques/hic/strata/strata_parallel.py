@@ -25,8 +25,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Scalar
 from lightning_amp.techniques.checks.strata_loop import walk_of
 from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.contract.protocol import DecomposedDecoder
-from lightning_amp.techniques.contract.strata_loop import LoopTechnique
+from lightning_amp.techniques.contract.protocol import DecomposedDecoder, LoopTechnique
 from lightning_amp.techniques.hic.strata.rows import StrataParallel
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
 

@@ -51,8 +51,7 @@ from lightning_amp.techniques.autograd.precomputed_gradients import (
 )
 from lightning_amp.techniques.checks.strata_loop import walk_of
 from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.contract.protocol import DecomposedDecoder
-from lightning_amp.techniques.contract.strata_loop import LoopTechnique, StratumInputs
+from lightning_amp.techniques.contract.protocol import DecomposedDecoder, LoopTechnique, StratumInputs
 from lightning_amp.techniques.device_settings import launches_operators
 from lightning_amp.techniques.hic.strata.cell_microbatches import in_microbatches
 from lightning_amp.techniques.hic.strata.rows import StreamStrata

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_amp._torch import gelu_backward
 from lightning_amp.techniques.checks.key import attention_form
-from lightning_amp.techniques.contract.hooks import KINDS
+from lightning_amp.techniques.contract.change import KINDS
 
 
 def streamed_key(key: nn.Module | None) -> "StreamedKey | None":

@@ -5,8 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.find_blocks import MARK, find_blocks, longest_list
-from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.contract.hooks import hooks_within
+from lightning_amp.techniques.contract.change import Change, hooks_within
 from lightning_amp.techniques.data.batch_norm import has_batch_norms
 from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, StageBlock
 from lightning_amp.techniques.pipeline.spec import PipelineStages

@@ -8,7 +8,7 @@ import numpy as np
 from lightning.fabric.utilities.apply_func import apply_to_collection  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_amp.data.batch_parts import parts_in
+from lightning_amp.data.batch import parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 
