@@ -158,13 +158,13 @@ def rates(gigabits: float) -> Rates:
     )
 
 
-def times(module: Any, batch: Tensor, *, stages: int, of: Rates) -> LayerTimes:
+def times(module: Any, batch: Tensor, *, of: Rates) -> LayerTimes:
     """Of every layer, for every number of micro-batches up to the batch."""
     rows = len(batch)
     seen = StepOfModule(module, lambda: batch, around=Around()).profiled(of)
-    stages = stages_of(seen)
-    assert stages.passes is not None, stages.reason
-    whole, least = stages.passes(None), stages.passes(COUNTED)
+    known = stages_of(seen)
+    assert known.passes is not None, known.reason
+    whole, least = known.passes(None), known.passes(COUNTED)
     if isinstance(whole, str) or isinstance(least, str):
         raise SystemExit(f"{type(module).__name__} has no stages: {whole}, {least}")
     layers = dict[int, LayerSeconds]()
@@ -173,7 +173,7 @@ def times(module: Any, batch: Tensor, *, stages: int, of: Rates) -> LayerTimes:
         assert part is not None, "operators of a batch of another length are the same"
         # the paper's steps have no part that runs once: what follows the blocks belongs to the last one
         layers[count] = LayerSeconds.of(
-            part, whole, links=of.links, ranks=stages, micro_batches=1, at_once=False
+            part, whole, links=of.links, crossing=(True,), micro_batches=1, at_once=False
         )
     return times_of(layers)
 
@@ -202,7 +202,7 @@ def rows(name: str, network: Network) -> Iterator[list[str]]:
         every, used = list[Ratios](), list[int]()
         for seed, (module, batch) in enumerate(modules):
             # what is sent between two ranks does not depend on how many there are
-            layer_times = times(module, batch, stages=2, of=rates(gigabits))
+            layer_times = times(module, batch, of=rates(gigabits))
             for n in network.stages:
                 if n <= len(module.blocks):
                     every.append(ratios(layer_times, n, seed))

@@ -122,7 +122,7 @@ def slice_times(sizes: dict[str, int], rows: int, slices: int, of: Rates) -> dic
     while parts <= rows:
         part = whole if parts == 1 and rows == most else whole.at(least, rows // parts)
         assert part is not None, "operators of a batch of another length are the same"
-        one = LayerSeconds.of(part, whole, links=of.links, ranks=2, micro_batches=1, at_once=False)
+        one = LayerSeconds.of(part, whole, links=of.links, crossing=(True,), micro_batches=1, at_once=False)
         count = parts * slices
         found[parts] = as_long(times_of({count: one}), sizes["layers"])
         parts *= 2

@@ -49,6 +49,11 @@ class Device:
     bytes_before: Sequence[int] = ()
     cap: int = 0
 
+    def holds(self, start: int, end: int) -> bool:
+        """Whether the run of these layers keeps to the cap."""
+        before = self.bytes_before
+        return not before or before[end] - before[start] <= self.cap
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderedRuns:
@@ -141,10 +146,7 @@ class OrderedRuns:
         return least
 
     def _holds(self, device: Device, start: int, end: int, b: int) -> bool:
-        if (self.backward[end] - self.backward[start]) * device.pace > b:
-            return False
-        before = device.bytes_before
-        return not before or before[end] - before[start] <= device.cap
+        return (self.backward[end] - self.backward[start]) * device.pace <= b and device.holds(start, end)
 
     def least_forward(self, b: int) -> list[int] | None:
         """Ends of runs whose slowest is as fast forward as it can be while backward takes b at most; None: no runs."""

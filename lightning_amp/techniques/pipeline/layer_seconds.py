@@ -1,6 +1,6 @@
 """Predict the seconds of every block of a pipeline for one micro-batch, with the parts before and after the blocks.
 
-Legend: K blocks.
+Legend: K blocks, N stages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,8 @@ class LayerSeconds:
 
     Attributes:
         forward, backward: Of every block.
-        send_forward, send_backward: Of sending what it returns on, and the gradient of that back.
+        send_forward, send_backward: Of sending what it returns on, and the gradient of that back; where links
+            differ, by every stage, [N, K].
         rest: What follows the blocks, forward and backward, once for the whole batch.
         silent: The same once more, without gradients.
     """
@@ -35,15 +36,22 @@ class LayerSeconds:
 
     @classmethod
     def of(
-        cls, part: Passes, whole: Passes, *, links: Links, ranks: int, micro_batches: int, at_once: bool
+        cls,
+        part: Passes,
+        whole: Passes,
+        *,
+        links: Links,
+        crossing: Sequence[bool],
+        micro_batches: int,
+        at_once: bool,
     ) -> "LayerSeconds":
         """Of the segments of a micro-batch.
 
         Args:
             part: Passes of the micro-batch.
             whole: Of the batch.
-            links: Between the ranks of the pipeline, of which there are `ranks`; over several nodes all neighbours send
-                at the slower one.
+            links: Between ranks.
+            crossing: Of every stage, whether the next one is on another node.
             at_once: Whether what follows the blocks runs once, for the whole batch.
         """
         there, back = segment_seconds(part)
@@ -52,14 +60,21 @@ class LayerSeconds:
         if not at_once:
             forward[-1] += there[-1]
             backward[-1] += back[-1]
-        sends = np.array([collective_seconds("exchange", n, ranks, links) for n in part.sent_bytes])
+        # of a group that lies in a node, and of one that does not
+        groups = [links.ranks_per_node + 1 if far else 2 for far in crossing]
+        sends = np.array(
+            [[collective_seconds("exchange", n, ranks, links) for n in part.sent_bytes] for ranks in groups]
+        )
+        # block i returns the gradient of what the one before it has sent
+        returned = np.roll(sends, (1, 1), (0, 1))
+        returned[:, 0] = 0.0
+        one_link = (sends == sends[0]).all()
         again = micro_batches > 1 and not at_once
         return cls(
             forward=forward,
             backward=backward,
-            send_forward=sends,
-            # block i returns the gradient of what the one before it has sent
-            send_backward=np.array([0.0, *sends[:-1]]),
+            send_forward=sends[0] if one_link else sends,
+            send_backward=returned[0] if one_link else returned,
             rest=float(whole_there[-1] + whole_back[-1]) if at_once else 0.0,
             silent=float(whole_there[-1]) if again else 0.0,
         )
@@ -75,6 +90,18 @@ class LayerSeconds:
             speeds=speeds,
         )
         return replace(made, rest=self.rest / (speeds[-1] if speeds else 1.0))
+
+
+def crossing_nodes(links: Links, ranks: int, copies: int) -> tuple[bool, ...]:
+    """Of every rank of a pipeline, whether the next one is on another node in any copy; the first follows the last."""
+    node = links.ranks_per_node
+    return tuple(
+        any(
+            (first + r) // node != (first + (r + 1) % ranks) // node
+            for first in range(0, copies * ranks, ranks)
+        )
+        for r in range(ranks)
+    )
 
 
 def times_of(layers: Mapping[int, LayerSeconds]) -> LayerTimes:

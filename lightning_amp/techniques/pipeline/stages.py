@@ -1,8 +1,9 @@
 """Plan a module's step as a pipeline: the cut of its blocks, the number of micro-batches, and the step's time.
 
     1. seconds of every segment, forward and backward, for micro-batch and batch (footprint/chain/passes.py)
-    2. the cut of least rho_1 + rho_2 (pipeline/cut.py), under a cap of bytes per stage that depends on how many
-       micro-batches are in flight there; embedding, head and loss are part of the first and the last block
+    2. the cut of least rho_1 + rho_2, over unlike links that of least Eq. 8 (pipeline/cut.py), under a cap of bytes per
+       stage that depends on how many micro-batches are in flight there; embedding, head and loss are part of the first
+       and the last block
     3. seconds by the schedule's timeline, with its bubbles, and the optimiser's; peak of each rank by a walk of its
        passes (pipeline/stage_bytes.py); where that exceeds the budget after all, the cap is lowered, and cut again
     4. blocks that are computed again in their stage, as few as are needed where the budget is exceeded, and where that
@@ -31,7 +32,7 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, times_of
+from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, crossing_nodes, times_of
 from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
 from lightning_amp.techniques.pipeline.schedule.blocks_of_stages import filled, layer_bytes
 from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
@@ -106,13 +107,22 @@ class _Shape:
         """Of every rank."""
         return schedule(self.schedule, self.ranks, self.micro_batches, stages_per_device=self.each)
 
+    @property
+    def crossing(self) -> tuple[bool, ...]:
+        """Of every stage, whether it sends to another node."""
+        return crossing_nodes(self.seen.rates.links, self.ranks, self.data) * self.each
+
+    def pipeline(self, part: Passes, ends: tuple[int, ...]) -> Pipeline:
+        """Of a micro-batch, cut there."""
+        return Pipeline(part=part, whole=self.whole, ends=ends, orders=self.orders, at_once=self.at_once)
+
     def seconds(self, part: Passes) -> LayerSeconds:
         """Of the blocks of a micro-batch."""
         return LayerSeconds.of(
             part,
             self.whole,
             links=self.seen.rates.links,
-            ranks=self.ranks,
+            crossing=self.crossing,
             micro_batches=self.micro_batches,
             at_once=self.at_once,
         )
@@ -139,7 +149,7 @@ def best_pipeline(
         made += [one for one in found if isinstance(one, Draft)]
         if not made:
             return next(one for one in found if isinstance(one, str))
-        if budget is None or _fits(made, budget):
+        if budget is None or min(one.peak_bytes for one in made) <= budget:
             break
     return _best(made, budget)
 
@@ -153,7 +163,6 @@ def staged(
     if isinstance(whole, str) or known.passes is None:
         return str(whole)
     name = asked.schedule or SAFE
-    speeds = speeds_of_model(asked.speeds, model)
     first = _Shape(
         seen=seen,
         whole=whole,
@@ -162,7 +171,7 @@ def staged(
         schedule=name,
         micro_batches=1,
         budget=budget,
-        speeds=speeds,
+        speeds=speeds_of_model(asked.speeds, model),
         more=asked.more_bytes(model),
     )
     blocks, stages = len(whole.names), model * first.each
@@ -194,7 +203,8 @@ def staged(
             made += _drafts(shape, run, asked)
     if not made:
         return refused
-    if asked.chunks is None and not asked.all_chunks and budget is not None and not _fits(made, budget):
+    over = budget is not None and min(one.peak_bytes for one in made) > budget
+    if over and asked.chunks is None and not asked.all_chunks:
         # the fewest samples at once that can run in chunks at all: more of them need no less
         in_chunks = (list(_drafts_in_chunks(*one, asked)) for one in zip(shapes, parts, strict=True))
         made += next(filter(None, in_chunks), [])
@@ -202,38 +212,28 @@ def staged(
 
 
 def _fastest(shape: _Shape, rows: int) -> dict[int, float]:
-    """The number of micro-batches of the least time by Eq. 8, over all there can be, one and one per rank: seconds.
+    """Seconds of a step by Eq. 8: of the fastest number of micro-batches, of one, and of one per rank; {}: not known.
 
-    Args:
-        rows: Of the smallest micro-batch that is counted; others lie on the line between it and the whole.
-
-    Returns:
-        The fastest first; empty where the times are not known.
+    A micro-batch of so many rows is counted; others lie on the line between it and the whole.
     """
     passes = stages_of(shape.seen).passes
     whole, counted = shape.whole, passes(rows) if passes else ""
     if isinstance(counted, str) or counted.rows == whole.rows or shape.each > 1:
         # stages that take turns on a rank have another time than Eq. 8
         return {}
-    layers = dict[int, LayerSeconds]()
-    for count in counts_for(whole.rows, [shape.ranks]):
-        part = whole.at(counted, -(-whole.rows // count))
-        if part is None:
-            return {}
-        layers[count] = replace(shape, micro_batches=count).seconds(part)
+    counts = counts_for(whole.rows, [shape.ranks])
+    parts = {count: whole.at(counted, -(-whole.rows // count)) for count in counts}
+    if None in parts.values():
+        return {}
+    layers = {n: replace(shape, micro_batches=n).seconds(part) for n, part in parts.items() if part}
     devices = Devices(n_stages=shape.ranks, speeds=shape.of_stages)
     return fastest_of(times_of(layers), devices, (1, min(shape.ranks, whole.rows)))
 
 
-def _fits(made: Sequence[Draft], budget: int) -> bool:
-    return any(one.peak_bytes <= budget for one in made)
-
-
 def _best(made: Sequence[Draft], budget: int | None) -> Draft:
     fitting = [one for one in made if budget is None or one.peak_bytes <= budget]
-    if fitting:
-        return min(fitting, key=lambda one: (one.pace, one.peak_bytes))
-    return min(made, key=lambda one: (one.peak_bytes, one.pace))
+    least_bytes = min(made, key=lambda one: (one.peak_bytes, one.pace))
+    return min(fitting, key=lambda one: (one.pace, one.peak_bytes), default=least_bytes)
 
 
 def _drafts(shape: _Shape, run: StagesInChunks, asked: PipelineOptions) -> Iterator[Draft]:
@@ -246,7 +246,7 @@ def _drafts(shape: _Shape, run: StagesInChunks, asked: PipelineOptions) -> Itera
     if shape.budget is None or not again:
         return
     for ends in _likely_ends(shape, run.part, computed_again(run.part, again), asked):
-        blocks = fewest_again(_pipeline(shape, run.part, ends), again, shape.budgets)
+        blocks = fewest_again(shape.pipeline(run.part, ends), again, shape.budgets)
         if blocks:
             yield _draft(shape, run, ends=ends, again=blocks)
 
@@ -262,7 +262,7 @@ def _drafts_in_chunks(shape: _Shape, part: Passes, asked: PipelineOptions) -> It
     if isinstance(least, str):
         return
     for ends in _likely_ends(shape, part, computed_again(least, again), asked):
-        rules, blocks = fewest_chunks(_pipeline(shape, part, ends), levels, again, shape.budgets)
+        rules, blocks = fewest_chunks(shape.pipeline(part, ends), levels, again, shape.budgets)
         found = chunks.passes(part.rows, rules) if rules else ""
         if not isinstance(found, str):
             run = StagesInChunks(plain=part, part=found, chunks=rules)
@@ -277,10 +277,6 @@ def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: PipelineOpti
     return sorted({fastest, _cut(shape, least, shape.seconds(least))})
 
 
-def _pipeline(shape: _Shape, part: Passes, ends: tuple[int, ...]) -> Pipeline:
-    return Pipeline(part=part, whole=shape.whole, ends=ends, orders=shape.orders, at_once=shape.at_once)
-
-
 def _draft(
     shape: _Shape, run: StagesInChunks, *, ends: tuple[int, ...] | None, again: tuple[int, ...] = ()
 ) -> Draft:
@@ -289,7 +285,7 @@ def _draft(
     layers = shape.seconds(part)
     if ends is None:
         ends = _cut(shape, part, layers)
-    pipeline = _pipeline(shape, part, ends)
+    pipeline = shape.pipeline(part, ends)
     peaks = rank_peaks(pipeline)
     peak, more = max((peak - more, more) for peak, more in zip(peaks, shape.more, strict=True))
     times = layers.stages(ends, shape.of_stages)
@@ -340,6 +336,9 @@ def _target(shape: _Shape, ends: tuple[int, ...], stages: Sequence[Stage]) -> Ru
         f" micro-batches by {shape.schedule}: a rank waits {100 * bubble:.0f} % of the time, and needs"
         f" {format_bytes(peak)} at most"
     )
+    far = [str(n) for n, crosses in enumerate(shape.crossing[:-1]) if crosses]
+    if far and not all(shape.crossing):
+        why += f"; stage {' and '.join(far)} sends to another node"
     if shape.compared:
         (fastest, _), *others = shape.compared.items()
         other = ", ".join(f"{count}: {format_seconds(seconds)}" for count, seconds in others)
@@ -371,16 +370,17 @@ def _cut(shape: _Shape, part: Passes, layers: LayerSeconds) -> tuple[int, ...]:
         send_forward=layers.send_forward,
         send_backward=layers.send_backward,
         speeds=shape.of_stages,
+        micro_batches=shape.micro_batches,
     )
     seconds = layers.forward + layers.backward
     found = filled(cut().ends, stages, seconds, shape.unlike)
     if shape.budget is None:
         return found
     rows = list(layer_bytes(part, shape.orders, stages, at_once=shape.at_once))
-    made = partial(Pipeline, part=part, whole=shape.whole, orders=shape.orders, at_once=shape.at_once)
     best, least, ends = found, inf, found
     for _ in range(CAPS):
-        overs = [peak - own for peak, own in zip(rank_peaks(made(ends=ends)), shape.budgets, strict=True)]
+        peaks = rank_peaks(shape.pipeline(part, ends))
+        overs = [peak - own for peak, own in zip(peaks, shape.budgets, strict=True)]
         over, runs = max(overs), list(pairwise((0, *ends)))
         if over < least:
             best, least = ends, over

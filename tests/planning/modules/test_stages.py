@@ -309,6 +309,35 @@ def test_slow_ranks_have_fewer_blocks() -> None:
     assert sizes[0] + sizes[2] < sizes[1] + sizes[3]
 
 
+def test_little_is_sent_between_nodes() -> None:
+    """Of six equal blocks the third and the fourth return an eighth; of three ranks the third is on another node."""
+    links = replace(step().rates.links, intra_bandwidth=64.0, inter_bandwidth=8.0, latency=0.0, adapters=1)
+    sent = (64, 64, 8, 8, 64, 8)
+
+    def cut(node: int, *, ranks: int = 3, data: int = 1) -> Draft:
+        rates = replace(step().rates, links=replace(links, ranks_per_node=node))
+
+        def of(rows: int | None) -> Passes:
+            found = passes(rows or ROWS)
+            return replace(found, sent_bytes=tuple(found.rows * n for n in sent))
+
+        there = with_stages(replace(step(), rates=rates), passes=of)
+        return made(staged(there, ranks, data=data, budget=None, asked=PipelineOptions(micro_batches=8)))
+
+    within, between, apart = cut(3), cut(2), cut(1)
+    assert spec_of(within).ends == spec_of(between).ends == "2,4,6" != spec_of(apart).ends
+    # 64 bytes a row at 64 bytes a second, and 8 at 8, there and back
+    assert [stage.send_forward_seconds for stage in between.stages] == [1.0, 1.0, 0.0]
+    assert [stage.send_backward_seconds for stage in between.stages] == [0.0, 1.0, 1.0]
+    assert [stage.send_forward_seconds for stage in within.stages] == [1.0, 0.125, 0.0]
+    assert within.seconds < between.seconds < apart.seconds
+    (why,) = (rule.why for rule in between.targets if rule.strategy == "pipeline")
+    assert "; stage 1 sends to another node" in why
+    assert "another node" not in within.targets[0].why + apart.targets[0].why
+    # a second pipeline begins on the second node and goes on to the third one, so that either link is between nodes
+    assert cut(2, data=2).stages == apart.stages
+
+
 def test_ranks_of_unlike_memory_have_blocks_for_it() -> None:
     """Of each block the first rank needs 450 bytes more, the second one 250: see the peaks of the cuts by hand."""
     kept = PipelineOptions(micro_batches=4, schedule="1f1b", again=())

@@ -27,7 +27,8 @@ from typing import Any
 from lightning_amp.costs.ordered_runs import Device, OrderedRuns, paces, whole
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.pipeline.schedule.least_sum import least_sum
-from lightning_amp.techniques.pipeline.schedule.numbers import Numbers, check_count, numbers_of
+from lightning_amp.techniques.pipeline.schedule.numbers import Numbers, check_count, numbers_of, rows_of
+from lightning_amp.techniques.pipeline.schedule.unlike_links import least_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +57,16 @@ def cut_pipeline(
     backward: Numbers,
     n_stages: int,
     *,
-    send_forward: Numbers | None = None,
-    send_backward: Numbers | None = None,
+    send_forward: Numbers | Iterable[Numbers] | None = None,
+    send_backward: Numbers | Iterable[Numbers] | None = None,
     layer_bytes: Numbers | Iterable[Numbers] | None = None,
     stage_bytes: Numbers | float | None = None,
     speeds: Numbers | None = None,
+    micro_batches: int | None = None,
 ) -> PipelineCut:
     """Cut layers into stages so that the slowest forward and the slowest backward stage are shortest in sum.
+
+    Where links differ, the time of a whole step (Eq. 8) is shortest instead, and every stage has a layer.
 
     The result is an optimum, exactly: floats count as the rational numbers that they are, and only the times that some
     stages really take are compared, so neither rounding nor a tolerance decides.
@@ -70,13 +74,15 @@ def cut_pipeline(
     Args:
         forward: Time of every layer's forward pass of one micro-batch on a device of speed 1, in any unit; K of them.
         backward: Of its backward pass, in the same unit.
-        n_stages: The most stages; fewer are used where that is better.
-        send_forward: Time of sending what a layer returns to the next one; none: no time.
-        send_backward: Time of sending the gradient that a layer returns to the one before it; none: no time.
+        n_stages: The most stages; fewer are used where that is better and links do not differ.
+        send_forward: Time of sending what a layer returns to the next one; none: no time. Where links differ, a row of
+            K for every stage that sends it.
+        send_backward: Time of sending the gradient that a layer returns to the one before it; likewise.
         layer_bytes: Bytes of every layer; or, where they depend on the stage, as the micro-batches in flight do, a row
             of K for every stage.
         stage_bytes: Bytes that a stage may have: a number, or one for every stage; none: no cap.
         speeds: Of every stage's device; a layer takes its time divided by the speed. None: all 1.
+        micro_batches: p, which is needed where links differ.
 
     Raises:
         PlanError: No cut keeps to the bytes, or lists of other lengths, or a number out of range.
@@ -85,24 +91,45 @@ def cut_pipeline(
     costs = [numbers_of("forward", forward)]
     layers = len(costs[0])
     costs.append(numbers_of("backward", backward, layers))
-    for name, sends in (("send_forward", send_forward), ("send_backward", send_backward)):
-        costs.append([0] * layers if sends is None else numbers_of(name, sends, layers))
+    sends = [
+        [[0.0] * layers] if given is None else rows_of(name, given, n_stages, layers)
+        for name, given in (("send_forward", send_forward), ("send_backward", send_backward))
+    ]
     pace, unit = paces(
         [1] * n_stages if speeds is None else numbers_of("speeds", speeds, n_stages, above_zero=True)
     )
-    columns, scale = _whole_columns(costs)
-    runs = OrderedRuns(
-        forward=list(accumulate(columns[0], initial=0)),
-        backward=list(accumulate(columns[1], initial=0)),
-        send_forward=[0, *(unit * time for time in columns[2][:-1]), 0],
-        send_backward=[0, *(unit * time for time in columns[3][1:]), 0],
-        devices=_devices(pace, layer_bytes, stage_bytes, layers),
+    columns, scale = _whole_columns([*costs, *sends[0], *sends[1]])
+    there, back = (list(accumulate(column, initial=0)) for column in columns[:2])
+    # over the cut before every layer
+    on = [[0, *(unit * time for time in row[:-1]), 0] for row in columns[2 : 2 + len(sends[0])]]
+    returned = [[0, *(unit * time for time in row[1:]), 0] for row in columns[2 + len(sends[0]) :]]
+    devices = _devices(pace, layer_bytes, stage_bytes, layers)
+    if all(row == rows[0] for rows in (on, returned) for row in rows):
+        runs = OrderedRuns(
+            forward=there, backward=back, send_forward=on[0], send_backward=returned[0], devices=devices
+        )
+        ends = least_sum(runs)
+        if ends is None:
+            raise PlanError(_too_large(runs, stage_bytes))
+        f, b = runs.times(ends)
+    else:
+        more = check_count("micro_batches", micro_batches) - 1
+        links = on * (n_stages // len(on))
+        # the link after a stage carries the gradients of the next one
+        links_back = [*(returned * (n_stages // len(returned)))[1:], [0] * (layers + 1)]
+        found = least_step((there, links), (back, links_back), devices, more)
+        if found is None:
+            raise PlanError(
+                f"{layers!r} layers on {n_stages!r} stages with stage_bytes={stage_bytes!r} are not possible where each"
+                " stage has a layer, as unlike links require: allow more bytes or other stages, or make layers smaller"
+                " (recompute, chunk)"
+            )
+        ends, f, b = found
+    return PipelineCut(
+        ends=tuple(ends),
+        rho_forward=float(Fraction(f, scale * unit)),
+        rho_backward=float(Fraction(b, scale * unit)),
     )
-    ends = least_sum(runs)
-    if ends is None:
-        raise PlanError(_too_large(runs, stage_bytes))
-    f, b = (float(Fraction(time, scale * unit)) for time in runs.times(ends))
-    return PipelineCut(ends=tuple(ends), rho_forward=f, rho_backward=b)
 
 
 def _whole_columns(columns: list[list[float]]) -> tuple[list[list[int]], int]:
@@ -115,14 +142,14 @@ def _whole_columns(columns: list[list[float]]) -> tuple[list[list[int]], int]:
 def _devices(pace: list[int], layer_bytes: Any, stage_bytes: Any, layers: int) -> list[Device]:
     if stage_bytes is None:
         if layer_bytes is not None:
-            _rows(layer_bytes, len(pace), layers)
+            rows_of("layer_bytes", layer_bytes, len(pace), layers)
         return [Device(pace=p) for p in pace]
     if layer_bytes is None:
         raise PlanError(
             f"stage_bytes={stage_bytes!r} requires layer_bytes; a cap needs the bytes of every layer: pass"
             " them too, or leave stage_bytes out"
         )
-    rows = _rows(layer_bytes, len(pace), layers)
+    rows = rows_of("layer_bytes", layer_bytes, len(pace), layers)
     listed = isinstance(stage_bytes, Iterable)
     caps = numbers_of("stage_bytes", stage_bytes if listed else [stage_bytes], len(pace) if listed else 1)
     flat, _ = whole([number for row in (*rows, caps) for number in row])
@@ -133,19 +160,6 @@ def _devices(pace: list[int], layer_bytes: Any, stage_bytes: Any, layers: int) -
         Device(pace=p, bytes_before=before[i % len(before)], cap=room[i % len(room)])
         for i, p in enumerate(pace)
     ]
-
-
-def _rows(layer_bytes: Any, stages: int, layers: int) -> list[list[float]]:
-    rows = layer_bytes.tolist() if hasattr(layer_bytes, "tolist") else layer_bytes
-    rows = list(rows) if isinstance(rows, Iterable) else rows
-    if not isinstance(rows, list) or not any(isinstance(row, Iterable) for row in rows):
-        return [numbers_of("layer_bytes", rows, layers)]
-    if len(rows) != stages:
-        raise PlanError(
-            f"layer_bytes got {len(rows)!r} rows; allowed are a number for each layer, or a row for each of"
-            f" {stages!r} stages: pass one of these"
-        )
-    return [numbers_of(f"layer_bytes[{i}]", row, layers) for i, row in enumerate(rows)]
 
 
 def _too_large(runs: OrderedRuns, stage_bytes: Any) -> str:

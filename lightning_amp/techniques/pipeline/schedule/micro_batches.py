@@ -7,9 +7,9 @@ All times are those of one of p micro-batches, and they are not proportional to 
 every p. `gpipe_seconds` takes all p at once (their Algorithm 4); `cross_search` chooses cut and p in turn until
 neither improves (Algorithm 1), `search_all` cuts for every p that may be best. Either takes the cut of least
 rho_1 + rho_2 for a p, as the paper does: what is sent once per cut is in T but not in what is minimised, and for p = 1
-it is all that matters.
+it is all that matters. Where links differ, the cut is that of least T.
 
-Legend: K layers, P numbers of micro-batches.
+Legend: K layers, P numbers of micro-batches, N stages.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,16 +35,16 @@ class LayerTimes:
         counts: The numbers of micro-batches p, rising.
         forward: Of the forward pass.
         backward: Of the backward pass.
-        send_forward: Of sending what the layer returns on.
-        send_backward: Of sending the gradient that the layer returns back.
+        send_forward: Of sending what the layer returns on; where links differ, by every stage, [P, N, K].
+        send_backward: Of sending the gradient that the layer returns back; likewise.
         after: What a step takes besides, once for all micro-batches, [P]; none: no time.
     """
 
     counts: tuple[int, ...]
     forward: Table
     backward: Table
-    send_forward: Table
-    send_backward: Table
+    send_forward: Float[np.ndarray, "P *N K"]
+    send_backward: Float[np.ndarray, "P *N K"]
     after: Float[np.ndarray, " P"] | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +62,8 @@ class LayerTimes:
         shape = self.forward.shape
         for name in ("forward", "backward", "send_forward", "send_backward"):
             table = getattr(self, name)
-            if table.shape != shape or len(shape) != 2 or shape[0] != len(self.counts):
+            found = table.shape[:1] + table.shape[2:] if "send" in name and table.ndim == 3 else table.shape
+            if found != shape or len(shape) != 2 or shape[0] != len(self.counts):
                 raise PlanError(
                     f"{name} got a table of {table.shape!r}; allowed is {(len(self.counts), *shape[1:])!r},"
                     " a row for every number of micro-batches and a column for every layer: correct it"
@@ -101,12 +102,18 @@ def gpipe_seconds(
         PlanError: Fewer speeds than stages, or a number out of range.
     """
     starts = np.array((0, *ends[:-1]))
-    used = starts < np.array(ends)
+    used = np.flatnonzero(starts < np.array(ends))
     speed = np.array(speeds_of(speeds, len(ends)))
     cuts = starts[used][1:]
     forward = np.add.reduceat(times.forward, starts[used], axis=1) / speed[used]
     backward = np.add.reduceat(times.backward, starts[used], axis=1) / speed[used]
-    on, back = times.send_forward[:, cuts - 1], times.send_backward[:, cuts]
+    on, back = (
+        table[:, layers] if table.ndim == 2 else table[:, stages, layers]
+        for table, stages, layers in (
+            (times.send_forward, used[:-1], cuts - 1),
+            (times.send_backward, used[1:], cuts),
+        )
+    )
     slowest = np.maximum(forward.max(1), on.max(1, initial=0)) + np.maximum(
         backward.max(1), back.max(1, initial=0)
     )
@@ -212,6 +219,7 @@ def _cut(times: LayerTimes, devices: Devices, row: int) -> PartitionChoice:
         layer_bytes=devices.layer_bytes,
         stage_bytes=devices.stage_bytes,
         speeds=devices.speeds,
+        micro_batches=times.counts[row],
     )
     seconds = gpipe_seconds(times, cut.ends, speeds=devices.speeds)[row]
     return PartitionChoice(ends=cut.ends, micro_batches=times.counts[row], seconds=float(seconds), cuts=1)

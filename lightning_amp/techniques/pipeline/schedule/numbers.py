@@ -41,6 +41,28 @@ def numbers_of(name: str, given: Any, length: int | None = None, *, above_zero: 
     return listed
 
 
+def rows_of(name: str, given: Any, stages: int, length: int) -> list[list[float]]:
+    """One row of numbers for all stages, or a row for each.
+
+    Args:
+        name, given, length: As those of `numbers_of`; `given` may be a list of rows.
+        stages: How many rows there must be then.
+
+    Raises:
+        PlanError: Something else, or a number out of range.
+    """
+    rows = given.tolist() if hasattr(given, "tolist") else given
+    rows = list(rows) if isinstance(rows, Iterable) else rows
+    if not isinstance(rows, list) or not any(isinstance(row, Iterable) for row in rows):
+        return [numbers_of(name, rows, length)]
+    if len(rows) != stages:
+        raise PlanError(
+            f"{name} got {len(rows)!r} rows; allowed are a number for each layer, or a row for each of"
+            f" {stages!r} stages: pass one of these"
+        )
+    return [numbers_of(f"{name}[{i}]", row, length) for i, row in enumerate(rows)]
+
+
 def speeds_of(speeds: Any, stages: int) -> list[float]:
     """Speeds of the devices that have a stage, 1 where none are given; those of idle devices after them are left out.
 
@@ -55,8 +77,8 @@ def speeds_of(speeds: Any, stages: int) -> list[float]:
     return listed[:stages]
 
 
-def check_count(name: str, count: object) -> None:
-    """Refuse what does not count anything.
+def check_count(name: str, count: object) -> int:
+    """The number, if it counts something.
 
     Raises:
         PlanError: Not a whole number of 1 or more.
@@ -65,3 +87,4 @@ def check_count(name: str, count: object) -> None:
         raise PlanError(
             f"{name}={count!r} is not supported; allowed is a whole number of 1 or more: correct it"
         )
+    return count
