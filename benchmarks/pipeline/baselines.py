@@ -4,7 +4,7 @@
 
 All times are seconds of the processor, so that other work on the machine counts little. Dynamic programming and
 recursion solve one direction under one bound, as in the paper; the least sum needs a pass for every bound. `--write`
-puts the tables into docs/paper/csimd.md. About three minutes.
+puts the tables into docs/paper/csimd.md. About five minutes.
 """
 
 import argparse
