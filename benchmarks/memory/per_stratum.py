@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_amp.figures import PALETTE, RED
-from lightning_amp.simulation.request import parse_shape, request_decoder
+from lightning_amp.simulation.parse_shape import parse_shape
+from lightning_amp.simulation.request import request_decoder
 from lightning_amp.simulation.simulate import simulate_plan
 
 SHAPE = "anchors=113505,dim=128,strata=32,batch=1"

@@ -8,7 +8,7 @@ from lightning_amp.errors import PlanError
 if TYPE_CHECKING:
     from lightning_amp.costs.device_rates import Rates
     from lightning_amp.profiling.profile import Profile
-    from lightning_amp.simulation.request import ShapeRequest
+    from lightning_amp.simulation.parse_shape import ShapeRequest
 
 BATCH_SIZE = 64
 OF_DATA = {"--latent-dim": "latent_dim", "--window": "window", "--setting": "setting", "--keys": "keys"}
@@ -104,7 +104,7 @@ def read(arguments: argparse.Namespace) -> "Profile":
 
 def decoder_asked(arguments: argparse.Namespace) -> "ShapeRequest | None":
     """The decoder by itself that was requested instead of a data directory; None where that was named."""
-    from lightning_amp.simulation.request import EXAMPLE, parse_shape
+    from lightning_amp.simulation.parse_shape import EXAMPLE, parse_shape
 
     shape, data_dir = arguments.shape, arguments.data_dir
     if (shape is None) == (data_dir is None):

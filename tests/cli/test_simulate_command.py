@@ -11,7 +11,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.plan.decoder_only import shape_of_decoder
 from lightning_amp.simulation.models_without_values import decoder_subject
-from lightning_amp.simulation.request import parse_shape
+from lightning_amp.simulation.parse_shape import parse_shape
 from tests.paths import ROOT
 
 SHAPE = "anchors=120,dim=8,strata=3,batch=2,window=16"
