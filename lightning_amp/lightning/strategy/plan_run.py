@@ -26,6 +26,7 @@ from lightning_amp.planning.modules.plan_module import (
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.policies.build_rules import (
     remarks,
+    too_few_cells,
     with_balance,
     with_memory,
     with_requested,
@@ -34,7 +35,6 @@ from lightning_amp.planning.policies.build_rules import (
     without_shared_statistics,
 )
 from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.planning.policies.request import too_few_cells
 from lightning_amp.planning.time.step_seconds import decoder_seconds, rest_seconds
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.spec import ChunkBlock

@@ -15,9 +15,14 @@ from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Candidate, Explanation, Plan
 from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, candidates
-from lightning_amp.planning.policies.build_rules import build_rules, with_memory
+from lightning_amp.planning.policies.build_rules import (
+    build_rules,
+    decide_balance,
+    too_few_cells,
+    with_memory,
+)
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
-from lightning_amp.planning.policies.request import PlanRequest, check_request, decide_balance, too_few_cells
+from lightning_amp.planning.policies.request import PlanRequest, check_request
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, memory_of_ranks
