@@ -26,6 +26,7 @@ from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.apart import apart
 from lightning_amp.footprint.copies.as_before import is_of_user
+from lightning_amp.footprint.copies.known_values import give_values
 
 M = TypeVar("M", bound=nn.Module)
 DATA = (Dataset, DataLoader, LightningDataModule)
@@ -54,7 +55,9 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
         memo |= {id(v): v.detach() if fake is None else fake_tensor(v.detach(), fake) for v in computed}
         if fake is not None:
             for tensor in _own_tensors(child):
-                memo[id(tensor)] = fake_tensor(tensor, fake)
+                memo[id(tensor)] = found = fake_tensor(tensor, fake)
+                if not (isinstance(tensor, nn.Parameter) or has_no_values(tensor)):
+                    give_values(found, tensor)
     try:
         _copy_functions([*module.modules()], memo)
         twin = copy.deepcopy(module, memo)

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import IS_ALL_TRUE, FakeTensor, FakeTensorMode, as_meta, fake_like, tree_leaves
+from lightning_amp._torch import (
+    IS_ALL_TRUE,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    as_meta,
+    fake_like,
+    tree_leaves,
+)
+from lightning_amp.footprint.copies.known_values import note, value_of
 
 _OF_VALUES = {
     torch.Tag.data_dependent_output,
@@ -42,6 +51,7 @@ NOTHING = "nothing"
 
 _known: dict[Any, _Found] = {}
 """Of all modes, by an operator and its arguments: a step is counted several times while it is planned."""
+READ = torch.ops.aten._local_scalar_dense.default
 MOST = 100_000
 """Entries before it is emptied."""
 
@@ -50,9 +60,9 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A FakeTensorMode for one step or one graph, in which operators may have other tensors as arguments too.
 
     Args:
-        valid: Whether the checks of `torch.distributions` pass, and no value exceeds the bins that `torch.bincount` is
-            given. A step that is counted passes such checks, or the run ends with their error; a graph that is captured
-            would lose them.
+        valid: Whether the checks of `torch.distributions` pass, no value exceeds the bins that `torch.bincount` is
+            given, and code may read values that are known without data. A step that is counted passes such checks, or
+            the run ends with their error; a graph that is captured would lose them, and the branch on a buffer.
     """
 
     def __init__(self, *, valid: bool = False) -> None:
@@ -67,6 +77,18 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of an operator."""
         kwargs = kwargs or {}
+        if not self._valid:
+            return self._dispatch(func, types, args, kwargs)
+        if func is READ:
+            value = value_of(args[0])
+            if value is not None:
+                return value.item()
+        result = self._dispatch(func, types, args, kwargs)
+        if isinstance(func, OpOverload):
+            note(func, args, kwargs, result)
+        return result
+
+    def _dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if self._valid and func is IS_ALL_TRUE:
             result: Any = super().dispatch(func, types, args, kwargs)
             # of a fake tensor with a constant, bool() is that of the constant

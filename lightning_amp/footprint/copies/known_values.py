@@ -1,0 +1,200 @@
+"""Find the values of fake tensors that no data and no parameter enter, as masks that a module makes for itself.
+
+`torch.nn.Transformer` compares the mask it is given with a causal one, and branches on the answer. Such masks are made
+of numbers, or are buffers. A storage remembers how it was made, as a `Recipe`, and values are computed only where code
+reads one. A view shares its storage, and with it the recipe.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_amp._torch import FakeTensor, OpOverload, tree_map
+
+_EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
+MOST_BYTES = 2**30
+"""Of a tensor that is computed; a larger one has no values."""
+
+
+@dataclass(eq=False)
+class Recipe:
+    """How the memory of a tensor is made: a tensor with values, or an operator; `before` holds what it writes into."""
+
+    given: Tensor | None = None
+    func: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    like: "_View | None" = None
+    before: "Recipe | None" = None
+    was_read: bool = False
+
+
+@dataclass(eq=False)
+class _View:
+    """Where a tensor lies in its memory; `recipe` is None for the memory that an operator writes into."""
+
+    recipe: Recipe | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def on(self, memory: torch.UntypedStorage) -> Tensor:
+        """The tensor on real memory."""
+        return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.shape, self.stride)
+
+
+class ValueChanged(RuntimeError):
+    """A step writes to a buffer after code has read its value: the next step may take another branch."""
+
+
+def give_values(fake: Tensor, tensor: Tensor) -> None:
+    """Let a fake tensor have the values of a tensor."""
+    fake.untyped_storage().recipe = Recipe(given=tensor.detach())  # type: ignore[attr-defined]
+
+
+def recipe_of(tensor: Tensor) -> Recipe | None:
+    """How a tensor's memory is made; None where its values are not known."""
+    if type(tensor) is not FakeTensor:
+        # what a step reads besides its module and its batch
+        found = Recipe(given=tensor) if type(tensor) is Tensor and not tensor.requires_grad else None
+    elif tensor.constant is not None:
+        return Recipe(given=tensor.constant)
+    elif tensor.layout is torch.strided:
+        found = getattr(tensor.untyped_storage(), "recipe", None)
+    else:
+        return None
+    # the memory of a conjugate is that of what it is the conjugate of
+    return None if found is None or tensor.is_conj() or tensor.is_neg() else found
+
+
+@cache
+def _places_written(func: Any) -> list[tuple[int, str]]:
+    """Arguments that an operator writes to. Schemas of batch norm do not declare the running statistics."""
+    return [
+        (i, argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.name in ("running_mean", "running_var")
+        or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
+
+
+def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
+    """Remember how the result of an operator was made, and what it has written to.
+
+    Raises:
+        ValueChanged: It writes to a buffer whose value was read.
+    """
+    given = (*args, *kwargs.values())
+    known = all(recipe_of(tensor) is not None for tensor in _tensors(given))
+    known = known and func not in _EMPTY and torch.Tag.nondeterministic_seeded not in func.tags
+    written = _places_written(func)
+    for i, name in written:
+        value = args[i] if i < len(args) else kwargs.get(name)
+        for tensor in _tensors((value,)):
+            _write(tensor, _written(func, args, kwargs) if known and value is args[0] else None)
+    if written:
+        return
+    if known and type(result) is FakeTensor:
+        memory = result.untyped_storage()
+        if all(tensor.untyped_storage()._cdata != memory._cdata for tensor in _tensors(given)):
+            memory.recipe = Recipe(  # type: ignore[attr-defined]
+                func=func, args=tree_map(_seen, args), kwargs=tree_map(_seen, kwargs), like=_view(result)
+            )
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Recipe:
+    """How the memory of the first argument is made, after an operator has written to it."""
+    into = _view(args[0])
+    before, into.recipe = into.recipe, None
+    return Recipe(
+        func=func, args=(into, *tree_map(_seen, args[1:])), kwargs=tree_map(_seen, kwargs), before=before
+    )
+
+
+def _write(tensor: Tensor, after: Recipe | None) -> None:
+    before = getattr(tensor.untyped_storage(), "recipe", None)
+    if before is None:
+        return
+    if before.was_read:
+        raise ValueChanged("data-dependent: the step changes a buffer whose value it has read")
+    tensor.untyped_storage().recipe = after  # type: ignore[attr-defined]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def value_of(tensor: Tensor) -> Tensor | None:
+    """The values of a fake tensor, on the CPU; None where they are not known."""
+    recipe = recipe_of(tensor)
+    if recipe is None:
+        return None
+    with torch.no_grad():
+        memory = _memory(recipe, {})
+    return None if memory is None else _view(tensor).on(memory)
+
+
+def _view(tensor: Tensor) -> _View:
+    shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
+    return _View(recipe_of(tensor), shape, tensor.stride(), offset, tensor.dtype)
+
+
+def _seen(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _view(value)
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _memory(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torch.UntypedStorage | None:
+    """The memory that a recipe makes, with its values."""
+    if id(recipe) not in known:
+        known[id(recipe)] = _made(recipe, known)
+    return known[id(recipe)]
+
+
+def _made(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torch.UntypedStorage | None:
+    if recipe.given is not None:
+        recipe.was_read = True
+        return recipe.given.cpu().untyped_storage()
+    if recipe.like is not None and recipe.like.dtype.itemsize * _length(recipe.like) > MOST_BYTES:
+        return None
+    into = None
+    if recipe.before is not None:
+        earlier = _memory(recipe.before, known)
+        if earlier is None:
+            return None
+        # what reads the memory as it was before still needs it
+        into = earlier.clone()  # type: ignore[no-untyped-call]
+    unknown = False
+
+    def real(value: Any) -> Any:
+        nonlocal unknown
+        if not isinstance(value, _View):
+            return value
+        memory = into if value.recipe is None else _memory(value.recipe, known)
+        unknown |= memory is None
+        return value if memory is None else value.on(memory)
+
+    args, kwargs = tree_map(real, (recipe.args, recipe.kwargs or {}))
+    if unknown:
+        return None
+    result = recipe.func(*args, **kwargs)
+    if recipe.like is None:
+        return into
+    where = (tuple(result.shape), result.stride(), int(result.storage_offset()), result.dtype)
+    expected = (recipe.like.shape, recipe.like.stride, recipe.like.offset, recipe.like.dtype)
+    made: torch.UntypedStorage = result.untyped_storage()
+    return made if where == expected else None
+
+
+def _length(view: _View) -> int:
+    return torch.Size(view.shape).numel()
