@@ -28,6 +28,7 @@ from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.copies.fake_copy import copied_without_values, copy_of, fake_batch, length_of
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
+from lightning_amp.footprint.copies.unread import numbers_may_be_taken
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install_rules
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of
@@ -135,7 +136,8 @@ class EvaluationOfModule:
         try:
             with ExitStack() as stack:
                 forward = self._trainer.precision_plugin.forward_context()
-                for context in (as_guest(twin), fake, copied_without_values(), torch.no_grad(), forward):
+                without_values = (fake, copied_without_values(), numbers_may_be_taken())
+                for context in (as_guest(twin), *without_values, torch.no_grad(), forward):
                     stack.enter_context(context)
                 given = twin._apply_batch_transfer_handler(given, self._trainer.strategy.root_device)
                 live.watch([*twin.parameters(), *twin.buffers(), given])
