@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
-from lightning_amp.adapters.forms.column_layout import NotRecognised
+from lightning_amp.adapters.detect_form import adapted
+from lightning_amp.adapters.first_batch import FirstBatch, Snapshot
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder, NotDetected
 from lightning_amp.adapters.forms.higlue import lacks, resembles
 from lightning_amp.adapters.forms.multires import MultiResDecoder, resembles_multires
 from lightning_amp.adapters.lazy_distribution import LazyDistribution
-from lightning_amp.adapters.recognise.find_form import adapted
-from lightning_amp.adapters.recognise.module_snapshot import Snapshot
-from lightning_amp.adapters.recognise.real_size import FirstBatch
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.contract.protocol import StandIn
@@ -48,7 +46,7 @@ class Adapted:
         self._watches: list[RemovableHandle] = []
 
     def add(self, fqn: str, module: nn.Module) -> None:
-        """Let ours stand in for a decoder, or raise NotRecognised."""
+        """Let ours stand in for a decoder, or raise NotDetected."""
         decoder = adapted(module)
         if isinstance(decoder, MultiResDecoder):
             self.notes += [f"{fqn!r} {note}" for note in decoder.unpredicted(module)]
@@ -122,12 +120,12 @@ def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
             if not (resembles(child) or resembles_multires(child)):
                 missing = lacks(child)
                 if missing:
-                    raise NotRecognised(f"has no {', '.join(missing)}")
+                    raise NotDetected(f"has no {', '.join(missing)}")
                 continue
             if not fqn:
-                raise NotRecognised("is the LightningModule itself: make the decoder a module in it")
+                raise NotDetected("is the LightningModule itself: make the decoder a module in it")
             found.add(fqn, child)
-        except NotRecognised as reason:
+        except NotDetected as reason:
             found.notes.append(
                 f"{(fqn or type(child).__name__)!r} looks like a decoder of HiGLUE's shape and is trained as any other"
                 f" module (S1), because it {reason}"

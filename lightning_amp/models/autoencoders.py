@@ -3,22 +3,191 @@
 Legend: cell, feature, dim; anchors and genes are vertices of the guidance graph, own_vertex those of a device.
 """
 
-from typing import TYPE_CHECKING, Any, cast
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
-from lightning_amp.models import networks
-from lightning_amp.models.built_from_data import BuiltFromData
-from lightning_amp.models.inputs import ModelInputs
-from lightning_amp.models.latent import Discriminator, library_of
+from lightning_amp.models.decoders.likelihoods import PLAIN_DECODERS, PlainDecoder
+from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
+from lightning_amp.models.decoders.stratum_keys import Variant
+from lightning_amp.models.graph_encoder import GraphEncoder
+from lightning_amp.models.inputs import HIC, LIKELIHOODS, TOTALS, ModelInputs, inputs_from
+from lightning_amp.models.latents import Discriminator, Encoder, library_of
 from lightning_amp.shapes import Counts, PerCell, PerVertex, Scalar
 
 if TYPE_CHECKING:
     from lightning_amp.data.batch import Batch, CellBatch
 
-LATENT_STREAM, BURN_IN_STREAM = networks.STREAMS_PER_MODALITY - 1, networks.STREAMS_PER_MODALITY - 2
+STREAMS_PER_MODALITY = 64
+"""Streams of random numbers: dropout layers from the first on, latent and burn-in noise at the end."""
+
+DataDecoder = StratifiedDecoder | PlainDecoder
+
+
+def first_stream(inputs: ModelInputs, modality: str) -> int:
+    """First of the streams of random numbers that a modality may use."""
+    return STREAMS_PER_MODALITY * list(inputs.modalities).index(modality)
+
+
+def make_encoders(
+    inputs: ModelInputs, dim: int, *, hidden_dim: int, hidden_depth: int, dropout: float
+) -> nn.ModuleDict:
+    """One encoder per modality."""
+    return nn.ModuleDict(
+        {
+            name: Encoder(
+                modality.n_features,
+                dim,
+                hidden_dim=hidden_dim,
+                hidden_depth=hidden_depth,
+                dropout=dropout,
+                total=TOTALS[name],
+                stream=first_stream(inputs, name),
+            )
+            for name, modality in inputs.modalities.items()
+        }
+    )
+
+
+def make_decoders(
+    inputs: ModelInputs, dim: int, *, key: str, variant: str, chained: bool, window: int | None
+) -> nn.ModuleDict:
+    """One decoder per modality."""
+    decoders: dict[str, nn.Module] = {}
+    for name, modality in inputs.modalities.items():
+        if name != HIC:
+            decoders[name] = PLAIN_DECODERS[LIKELIHOODS[name]](modality.n_features, modality.n_batches)
+            continue
+        assert inputs.strata is not None, "ModelInputs checks that Hi-C comes with strata"
+        decoders[name] = StratifiedDecoder(
+            dim,
+            inputs.strata.nodes,
+            stratum_index=inputs.strata.distances,
+            n_anchors=inputs.strata.n_anchors,
+            n_batches=modality.n_batches,
+            key=cast(KeyKind, key),
+            variant=cast(Variant, variant),
+            chained=chained,
+            window=window,
+        )
+    return nn.ModuleDict(decoders)
+
+
+def make_graph_encoder(inputs: ModelInputs, dim: int) -> GraphEncoder:
+    """Encoder of the guidance graph."""
+    graph = inputs.graph
+    return GraphEncoder(
+        graph.n_vertices,
+        dim,
+        source=torch.from_numpy(graph.source),
+        target=torch.from_numpy(graph.target),
+        weight=torch.from_numpy(graph.weight),
+        sign=torch.from_numpy(graph.sign),
+        modalities={name: torch.from_numpy(m.vertices) for name, m in inputs.modalities.items()},
+    )
+
+
+CHECKPOINT_KEY = "model_inputs"
+
+Self = TypeVar("Self", bound="BuiltFromData")
+
+
+class BuiltFromData(pl.LightningModule):
+    """Abstract: a subclass says in `make_networks` what to make.
+
+    Attributes:
+        inputs: what the networks were made from; None before they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: ModelInputs | None = None
+
+    @abstractmethod
+    def make_networks(self, inputs: ModelInputs) -> None:
+        """Make the networks; called once."""
+
+    def build(self: Self, inputs: ModelInputs) -> Self:
+        """Make the networks for some data, without a trainer.
+
+        Raises:
+            ModelError: they exist already, or do not fit the settings.
+        """
+        if self.inputs is not None:
+            raise ModelError(
+                f"{type(self).__name__}.build was called, but its networks exist already; make a new "
+                f"{type(self).__name__} for other data"
+            )
+        self.make_networks(inputs)
+        self.inputs = inputs
+        return self
+
+    def built_inputs(self) -> ModelInputs:
+        """What the networks were made from.
+
+        Raises:
+            ModelError: there are none yet.
+        """
+        if self.inputs is None:
+            raise ModelError(
+                f"{type(self).__name__} has no networks yet; call build(inputs), fit it with a data module, or "
+                "load a checkpoint"
+            )
+        return self.inputs
+
+    def configure_model(self) -> None:
+        """Build the networks from the trainer's data module, unless they exist.
+
+        Raises:
+            ModelError: the trainer has no data module to build from.
+        """
+        if self.inputs is not None or not self._has_trainer():
+            return
+        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        if datamodule is None:
+            raise ModelError(
+                f"{type(self).__name__} was given to a Trainer without a data module, so its sizes are unknown; pass "
+                "datamodule=SingleCellDataModule(...), or call build(inputs) first"
+            )
+        self.build(inputs_from(datamodule))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store the inputs, so that the networks can be built without the data."""
+        if self.inputs is not None:
+            checkpoint[CHECKPOINT_KEY] = self.inputs.to_plain()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Build the networks the checkpoint was written with, or check that these are the same.
+
+        Raises:
+            ModelError: the checkpoint is not this class's, or was trained on other features or another graph.
+        """
+        if CHECKPOINT_KEY not in checkpoint:
+            raise ModelError(
+                f"the checkpoint has no {CHECKPOINT_KEY!r}, only {sorted(checkpoint)!r}; load one that "
+                f"{type(self).__name__} wrote"
+            )
+        inputs = ModelInputs.from_plain(checkpoint[CHECKPOINT_KEY])
+        if self.inputs is None:
+            self.build(inputs)
+        elif (name := self.inputs.difference(inputs)) is not None:
+            raise ModelError(
+                f"the checkpoint was trained on other data: {name!r} differs; use the data it was trained on, "
+                "or train anew"
+            )
+
+    def _has_trainer(self) -> bool:
+        try:
+            return self.trainer is not None
+        except RuntimeError:  # Lightning has no public question for it
+            return False
+
+
+LATENT_STREAM, BURN_IN_STREAM = STREAMS_PER_MODALITY - 1, STREAMS_PER_MODALITY - 2
 
 
 class LinkedAutoencoders(BuiltFromData):
@@ -47,13 +216,13 @@ class LinkedAutoencoders(BuiltFromData):
                 f"GLUE(modality_weights={h.modality_weights!r}) names {strangers!r}, but the data have "
                 f"{list(inputs.modalities)!r}; name these only"
             )
-        self.encoders = networks.make_encoders(
+        self.encoders = make_encoders(
             inputs, h.latent_dim, hidden_dim=h.hidden_dim, hidden_depth=h.hidden_depth, dropout=h.dropout
         )
-        self.decoders = networks.make_decoders(
+        self.decoders = make_decoders(
             inputs, h.latent_dim, key=h.key, variant=h.variant, chained=h.chained, window=h.window
         )
-        self.graph_encoder = networks.make_graph_encoder(inputs, h.latent_dim)
+        self.graph_encoder = make_graph_encoder(inputs, h.latent_dim)
         self.discriminator = Discriminator(
             h.latent_dim, len(inputs.modalities), width=h.discriminator_dim, depth=h.discriminator_depth
         )
@@ -107,7 +276,7 @@ class LinkedAutoencoders(BuiltFromData):
             ModelError: the networks are not built, or have no such modality.
         """
         (u, _), (v, _) = self.encode(modality, batch), self.vertices()
-        decoder = cast(networks.DataDecoder, self.decoders[modality])
+        decoder = cast(DataDecoder, self.decoders[modality])
         rows = self.graph_encoder.rows[modality](v)
         return decoder.mean(u, rows, batch=batch["batch"], library=library_of(batch))
 
@@ -123,4 +292,4 @@ class LinkedAutoencoders(BuiltFromData):
                 f"GLUE was given cells of {modality!r}, but was built for {list(inputs.modalities)!r}; "
                 "use the data it was built for"
             )
-        return networks.first_stream(inputs, modality)
+        return first_stream(inputs, modality)

@@ -34,7 +34,7 @@ from torch import Tensor
 # the common base of BatchNorm1d, 2d and 3d has no public name
 from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.data.batch import parts_in
-from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.data.files.directory import written_aside
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.checkpoints.write_checkpoint import write_state
@@ -43,11 +43,12 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import (
     DTYPES,
     Precision,
+    Record,
+    Recorder,
     Report,
     common_factor,
     record_errors,
 )
-from lightning_amp.verification.recorder import Record, Recorder
 
 Cells = Tensor | SparseCounts | np.ndarray
 """What has a first axis of cells."""

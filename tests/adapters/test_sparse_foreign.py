@@ -146,7 +146,7 @@ def test_takes_the_counts_that_the_likelihood_takes() -> None:
 
 
 @pytest.mark.usefixtures("checked")
-def test_what_is_recognised_does_not_depend_on_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_detected_does_not_depend_on_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     found = adapt(Foreign(replace(Copy(), strata=3)))
     assert list(found.decoders) == ["decoder"]
     found.undo()

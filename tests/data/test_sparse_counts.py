@@ -33,11 +33,11 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
 from lightning_amp.lightning.consistency.replicas import _print_of, make_sure_of_same_batch
 from lightning_amp.lightning.steps.cells import count_cells
-from lightning_amp.models.cell_encoder import Encoder
-from lightning_amp.models.decoders.per_feature import NBDecoder
+from lightning_amp.models.decoders.likelihoods import NBDecoder
 from lightning_amp.models.glue import GLUE
-from lightning_amp.techniques.hic.features.row import RowParallelLinear
-from lightning_amp.techniques.hic.features.wide_linear import share_rows
+from lightning_amp.models.latents import Encoder
+from lightning_amp.techniques.hic.features import share_rows
+from lightning_amp.techniques.hic.rows import RowParallelLinear
 from tests.lightning.strategy.model_axis_cases import ALL, trainer_of
 from tests.ranks import run_ranks
 from tests.techniques.sharded_cases import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_amp.errors import ModelError
-from lightning_amp.models.decoders.full_attention import FullAttention
+from lightning_amp.models.decoders.local_attention import FullAttention
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
 

@@ -1,6 +1,6 @@
 """Detect a decoder of HiGLUE's shape, and build our decoder from its layers.
 
-    feature_masks, strata_masks                 lists of indices, one per stratum (column_layout.py)
+    feature_masks, strata_masks                 lists of indices, one per stratum
     scale_lin, bias                             tables [experiment, feature]
     log_theta, zi_logits                        the same, where the counts are not binary
     prenorm_layers, key_layers, value_layers,
@@ -10,7 +10,7 @@
     use_attn, use_activation                    flags; where one is missing, both are tried
 
 `forward(u, v, b, l)` returns a distribution. Copies of this decoder differ in what they do with these parts: `Form` is
-one way, and recognise/find_form.py finds out which one an instance takes. No flag is believed without that.
+one way, and detect_form.py finds out which one an instance takes. No flag is believed without that.
 
 Legend: anchor (N), dim (D), stratum (K), feature (F), experiment (row of the tables).
 """
@@ -23,14 +23,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
+from lightning_amp.adapters.forms.adapted_decoder import (
+    LISTS,
+    AdaptedDecoder,
+    Layout,
+    NotDetected,
+    read_layout,
+)
 from lightning_amp.adapters.forms.adapted_stratum import (
     AdaptedAttentionKey,
     AdaptedConvolutionKey,
     AdaptedStratum,
     GivenDistribution,
 )
-from lightning_amp.adapters.forms.column_layout import LISTS, Layout, NotRecognised, read_layout
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratum import ZINB
 
@@ -102,17 +107,17 @@ def read_parts(module: nn.Module) -> Layout:
     """The strata of a decoder that has the parts that all forms need.
 
     Raises:
-        NotRecognised: A table is missing or has other columns, or there are no keys.
+        NotDetected: A table is missing or has other columns, or there are no keys.
     """
     layout = read_layout(module)
     for name in BINARY_TABLES.values():
         table = getattr(module, name, None)
         if not isinstance(table, nn.Parameter) or table.dim() != 2 or table.shape[1] != layout.n_features:
             found = tuple(table.shape) if isinstance(table, nn.Parameter) else table
-            raise NotRecognised(f"has {name}={found!r}, and not a table of {layout.n_features!r} columns")
+            raise NotDetected(f"has {name}={found!r}, and not a table of {layout.n_features!r} columns")
     if not (_has_lists(module, ATTENTION_LISTS) or _has_lists(module, CONVOLUTION_LISTS)):
         needed = tuple(ATTENTION_LISTS.values()), tuple(CONVOLUTION_LISTS.values())
-        raise NotRecognised(f"has neither the lists of layers {needed[0]!r} nor {needed[1]!r}")
+        raise NotDetected(f"has neither the lists of layers {needed[0]!r} nor {needed[1]!r}")
     return layout
 
 
@@ -149,7 +154,7 @@ def make_decoder(module: Any, layout: Layout, form: Form) -> AdaptedDecoder:
     """Our decoder of a module's layers and tables.
 
     Raises:
-        NotRecognised: A layer has a setting that ours does not know.
+        NotDetected: A layer has a setting that ours does not know.
     """
     n_strata = len(layout.nodes)
     strata = [
@@ -207,13 +212,13 @@ def dim_of(module: Any) -> int:
     """D, of the first layer; of one resolution or several.
 
     Raises:
-        NotRecognised: There is no layer.
+        NotDetected: There is no layer.
     """
     several: Any = getattr(module, "key_convs_by_res", None) or ()
     lists = (getattr(module, "value_layers", None), getattr(module, "key_convs", None), *several)
     layer: Any = next((layers[0] for layers in lists if layers), None)
     if layer is None:
-        raise NotRecognised("has one stratum only, which is the anchors themselves")
+        raise NotDetected("has one stratum only, which is the anchors themselves")
     return int(getattr(layer, "in_features", None) or layer.in_channels)
 
 
@@ -222,7 +227,7 @@ def _key(module: Any, k: int, n_strata: int, form: Form) -> nn.Module | None:
     lists = {name: getattr(module, foreign, None) for name, foreign in _lists(form.attention).items()}
     lengths = {len(layers) for layers in lists.values() if layers is not None}
     if len(lengths) != 1 or n_strata - max(lengths) not in (0, 1):
-        raise NotRecognised(f"has {n_strata!r} strata and lists of {sorted(lengths)!r} layers")
+        raise NotDetected(f"has {n_strata!r} strata and lists of {sorted(lengths)!r} layers")
     place = k - n_strata + lengths.pop()
     if k == 0:
         return None
@@ -230,7 +235,7 @@ def _key(module: Any, k: int, n_strata: int, form: Form) -> nn.Module | None:
     if not form.attention:
         pairs = layers["pairs"]
         if not isinstance(pairs, nn.Conv1d):
-            raise NotRecognised(f"has key_convs of the type {type(pairs).__name__!r}")
+            raise NotDetected(f"has key_convs of the type {type(pairs).__name__!r}")
         return AdaptedConvolutionKey(
             pairs,
             layers["activation"] if form.activation else nn.Identity(),
@@ -245,7 +250,7 @@ def _key(module: Any, k: int, n_strata: int, form: Form) -> nn.Module | None:
 def _table(module: nn.Module, name: str) -> nn.Parameter:
     table, like = getattr(module, name, None), getattr(module, "scale_lin", None)
     if not isinstance(table, nn.Parameter) or not isinstance(like, nn.Parameter) or table.shape != like.shape:
-        raise NotRecognised(f"has no table {name!r} of the size of 'scale_lin'")
+        raise NotDetected(f"has no table {name!r} of the size of 'scale_lin'")
     return table
 
 

@@ -23,13 +23,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder, Layout, NotDetected
 from lightning_amp.adapters.forms.adapted_stratum import (
     AdaptedConvolutionKey,
     AdaptedStratum,
     PairedAttentionKey,
 )
-from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised
 from lightning_amp.adapters.forms.higlue import Form, dim_of, make_stratum, resembles
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.models.decoders.local_attention import LocalAttention
@@ -57,17 +56,17 @@ def bands(module: nn.Module) -> list[Tensor]:
     """Columns [stratum, anchor] of every resolution, -1 where there is none.
 
     Raises:
-        NotRecognised: There is none, or it does not fit the resolution.
+        NotDetected: There is none, or it does not fit the resolution.
     """
     found = []
     for i, spec in enumerate(cast(Any, module).res_specs):
         band = getattr(module, f"band_idx_{i}", None)
         sizes = tuple(getattr(spec, name, None) for name in SPEC)
         if not all(isinstance(size, int) and size >= 0 for size in sizes):
-            raise NotRecognised(f"has a resolution {i!r} with {SPEC!r} = {sizes!r}, and not whole numbers")
+            raise NotDetected(f"has a resolution {i!r} with {SPEC!r} = {sizes!r}, and not whole numbers")
         if not isinstance(band, Tensor) or tuple(band.shape) != sizes[:2] or band.dtype != torch.int64:
             shape = tuple(band.shape) if isinstance(band, Tensor) else band
-            raise NotRecognised(f"has band_idx_{i}={shape!r}, and not columns of the shape {sizes[:2]!r}")
+            raise NotDetected(f"has band_idx_{i}={shape!r}, and not columns of the shape {sizes[:2]!r}")
         found.append(band.detach().cpu())
     return found
 
@@ -76,7 +75,7 @@ def read_bands(module: nn.Module) -> Layout:
     """The strata of all resolutions, one after the other, with anchors of their own resolution.
 
     Raises:
-        NotRecognised: Columns of a stratum are no run after those of the one before, or it has none.
+        NotDetected: Columns of a stratum are no run after those of the one before, or it has none.
     """
     nodes: list[Tensor] = []
     columns: list[tuple[int, int]] = []
@@ -85,7 +84,7 @@ def read_bands(module: nn.Module) -> Layout:
         for k, row in enumerate(band):
             places = row[row >= 0]
             if not len(places) or not torch.equal(places, torch.arange(end, end + len(places))):
-                raise NotRecognised(
+                raise NotDetected(
                     f"has a stratum {k!r} of resolution {i!r} whose columns do not follow each other from {end!r} on"
                 )
             nodes.append((row >= 0).nonzero().flatten())
@@ -231,7 +230,7 @@ def make_multires(module: Any, layout: Layout, form: Form) -> MultiResDecoder:
     """Our decoder of a module's layers and tables; of the form, `kind`, `least` and `ours` are read.
 
     Raises:
-        NotRecognised: Layers are missing, or have settings that ours do not know.
+        NotDetected: Layers are missing, or have settings that ours do not know.
     """
     strata: list[MultiResStratum] = []
     for i, spec in enumerate(module.res_specs):
@@ -251,7 +250,7 @@ def _key(module: Any, i: int, k: int) -> nn.Module:
     rows = slice(spec.anchor_offset, spec.anchor_offset + spec.n_anchors)
     layers = {name: _layers(module, i, foreign)[k - 1] for name, foreign in PAIRS.items()}
     if not isinstance(layers["pairs"], nn.Conv1d):
-        raise NotRecognised(f"has key_convs_by_res of the type {type(layers['pairs']).__name__!r}")
+        raise NotDetected(f"has key_convs_by_res of the type {type(layers['pairs']).__name__!r}")
     if not module.use_activation:
         layers["activation"] = nn.Identity()
     pairs = AdaptedConvolutionKey(layers["pairs"], layers["activation"], padding=k, rows=rows)
@@ -261,7 +260,7 @@ def _key(module: Any, i: int, k: int) -> nn.Module:
     windows = {cast(Any, layer).window_size for layer in _layers(module, i, ATTENTION["attention"])}
     if len(windows) != 1:
         # its own forward takes the first layer's for all
-        raise NotRecognised(f"has attention with windows of {windows!r} anchors at one resolution")
+        raise NotDetected(f"has attention with windows of {windows!r} anchors at one resolution")
     layers["attention"] = LocalAttention(dim_of(module), windows.pop())
     again = bool(module.checkpoint or module.auto_checkpoint[i])
     return PairedAttentionKey(pairs, layers, checkpointed=again)
@@ -271,5 +270,5 @@ def _layers(module: Any, i: int, name: str) -> nn.ModuleList:
     lists = getattr(module, name, None)
     n = module.res_specs[i].n_strata - 1
     if not isinstance(lists, nn.ModuleList) or len(lists) <= i or len(cast(Any, lists[i])) != n:
-        raise NotRecognised(f"has {name!r} without {n!r} layers at resolution {i!r}")
+        raise NotDetected(f"has {name!r} without {n!r} layers at resolution {i!r}")
     return cast(nn.ModuleList, lists[i])

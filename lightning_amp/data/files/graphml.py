@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_amp.data.files.open_text import open_stream
+from lightning_amp.data.files.read_h5ad import open_stream
 from lightning_amp.errors import DataError
 
 VERTEX_KEYS = {"chrom": "string", "chrom_pos": "long", "feature_type": "string"}

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
-from lightning_amp.data.batch import Batch
-from lightning_amp.data.cell_keys import hash_integers, hash_text
+from lightning_amp.data.batch import Batch, hash_integers, hash_text
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.errors import DataError
 

@@ -13,15 +13,12 @@ import pandas as pd
 import scipy.sparse as sp
 
 from lightning_amp.data.files.graphml import write_graph
-from lightning_amp.data.files.new_hdf5 import new_hdf5, write_annotations
+from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY, new_hdf5, write_annotations
 from lightning_amp.data.files.read_h5ad import DEPTH_COLUMNS
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
-from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY
-from lightning_amp.data.prepare.gene_positions import as_genes, read_genes
-from lightning_amp.data.prepare.guidance_graph import bin_names, build_graph
-from lightning_amp.data.prepare.rna_counts import RnaCounts, check_raw
-from lightning_amp.data.prepare.variable_genes import choose_genes
-from lightning_amp.data.prepare.write_hic import Pseudobulk
+from lightning_amp.data.prepare.gene_positions import as_genes, bin_names, build_graph, read_genes
+from lightning_amp.data.prepare.hic_modality import Pseudobulk
+from lightning_amp.data.prepare.rna_modality import RnaCounts, check_raw, choose_genes
 from lightning_amp.errors import DataError
 
 BIN_COLUMNS = {"chrom": "chrom", "chromStart": "start", "chromEnd": "end"}

@@ -5,25 +5,20 @@ from pathlib import Path
 
 import pandas as pd
 
-from lightning_amp.data.files.directory import DataDirectory, find
+from lightning_amp.data.files.directory import DataDirectory, find, write_aside
 from lightning_amp.data.files.graphml import write_graph
-from lightning_amp.data.files.open_text import open_stream
-from lightning_amp.data.files.read_columns import store_by_columns
-from lightning_amp.data.files.resolution import (
+from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY
+from lightning_amp.data.files.read_h5ad import open_stream, store_by_columns
+from lightning_amp.data.prepare.gene_positions import build_graph, read_genes
+from lightning_amp.data.prepare.hic_modality import FeatureGrid, build_grid, write_hic
+from lightning_amp.data.prepare.read_scool import (
+    ScoolFile,
     choose_chromosomes,
     format_resolution,
     parse_resolution,
     strip_resolution,
 )
-from lightning_amp.data.files.write_aside import write_aside
-from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY
-from lightning_amp.data.prepare.feature_grid import FeatureGrid, build_grid
-from lightning_amp.data.prepare.gene_positions import read_genes
-from lightning_amp.data.prepare.guidance_graph import build_graph
-from lightning_amp.data.prepare.read_scool import ScoolFile
-from lightning_amp.data.prepare.rna_counts import RnaCounts, read_rna, write_rna
-from lightning_amp.data.prepare.variable_genes import choose_genes
-from lightning_amp.data.prepare.write_hic import write_hic
+from lightning_amp.data.prepare.rna_modality import RnaCounts, choose_genes, read_rna, write_rna
 from lightning_amp.errors import DataError
 from lightning_amp.progress import track
 

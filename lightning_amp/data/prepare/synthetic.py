@@ -23,12 +23,11 @@ import pandas as pd
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from lightning_amp.data.files.directory import DataDirectory, find
-from lightning_amp.data.files.write_aside import write_aside
-from lightning_amp.data.files.write_cooler import write_scool
-from lightning_amp.data.prepare.feature_grid import FeatureGrid, build_grid
+from lightning_amp.data.files.directory import DataDirectory, find, write_aside
+from lightning_amp.data.files.new_hdf5 import write_scool
+from lightning_amp.data.prepare.hic_modality import FeatureGrid, build_grid
 from lightning_amp.data.prepare.prepare import write_modalities
-from lightning_amp.data.prepare.rna_counts import RnaCounts
+from lightning_amp.data.prepare.rna_modality import RnaCounts
 from lightning_amp.errors import DataError
 
 LOOP_QUANTILE = 0.98

@@ -1,4 +1,4 @@
-"""Attention of every anchor to its own and the two neighbouring buckets of anchors, without parameters.
+"""Attention of every anchor to its own and the two neighbouring buckets of anchors, or to all; without parameters.
 
 The computation of the `local-attention` package with autopad, shared_qk, rotary and one bucket each way:
 
@@ -10,6 +10,15 @@ Two habits of the package are kept because trained weights depend on them: the r
 to float32 whatever the dtype, and queries take the *last* w of the 3w positions.
 
 Legend: N anchors, D dim, w window, W = ceil(N / w) buckets.
+
+Attention of every anchor to all anchors, in torch's fused kernels, without parameters.
+
+    out = softmax(q k^T D^-0.5) values
+
+One head, and nothing is masked: an anchor meets itself too. Places along the genome are not read, for v has what is
+known of them. Scores [N, N] exist for some rows and columns at a time: a device without such a kernel is refused.
+
+Legend: N anchors, D dim.
 """
 
 from collections.abc import Callable
@@ -18,7 +27,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_amp._torch import attend_on_cpu
+from lightning_amp.errors import ModelError
 from lightning_amp.shapes import PerAnchor
 from lightning_amp.techniques.hic.attention.sizes import check_rows, check_sizes
 
@@ -136,3 +148,39 @@ def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
     cos, sin = rotation
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+"""All but the one that makes the scores."""
+
+
+class FullAttention(nn.Module):
+    """Attention to all anchors at once; see `LocalAttention` for that to neighbours."""
+
+    reach = "full"
+
+    def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
+        """Attention of all rows to all rows.
+
+        Raises:
+            ModelError: Not as many keys and values as queries, or torch has no kernel for these.
+        """
+        check_rows(q, k, values)
+        # the kernels read a row's channels side by side
+        q, k, values = (
+            x[None, None] if x.stride(-1) == 1 else x.contiguous()[None, None] for x in (q, k, values)
+        )
+        if q.device.type == "meta":
+            # without values torch would choose the form with scores
+            return attend_on_cpu(q, k, values)[0][0, 0]  # type: ignore[no-any-return]
+        try:
+            with sdpa_kernel(KERNELS):
+                return F.scaled_dot_product_attention(q, k, values)[0, 0]
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise ModelError(
+                f"full attention was called with {q.shape[-1]!r} channels of {q.dtype!r} on {q.device.type!r}, for"
+                " which torch has no fused kernel, and its other form makes all scores; use float32 or bfloat16 and a"
+                " dim that is a multiple of 8, or key='attention', which is local"
+            ) from error

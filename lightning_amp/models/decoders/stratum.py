@@ -15,8 +15,13 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.models.decoders import likelihoods
-from lightning_amp.models.decoders.likelihoods import table_rows
+from lightning_amp.models.decoders.likelihoods import (
+    FIRST_LOG_THETA,
+    FIRST_ZI_LOGIT,
+    bernoulli,
+    table_rows,
+    zinb,
+)
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
 from lightning_amp.shapes import (
     Counts,
@@ -106,7 +111,7 @@ class ZINB(nn.Module):
         self, x: OwnCounts | SparseCounts, log_mu: OwnCounts, log_theta: OwnTable, zi_logits: OwnTable
     ) -> Scalar:
         """Sum over cells and features."""
-        return likelihoods.zinb(_dense(x, log_mu), log_mu, log_theta, zi_logits).sum()
+        return zinb(_dense(x, log_mu), log_mu, log_theta, zi_logits).sum()
 
 
 class Bernoulli(nn.Module):
@@ -114,7 +119,7 @@ class Bernoulli(nn.Module):
 
     def forward(self, x: OwnCounts | SparseCounts, logits: OwnCounts) -> Scalar:
         """Sum over cells and features."""
-        return likelihoods.bernoulli((_dense(x, logits) > 0).to(logits.dtype), logits).sum()
+        return bernoulli((_dense(x, logits) > 0).to(logits.dtype), logits).sum()
 
 
 class AllCells(nn.Module):
@@ -172,8 +177,8 @@ class Stratum(nn.Module):
         shape = (n_batches, len(feature_anchor))
         self.scale = nn.Parameter(torch.zeros(shape))
         self.bias = nn.Parameter(torch.zeros(shape))
-        self.log_theta = nn.Parameter(torch.full(shape, likelihoods.FIRST_LOG_THETA))
-        self.zi_logits = nn.Parameter(torch.full(shape, likelihoods.FIRST_ZI_LOGIT))
+        self.log_theta = nn.Parameter(torch.full(shape, FIRST_LOG_THETA))
+        self.zi_logits = nn.Parameter(torch.full(shape, FIRST_ZI_LOGIT))
 
     def forward(self, v: PerAnchor, u: PerCell, **cells: Any) -> tuple[Scalar, PerAnchor]:
         """Negative log-likelihood summed over cells and features, and v for the next stratum; `cells` as of `nll`."""

@@ -15,8 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
-from lightning_amp.models.decoders.full_attention import FullAttention
-from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.models.decoders.local_attention import FullAttention, LocalAttention
 from lightning_amp.shapes import PerAnchor
 
 Variant = Literal["higlue", "paper"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape
-from lightning_amp.diagnosis.diagnosis import diagnose
+from lightning_amp.diagnosis import diagnose
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape

@@ -53,8 +53,7 @@ from lightning_amp.planning.time.collectives import (
     stratum_traffic,
 )
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
-from lightning_amp.techniques.hic.attention.rows import FusedAttention
-from lightning_amp.techniques.hic.strata.rows import StrataParallel, StreamStrata
+from lightning_amp.techniques.hic.rows import FusedAttention, StrataParallel, StreamStrata
 from lightning_amp.techniques.table import STRATEGIES
 
 PYTHON = {"recompute": 160, "stream": 95, "fused": 45, "sdpa": 75, "sparse": 40}

@@ -50,7 +50,7 @@ from lightning_amp.techniques.autograd.precomputed_gradients import wants_gradie
 from lightning_amp.techniques.device_settings import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, RunSizes, run_sizes
 from lightning_amp.techniques.hic.attention.bucket_work import BucketWork, of_keys, part_of
-from lightning_amp.techniques.hic.attention.precision import computed_in, met_in
+from lightning_amp.techniques.hic.attention.sizes import computed_in, met_in
 
 
 def banded_softmax(

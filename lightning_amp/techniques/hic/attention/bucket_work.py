@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_amp._torch import past_threshold, softmax_backward
 from lightning_amp.techniques.device_settings import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun
-from lightning_amp.techniques.hic.attention.precision import computed_in
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
+from lightning_amp.techniques.hic.attention.sizes import computed_in
 
 SELF_SCORE = -5e4
 LEAST_NORM = 1e-12

@@ -57,10 +57,10 @@ from lightning_amp._torch import (
     past_threshold,
 )
 from lightning_amp.errors import InstallError
+from lightning_amp.techniques.hic.attention.bucket_runs import Calls, KernelCall
 from lightning_amp.techniques.hic.attention.bucket_work import LEAST_NORM
-from lightning_amp.techniques.hic.attention.kernel_calls import Calls, KernelCall
-from lightning_amp.techniques.hic.attention.precision import computed_in, met_in
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
+from lightning_amp.techniques.hic.attention.sizes import computed_in, met_in
 
 OWN = -1e30
 """Added to the score of a row with itself: no weight, and no infinity that a difference would make no number of."""

@@ -43,9 +43,9 @@ from lightning_amp.techniques.checks.reach import full_problem
 from lightning_amp.techniques.checks.same_function import failure
 from lightning_amp.techniques.contract.change import Change, hooks_within
 from lightning_amp.techniques.contract.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder
-from lightning_amp.techniques.hic.features.decoder import ShardedFeatures, features_problem
+from lightning_amp.techniques.hic.features import ShardedFeatures, features_problem
 from lightning_amp.techniques.hic.nodes.halo_attention import HaloAttention, RingAttention
-from lightning_amp.techniques.hic.nodes.row import DomainParallel
+from lightning_amp.techniques.hic.rows import DomainParallel
 from lightning_amp.techniques.ranks.anchor_shards import AnchorShards, shard_anchors
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
 

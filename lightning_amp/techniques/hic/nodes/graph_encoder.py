@@ -5,7 +5,7 @@
     rows           of the decoder's anchors the own ones, which enter it as they are; of other modalities all of them
     loc, std       row by row; whole on every rank, a rank's gradients are parts (`Change.partial`)
 
-Exact up to the order of sums. Which vertex lies where: vertex_shards.py.
+Exact up to the order of sums. Which vertex lies where: sharded_vertices.py.
 
     collectives of a step               forward                      backward
     messages over edges                 1 all-to-all  g D            1 all-to-all  g D
@@ -34,9 +34,15 @@ from lightning_amp.techniques.checks.same_function import mismatch, shown
 from lightning_amp.techniques.contract.change import Change, hooks_of, hooks_within
 from lightning_amp.techniques.contract.protocol import VertexEncoder, is_vertex_encoder
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
-from lightning_amp.techniques.hic.nodes.row import VertexParallel
-from lightning_amp.techniques.hic.nodes.sharded_vertices import OwnRows, ReplicatedRows, SharedVertices
-from lightning_amp.techniques.hic.nodes.vertex_shards import VertexShards, own_edges, shard_vertices
+from lightning_amp.techniques.hic.nodes.sharded_vertices import (
+    OwnRows,
+    ReplicatedRows,
+    SharedVertices,
+    VertexShards,
+    own_edges,
+    shard_vertices,
+)
+from lightning_amp.techniques.hic.rows import VertexParallel
 from lightning_amp.techniques.ranks.anchor_shards import shard_anchors
 
 

@@ -29,8 +29,8 @@ from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Scalar
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder
-from lightning_amp.techniques.hic.strata.recompute import RecomputedStrata
-from lightning_amp.techniques.hic.strata.rows import CompileStrata
+from lightning_amp.techniques.hic.rows import CompileStrata
+from lightning_amp.techniques.hic.strata.loops import RecomputedStrata
 from lightning_amp.techniques.hic.strata.stream import StreamedStrata
 
 MODES = ("default", "reduce-overhead")

@@ -10,8 +10,8 @@ A chained decoder runs its spine v_0 -> v_1 -> ... forward first, without what h
 s about the root of K. Then its strata from the last to the first: each gets v_{k-1}, computed again from the kept one
 before it, and the gradient of v_k, and hands down that of v_{k-1}.
 
-The cells of a stratum are taken in micro-batches (cell_microbatches.py), so that [B, F_k] exists for one only. Its key
-is run in fewer operators (streamed_key.py).
+The cells of a stratum are taken in micro-batches (streamed_stratum.py), so that [B, F_k] exists for one only. Its key
+is run in fewer operators.
 
 On a CPU with several threads some strata run side by side, as many as the spec says (thread_pool.py), and so many are
 alive; their gradients are added up in the order of one after the other. Chained, the branches do so, and the spine's
@@ -53,9 +53,8 @@ from lightning_amp.techniques.checks.strata_loop import walk_of
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, LoopTechnique, StratumInputs
 from lightning_amp.techniques.device_settings import launches_operators
-from lightning_amp.techniques.hic.strata.cell_microbatches import in_microbatches
-from lightning_amp.techniques.hic.strata.rows import StreamStrata
-from lightning_amp.techniques.hic.strata.streamed_key import streamed_key
+from lightning_amp.techniques.hic.rows import StreamStrata
+from lightning_amp.techniques.hic.strata.streamed_stratum import in_microbatches, streamed_key
 from lightning_amp.techniques.hic.strata.thread_pool import run_in_order, workers_for
 
 

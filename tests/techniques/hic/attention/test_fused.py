@@ -24,8 +24,12 @@ from lightning_amp.techniques.contract.protocol import BucketedAttention
 from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.attention import banded_softmax, rotary, sdpa
 from lightning_amp.techniques.hic.attention.bucket_runs import RunSizes
-from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention, fuse_attention, fused_rows
-from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
+from lightning_amp.techniques.hic.attention.install import (
+    FusedLocalAttention,
+    chunk_attention,
+    fuse_attention,
+    fused_rows,
+)
 
 DIM, WINDOW = 8, 5
 DOUBLE = 8

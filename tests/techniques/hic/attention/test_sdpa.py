@@ -19,7 +19,7 @@ from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.simulation.byte_meter import SimulatedMeter
 from lightning_amp.techniques.hic.attention import sdpa
-from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
+from lightning_amp.techniques.hic.attention.install import FusedLocalAttention
 from tests.techniques.hic.attention.test_fused import DIM, WINDOW, distance, draw, measure, operators, results
 from tests.techniques.sharded_cases import Case, Model, assert_same, make_plan, reference, train
 

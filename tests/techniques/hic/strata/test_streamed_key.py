@@ -18,7 +18,7 @@ from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.techniques.checks.decode import decode_problem
 from lightning_amp.techniques.checks.key import rows_problem
 from lightning_amp.techniques.checks.likelihood import likelihood_problem
-from lightning_amp.techniques.hic.strata.streamed_key import StreamedKey, streamed_key
+from lightning_amp.techniques.hic.strata.streamed_stratum import StreamedKey, streamed_key
 
 N, D, W = 11, 4, 3
 

@@ -1,4 +1,6 @@
-"""recompute: nothing of a stratum is kept for the backward pass but v, where it is computed again.
+"""Replace the loop over strata: recompute keeps no stratum, strata gives every rank a run of them.
+
+recompute: nothing of a stratum is kept for the backward pass but v, where it is computed again.
 
 Exact: the same computation twice (torch.utils.checkpoint), with the same random numbers. For decoders whose loss is not
 computed inside them; where it is, `stream` keeps as little and computes everything once. What shrinks: all that K
@@ -10,12 +12,30 @@ and a buffer that a stratum changes itself is changed once.
 
 Known limits: such a buffer is read the second time as the first has left it; that a tensor of sparse counts, or one
 that is no parameter, buffer or argument, has been changed is not noticed.
+
+strata: every rank of the model axis runs a run of the strata, and the losses are added up.
+
+    rank r      nll_r = sum over its own strata of nll_k         loss = sum over ranks of nll_r
+
+Exact: strata do not read each other; the softmax of a stratum runs over its features, all of which its rank has. In a
+chained decoder every rank runs the spine up to its last stratum, and takes its own strata's gradients down to v:
+backward is linear, so the sum over ranks is the whole.
+
+    collectives of a step      forward                        backward
+    the whole decoder          1 all-reduce of the loss       1 all-reduce of the gradients of u, v and log_weights
+    parameters of the strata                                  in the reduction of gradients, once (`Change.partial`)
+
+No stratum communicates. What shrinks to a part: strata, and with them time. `mean` runs all strata on every rank.
+
+Legend: N anchors, D dim, B cells, K strata, R ranks. Gradients sent: N D + B D + B K, and those of the parameters.
 """
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.errors import InstallError
@@ -24,7 +44,8 @@ from lightning_amp.techniques.autograd.functional_call import call_with, places
 from lightning_amp.techniques.checks.strata_loop import walk_of
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, LoopTechnique
-from lightning_amp.techniques.hic.strata.rows import RecomputeStrata
+from lightning_amp.techniques.hic.rows import RecomputeStrata, StrataParallel
+from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
 
 
 def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: object) -> Change:
@@ -114,3 +135,52 @@ class _Read:
 
 def _alias(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach()
+
+
+def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceMesh) -> Change:
+    """Shard the strata of a decoder over the model axis.
+
+    Raises:
+        InstallError: Runs that do not fit the strata and the ranks, or a decoder whose strata loop or region is not the
+            reference's.
+    """
+    axis = mesh["model"]
+    walk = walk_of(decoder, "strata", stacked=True)
+    ends = _ends(spec.ends, n_strata=len(decoder.strata), ranks=axis.size())
+    rank = axis.get_local_rank()
+    own = range(ends[rank - 1] if rank else 0, ends[rank])
+    swaps: dict[str, nn.Module] = {
+        "region": share_region(decoder, SharedRegion(axis, ("strata",), summed=True)),
+        "walk": OwnStrata(walk, own),
+    }
+    return Change(swaps, partial=list(decoder.strata.parameters()))
+
+
+class OwnStrata(LoopTechnique):
+    """The loop over this rank's strata; made by `share_strata`."""
+
+    def __init__(self, inner: nn.Module, own: range) -> None:
+        super().__init__(inner)
+        self.own = own
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"strata [{self.own.start}, {self.own.stop})"
+
+    def forward(self, strata: nn.ModuleList, *latents: Tensor, **cells: Tensor) -> Scalar:
+        """Negative log-likelihood summed over cells and the own strata's features."""
+        return cast(Tensor, self.inner(strata, *latents, own=self.own, **cells))
+
+
+def _ends(text: str, *, n_strata: int, ranks: int) -> list[int]:
+    parts = text.split(",")
+    ends = [int(part) if part.strip().isdigit() else -1 for part in parts]
+    # a rank without strata would not take part in the backward pass, and the others would wait for it
+    lengths = [end - start for start, end in pairwise([0, *ends])]
+    if len(ends) != ranks or ends[-1] != n_strata or min(lengths) < 1:
+        raise InstallError(
+            f"strata got ends={text!r} on {ranks!r} ranks and {n_strata!r} strata; allowed is one past the"
+            f" last stratum of every rank, each with one stratum at least: choose {n_strata!r} ranks or"
+            f" fewer, and ends such as {','.join(str(n_strata * (r + 1) // ranks) for r in range(ranks))!r}"
+        )
+    return ends

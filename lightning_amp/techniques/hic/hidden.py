@@ -1,0 +1,413 @@
+"""S5: the hidden dimension of a decoder is sharded over the model axis; the strata run in step on all of them.
+
+    region                               own channels of u and v enter (ranks/sharded_region.py)
+    prenorm, postnorm                    own channels from own channels
+    qk, value, ff, or pairs              the same
+    attention                            scores of the own channels are summed, values stay (the model's `shard`);
+                                         or keys and values are gathered first
+    decode                               scores of the own channels are summed; with S2 only for the rank's own features
+
+Everything else of a stratum works on single numbers and needs no change. Exact up to the order of sums over ranks.
+
+Collectives of one stratum with attention, and the numbers that a rank puts in; C chunks under S3, else 1:
+
+                  forward                            backward                           S3 recomputes, in backward
+    prenorm       all-gather         2 N + 1         all-reduce         2 N
+    qk            reduce-scatter     R N d           all-gather         N d
+    value         reduce-scatter     R N d           all-gather         N d
+    key norms     all-reduce         N               all-reduce         N
+    scores        C x all-reduce     3 w P in all    C x all-reduce     3 w P in all    C x all-reduce, 3 w P in all
+    postnorm      all-gather         2 N + 1         all-reduce         2 N
+    ff            reduce-scatter     2 R N d         all-gather         2 N d
+    decode        all-reduce         B F_k
+    together      7 + C              of which        6 + C                              + C
+
+The form "paper" has no postnorm. With `gather`, key norms and scores need none, and attention one all-gather (2 N d)
+and one reduce-scatter (2 R N d). With S2, decode has a reduce-scatter and an all-gather. Stratum 0 and strata with a
+convolution have those of decode only. The region adds one all-gather of (B + N) d in the backward pass.
+The paper's Table 5 counts 9 all-reduces forward where these are 8, and an all-reduce of a Linear's products moves twice
+what the reduce-scatter moves.
+
+What shrinks to 1/R: all [N, D] and [N, 2 D] tensors that are kept for the backward pass. What does not: the
+probabilities [P, 3 w] of eager attention and all that belongs to features. Parameters stay whole; gradients of the
+keys' parameters are parts (`Change.partial`).
+
+Known limits: no second derivative; what a key does besides its children is probed on an example (checks/key.py), what a
+stratum does besides its parts is not.
+Legend: B cells, N anchors, P = N padded to whole buckets of w, D dim, d channels of a rank, F_k features of stratum k,
+R ranks.
+
+Shard the children of a stratum's key, detected by name and structure, over channels (S5).
+
+What is not detected is refused: a part left as it is would compute with some channels as if they were all. What a key
+does besides its children is probed (checks/key.py).
+Legend: D dim.
+
+Compute linear layers, depthwise convolutions and LayerNorm over a hidden dimension that is split over ranks.
+
+    linear         y[:, I_r] = sum_q x[:, I_q] W[I_r, I_q]^T + bias[I_r]
+    convolution    y[I_r] = conv(x[I_r], weight[I_r]) + bias[I_r]: channels do not meet
+
+Rank q makes its products with all output channels in blocks, one per receiving rank, and the blocks are summed where
+they belong. An output of 2 D channels (gate and value of a GEGLU) gives both of every own channel, value first, so
+that halving the result works on a part as it does on the whole.
+
+Exact up to the order of the sum over ranks. Collectives of the linear layer: forward one reduce-scatter of R N d
+numbers, backward one all-gather of N d per rank (twice that for 2 D outputs); none of the convolution.
+Kept for the backward pass: x [N, d_r] itself and the own columns of W. Transient: the products [R, N, d].
+
+Weights stay whole; their gradients are zero outside the input channels (linear) or channels (convolution) of the rank.
+Legend: N rows, D dim, d_r own channels of rank r, d the widest rank's, I_r the channels of rank r, R ranks.
+
+Compute LayerNorm over a hidden dimension of which every rank holds some channels (dist/normalise.py).
+
+Collectives: forward one all-gather of 2 N + 1 numbers per rank, backward one all-reduce of 2 N, which is left out
+when x needs no gradient. Kept for the backward pass: x [N, d_r] itself, mean and rstd [N].
+
+Weight and bias stay whole; their gradients are zero outside the own channels.
+Legend: N rows, d_r own channels of rank r.
+"""
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.dist.normalise import normalised
+from lightning_amp.dist.splits import axis_of
+from lightning_amp.errors import InstallError
+from lightning_amp.shapes import Counts, FeatureAnchor, OwnCounts
+from lightning_amp.techniques.checks.decode import decode_problem
+from lightning_amp.techniques.checks.key import channels_problem
+from lightning_amp.techniques.checks.same_function import shown
+from lightning_amp.techniques.contract.change import Change
+from lightning_amp.techniques.contract.protocol import (
+    ATTENTION_KEY,
+    CONVOLUTION_KEY,
+    BucketedAttention,
+    DecomposedDecoder,
+    ShardableAttention,
+)
+from lightning_amp.techniques.hic.rows import HiddenParallel
+from lightning_amp.techniques.ranks import collectives
+from lightning_amp.techniques.ranks.channel_shards import Channels, gather_channels, shard_channels
+from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
+
+
+class ShardedLinear(nn.Linear):
+    """The own channels of a Linear's output, from the own channels of its input.
+
+    Args:
+        whole: A layer from D to a multiple of D. Its state is used, not copied: both have the same parameters, hooks
+            and mode.
+    """
+
+    channels: Channels
+
+    def __init__(self, whole: nn.Linear, channels: Channels) -> None:
+        self.__dict__.update(whole.__dict__)
+        self.channels = channels
+
+    def forward(self, input: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row own_out"]:
+        """Own channels of every group of D outputs, one group after the other."""
+        columns = self.channels.select(self.weight).T
+        blocks = torch.cat([self.channels.blocks(group) for group in self._groups(columns)], dim=-1)
+        products = torch.bmm(input.expand(len(blocks), *input.shape), blocks)
+        own = self._cut(collectives.scatter(self.channels.mesh, products))
+        if self.bias is None:
+            return own
+        return own + torch.cat([self.channels.select(group) for group in self._groups(self.bias)])
+
+    def _groups(self, values: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(values, self.channels.dim, dim=-1)
+
+    def _cut(self, own: Tensor) -> Tensor:
+        width, widest = self.channels.width, self.channels.widest
+        if width == widest:
+            return own
+        return torch.cat([group[:, :width] for group in torch.split(own, widest, dim=-1)], dim=-1)
+
+
+class ShardedConv1d(nn.Conv1d):
+    """The own channels of a depthwise convolution.
+
+    Args:
+        whole: A layer with D groups of one channel and zero padding. Its state is used, not copied: both have the
+            same parameters, hooks and mode.
+    """
+
+    channels: Channels
+
+    def __init__(self, whole: nn.Conv1d, channels: Channels) -> None:
+        self.__dict__.update(whole.__dict__)
+        self.channels = channels
+
+    def forward(self, input: Float[Tensor, "batch own_dim anchor"]) -> Float[Tensor, "batch own_dim to"]:
+        """Convolve the own channels."""
+        weight = self.channels.select(self.weight.movedim(0, -1)).movedim(-1, 0)
+        bias = None if self.bias is None else self.channels.select(self.bias)
+        return F.conv1d(input, weight, bias, self.stride, self.padding, self.dilation, self.channels.width)
+
+
+class ShardedLayerNorm(nn.LayerNorm):
+    """The own channels of a LayerNorm's output, from the own channels of its input.
+
+    Args:
+        whole: Its state is used, not copied: both have the same parameters, hooks and mode.
+    """
+
+    channels: Channels
+
+    def __init__(self, whole: nn.LayerNorm, channels: Channels) -> None:
+        self.__dict__.update(whole.__dict__)
+        self.channels = channels
+
+    def forward(self, input: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row own_dim"]:
+        """Normalise over all ranks' channels."""
+        weight = None if self.weight is None else self.channels.select(self.weight)
+        bias = None if self.bias is None else self.channels.select(self.bias)
+        # weight and bias as rows, of one dim more
+        return normalised(
+            input,
+            None if weight is None else weight[None],
+            None if bias is None else bias[None],
+            dims=(1,),
+            axes=(axis_of(self.channels.mesh),),
+            eps=self.eps,
+        )
+
+
+CHANNELWISE = (nn.Identity, nn.LeakyReLU, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU)
+"""Layers without parameters that work on single numbers."""
+
+
+def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> dict[str, nn.Module]:
+    """New children of a key, by name.
+
+    Args:
+        gather: Whether attention reads the keys and values of all channels.
+
+    Raises:
+        InstallError: A child is missing, too many, or none that can be sharded; or the key has state, or mixes
+            channels by itself.
+    """
+    # not named_children: it leaves out a module that has two names
+    children = {name: child for name, child in key._modules.items() if child is not None}
+    own = [name for name, _ in (*key.named_parameters(recurse=False), *key.named_buffers(recurse=False))]
+    if set(children) not in (set(ATTENTION_KEY), set(CONVOLUTION_KEY)) or own:
+        raise refusal(
+            fqn,
+            f"is {type(key).__name__!r} with the children {list(children)!r} and the state {own!r}",
+            f"the children {ATTENTION_KEY!r} or {CONVOLUTION_KEY!r}, and no state except theirs",
+        )
+    swaps: dict[str, nn.Module] = {}
+    for name, child in children.items():
+        path = f"{fqn}.{name}"
+        if name == "attention":
+            swaps |= _share_attention(child, path, channels, gather=gather)
+        elif name in ("prenorm", "postnorm"):
+            swaps |= _share_norm(child, path, channels)
+        elif name == "pairs":
+            swaps[path] = _share_convolution(child, path, channels)
+        elif name == "activation":
+            _check_activation(child, path)
+        else:
+            swaps[path] = _share_linear(child, path, channels, groups=2 if name == "ff" else 1)
+    # any two ranks have other channels, and these two have the same ones for every rank that asks
+    problem = channels_problem(key, channels.dim, channels.of(0), channels.of(channels.mesh.size() - 1))
+    if problem:
+        raise refusal(
+            fqn,
+            f"is {type(key).__name__!r} and {problem}",
+            "a key without hooks that computes with its children and with elementwise functions only",
+        )
+    return swaps
+
+
+def refusal(fqn: str, found: str, allowed: str) -> InstallError:
+    """The error for a part that cannot be sharded."""
+    return InstallError(
+        f"S5 cannot shard the channels of {fqn!r}, which {found}; allowed is {allowed}: change it, or leave"
+        " S5 out"
+    )
+
+
+def _share_attention(
+    attention: nn.Module, fqn: str, channels: Channels, *, gather: bool
+) -> dict[str, nn.Module]:
+    """The outermost attention that can be sharded; S3 may have wrapped it."""
+    found = [(name, m) for name, m in attention.named_modules() if isinstance(m, ShardableAttention)]
+    if not found or not channels.paired:
+        raise refusal(
+            fqn,
+            f"is {shown(attention)} with D={channels.dim!r}",
+            "attention with n_buckets, prepare, attend and shard(pairs, total), for an even D",
+        )
+    name, inner = found[0]
+    total = partial(collectives.total, channels.mesh)
+    path = f"{fqn}.{name}" if name else fqn
+    if gather:
+        return {path: GatheredAttention(attention.get_submodule(name), channels)}
+    return {path: inner.shard(channels.pairs, total)}
+
+
+def _share_norm(norm: nn.Module, fqn: str, channels: Channels) -> dict[str, nn.Module]:
+    if type(norm) is nn.Identity:
+        return {}
+    # not isinstance: a subclass may compute something else
+    if type(norm) is not nn.LayerNorm or norm.normalized_shape != (channels.dim,):
+        raise refusal(fqn, f"is {shown(norm)}", f"nn.LayerNorm({channels.dim}) or nn.Identity()")
+    return {fqn: ShardedLayerNorm(norm, channels)}
+
+
+def _share_linear(linear: nn.Module, fqn: str, channels: Channels, *, groups: int) -> ShardedLinear:
+    shape = (channels.dim, groups * channels.dim)
+    if type(linear) is not nn.Linear or (linear.in_features, linear.out_features) != shape:
+        raise refusal(fqn, f"is {shown(linear)}", f"nn.Linear{shape!r}")
+    return ShardedLinear(linear, channels)
+
+
+def _share_convolution(pairs: nn.Module, fqn: str, channels: Channels) -> ShardedConv1d:
+    dims = (channels.dim,) * 3
+    if (
+        type(pairs) is not nn.Conv1d
+        or (pairs.in_channels, pairs.out_channels, pairs.groups) != dims
+        or pairs.padding_mode != "zeros"
+    ):
+        raise refusal(
+            fqn, f"is {shown(pairs)}", f"a depthwise nn.Conv1d of {channels.dim} channels, padded with zeros"
+        )
+    return ShardedConv1d(pairs, channels)
+
+
+def _check_activation(activation: nn.Module, fqn: str) -> None:
+    if type(activation) not in CHANNELWISE:
+        raise refusal(fqn, f"is {shown(activation)}", f"one of {[kind.__name__ for kind in CHANNELWISE]!r}")
+
+
+OwnChannels = Float[Tensor, "anchor own_dim"]
+
+
+class GatheredAttention(nn.Module):
+    """Bucketed attention over all channels that returns the own ones: the paper's form without S4.
+
+        rows[:, I_r] = attend(prepare(q, k, values), first, last)[:, I_r]         I_r the channels of rank r
+
+    Collectives: forward one all-gather of queries-and-keys and values, 2 N d numbers per rank, backward one
+    reduce-scatter of 2 R N d; no scores are summed. What grows: the gathered tensors [2 N, D], and what is made of
+    them, stay for the backward pass on every rank, which is what the form is measured for.
+    """
+
+    inner: BucketedAttention
+
+    def __init__(self, inner: nn.Module, channels: Channels) -> None:
+        super().__init__()
+        self.inner = cast(Any, inner)
+        self.channels = channels
+
+    def n_buckets(self, n: int) -> int:
+        """Buckets that n anchors fill."""
+        return self.inner.n_buckets(n)
+
+    def prepare(self, q: OwnChannels, k: OwnChannels, values: OwnChannels) -> tuple[Tensor, ...]:
+        """What `attend` reads, from all ranks' channels."""
+        parts = [q, values] if q is k else [q, k, values]
+        whole = torch.split(gather_channels(self.channels, torch.cat(parts)), len(q))
+        return self.inner.prepare(whole[0], whole[-2], whole[-1])
+
+    def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row own_dim"]:
+        """Own channels of the rows of the buckets [first, last)."""
+        return self.channels.select(self.inner.attend(state, first, last))
+
+    def forward(self, q: OwnChannels, k: OwnChannels, values: OwnChannels) -> OwnChannels:
+        """Attention over all buckets at once."""
+        return self.attend(self.prepare(q, k, values), 0, self.n_buckets(len(q)))[: len(q)]
+
+
+class HiddenDecode(nn.Module):
+    """A decode whose inner products are summed over the ranks' channels.
+
+    Args:
+        inner: A decode that is bilinear in cells and keys.
+    """
+
+    def __init__(self, inner: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.inner = inner
+        self.mesh = mesh
+
+    def forward(
+        self,
+        u: Float[Tensor, "cell own_dim"],
+        key: Float[Tensor, "anchor own_dim"],
+        feature_anchor: FeatureAnchor,
+    ) -> Counts:
+        """Scores of all features, replicated."""
+        return collectives.leave(self.mesh, self.inner(u, key, feature_anchor))
+
+    def scatter(
+        self,
+        u: Float[Tensor, "cell own_dim"],
+        key: Float[Tensor, "anchor own_dim"],
+        feature_anchor: FeatureAnchor,
+        run: int,
+    ) -> OwnCounts:
+        """Scores of the features [rank * run, (rank + 1) * run); `feature_anchor` are those of all features."""
+        ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
+        assert ranks * run >= len(feature_anchor), (
+            f"{ranks!r} runs of {run!r} do not hold {len(feature_anchor)!r} features"
+        )
+        part = cast(Tensor, self.inner(u, key, feature_anchor))
+        filled = F.pad(part, (0, ranks * run - len(feature_anchor))).view(len(part), ranks, run)
+        own = collectives.scatter(self.mesh, filled.movedim(1, 0))
+        return own[:, : max(0, min(run, len(feature_anchor) - rank * run))]
+
+
+def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceMesh) -> Change:
+    """Shard the hidden dimension of a decoder over the model axis.
+
+    Raises:
+        InstallError: Fewer pairs of channels than ranks, or a stratum with a part that
+            cannot be sharded.
+    """
+    channels = shard_channels(decoder.dim, mesh["model"])
+    swaps: dict[str, nn.Module] = {
+        "region": share_region(decoder, SharedRegion(channels.mesh, ("S5",), channels=channels))
+    }
+    parameters: list[nn.Parameter] = []
+    for k, stratum in enumerate(decoder.strata):
+        fqn = f"strata.{k}"
+        swaps[f"{fqn}.decode"] = _share_decode(stratum, fqn, channels)
+        key = _key(stratum, fqn)
+        if key is not None:
+            swaps |= share_key(key, f"{fqn}.key", channels, gather=spec.gather)
+            parameters += key.parameters()
+    return Change(swaps, partial=parameters)
+
+
+def _key(stratum: nn.Module, fqn: str) -> nn.Module | None:
+    key = getattr(stratum, "key", "missing")
+    if key is None or isinstance(key, nn.Module):
+        return key
+    raise refusal(f"{fqn}.key", f"is {shown(key)}", "a module, or None where the anchors are the keys")
+
+
+def _share_decode(stratum: nn.Module, fqn: str, channels: Channels) -> HiddenDecode:
+    decode = getattr(stratum, "decode", "missing")
+    if isinstance(decode, HiddenDecode):
+        problem = "which was sharded before"
+    elif isinstance(decode, nn.Module):
+        problem = decode_problem(decode)
+    else:
+        problem = "no module"
+    if problem or not isinstance(decode, nn.Module):
+        raise refusal(
+            f"{fqn}.decode",
+            f"is {shown(decode)}, {problem}",
+            "a module without state for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor]",
+        )
+    return HiddenDecode(decode, channels.mesh)
