@@ -32,15 +32,12 @@ INTEGERS = (torch.int64, torch.int32)
 
 
 class Adapted:
-    """The decoders of a module that ours stand in for.
-
-    Attributes:
-        notes: Why others that look like them are not among them, and what is not predicted of those that are, one
-            sentence each.
-    """
+    """The decoders of a module that ours stand in for."""
 
     def __init__(self) -> None:
         self.decoders: dict[str, nn.Module] = {}
+        # why others that look like them are not among them, and what is not predicted of those that are, one sentence
+        # each
         self.notes: list[str] = []
         self._forwards: dict[str, tuple[nn.Module, _Forward]] = {}
         self._watches: list[RemovableHandle] = []
@@ -110,9 +107,6 @@ def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
 
     Args:
         needed: Whether a technique may change a decoder; else one that cannot be compared with ours is only noted.
-
-    Raises:
-        ModelError: A decoder with the parts of ours cannot be compared with it.
     """
     found = Adapted()
     for fqn, child in module.named_modules():
@@ -176,10 +170,6 @@ class _Forward(StandIn):
         """The distribution of the cells' counts, computed when it is requested; takes u, v, b and l.
 
         The values of b are looked at on the CPU only, for nothing here is to wait for another device.
-
-        Raises:
-            ModelError: l is not one number per cell, or b not one row of the tables.
-            InstallError: The module is not what it was when ours was made of it, or was called with something else.
         """
         self.snapshot.check(self.module, self.decoder)
         decoder, options = self.decoder, {}

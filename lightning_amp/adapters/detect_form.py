@@ -101,17 +101,12 @@ MORE = 11
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What values are multiplied with, and what is added to two of the tables.
+    """What values are multiplied with, and what is added to two of the tables."""
 
-    Attributes:
-        where: In words, for a message.
-        large: Whether values are large, so that gradients of parameters are not compared, nor what is not finite.
-        short: Anchors that the last bucket lacks.
-    """
-
-    where: str = ""
+    where: str = ""  # in words, for a message
+    # whether values are large, so that gradients of parameters are not compared, nor what is not finite
     large: bool = False
-    short: int = 1
+    short: int = 1  # anchors that the last bucket lacks
     u: float = 1.0
     v: float = 1.0
     counts: float = 1.0
@@ -286,12 +281,7 @@ class _Case(NamedTuple):
 
 @checking_values(True)
 def adapted(module: nn.Module) -> AdaptedDecoder:
-    """Our decoder for a foreign one.
-
-    Raises:
-        NotDetected: No form of ours computes what the module does.
-        ModelError: The comparison fails, so that nothing is known.
-    """
+    """Our decoder for a foreign one."""
     try:
         # a library's warning says nothing of the module, also where warnings are errors
         with warnings.catch_warnings(action="ignore"):

@@ -71,11 +71,7 @@ class Snapshot:
         self._tensors = {name: _Kept(tensor) for name, tensor in tensors.items()}
 
     def check(self, module: nn.Module, decoder: nn.Module) -> None:
-        """Refuse a module that is another one by now.
-
-        Raises:
-            InstallError: A parameter, a child, a setting, a buffer or the hooks of it have changed.
-        """
+        """Refuse a module that is another one by now."""
         found, tensors = _found(module)
         changes = [
             f"{name!r} {_change(self._found.get(name, GONE), found.get(name, GONE))}"
@@ -255,11 +251,7 @@ class FirstBatch:
         return ""
 
     def look(self, inputs: Inputs, x: Tensor | SparseCounts | None, subset: Any = None) -> None:
-        """Compare for these inputs and counts (None: zeros), if that was allowed and not done for such a call.
-
-        Raises:
-            ModelError: The module computes something else.
-        """
+        """Compare for these inputs and counts (None: zeros), if that was allowed and not done for such a call."""
         call = self.module.training, subset is None
         # derivatives take most of the time, and matter only where there are gradients
         directed = torch.is_grad_enabled()
@@ -329,21 +321,15 @@ def needed_bytes(module: nn.Module, decoder: AdaptedDecoder) -> tuple[int, int]:
 
 
 def difference(
-    module: nn.Module,
-    theirs: Callable[..., Any],
+    module: nn.Module,  # it and `decoder` have the same parameters, which are written to
+    theirs: Callable[..., Any],  # the module's forward
     decoder: AdaptedDecoder,
     inputs: Inputs,
     x: Tensor,
     *,
-    directed: bool,
+    directed: bool,  # compare derivatives too, at parameters that were moved away from their values
 ) -> str:
-    """What differs between a foreign decoder in float64 and ours, as what precedes ours; "" if nothing does.
-
-    Args:
-        module: It and `decoder` have the same parameters, which are written to.
-        theirs: The module's forward.
-        directed: Compare derivatives too, at parameters that were moved away from their values.
-    """
+    """What differs between a foreign decoder in float64 and ours, as what precedes ours; "" if nothing does."""
     for parameter in module.parameters():
         # code may ask whether gradients are enabled; none are needed, so that nothing is kept for them
         parameter.requires_grad_(False)

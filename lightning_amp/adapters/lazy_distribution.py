@@ -37,19 +37,13 @@ SHOWN = 3
 
 
 class Deferred:
-    """A computation that runs when its result is first requested; one result with gradients, and one without.
-
-    Args:
-        compute: The computation; receives what was requested.
-        tensors: What it will read, by name; what is no tensor is left out.
-        after: A deferred computation that it reads the result of, or the tensors of.
-    """
+    """A computation that runs when its result is first requested; one result with gradients, and one without."""
 
     def __init__(
         self,
-        compute: Callable[[str], Any],
-        tensors: Iterable[tuple[str, object]],
-        after: "Deferred | None" = None,
+        compute: Callable[[str], Any],  # the computation; receives what was requested
+        tensors: Iterable[tuple[str, object]],  # what it will read, by name; what is no tensor is left out
+        after: "Deferred | None" = None,  # a deferred computation that it reads the result of, or the tensors of
     ) -> None:
         self._compute = compute
         seen = [(name, t, version(t), t.requires_grad) for name, t in tensors if isinstance(t, Tensor)]
@@ -58,11 +52,7 @@ class Deferred:
         self._results: dict[bool, Any] = {}
 
     def result(self, what: str) -> Any:
-        """The result, with gradients if they were enabled at the call and are now.
-
-        Raises:
-            InstallError: A tensor was changed in place, or needs a gradient now and did not then, or the reverse.
-        """
+        """The result, with gradients if they were enabled at the call and are now."""
         # a result with gradients serves without them too: what is computed from it has none then
         graded = True in self._results or (self._enabled and torch.is_grad_enabled())
         if graded not in self._results:
@@ -105,15 +95,13 @@ class LazyDistribution:
     """The distribution of a foreign decoder for some cells.
 
     Args:
-        eager: The foreign module's own forward.
         inputs: u, v, b and l as the module was called with.
-        look: Called with the counts (None: any) before ours computes in the module's place; refuses by raising.
     """
 
     def __init__(
         self,
         decoder: AdaptedDecoder,
-        eager: Callable[..., Any],
+        eager: Callable[..., Any],  # the foreign module's own forward
         inputs: tuple[
             Float[Tensor, "cell dim"],
             Float[Tensor, "anchor dim"],
@@ -121,6 +109,7 @@ class LazyDistribution:
             Float[Tensor, "cell 1"],
         ],
         parameters: Iterable[tuple[str, Tensor]],
+        # called with the counts (None: any) before ours computes in the module's place; refuses by raising
         look: Callable[[Any], None],
     ) -> None:
         self._decoder = decoder
@@ -143,11 +132,7 @@ class LazyDistribution:
         return getattr(self._whole.result(f"{self._decoder.kind.__name__}.{name}"), name)
 
     def log_prob(self, value: Float[Tensor, "cell feature"]) -> Any:
-        """Log-probability of every count, waiting to be summed.
-
-        Raises:
-            InstallError: The counts have another shape, and ranks share the strata.
-        """
+        """Log-probability of every count, waiting to be summed."""
         shape = (len(self._inputs[0]), self._decoder.n_features)
         if tuple(getattr(value, "shape", ())) != shape:
             what = f"log_prob of something that is not of the shape {shape!r}"
@@ -189,14 +174,10 @@ class LazyLogProb(Tensor):
     """Log-probabilities [cell, feature] of which only the sum or the mean is likely to be wanted.
 
     Its own values are NaN: whatever else torch does with it is done with those that `each` computes.
-
-    Attributes:
-        total: Computes their sum by our decoder; receives what was requested.
-        each: Computes all of them by the foreign one.
     """
 
-    total: Values
-    each: Values
+    total: Values  # computes their sum by our decoder; receives what was requested
+    each: Values  # computes all of them by the foreign one
 
     __hash__ = object.__hash__
     # y += z gives y's name to a new tensor

@@ -92,11 +92,7 @@ Shaped = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 def batch_of_shapes(text: str) -> Shaped:
-    """Make the batch.
-
-    Raises:
-        DataError: The text does not describe a batch.
-    """
+    """Make the batch."""
     whole = text.strip().removesuffix(",")
     names, tensors = list[str](), list[Tensor]()
     numbers = torch.Generator().manual_seed(0)

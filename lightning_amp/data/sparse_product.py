@@ -44,11 +44,7 @@ class Counts(Protocol):
 
 
 def product(x: Counts, weight: Float[Tensor, "hidden feature"]) -> Float[Tensor, "cell hidden"]:
-    """x W^T; only the weight gets a gradient.
-
-    Raises:
-        DataError: The weight has another number of features, or the counts need a gradient.
-    """
+    """x W^T; only the weight gets a gradient."""
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise DataError(
             f"sparse counts of {x.shape[1]!r} features were given to a layer whose weight has the shape"

@@ -97,26 +97,18 @@ Self = TypeVar("Self", bound="BuiltFromData")
 
 
 class BuiltFromData(pl.LightningModule):
-    """Abstract: a subclass says in `make_networks` what to make.
-
-    Attributes:
-        inputs: what the networks were made from; None before they are.
-    """
+    """Abstract: a subclass says in `make_networks` what to make."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inputs: ModelInputs | None = None
+        self.inputs: ModelInputs | None = None  # what the networks were made from; None before they are
 
     @abstractmethod
     def make_networks(self, inputs: ModelInputs) -> None:
         """Make the networks; called once."""
 
     def build(self: Self, inputs: ModelInputs) -> Self:
-        """Make the networks for some data, without a trainer.
-
-        Raises:
-            ModelError: they exist already, or do not fit the settings.
-        """
+        """Make the networks for some data, without a trainer."""
         if self.inputs is not None:
             raise ModelError(
                 f"{type(self).__name__}.build was called, but its networks exist already; make a new "
@@ -127,11 +119,7 @@ class BuiltFromData(pl.LightningModule):
         return self
 
     def built_inputs(self) -> ModelInputs:
-        """What the networks were made from.
-
-        Raises:
-            ModelError: there are none yet.
-        """
+        """What the networks were made from."""
         if self.inputs is None:
             raise ModelError(
                 f"{type(self).__name__} has no networks yet; call build(inputs), fit it with a data module, or "
@@ -140,11 +128,7 @@ class BuiltFromData(pl.LightningModule):
         return self.inputs
 
     def configure_model(self) -> None:
-        """Build the networks from the trainer's data module, unless they exist.
-
-        Raises:
-            ModelError: the trainer has no data module to build from.
-        """
+        """Build the networks from the trainer's data module, unless they exist."""
         if self.inputs is not None or not self._has_trainer():
             return
         datamodule: Any = getattr(self.trainer, "datamodule", None)
@@ -161,11 +145,7 @@ class BuiltFromData(pl.LightningModule):
             checkpoint[CHECKPOINT_KEY] = self.inputs.to_plain()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Build the networks the checkpoint was written with, or check that these are the same.
-
-        Raises:
-            ModelError: the checkpoint is not this class's, or was trained on other features or another graph.
-        """
+        """Build the networks the checkpoint was written with, or check that these are the same."""
         if CHECKPOINT_KEY not in checkpoint:
             raise ModelError(
                 f"the checkpoint has no {CHECKPOINT_KEY!r}, only {sorted(checkpoint)!r}; load one that "
@@ -204,11 +184,7 @@ class LinkedAutoencoders(BuiltFromData):
         return self.hparams
 
     def make_networks(self, inputs: ModelInputs) -> None:
-        """Make the networks for some data.
-
-        Raises:
-            ModelError: modality_weights names a modality that there is not.
-        """
+        """Make the networks for some data."""
         h = self.settings
         strangers = sorted(set(h.modality_weights or {}) - set(inputs.modalities))
         if strangers:
@@ -228,11 +204,7 @@ class LinkedAutoencoders(BuiltFromData):
         )
 
     def encode(self, modality: str, cells: "CellBatch") -> tuple[PerCell, PerCell]:
-        """Mean and deviation of the latents of some cells.
-
-        Raises:
-            ModelError: the networks are not built, or have no such modality.
-        """
+        """Mean and deviation of the latents of some cells."""
         self.stream(modality)
         loc, std = self.encoders[modality](cells["x"], library_of(cells), cells.get("draw"))
         # mixed precision hands out halves, too coarse for divergences and likelihoods
@@ -270,22 +242,14 @@ class LinkedAutoencoders(BuiltFromData):
 
     @torch.no_grad()
     def impute(self, modality: str, batch: "CellBatch") -> Counts:
-        """Expected data of some cells of one modality, at the means of all latents; call in eval mode.
-
-        Raises:
-            ModelError: the networks are not built, or have no such modality.
-        """
+        """Expected data of some cells of one modality, at the means of all latents; call in eval mode."""
         (u, _), (v, _) = self.encode(modality, batch), self.vertices()
         decoder = cast(DataDecoder, self.decoders[modality])
         rows = self.graph_encoder.rows[modality](v)
         return decoder.mean(u, rows, batch=batch["batch"], library=library_of(batch))
 
     def stream(self, modality: str) -> int:
-        """First of the streams of random numbers that a modality may use.
-
-        Raises:
-            ModelError: the networks are not built, or have no such modality.
-        """
+        """First of the streams of random numbers that a modality may use."""
         inputs = self.built_inputs()
         if modality not in inputs.modalities:
             raise ModelError(

@@ -81,16 +81,13 @@ class FeatureVertices(nn.Module):
 
     Args:
         ids: vertex of each feature, of Hi-C of each anchor.
-
-    Attributes:
-        on_host: the ids in the host's memory, for who shards vertices.
     """
 
     ids: Tensor
 
     def __init__(self, ids: Int[Tensor, " feature"]):
         super().__init__()
-        self.on_host = ids
+        self.on_host = ids  # the ids in the host's memory, for who shards vertices
         self.register_buffer("ids", ids, persistent=False)
 
     def forward(self, v: PerVertex) -> Float[Tensor, "feature dim"]:
@@ -133,23 +130,7 @@ class _Propagate(torch.autograd.Function):
 
 
 class GraphEncoder(nn.Module):
-    """Latent of every vertex, and the likelihood of sampled edges.
-
-    Args:
-        source: one end of each edge.
-        target: the other end; each edge is listed in one direction and means both.
-        weight: positive weight of each edge.
-        sign: +1 or -1.
-        modalities: vertices of each modality's features.
-
-    Attributes:
-        vertices: what needs other vertices than the one at hand.
-        rows: modality -> what takes the rows of its features from v.
-        ends: source and target of the edges in both directions, in the host's memory.
-
-    Raises:
-        ModelError: no edges, or a weight that is not positive.
-    """
+    """Latent of every vertex, and the likelihood of sampled edges."""
 
     source: Tensor
     target: Tensor
@@ -161,10 +142,10 @@ class GraphEncoder(nn.Module):
         n_vertices: int,
         dim: int,
         *,
-        source: Int[Tensor, " edge"],
-        target: Int[Tensor, " edge"],
-        weight: Float[Tensor, " edge"],
-        sign: Float[Tensor, " edge"],
+        source: Int[Tensor, " edge"],  # one end of each edge
+        target: Int[Tensor, " edge"],  # the other end; each edge is listed in one direction and means both
+        weight: Float[Tensor, " edge"],  # positive weight of each edge
+        sign: Float[Tensor, " edge"],  # +1 or -1
         modalities: Mapping[str, Int[Tensor, " feature"]] | None = None,
     ):
         super().__init__()
@@ -176,7 +157,7 @@ class GraphEncoder(nn.Module):
         one_way = source != target
         self.n_vertices = n_vertices
         ends = torch.cat((source, target[one_way])), torch.cat((target, source[one_way]))
-        self.ends = ends
+        self.ends = ends  # source and target of the edges in both directions, in the host's memory
         self.register_buffer("source", ends[0], persistent=False)
         self.register_buffer("target", ends[1], persistent=False)
         self.register_buffer("weight", torch.cat((weight, weight[one_way])), persistent=False)
@@ -184,7 +165,8 @@ class GraphEncoder(nn.Module):
         self.embedding = nn.Parameter(torch.randn(n_vertices, dim) * dim**-0.5)
         self.loc = nn.Linear(dim, dim)
         self.std = nn.Linear(dim, dim)
-        self.vertices = AllVertices()
+        self.vertices = AllVertices()  # what needs other vertices than the one at hand
+        # modality -> what takes the rows of its features from v
         self.rows = nn.ModuleDict({name: FeatureVertices(ids) for name, ids in (modalities or {}).items()})
 
     def forward(self) -> tuple[PerVertex, PerVertex]:

@@ -113,14 +113,7 @@ LEAST_STD = 1e-7
 
 
 class Encoder(nn.Module):
-    """Encoder of one modality; its first layer, which grows with the features, is called `first`.
-
-    Args:
-        hidden_depth: number of hidden layers, at least 1.
-        dropout: probability of a zero after each hidden layer.
-        total: counts are scaled to this many per cell before log1p; None for data that are not counts.
-        stream: first of the `hidden_depth` streams of random numbers that dropout uses.
-    """
+    """Encoder of one modality; its first layer, which grows with the features, is called `first`."""
 
     def __init__(
         self,
@@ -129,9 +122,10 @@ class Encoder(nn.Module):
         *,
         hidden_dim: int,
         hidden_depth: int,
-        dropout: float,
+        dropout: float,  # probability of a zero after each hidden layer
+        # counts are scaled to this many per cell before log1p; None for data that are not counts
         total: float | None,
-        stream: int,
+        stream: int,  # first of the `hidden_depth` streams of random numbers that dropout uses
     ):
         super().__init__()
         self.total = total

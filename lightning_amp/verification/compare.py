@@ -41,23 +41,18 @@ from lightning_amp.verification.result import Row, Suspect
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """What a run of a few steps has shown.
+    """What a run of a few steps has shown."""
 
-    Attributes:
-        losses: Per step, the loss of every backward pass.
-        cells: Cells of each step's batch on this rank, None where its tensors do not agree on a number.
-        gradients: Gradients that the first step's optimisers have seen, whole.
-        parameters, buffers: The module's state after the last step, whole.
-        apart: Buffers that then differ between the ranks.
-        draws: Modules that drop values at random, and generators, if a training step has drawn from any.
-    """
-
-    losses: list[list[float]] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)  # per step, the loss of every backward pass
+    # cells of each step's batch on this rank, None where its tensors do not agree on a number
     cells: list[int | None] = field(default_factory=list)
+    # gradients that the first step's optimisers have seen, whole
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    # with buffers: the module's state after the last step, whole
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    apart: list[str] = field(default_factory=list)
+    apart: list[str] = field(default_factory=list)  # buffers that then differ between the ranks
+    # modules that drop values at random, and generators, if a training step has drawn from any
     draws: list[str] = field(default_factory=list)
 
 
@@ -243,32 +238,22 @@ Errors = dict[str, dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one rank has found in one precision, compared with the single process.
-
-    Attributes:
-        place: Data rank and number of data ranks.
-        losses, one_losses, cells: Per step, losses of the rank and of the single process, and cells on the rank.
-        all_cells: Cells of the first global batch, 0 where their number is not known.
-        errors: Of the rank.
-        factor: What all gradients of the single process are those of the rank times, None where it is not one number.
-        draws: Where the single process drew random numbers.
-        apart: Buffers that differ between the ranks.
-        unshared: BatchNorm layers whose statistics are those of one rank's cells.
-        uneven: Whether modalities have different numbers of cells, which the data ranks do not divide.
-    """
+    """What one rank has found in one precision, compared with the single process."""
 
     precision: Precision
-    place: tuple[int, int]
+    place: tuple[int, int]  # data rank and number of data ranks
+    # with one_losses, cells: per step, losses of the rank and of the single process, and cells on the rank
     losses: list[list[float]]
     one_losses: list[list[float]]
     cells: list[int | None]
-    all_cells: int
+    all_cells: int  # cells of the first global batch, 0 where their number is not known
     errors: Errors
+    # what all gradients of the single process are those of the rank times, None where it is not one number
     factor: float | None
-    draws: list[str]
-    apart: list[str]
-    unshared: list[str]
-    uneven: bool
+    draws: list[str]  # where the single process drew random numbers
+    apart: list[str]  # buffers that differ between the ranks
+    unshared: list[str]  # BatchNorm layers whose statistics are those of one rank's cells
+    uneven: bool  # whether modalities have different numbers of cells, which the data ranks do not divide
     strategies: tuple[str, ...]
     mesh: tuple[int, int]
 

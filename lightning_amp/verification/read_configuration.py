@@ -57,9 +57,6 @@ def read_step(
     of a training step, and what it asks of AMPStrategy.
 
     Layers that `configure_model` makes are on the device "meta", unless a step of `batch_size` needs their values.
-
-    Raises:
-        AmpError: The module's layers cannot be made, or there is no batch to be had.
     """
     module, batch, around, options = _prepared(path, values=False)
     if any(tensor.is_meta for tensor in module.state_dict().values()):

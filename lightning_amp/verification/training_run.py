@@ -61,11 +61,7 @@ def sizes_of(batch: object) -> list[int]:
 
 
 def part_of(batch: Any, part: int, parts: int) -> Any:
-    """The cells of one data rank.
-
-    Raises:
-        DataError: The number of cells is not known, or there are fewer cells than ranks.
-    """
+    """The cells of one data rank."""
     if parts == 1:
         return batch
     sizes = sizes_of(batch)
@@ -93,11 +89,7 @@ def cast(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def first_of(loader: Iterable[Any], steps: int) -> list[Any]:
-    """The first batches of a loader, again from the start where it is shorter.
-
-    Raises:
-        DataError: It has no batch.
-    """
+    """The first batches of a loader, again from the start where it is shorter."""
     found = list(islice(loader, steps))
     if not found:
         raise DataError("a loader without batches was given to verify; give one with at least one batch")
@@ -105,16 +97,13 @@ def first_of(loader: Iterable[Any], steps: int) -> list[Any]:
 
 
 class Parts:
-    """A training loader of one rank.
-
-    Attributes:
-        batch_size: Cells per rank, for the plan's prediction; None where the number of cells is not known.
-    """
+    """A training loader of one rank."""
 
     def __init__(self, batches: list[Any], *, ranks: int, place: Callable[[], tuple[int, int]]) -> None:
         """Serve parts of global batches; `place` gives data rank and number of data ranks, once they are known."""
         self._batches, self._place = batches, place
         cells = count_cells(batches[0])
+        # cells per rank, for the plan's prediction; None where the number of cells is not known
         self.batch_size = None if cells is None else max(1, cells // ranks)
 
     def __len__(self) -> int:

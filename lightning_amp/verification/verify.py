@@ -66,9 +66,6 @@ def run_processes(
     Args:
         folder: An empty folder that all processes see.
         timeout: Seconds after which processes that have not answered are ended.
-
-    Raises:
-        AmpError: The first error that a rank has raised, or a rank ended or did not answer.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise AmpError(
@@ -247,11 +244,7 @@ def verification_of(module: str, found: Sequence[Sequence[Report]]) -> Verificat
 
 
 def subject_of(module: LightningModule, data: Any, steps: int) -> bytes:
-    """Module and data as another process reads them.
-
-    Raises:
-        AmpError: They cannot be pickled, or a loader has no batch.
-    """
+    """Module and data as another process reads them."""
     if isinstance(data, LightningDataModule):
         # a trainer of the user's would be sent along
         data = copy(data)

@@ -36,18 +36,12 @@ class NotDetected(ModelError):
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Layout:
-    """The strata of a decoder.
-
-    Attributes:
-        columns: First and one past the last column, for every stratum.
-        n_anchors: N, as far as the features tell: one past the last anchor that has any.
-        listed_in: Name of the decoder's list that holds the columns.
-    """
+    """The strata of a decoder."""
 
     nodes: tuple[Int[Tensor, " stratum_feature"], ...]
-    columns: tuple[tuple[int, int], ...]
-    n_anchors: int
-    listed_in: str = ""
+    columns: tuple[tuple[int, int], ...]  # first and one past the last column, for every stratum
+    n_anchors: int  # N, as far as the features tell: one past the last anchor that has any
+    listed_in: str = ""  # name of the decoder's list that holds the columns
 
     @property
     def n_features(self) -> int:
@@ -67,11 +61,7 @@ def layout_of(nodes: Sequence[Tensor], listed_in: str) -> Layout:
 
 
 def read_layout(decoder: nn.Module) -> Layout:
-    """The layout that a foreign decoder's lists say.
-
-    Raises:
-        NotDetected: The lists are missing or of another kind, or neither lists columns.
-    """
+    """The layout that a foreign decoder's lists say."""
     found = {name: _indices(name, getattr(decoder, name, None)) for name in LISTS}
     one, other = found.values()
     if [len(rows) for rows in one] != [len(rows) for rows in other]:
@@ -114,14 +104,6 @@ def _counts(rows: Tensor) -> bool:
 class AdaptedDecoder(StratifiedDecoder):
     """All strata of a foreign decoder.
 
-    Args:
-        window: Anchors per attention bucket.
-        variant: The form of the keys that the memory model is to take, "higlue" or "paper".
-        strata_weights: Logits of the strata's weights; without any, all strata have the same.
-        head: Adds the cell's part to these logits.
-        normalised: Whether the weights of the strata add up to 1 where there are no logits, or are 1 each.
-        kind: Class of the distribution that the foreign decoder returns.
-
     Attributes:
         reads_all_rows: Whether keys are made of all rows of v, and not only of those that features say.
     """
@@ -134,12 +116,13 @@ class AdaptedDecoder(StratifiedDecoder):
         layout: Layout,
         *,
         dim: int,
-        window: int,
-        variant: Variant,
+        window: int,  # anchors per attention bucket
+        variant: Variant,  # the form of the keys that the memory model is to take, "higlue" or "paper"
+        # logits of the strata's weights; without any, all strata have the same
         strata_weights: nn.Parameter | None,
-        head: nn.Linear | None,
-        normalised: bool,
-        kind: type,
+        head: nn.Linear | None,  # adds the cell's part to these logits
+        normalised: bool,  # whether the weights of the strata add up to 1 where there are no logits, or are 1 each
+        kind: type,  # class of the distribution that the foreign decoder returns
     ) -> None:
         nn.Module.__init__(self)
         self.dim = dim
@@ -171,11 +154,7 @@ class AdaptedDecoder(StratifiedDecoder):
         library: Float[Tensor, "cell 1"],
         x: Float[Tensor, "cell feature"],
     ) -> Float[Tensor, ""]:
-        """Minus the log-likelihood summed over all cells and features.
-
-        Raises:
-            ModelError: v has not one row per anchor, where ranks share the anchors.
-        """
+        """Minus the log-likelihood summed over all cells and features."""
         self._check_inputs(v, x)
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
         total = self.walk(self.strata, u, v, log_weights, batch=batch, library=library, x=x)
@@ -206,11 +185,7 @@ class AdaptedDecoder(StratifiedDecoder):
         return torch.cat(found, dim=1)
 
     def library(self, u: Float[Tensor, "cell dim"], given: Any) -> Float[Tensor, "cell 1"]:
-        """Library sizes, from what the decoder is called with.
-
-        Raises:
-            ModelError: They are not one number per cell.
-        """
+        """Library sizes, from what the decoder is called with."""
         if not isinstance(given, Tensor) or given.shape != (len(u), 1):
             found = tuple(given.shape) if isinstance(given, Tensor) else given
             raise ModelError(

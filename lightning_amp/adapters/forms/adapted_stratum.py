@@ -172,27 +172,20 @@ def distribution(
 
 
 class AdaptedStratum(Stratum):
-    """One stratum.
-
-    Args:
-        key: Module that makes the key; None where the anchors are the keys.
-        columns: First and one past the last of the stratum's columns.
-        tables: The whole tables scale, bias, log_theta and zi_logits, by name; of binary data the first two.
-        chained: Whether the next stratum reads this one's projected anchors.
-        least: What is added to the mean.
-    """
+    """One stratum."""
 
     runs: dict[str, slice | Tensor]
 
     def __init__(
         self,
-        key: nn.Module | None,
+        key: nn.Module | None,  # module that makes the key; None where the anchors are the keys
         nodes: Int[Tensor, " stratum_feature"],
         *,
-        columns: tuple[int, int],
+        columns: tuple[int, int],  # first and one past the last of the stratum's columns
+        # the whole tables scale, bias, log_theta and zi_logits, by name; of binary data the first two
         tables: Mapping[str, nn.Parameter],
         likelihood: nn.Module,
-        chained: bool,
+        chained: bool,  # whether the next stratum reads this one's projected anchors
         least: float,
     ) -> None:
         nn.Module.__init__(self)

@@ -56,31 +56,18 @@ CONVOLUTION_LISTS = {"pairs": "key_convs", "activation": "key_conv_activations"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """One way of computing with the parts.
+    """One way of computing with the parts."""
 
-    Attributes:
-        attention: Keys by attention, else by convolution.
-        projected: Attention reads `val`, else p.
-        residual: The feed-forward layer adds to its input.
-        postnorm: A LayerNorm comes before the feed-forward layer.
-        chained: A stratum hands `val` on.
-        activation: Something follows the convolution.
-        normalised: Without logits, the weights of the strata are 1 / K each, else 1.
-        least: What is added to the means.
-        kind: Class of the distribution that is returned.
-        ours: Whether our likelihood is used, which is the same and has a sparse form.
-    """
-
-    attention: bool = True
-    projected: bool = False
-    residual: bool = True
-    postnorm: bool = True
-    chained: bool = False
-    activation: bool = False
-    normalised: bool = False
+    attention: bool = True  # keys by attention, else by convolution
+    projected: bool = False  # attention reads `val`, else p
+    residual: bool = True  # the feed-forward layer adds to its input
+    postnorm: bool = True  # a LayerNorm comes before the feed-forward layer
+    chained: bool = False  # a stratum hands `val` on
+    activation: bool = False  # something follows the convolution
+    normalised: bool = False  # without logits, the weights of the strata are 1 / K each, else 1
     least: float = 0.0
     kind: type = torch.distributions.Distribution
-    ours: bool = False
+    ours: bool = False  # whether our likelihood is used, which is the same and has a sparse form
 
     @property
     def binarized(self) -> bool:
@@ -104,11 +91,7 @@ def lacks(module: nn.Module) -> list[str]:
 
 
 def read_parts(module: nn.Module) -> Layout:
-    """The strata of a decoder that has the parts that all forms need.
-
-    Raises:
-        NotDetected: A table is missing or has other columns, or there are no keys.
-    """
+    """The strata of a decoder that has the parts that all forms need."""
     layout = read_layout(module)
     for name in BINARY_TABLES.values():
         table = getattr(module, name, None)
@@ -151,11 +134,7 @@ def _convolution_forms(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def make_decoder(module: Any, layout: Layout, form: Form) -> AdaptedDecoder:
-    """Our decoder of a module's layers and tables.
-
-    Raises:
-        NotDetected: A layer has a setting that ours does not know.
-    """
+    """Our decoder of a module's layers and tables."""
     n_strata = len(layout.nodes)
     strata = [
         make_stratum(
@@ -209,11 +188,7 @@ def make_stratum(
 
 
 def dim_of(module: Any) -> int:
-    """D, of the first layer; of one resolution or several.
-
-    Raises:
-        NotDetected: There is no layer.
-    """
+    """D, of the first layer; of one resolution or several."""
     several: Any = getattr(module, "key_convs_by_res", None) or ()
     lists = (getattr(module, "value_layers", None), getattr(module, "key_convs", None), *several)
     layer: Any = next((layers[0] for layers in lists if layers), None)

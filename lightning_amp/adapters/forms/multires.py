@@ -53,11 +53,7 @@ def resembles_multires(module: nn.Module) -> bool:
 
 
 def bands(module: nn.Module) -> list[Tensor]:
-    """Columns [stratum, anchor] of every resolution, -1 where there is none.
-
-    Raises:
-        NotDetected: There is none, or it does not fit the resolution.
-    """
+    """Columns [stratum, anchor] of every resolution, -1 where there is none."""
     found = []
     for i, spec in enumerate(cast(Any, module).res_specs):
         band = getattr(module, f"band_idx_{i}", None)
@@ -72,11 +68,7 @@ def bands(module: nn.Module) -> list[Tensor]:
 
 
 def read_bands(module: nn.Module) -> Layout:
-    """The strata of all resolutions, one after the other, with anchors of their own resolution.
-
-    Raises:
-        NotDetected: Columns of a stratum are no run after those of the one before, or it has none.
-    """
+    """The strata of all resolutions, one after the other, with anchors of their own resolution."""
     nodes: list[Tensor] = []
     columns: list[tuple[int, int]] = []
     end = 0
@@ -95,13 +87,10 @@ def read_bands(module: nn.Module) -> Layout:
 
 
 class MultiResStratum(AdaptedStratum):
-    """A stratum of one resolution, which has a library size of its own.
-
-    Attributes:
-        places: Columns of the tables where they are no run: those of the anchors that a subset has drawn.
-    """
+    """A stratum of one resolution, which has a library size of its own."""
 
     resolution: int
+    # columns of the tables where they are no run: those of the anchors that a subset has drawn
     places: Tensor | None = None
 
     def own_library(self, library: Float[Tensor, "cell resolution"]) -> Float[Tensor, "cell 1"]:
@@ -155,11 +144,7 @@ class MultiResDecoder(AdaptedDecoder):
         return torch.cat(found, dim=1)
 
     def library(self, u: Float[Tensor, "cell dim"], given: Any) -> Float[Tensor, "cell resolution"]:
-        """Library sizes of every resolution, from what the decoder is called with.
-
-        Raises:
-            ModelError: They are neither of the cells, nor of the cells and resolutions.
-        """
+        """Library sizes of every resolution, from what the decoder is called with."""
         n = len(self.bands)
         if given is None:
             return u.new_ones(len(u), n)
@@ -189,9 +174,6 @@ class MultiResDecoder(AdaptedDecoder):
 
         Args:
             subset: What the foreign decoder has drawn, with `anchors` of every resolution.
-
-        Raises:
-            InstallError: Ranks share the features or channels, or the subset is none that is known.
         """
         shared = self.region.strategies if isinstance(self.region, SharedRegion) else ()
         if not set(WITH_SUBSETS).issuperset(shared):
@@ -227,11 +209,7 @@ def _check_columns(subset: Any, places: Tensor) -> None:
 
 
 def make_multires(module: Any, layout: Layout, form: Form) -> MultiResDecoder:
-    """Our decoder of a module's layers and tables; of the form, `kind`, `least` and `ours` are read.
-
-    Raises:
-        NotDetected: Layers are missing, or have settings that ours do not know.
-    """
+    """Our decoder of a module's layers and tables; of the form, `kind`, `least` and `ours` are read."""
     strata: list[MultiResStratum] = []
     for i, spec in enumerate(module.res_specs):
         for k in range(spec.n_strata):

@@ -47,9 +47,6 @@ def find(root: str | Path, *, setting: str | None = None, others: bool = False) 
     Args:
         setting: Which of several settings to take, e.g. "500kb_raw_0.98_2d_10".
         others: Whether a directory of other modalities alone is allowed.
-
-    Raises:
-        DataError: No directory, no modality, or several settings and no `setting`.
     """
     root = Path(root)
     if not root.is_dir():
@@ -113,11 +110,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yield a temporary name; the file written there becomes `path` on success and is removed on any error.
-
-    Raises:
-        DataError: The disk is full or read-only.
-    """
+    """Yield a temporary name; the file written there becomes `path` on success and is removed on any error."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with _refusing(path):
@@ -136,9 +129,6 @@ def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     Args:
         out: The directory to make; its parent must exist.
         overwrite: Replace `out` if it is a data directory; nothing else is ever replaced.
-
-    Raises:
-        DataError: `out` exists and is not to be replaced, its parent cannot be written to, or the disk is full.
     """
     out = Path(out)
     _check_free(out, overwrite=overwrite)

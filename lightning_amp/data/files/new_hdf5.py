@@ -32,9 +32,6 @@ def new_hdf5(path: Path) -> Iterator[tuple[Any, Callable[[], None]]]:
     """Yield a new HDF5 file, and a check that raises the error of the first write that has failed.
 
     The caller removes the file after an error.
-
-    Raises:
-        OSError: Not all could be written, such as on a full disk.
     """
     with _Patient(path) as raw:
         with h5py.File(raw, "w") as file:
@@ -123,22 +120,13 @@ UNKNOWN_ASSEMBLY = "unknown"
 
 def write_scool(
     path: Path,
-    bins: pd.DataFrame,
-    cells: Iterable[tuple[str, pd.DataFrame]],
+    bins: pd.DataFrame,  # chrom, start, end, in the order of the genome
+    cells: Iterable[tuple[str, pd.DataFrame]],  # name and pixels of each cell
     *,
     n_cells: int,
     assembly: str = UNKNOWN_ASSEMBLY,
 ) -> None:
-    """Write a .scool: one bin table, and one cooler for every cell; one cell is in memory at a time.
-
-    Args:
-        bins: chrom, start, end, in the order of the genome.
-        cells: Name and pixels of each cell.
-        assembly: Name of the genome assembly.
-
-    Raises:
-        OSError: Not all could be written, such as on a full disk.
-    """
+    """Write a .scool: one bin table, and one cooler for every cell; one cell is in memory at a time."""
     about = _about(bins, assembly)
     with new_hdf5(path) as (file, check):
         _write_bins(file, bins)
@@ -154,23 +142,13 @@ def write_scool(
 
 def write_cool(
     path: Path,
-    bins: pd.DataFrame,
+    bins: pd.DataFrame,  # chrom, start, end, in the order of the genome
     pixels: pd.DataFrame,
     *,
     assembly: str = UNKNOWN_ASSEMBLY,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a .cool of one map, without balancing weights.
-
-    Args:
-        bins: chrom, start, end, in the order of the genome.
-        pixels: Of the map.
-        assembly: Name of the genome assembly.
-        metadata: Written as JSON.
-
-    Raises:
-        OSError: Not all could be written, such as on a full disk.
-    """
+    """Write a .cool of one map, without balancing weights."""
     with new_hdf5(path) as (file, _):
         _write_bins(file, bins)
         _write_pixels(file, pixels, _about(bins, assembly, metadata))

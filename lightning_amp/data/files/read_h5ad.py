@@ -31,11 +31,7 @@ DEPTH_COLUMNS = ("depth", "read_depth", "n_counts")
 
 @contextmanager
 def open_hdf5(path: Path, *, what: str) -> Iterator[Any]:
-    """Open an HDF5 file for reading and yield it; messages call it `what`.
-
-    Raises:
-        DataError: The file is absent, not HDF5, truncated, or a read from it fails.
-    """
+    """Open an HDF5 file for reading and yield it; messages call it `what`."""
     if not path.is_file():
         found = "a directory" if path.is_dir() else "nothing"
         raise DataError(f"{path}: expected a {what}, found {found}; give the path of an existing file")
@@ -58,11 +54,7 @@ def open_hdf5(path: Path, *, what: str) -> Iterator[Any]:
 
 @contextmanager
 def open_h5ad(path: Path) -> Iterator[Any]:
-    """Open an h5ad and yield the file, after a check that obs and var are groups.
-
-    Raises:
-        DataError: The file cannot be opened, is no h5ad, or was written by anndata < 0.7.
-    """
+    """Open an h5ad and yield the file, after a check that obs and var are groups."""
     with open_hdf5(path, what="h5ad file") as file:
         for name in ("obs", "var"):
             if isinstance(file.get(name), h5py.Dataset):
@@ -102,30 +94,19 @@ def shape_of(matrix: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModalityHeader:
-    """Sizes of an h5ad.
-
-    Attributes:
-        n_nonzero: Stored values of the raw counts, or None when they are stored densely.
-        has_counts_layer: Whether raw counts are in layers["counts"]; otherwise they are X.
-        depth: Contacts per cell, float64 of shape [cell], or None.
-        n_batches: Experimental batches among the cells, 1 without a column `batch`.
-    """
+    """Sizes of an h5ad."""
 
     path: Path
     n_cells: int
     n_features: int
-    n_nonzero: int | None
-    has_counts_layer: bool
-    depth: NDArray[np.float64] | None
-    n_batches: int
+    n_nonzero: int | None  # stored values of the raw counts, or None when they are stored densely
+    has_counts_layer: bool  # whether raw counts are in layers["counts"]; otherwise they are X
+    depth: NDArray[np.float64] | None  # contacts per cell, float64 of shape [cell], or None
+    n_batches: int  # experimental batches among the cells, 1 without a column `batch`
 
 
 def read_header(h5ad_path: str | Path) -> ModalityHeader:
-    """Read the header of an h5ad.
-
-    Raises:
-        DataError: No h5ad, or a matrix whose shape disagrees with obs and var.
-    """
+    """Read the header of an h5ad."""
     # imported late: it takes half a second
     from anndata.io import read_elem
 
@@ -183,11 +164,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 @contextmanager
 def open_stream(path: Path, *, what: str) -> Iterator[BinaryIO]:
-    """Open a plain or gzip-compressed file for reading bytes; messages call it `what`.
-
-    Raises:
-        DataError: The file is absent, is a directory, or its compressed stream is damaged.
-    """
+    """Open a plain or gzip-compressed file for reading bytes; messages call it `what`."""
     if not path.is_file():
         found = "a directory" if path.is_dir() else "nothing"
         raise DataError(f"{path}: expected the {what}, found {found}; give the path of an existing file")
@@ -244,9 +221,6 @@ def read_columns(path: Path, source: str, columns: slice) -> sparse.csr_matrix:
         path: The h5ad.
         source: Path of the matrix in the file, such as "X" or "layers/counts".
         columns: The columns, as whole numbers from the first to one past the last.
-
-    Raises:
-        DataError: The file cannot be read.
     """
     with open_h5ad(path) as file:
         if is_by_columns(file[source]):

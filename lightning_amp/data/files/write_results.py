@@ -51,23 +51,13 @@ def write_embedding(
     path: Path,
     *,
     obs: pd.DataFrame,
-    parts: Mapping[str, dict[str, Any]],
-    var: pd.DataFrame = NO_FEATURES,
+    parts: Mapping[str, dict[str, Any]],  # obsm and uns
+    var: pd.DataFrame = NO_FEATURES,  # table of features
+    # rows and their [row, feature], a few cells at a time, for layers["imputed"]; NaN for other cells. There is no
+    # layer where this is empty
     imputed: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]] = (),
 ) -> None:
-    """Write an h5ad without X: the tables of cells and features, and the embedding.
-
-    Args:
-        path: The file.
-        obs: Table of cells.
-        parts: obsm and uns.
-        var: Table of features.
-        imputed: Rows and their [row, feature], a few cells at a time, for layers["imputed"]; NaN for other cells. There
-            is no layer where this is empty.
-
-    Raises:
-        DataError: The disk is full or read-only.
-    """
+    """Write an h5ad without X: the tables of cells and features, and the embedding."""
     from anndata.io import write_elem
 
     with written_aside(path) as aside, new_hdf5(aside) as (file, check):
@@ -108,22 +98,12 @@ def write_pseudobulk(
     out_dir: Path,
     *,
     layout: FeatureLayout,
-    sums: Mapping[str, tuple[int, NDArray[np.float64]]],
+    sums: Mapping[str, tuple[int, NDArray[np.float64]]],  # cell type -> number of cells and [feature]
     key: str,
     assembly: str = UNKNOWN_ASSEMBLY,
 ) -> list[Path]:
     """Write the sum of the expected contacts of each cell type, and return the files: <type>.cool, or, with several
     resolutions, <type>_<resolution>.cool each.
-
-    Args:
-        out_dir: Where to write.
-        layout: Of the features.
-        sums: Cell type -> number of cells and [feature].
-        key: Name of the column of cell types.
-        assembly: Name of the genome assembly.
-
-    Raises:
-        DataError: The disk is full or read-only.
     """
     paths = []
     for tail, strata in _resolutions(layout):

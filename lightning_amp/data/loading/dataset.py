@@ -53,9 +53,6 @@ class CellTable:
         path: h5ad file; counts are taken from layers["counts"] when present, else from X
         modality: "hic", "rna" and "atac" must hold whole numbers
         columns: the features whose counts are kept; library sizes are of all
-
-    Raises:
-        DataError: the file cannot be read, or its counts are negative, fractional, not finite or all zero
     """
 
     def __init__(self, path: Path, modality: str, columns: slice | None = None) -> None:

@@ -31,33 +31,20 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
     is missing from the step. All ranks have the same number of steps and in each the same modalities: a rank
     that would get no cell of a modality gets the last one of the batch again, which `index` shows. Draws then
     depend on the cell alone.
-
-    Args:
-        contacts: modality -> contacts of every cell of its file, [cell]
-        batch_size: cells per modality, rank and step
-        num_replicas, rank: ranks that share a global batch, and which of them this is
-        seed: of the permutations; must be the same on every rank
-        shuffle: permute (with `cycle` only)
-        balance: give the ranks equal contacts, not only equally many cells (with `cycle` only)
-        cycle: training, see above
-        cells: modality -> rows to take, by default all
-
-    Raises:
-        DataError: there are no cells
     """
 
     def __init__(
         self,
-        contacts: Mapping[str, NDArray[np.float64]],
-        batch_size: int,
+        contacts: Mapping[str, NDArray[np.float64]],  # modality -> contacts of every cell of its file, [cell]
+        batch_size: int,  # cells per modality, rank and step
         *,
-        num_replicas: int = 1,
+        num_replicas: int = 1,  # with rank: ranks that share a global batch, and which of them this is
         rank: int = 0,
-        seed: int = 0,
-        shuffle: bool = True,
-        balance: bool = False,
+        seed: int = 0,  # of the permutations; must be the same on every rank
+        shuffle: bool = True,  # permute (with `cycle` only)
+        balance: bool = False,  # give the ranks equal contacts, not only equally many cells (with `cycle` only)
         cycle: bool = True,
-        cells: CellRowsOf | None = None,
+        cells: CellRowsOf | None = None,  # modality -> rows to take, by default all
     ) -> None:
         self.contacts = dict(contacts)
         self.cells = dict(cells) if cells is not None else {m: np.arange(len(c)) for m, c in contacts.items()}
@@ -162,11 +149,7 @@ class StepLoader(DataLoader[Batch]):
         return {"epoch": epoch, "step": step, "global_batch": self.steps.global_batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, on any number of ranks with the same global batch.
-
-        Raises:
-            DataError: the state is in mid-epoch and its global batch has another size
-        """
+        """Continue where `state_dict` was taken, on any number of ranks with the same global batch."""
         epoch, step, saved = state_dict["epoch"], state_dict["step"], state_dict["global_batch"]
         if step and saved != self.steps.global_batch:
             raise DataError(

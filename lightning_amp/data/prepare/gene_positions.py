@@ -50,9 +50,6 @@ def read_genes(path: str | Path) -> pd.DataFrame:
 
     Returns:
         Columns chrom, start, end, strand; the index holds the symbols in file order.
-
-    Raises:
-        DataError: The file cannot be read, a line is malformed, or there is no gene.
     """
     path = Path(path)
     lowered = path.name.lower().removesuffix(".gz")
@@ -76,11 +73,8 @@ def as_genes(table: pd.DataFrame) -> pd.DataFrame:
     left out.
 
     Args:
-        table: chrom, start, end (or chromStart, chromEnd, as in `var` of an AnnData) and, optionally, strand; 0-based
-            and half-open; the index holds the symbols.
-
-    Raises:
-        DataError: A column is missing, a position is malformed, or no gene has one.
+        table: chrom, start, end (or chromStart, chromEnd, as in `var` of an AnnData) and, optionally, strand;
+            0-based and half-open; the index holds the symbols.
     """
     table = table.rename(columns={"chromStart": "start", "chromEnd": "end"})
     absent = [name for name in ("chrom", "start", "end") if name not in table]

@@ -17,22 +17,16 @@ from lightning_amp.errors import DataError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureGrid:
-    """Bins that are kept, and the column of every pair of them.
+    """Bins that are kept, and the column of every pair of them."""
 
-    Attributes:
-        bins: Columns chrom, start, end of the kept bins; the row is the anchor.
-        row_of_bin: Anchor of each bin of the file, -1 for one left out, of shape [bin of the file].
-        column_of: Column of (stratum, anchor), -1 where the pair leaves its chromosome, [stratum, anchor].
-        cis_only: Whether pairs stay on one chromosome.
-        left_out: Chromosomes of the file that are not kept.
-    """
-
-    bins: pd.DataFrame
+    bins: pd.DataFrame  # columns chrom, start, end of the kept bins; the row is the anchor
+    # anchor of each bin of the file, -1 for one left out, of shape [bin of the file]
     row_of_bin: NDArray[np.int64]
+    # column of (stratum, anchor), -1 where the pair leaves its chromosome, [stratum, anchor]
     column_of: NDArray[np.int64]
     n_features: int
-    cis_only: bool
-    left_out: tuple[str, ...]
+    cis_only: bool  # whether pairs stay on one chromosome
+    left_out: tuple[str, ...]  # chromosomes of the file that are not kept
 
     @property
     def n_strata(self) -> int:
@@ -75,23 +69,16 @@ class FeatureGrid:
 
 
 def build_grid(
-    bins: pd.DataFrame,
+    bins: pd.DataFrame,  # the file's bin table: chrom, start, end
     *,
     strata: int,
     chromosomes: list[str],
+    # leave out pairs that would cross a chromosome's end; otherwise they count as contacts of the last bins of one
+    # chromosome with the first bins of the next
     cis_only: bool = True,
     source: str | Path = "bins",
 ) -> FeatureGrid:
-    """Lay out the features of some chromosomes.
-
-    Args:
-        bins: The file's bin table: chrom, start, end.
-        cis_only: Leave out pairs that would cross a chromosome's end; otherwise they count as contacts of the
-            last bins of one chromosome with the first bins of the next.
-
-    Raises:
-        DataError: Fewer than one stratum, or more than the longest chromosome has bins.
-    """
+    """Lay out the features of some chromosomes."""
     keep = bins["chrom"].isin(chromosomes).to_numpy()
     kept = bins[keep].reset_index(drop=True)
     sizes = kept["chrom"].value_counts(sort=False)
@@ -151,12 +138,12 @@ class Pseudobulk:
 
 def write_hic(
     path: Path,
-    cells: Iterable[tuple[str, pd.DataFrame]],
+    cells: Iterable[tuple[str, pd.DataFrame]],  # name and pixels (bin1_id, bin2_id, count) of each cell
     *,
     grid: FeatureGrid,
-    labels: pd.DataFrame,
+    labels: pd.DataFrame,  # one row for each cell, indexed by the names in `cells`: celltype, batch, read_depth
     min_depth: int,
-    settings: dict[str, Any],
+    settings: dict[str, Any],  # written to `uns["amp"]` with the number of dropped cells
     source: str | Path,
 ) -> Any:
     """Write the Hi-C modality, with a few cells in memory at a time.
@@ -164,15 +151,6 @@ def write_hic(
     A cell is dropped when it has fewer than `min_depth` contacts on the kept chromosomes (at any distance),
     or none in the strata. Dropped cells count in no sum. Returns the contacts within chromosomes, summed over the
     cells kept, as a SciPy COO array [anchor, anchor].
-
-    Args:
-        path: The h5ad to write.
-        cells: Name and pixels (bin1_id, bin2_id, count) of each cell.
-        labels: One row for each cell, indexed by the names in `cells`: celltype, batch, read_depth.
-        settings: Written to `uns["amp"]` with the number of dropped cells.
-
-    Raises:
-        DataError: No cell is left.
     """
     bulk = Pseudobulk(len(grid.bins))
     chrom = pd.factorize(grid.bins["chrom"])[0]

@@ -32,10 +32,6 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
     Suffixes of cell names that name the resolution, in base pairs, are removed. Returns, indexed by cell, celltype
     (str, "Unknown" where absent), batch (str, "0" where absent) and read_depth (float64, 1 where absent), then all
     other columns of the table as text.
-
-    Raises:
-        DataError: The file cannot be read, has no column `cell`, repeats a cell or has a depth that is no
-            number.
     """
     path = Path(path)
     with open_stream(path, what="table of cell labels") as stream:
@@ -72,11 +68,7 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
 
 
 def label_cells(labels: pd.DataFrame | None, cells: list[str], *, path: str | Path | None) -> pd.DataFrame:
-    """Return the labels of the cells in their order; without a table, the defaults of `read_labels`.
-
-    Raises:
-        DataError: The table, of the file `path`, lacks some of the cells.
-    """
+    """Return the labels of the cells in their order; without a table, the defaults of `read_labels`."""
     if labels is None:
         return pd.DataFrame(
             {"celltype": "Unknown", "batch": "0", "read_depth": 1.0}, index=pd.Index(cells, name="cell")
@@ -187,9 +179,6 @@ def write_modalities(
 ) -> None:
     """Write hic/, rna/ and graphs/ under an existing directory; arguments as for `write_hic`, `write_rna`,
     `build_graph`.
-
-    Raises:
-        DataError: No cell of a modality is left.
     """
     width = int((grid.bins["end"] - grid.bins["start"]).max())
     setting = f"{format_resolution(width)}_raw_{loop_quantile:g}_2d_{grid.n_strata}"

@@ -22,11 +22,7 @@ UNITS = {"bp": 1, "kb": 1_000, "mb": 1_000_000}
 
 
 def parse_resolution(resolution: int | str) -> int:
-    """Return the bin width in base pairs of a number or a text such as "500kb", "1mb", "2500".
-
-    Raises:
-        DataError: The text is not a resolution, or the width is not a positive whole number.
-    """
+    """Return the bin width in base pairs of a number or a text such as "500kb", "1mb", "2500"."""
     width = _width(str(resolution).strip())
     if width < 1 or width != int(width):
         raise DataError(
@@ -80,9 +76,6 @@ def choose_chromosomes(chosen: Sequence[str] | None, present: Sequence[str], *, 
 
     Chosen names may be written with or without "chr"; None keeps all but scaffolds and the mitochondrial one, or all if
     no name is a known chromosome's.
-
-    Raises:
-        DataError: A name is not in the file, or none is given.
     """
     if chosen is None:
         return [chrom for chrom in present if NUCLEAR.fullmatch(bare_name(chrom))] or list(present)
@@ -101,20 +94,14 @@ PIXELS = ["bin1_id", "bin2_id", "count"]
 
 @dataclass(slots=True)
 class ScoolFile:
-    """A .scool file; keeps its path, no handle.
-
-    Attributes:
-        cells: Names of the cells as in the file, in natural order.
-        bins: chrom (str), start and end (int64, base pairs, half-open), in file order.
-        assembly: Name of the genome assembly in the attributes of the file or its first cell, else "unknown".
-
-    Raises:
-        DataError: The file is absent, damaged, or another kind of file.
-    """
+    """A .scool file; keeps its path, no handle."""
 
     path: Path
-    cells: list[str] = field(init=False)
-    bins: pd.DataFrame = field(init=False)
+    cells: list[str] = field(init=False)  # names of the cells as in the file, in natural order
+    bins: pd.DataFrame = field(
+        init=False
+    )  # chrom (str), start and end (int64, base pairs, half-open), in file order
+    # name of the genome assembly in the attributes of the file or its first cell, else "unknown"
     assembly: str = field(init=False, default=UNKNOWN_ASSEMBLY)
 
     def __post_init__(self) -> None:
@@ -130,11 +117,7 @@ class ScoolFile:
                 self.assembly = self.assembly if found == UNKNOWN_ASSEMBLY else found
 
     def named_cells(self) -> dict[str, str]:
-        """Return the clean name of every cell (no ".500kb", no ".cool") and its name in the file.
-
-        Raises:
-            DataError: Two cells have the same clean name.
-        """
+        """Return the clean name of every cell (no ".500kb", no ".cool") and its name in the file."""
         resolution = self.resolution()
         named: dict[str, str] = {}
         for cell in self.cells:
@@ -148,11 +131,7 @@ class ScoolFile:
         return named
 
     def resolution(self) -> int:
-        """Return the bin width in base pairs.
-
-        Raises:
-            DataError: The bins are not all of one width.
-        """
+        """Return the bin width in base pairs."""
         widths = self.bins["end"] - self.bins["start"]
         if not is_fixed(self.bins):
             last = self.bins["chrom"] != self.bins["chrom"].shift(-1)
@@ -163,11 +142,7 @@ class ScoolFile:
         return int(widths.max())
 
     def pixels(self, cell: str) -> pd.DataFrame:
-        """Return the contacts, bin1_id <= bin2_id and count, of the cell of this name in the file.
-
-        Raises:
-            DataError: No such cell, other bins than the file's, or counts that are no counts.
-        """
+        """Return the contacts, bin1_id <= bin2_id and count, of the cell of this name in the file."""
         return next(self.iterate([cell]))[1]
 
     def iterate(self, cells: Iterable[str], own: slice | None = None) -> Iterator[tuple[str, pd.DataFrame]]:

@@ -30,26 +30,16 @@ CELL_COLUMNS = {"celltype": (("celltype", "cell_type"), "Unknown"), "batch": (("
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RnaCounts:
-    """Raw counts as read.
+    """Raw counts as read."""
 
-    Attributes:
-        counts: CSR array of shape [cell, gene], float32.
-        obs: celltype and batch, then all other columns of the file, indexed by cell.
-        genes: Symbols, of shape [gene].
-    """
-
-    counts: Any
-    obs: pd.DataFrame
-    genes: pd.Index
+    counts: Any  # CSR array of shape [cell, gene], float32
+    obs: pd.DataFrame  # celltype and batch, then all other columns of the file, indexed by cell
+    genes: pd.Index  # symbols, of shape [gene]
     source: str
 
 
 def read_rna(path: str | Path) -> RnaCounts:
-    """Read raw counts from layers["counts"] of an h5ad, else from X.
-
-    Raises:
-        DataError: No h5ad, no whole non-negative counts, or repeated cells or genes.
-    """
+    """Read raw counts from layers["counts"] of an h5ad, else from X."""
     from anndata.io import read_elem
 
     path = Path(path)
@@ -72,27 +62,16 @@ def read_rna(path: str | Path) -> RnaCounts:
 
 
 def check_raw(
-    counts: Any,
-    cells: pd.Index,
+    counts: Any,  # CSR array of shape [cell, feature]
+    cells: pd.Index,  # with features: their names
     features: pd.Index,
     *,
-    where: str,
+    where: str,  # with place: the file or object, and the place of the counts in it, for messages
     place: str,
-    feature: str = "gene",
-    others: Sequence[str] = (),
+    feature: str = "gene",  # what a feature is called in messages
+    others: Sequence[str] = (),  # other places of the file or object that may hold the counts, for messages
 ) -> None:
-    """Refuse values that are no raw counts, and repeated names.
-
-    Args:
-        counts: CSR array of shape [cell, feature].
-        cells, features: Their names.
-        where, place: The file or object, and the place of the counts in it, for messages.
-        feature: What a feature is called in messages.
-        others: Other places of the file or object that may hold the counts, for messages.
-
-    Raises:
-        DataError: One of these.
-    """
+    """Refuse values that are no raw counts, and repeated names."""
     fault = fault_of_counts(counts.data)
     if fault:
         raise DataError(
@@ -160,10 +139,6 @@ def check_same_assembly(genes: pd.DataFrame, bins: pd.DataFrame, *, annotation: 
         genes: Positions of the annotation's genes, chromosomes in any spelling.
         bins: chrom, start, end of the bins that are kept.
         annotation: The file of `genes`, for messages.
-
-    Raises:
-        DataError: Many genes are behind the end of their chromosome, or all end long before it, or ids are of another
-            species.
     """
     ends = {bare_name(chrom): int(end) for chrom, end in bins.groupby("chrom")["end"].max().items()}
     width = int((bins["end"] - bins["start"]).max())
@@ -226,25 +201,15 @@ N_TREND_BINS = 20
 
 def choose_genes(
     rna: RnaCounts,
-    genes: pd.DataFrame,
-    bins: pd.DataFrame,
+    genes: pd.DataFrame,  # positions of genes, chromosomes in any spelling
+    bins: pd.DataFrame,  # chrom, start, end of the bins that are kept
     *,
-    n_genes: int,
-    annotation: str | Path,
+    n_genes: int,  # how many of the genes on kept chromosomes count as most variable
+    annotation: str | Path,  # the file of `genes`, for messages
 ) -> tuple[RnaCounts, pd.DataFrame]:
     """Return the counts and positions of the most variable genes whose promoter touches a kept bin.
 
     How many genes there were, and are left out for which reason, is in `.attrs["genes"]` of the positions.
-
-    Args:
-        genes: Positions of genes, chromosomes in any spelling.
-        bins: chrom, start, end of the bins that are kept.
-        n_genes: How many of the genes on kept chromosomes count as most variable.
-        annotation: The file of `genes`, for messages.
-
-    Raises:
-        DataError: The annotation is of another assembly than the bins, or the two files share no symbol, or none on the
-            kept chromosomes.
     """
     check_same_assembly(genes, bins, annotation=annotation)
     shared = rna.genes[rna.genes.isin(genes.index)]

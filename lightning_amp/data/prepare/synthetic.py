@@ -40,14 +40,10 @@ DISPERSION = 5.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Population:
-    """Distributions that the cells are drawn from.
+    """Distributions that the cells are drawn from."""
 
-    Attributes:
-        activity: Compartment of each bin, positive where active, of shape [type, bin].
-        cumulative: Running sum of contact probabilities over the features, of shape [type, feature].
-    """
-
-    activity: NDArray[np.float64]
+    activity: NDArray[np.float64]  # compartment of each bin, positive where active, of shape [type, bin]
+    # running sum of contact probabilities over the features, of shape [type, feature]
     cumulative: NDArray[np.float64]
     grid: FeatureGrid
 

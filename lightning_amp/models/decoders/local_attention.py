@@ -160,11 +160,7 @@ class FullAttention(nn.Module):
     reach = "full"
 
     def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
-        """Attention of all rows to all rows.
-
-        Raises:
-            ModelError: Not as many keys and values as queries, or torch has no kernel for these.
-        """
+        """Attention of all rows to all rows."""
         check_rows(q, k, values)
         # the kernels read a row's channels side by side
         q, k, values = (

@@ -47,15 +47,11 @@ class EveryStratum(nn.Module):
         v: PerAnchor,
         log_weights: LogWeights,
         *,
+        # strata to run, all of them when None; of those before them the spine is run, of those after nothing
         own: range | None = None,
-        **cells: Tensor,
+        **cells: Tensor,  # `batch`, `library` and `x` of the cells
     ) -> Scalar:
-        """Negative log-likelihood summed over cells and features.
-
-        Args:
-            own: strata to run, all of them when None; of those before them the spine is run, of those after nothing.
-            cells: `batch`, `library` and `x` of the cells.
-        """
+        """Negative log-likelihood summed over cells and features."""
         own = range(len(strata)) if own is None else own
         total = u.new_zeros(())
         for k, module in enumerate(strata[: own.stop] if len(own) else ()):
@@ -139,29 +135,20 @@ class AllCells(nn.Module):
 
 
 class Stratum(nn.Module):
-    """One stratum: key, decode and likelihood of its features.
-
-    Args:
-        key: module that makes the key; None for stratum 0, whose key is v.
-        distance: k, in anchors.
-        columns: first and one past the last of the stratum's columns in the data matrix.
-        n_batches: experimental batches, the rows of the tables.
-        chained: whether the next stratum reads this one's projected anchors instead of v.
-        binarized: Bernoulli likelihood of x > 0 instead of ZINB.
-    """
+    """One stratum: key, decode and likelihood of its features."""
 
     feature_anchor: Tensor
 
     def __init__(
         self,
-        key: KeyModule | None,
+        key: KeyModule | None,  # module that makes the key; None for stratum 0, whose key is v
         feature_anchor: FeatureAnchor,
         *,
-        distance: int,
-        columns: tuple[int, int],
-        n_batches: int,
-        chained: bool = False,
-        binarized: bool = False,
+        distance: int,  # k, in anchors
+        columns: tuple[int, int],  # first and one past the last of the stratum's columns in the data matrix
+        n_batches: int,  # experimental batches, the rows of the tables
+        chained: bool = False,  # whether the next stratum reads this one's projected anchors instead of v
+        binarized: bool = False,  # Bernoulli likelihood of x > 0 instead of ZINB
     ):
         super().__init__()
         self.key = key

@@ -72,9 +72,6 @@ class ConvolutionKey(nn.Module):
 
     Args:
         stratum: distance k in anchors, at least 1.
-
-    Raises:
-        ModelError: stratum below 1.
     """
 
     def __init__(self, dim: int, stratum: int):

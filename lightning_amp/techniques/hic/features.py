@@ -70,12 +70,7 @@ from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_re
 
 
 def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:
-    """Shard the features of a decoder's strata over the model axis.
-
-    Raises:
-        InstallError: A leaf that would be replaced is missing or
-            is not the reference's.
-    """
+    """Shard the features of a decoder's strata over the model axis."""
     for k, stratum in enumerate(decoder.strata):
         problem = features_problem(stratum)
         if problem:
@@ -218,11 +213,7 @@ def _at_least_float32(values: Tensor) -> torch.dtype:
 
 
 def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> Change:
-    """Shard the input features of a linear layer over the model axis.
-
-    Raises:
-        InstallError: Another kind of layer, or one with hooks or a computed weight.
-    """
+    """Shard the input features of a linear layer over the model axis."""
     problem = _problem(linear)
     if problem:
         raise InstallError(

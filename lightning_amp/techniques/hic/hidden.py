@@ -190,10 +190,6 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
 
     Args:
         gather: Whether attention reads the keys and values of all channels.
-
-    Raises:
-        InstallError: A child is missing, too many, or none that can be sharded; or the key has state, or mixes
-            channels by itself.
     """
     # not named_children: it leaves out a module that has two names
     children = {name: child for name, child in key._modules.items() if child is not None}
@@ -368,12 +364,7 @@ class HiddenDecode(nn.Module):
 
 
 def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceMesh) -> Change:
-    """Shard the hidden dimension of a decoder over the model axis.
-
-    Raises:
-        InstallError: Fewer pairs of channels than ranks, or a stratum with a part that
-            cannot be sharded.
-    """
+    """Shard the hidden dimension of a decoder over the model axis."""
     channels = shard_channels(decoder.dim, mesh["model"])
     swaps: dict[str, nn.Module] = {
         "region": share_region(decoder, SharedRegion(channels.mesh, ("S5",), channels=channels))

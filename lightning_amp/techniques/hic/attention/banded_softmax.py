@@ -54,21 +54,15 @@ from lightning_amp.techniques.hic.attention.sizes import computed_in, met_in
 
 
 def banded_softmax(
-    q: Float[Tensor, "row dim"],
-    k: Float[Tensor, "key dim"],
+    q: Float[Tensor, "row dim"],  # queries; they begin with a whole bucket
+    k: Float[Tensor, "key dim"],  # keys of the rows before, of the queries' rows and of the rows after
     values: Float[Tensor, "key dim"],
     *,
     window: int,
-    before: int,
+    before: int,  # keys before that of the first query, whole buckets
     keep: bool = False,
 ) -> Float[Tensor, "row dim"]:
-    """Attention of a run of buckets.
-
-    Args:
-        q: Queries; they begin with a whole bucket.
-        k: Keys of the rows before, of the queries' rows and of the rows after.
-        before: Keys before that of the first query, whole buckets.
-    """
+    """Attention of a run of buckets."""
     keep = keep and wants_gradients((q, k, values))
     band = Band(len(q), len(k), window, before, _sizes(q, window))
     # where keys are the queries, their gradients are added up as they are made

@@ -48,35 +48,25 @@ def turned_at_once(rows: int, *, dim: int, launched: bool) -> bool:
 
 
 class RunSizes(NamedTuple):
-    """How much is computed at a time.
-
-    Attributes:
-        rows: Of a bucket; fewer than all only where a run is one bucket.
-        padded: Whether the buckets at the ends of the sequence are in a run with others.
-    """
+    """How much is computed at a time."""
 
     buckets: int
-    rows: int
-    padded: bool
+    rows: int  # of a bucket; fewer than all only where a run is one bucket
+    padded: bool  # whether the buckets at the ends of the sequence are in a run with others
 
 
 class BucketRun(NamedTuple):
-    """Buckets that are computed together.
+    """Buckets that are computed together."""
 
-    Attributes:
-        place: The first bucket, counted from the first key.
-        own: First row of the first bucket, and rows of every bucket; those after the last one are zeros.
-        near: First key of the first bucket, and keys of every bucket; those outside the sequence are zeros.
-        outside: Whether the first w keys of the first bucket, and the last w of the last, are masked.
-        missing: Rows that fill the last bucket of the sequence, are met too and are not among the keys.
-    """
-
-    place: int
+    place: int  # the first bucket, counted from the first key
     n_buckets: int
+    # first row of the first bucket, and rows of every bucket; those after the last one are zeros
     own: tuple[int, int]
+    # first key of the first bucket, and keys of every bucket; those outside the sequence are zeros
     near: tuple[int, int]
+    # whether the first w keys of the first bucket, and the last w of the last, are masked
     outside: tuple[bool, bool] = (False, False)
-    missing: int = 0
+    missing: int = 0  # rows that fill the last bucket of the sequence, are met too and are not among the keys
 
     @property
     def columns(self) -> int:
@@ -95,18 +85,12 @@ class BucketRun(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Rows of some buckets of a sequence, and the keys they meet.
+    """Rows of some buckets of a sequence, and the keys they meet."""
 
-    Attributes:
-        rows: Rows; they begin with a whole bucket.
-        keys: Keys; only the last bucket of them may be cut short.
-        before: Keys before that of the first row, whole buckets.
-    """
-
-    rows: int
-    keys: int
+    rows: int  # rows; they begin with a whole bucket
+    keys: int  # keys; only the last bucket of them may be cut short
     window: int
-    before: int
+    before: int  # keys before that of the first row, whole buckets
     sizes: RunSizes
 
     @property
@@ -185,30 +169,21 @@ def _run(band: Band, bucket: int, n_buckets: int) -> BucketRun:
 
 
 class KernelCall(NamedTuple):
-    """Buckets of rows that meet the same number of buckets of keys.
+    """Buckets of rows that meet the same number of buckets of keys."""
 
-    Attributes:
-        rows: First bucket, distance from one to the next, how many.
-        keys: First bucket that the first one meets, distance from one to the next, how many each one meets.
-        own: Place of the first one's own bucket among those it meets; the second one's, of two ends, is 1.
-    """
-
-    rows: tuple[int, int, int]
+    rows: tuple[int, int, int]  # first bucket, distance from one to the next, how many
+    # first bucket that the first one meets, distance from one to the next, how many each one meets
     keys: tuple[int, int, int]
-    own: int
+    own: int  # place of the first one's own bucket among those it meets; the second one's, of two ends, is 1
 
 
 class Calls(NamedTuple):
-    """How the buckets of a run are computed.
-
-    Attributes:
-        before: Buckets of keys before the first row, 0 or 1.
-    """
+    """How the buckets of a run are computed."""
 
     rows: int
     keys: int
     window: int
-    before: int
+    before: int  # buckets of keys before the first row, 0 or 1
 
     @property
     def ends(self) -> tuple[bool, bool]:

@@ -29,17 +29,6 @@ class BucketWork:
 
     Matrices meet in `met_in`, but for a run that counts missing rows: bfloat16 has no such score as the logarithm of
     their number, which would be wrong by a per cent.
-
-    Args:
-        alike: Whether the keys are the queries.
-        back: For a backward pass.
-        met_in: The type in which matrices meet; that of the inputs, at least float32, or bfloat16.
-        keep: Keep all weights.
-        kept: Weights that were kept, by run.
-
-    Attributes:
-        at_once: Whether keys are the queries and all their buckets are one run: then rows are turned from the keys'
-            pairs, and gradients back together, which saves operators.
     """
 
     def __init__(
@@ -48,12 +37,12 @@ class BucketWork:
         k: Tensor,
         values: Tensor,
         band: Band,
-        met_in: torch.dtype,
+        met_in: torch.dtype,  # the type in which matrices meet; that of the inputs, at least float32, or bfloat16
         *,
-        alike: bool,
-        back: bool = False,
-        keep: bool = False,
-        kept: Sequence[Tensor] = (),
+        alike: bool,  # whether the keys are the queries
+        back: bool = False,  # for a backward pass
+        keep: bool = False,  # keep all weights
+        kept: Sequence[Tensor] = (),  # weights that were kept, by run
     ) -> None:
         self.band, self._dim, self.scale = band, q.shape[1], q.shape[1] ** -0.5
         self._dtype, self._met_in = computed_in(q.dtype, k.dtype, values.dtype), met_in
@@ -64,6 +53,8 @@ class BucketWork:
         self._before, self._n_places = band.around[0], band.n_key_buckets + sum(band.around)
         # one more place than there are buckets: queries are turned as the rows of the next bucket
         self._rotary = rotary(self._dim, band.window, self._n_places + 1, dtype=self._dtype, like=q)
+        # whether keys are the queries and all their buckets are one run: then rows are turned from the keys' pairs, and
+        # gradients back together, which saves operators
         self.at_once = alike and band.at_once
         self._known = bool(kept)
         runs = band.runs if keep or kept else ()

@@ -63,9 +63,6 @@ def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel =
     Args:
         attention: Attention as the reference model's LocalAttention, of all channels.
         keep: Keep the weights for the backward pass; products only.
-
-    Raises:
-        InstallError: The module has parts that would be lost, or computes something else.
     """
     problem = _structure_problem(attention) or found_out(attention, _value_problem)
     if problem:
@@ -86,9 +83,6 @@ class FusedLocalAttention(nn.Module):
 
     Args:
         window: Anchors per bucket, w.
-
-    Raises:
-        ModelError: dim is no even number of 2 or more, or window none of 1 or more.
     """
 
     stays_eager = True
@@ -140,25 +134,19 @@ class FusedLocalAttention(nn.Module):
 
 
 def fused_rows(
-    q: Float[Tensor, "row dim"],
-    k: Float[Tensor, "key dim"],
+    q: Float[Tensor, "row dim"],  # queries of the own rows, which begin with a whole bucket
+    k: Float[Tensor, "key dim"],  # keys of the rows before, of the own rows and of the rows after
     values: Float[Tensor, "key dim"],
     *,
     window: int,
-    before: int = 0,
+    before: int = 0,  # rows before the own ones, whole buckets; 0 where the sequence begins with the own ones
+    # rows after the own ones; 0 where the sequence ends with the own ones. Unless whole buckets, they are all that
+    # follow, and so are the own rows without any after: the rest of a bucket counts as zeros
     after: int = 0,
     keep: bool = False,
     kernel: Kernel = "products",
 ) -> Float[Tensor, "row dim"]:
-    """Local attention of a run of buckets, given the keys and values of its neighbours too.
-
-    Args:
-        q: Queries of the own rows, which begin with a whole bucket.
-        k: Keys of the rows before, of the own rows and of the rows after.
-        before: Rows before the own ones, whole buckets; 0 where the sequence begins with the own ones.
-        after: Rows after the own ones; 0 where the sequence ends with the own ones. Unless whole buckets, they are
-            all that follow, and so are the own rows without any after: the rest of a bucket counts as zeros.
-    """
+    """Local attention of a run of buckets, given the keys and values of its neighbours too."""
     n = len(q)
     assert len(k) == len(values) == before + n + after, f"{len(k)=} is not {before=} + {n=} + {after=}"
     assert before % window == 0, f"{before=} is not a number of whole buckets of {window=}"
@@ -217,9 +205,6 @@ def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False)
         attention: Bucketed attention without parameters.
         buckets: Buckets in one chunk, at least 1.
         retain: Keep every chunk's intermediates for the backward pass instead of recomputing them.
-
-    Raises:
-        InstallError: The module is no bucketed attention, has state, or `buckets` is not positive.
     """
     kind = type(attention).__name__
     if not isinstance(attention, BucketedAttention):

@@ -68,18 +68,12 @@ class Rotary:
     def turn(
         self,
         x: Complex[Tensor, "bucket row pair"],
+        # runs of places that the buckets have, one after the other: the first one, and how many
         *places: tuple[int, int],
-        back: bool = False,
+        back: bool = False,  # turn the other way round
         out: Complex[Tensor, "bucket row pair"] | None = None,
     ) -> None:
-        """Multiply by R(i), or by R(i)^T, in place or into other memory.
-
-        Args:
-            x: Buckets.
-            places: Runs of places that the buckets have, one after the other: the first one, and how many.
-            back: Turn the other way round.
-            out: Where the result goes.
-        """
+        """Multiply by R(i), or by R(i)^T, in place or into other memory."""
         within, part, n_rows = self._within[back], self._part(places, back), x.shape[1]
         out = x if out is None else out
         if not self._at_once(len(x)):

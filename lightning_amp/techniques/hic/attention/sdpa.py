@@ -73,23 +73,14 @@ KEPT = 4
 
 
 def sdpa_attention(
-    q: Float[Tensor, "row dim"],
-    k: Float[Tensor, "key dim"],
+    q: Float[Tensor, "row dim"],  # queries; they begin with a whole bucket
+    k: Float[Tensor, "key dim"],  # keys of the rows before, of the queries' rows and of the rows after
     values: Float[Tensor, "key dim"],
     *,
     window: int,
-    before: int,
+    before: int,  # keys before that of the first query, whole buckets
 ) -> Float[Tensor, "row dim"]:
-    """Attention of a run of buckets.
-
-    Args:
-        q: Queries; they begin with a whole bucket.
-        k: Keys of the rows before, of the queries' rows and of the rows after.
-        before: Keys before that of the first query, whole buckets.
-
-    Raises:
-        InstallError: A device, a dtype or a number of channels that torch has no fused kernel for.
-    """
+    """Attention of a run of buckets."""
     dtype = computed_in(q.dtype, k.dtype, values.dtype)
     met = met_in(q, dtype)
     _check(q, met)

@@ -9,11 +9,7 @@ from lightning_amp.errors import ModelError
 
 
 def check_sizes(name: str, dim: object, window: object) -> None:
-    """Refuse what is no size of attention.
-
-    Raises:
-        ModelError: A number that is not whole, or too small, or an odd dim.
-    """
+    """Refuse what is no size of attention."""
     if not _whole(dim, least=2) or dim % 2:  # type: ignore[operator]
         raise ModelError(f"{name}(dim={dim!r}): rotary needs an even dim, a whole number; choose 2, 4, ...")
     if not _whole(window, least=1):
@@ -23,11 +19,7 @@ def check_sizes(name: str, dim: object, window: object) -> None:
 
 
 def check_rows(q: Tensor, k: Tensor, values: Tensor) -> None:
-    """Refuse queries, keys and values of different anchors.
-
-    Raises:
-        ModelError: Not as many keys and values as queries.
-    """
+    """Refuse queries, keys and values of different anchors."""
     if not len(q) == len(k) == len(values):
         raise ModelError(
             f"attention was called with {len(q)!r} queries, {len(k)!r} keys and {len(values)!r} "

@@ -54,12 +54,7 @@ EXAMPLE_WINDOW = 3
 
 
 def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: DeviceMesh) -> Change:
-    """Shard the anchors of a decoder over the model axis.
-
-    Raises:
-        InstallError: Fewer buckets than ranks, or a part of a stratum that would not see all
-            that it needs.
-    """
+    """Shard the anchors of a decoder over the model axis."""
     found = [_attention(decoder, k) for k in range(len(decoder.strata))]
     attentions = dict(one for one in found if one is not None)
     windows = {_window(decoder, fqn, attention) for fqn, attention in attentions.items()}

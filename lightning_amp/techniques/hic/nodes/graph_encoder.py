@@ -51,9 +51,6 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
 
     Args:
         spec: Which modality's vertices are the decoder's anchors, and the window of its attention.
-
-    Raises:
-        InstallError: No such encoder or modality, or a part of it that would not see all that it needs.
     """
     problem = _problem(encoder, spec)
     if problem or not is_vertex_encoder(encoder):

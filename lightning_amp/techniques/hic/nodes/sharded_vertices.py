@@ -49,18 +49,12 @@ Ends = tuple[Int[Tensor, " edge"], Int[Tensor, " edge"]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class VertexShards:
-    """The vertices of all ranks of a mesh axis; a rank's rows are in the order of their ids.
-
-    Attributes:
-        owner: Rank of every vertex.
-        ids: Vertices of every rank.
-        place: Row of every vertex on its owner.
-    """
+    """The vertices of all ranks of a mesh axis; a rank's rows are in the order of their ids."""
 
     mesh: DeviceMesh
-    owner: Int[Tensor, " vertex"]
-    ids: tuple[Int[Tensor, " own_vertex"], ...]
-    place: Int[Tensor, " vertex"]
+    owner: Int[Tensor, " vertex"]  # rank of every vertex
+    ids: tuple[Int[Tensor, " own_vertex"], ...]  # vertices of every rank
+    place: Int[Tensor, " vertex"]  # row of every vertex on its owner
 
     @property
     def rank(self) -> int:
@@ -108,9 +102,6 @@ def shard_vertices(
 
     Args:
         ends: Source and target of the edges in both directions, in the host's memory.
-
-    Raises:
-        InstallError: A vertex is two anchors.
     """
     twice = int((torch.bincount(ids, minlength=n_vertices) > 1).sum())
     if twice:
@@ -140,25 +131,16 @@ def shard_vertices(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OwnEdges:
-    """The edges whose target a rank holds, and the rows that ranks send each other for them.
+    """The edges whose target a rank holds, and the rows that ranks send each other for them."""
 
-    Attributes:
-        edges: Places of these edges in the whole list: between own vertices, then from ghosts.
-        n_inner: How many are between own vertices.
-        source: Own row of the source, of a ghost its place among the ghosts.
-        target: Own row of the target.
-        sent: Own rows that are others' ghosts, in the order of the ranks.
-        n_sent: How many go to each rank.
-        n_received: Ghosts from each rank.
-    """
-
+    # places of these edges in the whole list: between own vertices, then from ghosts
     edges: Int[Tensor, " own_edge"]
-    n_inner: int
-    source: Int[Tensor, " own_edge"]
-    target: Int[Tensor, " own_edge"]
-    sent: Int[Tensor, " sent"]
-    n_sent: list[int]
-    n_received: list[int]
+    n_inner: int  # how many are between own vertices
+    source: Int[Tensor, " own_edge"]  # own row of the source, of a ghost its place among the ghosts
+    target: Int[Tensor, " own_edge"]  # own row of the target
+    sent: Int[Tensor, " sent"]  # own rows that are others' ghosts, in the order of the ranks
+    n_sent: list[int]  # how many go to each rank
+    n_received: list[int]  # ghosts from each rank
 
 
 def own_edges(rows: VertexShards, ends: Ends) -> OwnEdges:

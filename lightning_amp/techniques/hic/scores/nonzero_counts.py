@@ -91,21 +91,15 @@ ASSUMED_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entries:
-    """The entries, run by run.
-
-    Attributes:
-        log_factorial: The logarithms of their factorials.
-        ends: One past the last entry of every run.
-        flat: Where they lie in a flat [cell, feature], if that is known.
-    """
+    """The entries, run by run."""
 
     row: Int[Tensor, " entry"]
     column: Int[Tensor, " entry"]
     value: Float[Tensor, " entry"]
-    log_factorial: Float[Tensor, " entry"]
+    log_factorial: Float[Tensor, " entry"]  # the logarithms of their factorials
     runs: Sequence[slice]
-    ends: Sequence[int]
-    flat: Int[Tensor, " entry"] | None = None
+    ends: Sequence[int]  # one past the last entry of every run
+    flat: Int[Tensor, " entry"] | None = None  # where they lie in a flat [cell, feature], if that is known
 
     def own(self, k: int) -> slice:
         """Which entries are those of the k-th run."""

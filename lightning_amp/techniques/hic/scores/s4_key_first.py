@@ -24,11 +24,7 @@ from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelih
 
 
 def key_first(decode: nn.Module) -> nn.Module:
-    """The same decode, with the keys selected first.
-
-    Raises:
-        InstallError: The module has state, or does not compute (u key^T)[:, feature_anchor].
-    """
+    """The same decode, with the keys selected first."""
     problem = decode_problem(decode)
     if problem:
         raise InstallError(

@@ -63,12 +63,7 @@ EXACT = 40.0
 
 
 def sparse_likelihood(leaf: nn.Module) -> nn.Module:
-    """The same likelihood, whose costs are those of the counts that are not zero.
-
-    Raises:
-        InstallError: The module has state, or leaf(x, log_mu, log_theta, zi_logits) is not the sum of the
-            log-probabilities of a zero-inflated negative binomial.
-    """
+    """The same likelihood, whose costs are those of the counts that are not zero."""
     problem = found_out(leaf, _problem)
     if problem:
         raise InstallError(
@@ -103,12 +98,7 @@ class SparseZINB(nn.Module):
     def forward(
         self, x: OwnCounts | SparseCounts, log_mu: OwnCounts, log_theta: OwnTable, zi_logits: OwnTable
     ) -> Scalar:
-        """Sum over cells and features.
-
-        Raises:
-            ModelError: x has another shape than log_mu, or counts that the likelihood refuses.
-            InstallError: x needs a gradient.
-        """
+        """Sum over cells and features."""
         if tuple(x.shape) != tuple(log_mu.shape):
             raise ModelError(
                 f"a sparse likelihood got counts of the shape {tuple(x.shape)!r} for means of the shape "
@@ -125,11 +115,7 @@ class SparseZINB(nn.Module):
         return cast(Tensor, _WithGradients.apply(x, self, *arguments))  # type: ignore[no-untyped-call]
 
     def check(self, counts: Float[Tensor, " entry"]) -> None:
-        """Refuse what the likelihood in whose place this is refuses.
-
-        Raises:
-            ModelError: Some are no whole numbers from 0.
-        """
+        """Refuse what the likelihood in whose place this is refuses."""
         if not self.whole[values_are_checked()] or launches_operators(counts):
             return
         wrong = counts[~((counts >= 0) & (counts.frac() == 0))]

@@ -40,12 +40,7 @@ without gradients, one cell or many; strata that differ in a number, as convolut
 
 
 def compile_strata(decoder: DecomposedDecoder, spec: CompileStrata, mesh: object) -> Change:
-    """Run a decoder's strata through torch.compile.
-
-    Raises:
-        InstallError: An unknown mode, one that the device or another technique does not go with, a stratum without
-            `nll`, or nothing to compile with.
-    """
+    """Run a decoder's strata through torch.compile."""
     device = next(cast(nn.Module, decoder).parameters()).device
     _check_mode(spec.mode, device, cast(Any, decoder).walk)
     if device.type != "meta":
@@ -72,18 +67,12 @@ def compile_strata(decoder: DecomposedDecoder, spec: CompileStrata, mesh: object
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a module runs, or a method of it, through torch.compile.
-
-    Attributes:
-        dynamic: Whether one graph is for all sizes.
-        whole: Whether it is one graph, with nothing in between that runs as it is.
-        graphs: Most of the same code, for other settings and sizes.
-    """
+    """What a module runs, or a method of it, through torch.compile."""
 
     mode: str
-    dynamic: bool
-    whole: bool
-    graphs: int
+    dynamic: bool  # whether one graph is for all sizes
+    whole: bool  # whether it is one graph, with nothing in between that runs as it is
+    graphs: int  # most of the same code, for other settings and sizes
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the class's `forward` returns."""

@@ -49,11 +49,7 @@ from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_re
 
 
 def recompute_strata(decoder: DecomposedDecoder, spec: RecomputeStrata, mesh: object) -> Change:
-    """Compute a decoder's strata again in the backward pass.
-
-    Raises:
-        InstallError: The decoder's strata loop is not the reference's.
-    """
+    """Compute a decoder's strata again in the backward pass."""
     return Change({"walk": RecomputedStrata(walk_of(decoder, "recompute", once=True))})
 
 
@@ -138,12 +134,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def share_strata(decoder: DecomposedDecoder, spec: StrataParallel, mesh: DeviceMesh) -> Change:
-    """Shard the strata of a decoder over the model axis.
-
-    Raises:
-        InstallError: Runs that do not fit the strata and the ranks, or a decoder whose strata loop or region is not the
-            reference's.
-    """
+    """Shard the strata of a decoder over the model axis."""
     axis = mesh["model"]
     walk = walk_of(decoder, "strata", stacked=True)
     ends = _ends(spec.ends, n_strata=len(decoder.strata), ranks=axis.size())

@@ -59,12 +59,7 @@ from lightning_amp.techniques.hic.strata.thread_pool import run_in_order, worker
 
 
 def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) -> Change:
-    """Run forward and backward pass of a decoder's strata one after the other.
-
-    Raises:
-        InstallError: The decoder's strata loop, or what a stratum does with its cells, is not the reference's; or
-            `spec.workers` is not positive.
-    """
+    """Run forward and backward pass of a decoder's strata one after the other."""
     if isinstance(spec.workers, bool) or not isinstance(spec.workers, int) or spec.workers < 1:
         raise InstallError(
             f"stream got workers={spec.workers!r}; that many strata run side by side, at least 1"
@@ -100,11 +95,7 @@ class StreamedStrata(LoopTechnique):
     def forward(
         self, strata: nn.ModuleList, *latents: Tensor, own: range | None = None, **cells: Tensor
     ) -> Scalar:
-        """Negative log-likelihood summed over cells and features, with its gradients ready.
-
-        Raises:
-            InstallError: A stratum reads a tensor whose gradient would be lost.
-        """
+        """Negative log-likelihood summed over cells and features, with its gradients ready."""
         own = range(len(strata)) if own is None else own
         u, v, log_weights = latents
         inputs = StratumInputs(u, v, log_weights, cells["library"])

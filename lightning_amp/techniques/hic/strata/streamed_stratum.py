@@ -61,11 +61,7 @@ PER_CELL = ("library", "log_weight")
 
 
 def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
-    """The same for some cells at a time.
-
-    Raises:
-        InstallError: The module is not one that hands all cells on, or `size` is not positive.
-    """
+    """The same for some cells at a time."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise InstallError(
             f"stream got cells={size!r}; a micro-batch has a whole number of cells, at least 1"
@@ -106,11 +102,7 @@ class CellMicrobatches(nn.Module):
         parameters: Iterable[Tensor],
         **cells: Tensor,
     ) -> Scalar:
-        """Sum over cells of `nll(key, u, **cells)`, one micro-batch alive at a time.
-
-        Raises:
-            InstallError: Something has neither one row per cell nor one for all, or the loss is no sum over cells.
-        """
+        """Sum over cells of `nll(key, u, **cells)`, one micro-batch alive at a time."""
         odd = {name: n for name, value in cells.items() if (n := _n_rows(value)) not in (1, len(u))}
         if odd:
             raise InstallError(
@@ -217,9 +209,6 @@ def check_sum(
 
     A mean over cells, cells that are centred or normalised by each other, and terms that no cell has (a penalty on
     weights) make nll(cells a and b) differ from nll(cell a) + nll(cell b).
-
-    Raises:
-        InstallError: The loss is no sum over cells.
     """
     if has_no_values(u):
         return
@@ -255,15 +244,10 @@ def streamed_key(key: nn.Module | None) -> "StreamedKey | None":
 
 @dataclass(frozen=True)
 class StreamedKey:
-    """A key in fewer operators; made by `streamed_key`.
+    """A key in fewer operators; made by `streamed_key`."""
 
-    Attributes:
-        projected: Whether it attends to the projected anchors, and not to the normalised ones.
-        residual: Whether the gated layer's result is added to its input.
-    """
-
-    projected: bool
-    residual: bool
+    projected: bool  # whether it attends to the projected anchors, and not to the normalised ones
+    residual: bool  # whether the gated layer's result is added to its input
 
     def __call__(self, key: Any, v: Tensor) -> tuple[Tensor, Tensor]:
         """Key, and the projected anchors."""

@@ -56,9 +56,6 @@ def run_in_order(
         items: Drawn in this thread when a worker is about to be free.
         take: What is done with a result.
         workers: From `workers_for`.
-
-    Raises:
-        InstallError: Side by side, the work drew random numbers.
     """
     if workers == 1:
         for item in items:
