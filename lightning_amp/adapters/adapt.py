@@ -59,9 +59,7 @@ class Adapted:
     def tell_rows(self, tell: Callable[[str], None]) -> None:
         """Say when a v comes with other rows than a decoder was taken to have, which it has from then on.
 
-        Args:
-            tell: Called with a sentence, before the decoder computes anything, and on all ranks; once at most for
-                each decoder.
+        `tell` is called before the decoder computes anything, on all ranks, once at most for each decoder.
         """
         for module, forward in self._forwards.values():
             if forward.decoder.reads_all_rows:
@@ -75,11 +73,7 @@ class Adapted:
                 _restore(self.decoders.pop(fqn))
 
     def compare(self, plan: Plan) -> list[str]:
-        """Let decoders that a plan changes be compared with ours on the first batch, where it leaves memory for that.
-
-        Returns:
-            Which will not be, one sentence each.
-        """
+        """Let decoders that a plan changes be compared with ours on the first batch; those that lack memory are returned."""
         usual = plan.predicted_peak_bytes - plan.predicted_base_bytes
         free = None if plan.budget_bytes is None else plan.budget_bytes - plan.predicted_base_bytes
         notes = []
@@ -103,10 +97,8 @@ class Adapted:
 def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
     """Let our decoders stand in for all that are detected in a LightningModule.
 
-    Known limit: one that is such a decoder itself is not taken for one; a note says so.
-
-    Args:
-        needed: Whether a technique may change a decoder; else one that cannot be compared with ours is only noted.
+    Unless `needed` by a technique, one that cannot be compared is only noted. Known limit: a module that is such a
+    decoder itself is not taken for one; a note says so.
     """
     found = Adapted()
     for fqn, child in module.named_modules():
@@ -167,10 +159,7 @@ class _Forward(StandIn):
         self.first_batch = FirstBatch(module, decoder)
 
     def __call__(self, *given: Any, **named: Any) -> LazyDistribution:
-        """The distribution of the cells' counts, computed when it is requested; takes u, v, b and l.
-
-        The values of b are looked at on the CPU only, for nothing here is to wait for another device.
-        """
+        """The distribution of the cells' counts, computed when it is requested; takes u, v, b and l."""
         self.snapshot.check(self.module, self.decoder)
         decoder, options = self.decoder, {}
         names = (*INPUTS, "subset") if isinstance(decoder, MultiResDecoder) else INPUTS

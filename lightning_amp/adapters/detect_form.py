@@ -1,32 +1,19 @@
 """Detect the form of a decoder by running a small copy of it and comparing it with ours.
 
-Detect the form of a decoder by running a small copy of it (small_copy.py) and comparing it with ours.
-
     nothing else    its forward changes no attribute, parameter, buffer or child of it, which ours would leave alone
     least           exp(logits + log theta) for cells without contacts
     the form        the first whose summed log-probability, and gradients of it by u, v, l and every parameter,
                     agree to 1e-9 in training and in evaluation; where values are large, those by u, v and l
+    the copy        the same class and settings, all parameters drawn anew in float64, tables and lists of a few
+    anchors, buckets of 3 anchors, the last full or cut short by one, no hooks; every stratum is there
 
 A form has to be known before there is a plan, and large values come long after the first batch. The real lists,
-buckets, buffers and inputs are compared with the first batch (real_size.py). A comparison that fails shows nothing: it
-is an error, unless its attention has a setting that ours does not have. Nothing of the instance is changed, and no
+buckets, buffers and inputs are compared with the first batch (first_batch.py). A comparison that fails shows nothing:
+it is an error, unless its attention has a setting that ours does not have. Nothing of the instance is changed, and no
 random numbers of the caller are used. Every rank finds the same form, for torch's distributions check their values
 meanwhile, whatever an import has set.
 
 Known limits: what a decoder does with values that are still larger, or where its own result is not finite, is not seen.
-Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
-
-Make a small copy of a foreign decoder, on which its form is detected, and list settings that are not supported.
-
-    the copy    the same class and settings, all parameters drawn anew in float64, tables and lists of a few anchors,
-                buckets of 3 anchors, no hooks; every stratum is there
-    values      near 1; or larger, as training may make them
-    anchors     the last bucket is full, or cut short by one
-
-Where values are large, softmax has one winner, and gradients of most parameters are what rounding leaves of them; those
-of u, v and l are not. So u and v are not large in one copy: a likelihood without a least mean would not be finite.
-
-A decoder of several resolutions has fewer anchors of every one, and columns missing where it has not all.
 Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F), resolution (R).
 """
 
@@ -204,13 +191,7 @@ def small_multires(module: Any, _: Layout, sizes: Sizes) -> Small:
 def _drawn(
     module: nn.Module, memo: dict[int, Any], sizes: Sizes, *, n_anchors: int, n_features: int
 ) -> tuple[Any, ...]:
-    """A copy of a module whose parameters are drawn anew, and what it is run on: u, v and l; b; counts.
-
-    Args:
-        module: The foreign decoder, which is left as it is.
-        memo: What deepcopy is to take in place of its lists, by id.
-        sizes: Of the values.
-    """
+    """A copy with parameters drawn anew and `memo` in place of its lists, and what it is run on: u, v, l; b; counts."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

@@ -1,33 +1,21 @@
 """Compare a foreign decoder with ours at its real size, on the first batches, and detect later changes of it.
 
-Compare a foreign decoder with ours at its real size, on the first batch of training and of evaluation.
-
     copies       both with the same parameters in float64; the real lists, buckets and buffers, no hooks
     compared     every stratum's log-probability, summed; then once more near these parameters, together with its
                  derivative along one random direction of u, v, l and all parameters: a gradient that differs anywhere
                  shows in it; and what the forward changes
     memory       the derivative is taken forward, so that neither keeps activations; ours runs stratum by stratum
 
-Nothing of the module is changed, and no random numbers of the caller are used.
-Known limits: gradients that only a backward pass changes (hooks on tensors) are compared only on the small copy; nor
-is a stratum compared where the module's own result is not finite.
+    snapshot     parameters, children, lists of indices by identity; numbers, texts, buffers and other tensors by value;
+                 no hooks on modules that ours does not run, but those of Lightning and this package, which only look
 
-Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
-
-Take a snapshot of a foreign module when ours is built from it, to detect later changes.
-
-    by identity     parameters and children by name, and the lists of indices or resolutions
-    by value        numbers and texts that are attributes of the module or of one in it; buffers, and tensors that are
-                    attributes
-    hooks           none on modules that ours does not run, except those of Lightning and this package, which only look
-
-Parameters that move to a device or change their type keep their identity. Buffers are new objects then: what is not the
-object it was, or was written to, is compared once with the values that were kept, rounded as such a change rounds. So
-nothing waits for a device in steps between which nothing changed. A deep copy of the module has a copy of the snapshot,
-which then knows the copied objects.
-
-Known limits: classes, what is inside of attributes of other types, and lists changed in place are not seen; nor is a
-buffer that was added, or changed through `tensor.data`, or by less than float32 rounds.
+Parameters that move to a device or change their type keep their identity. What is not the object it was, or was written
+to, is compared once with the values that were kept, rounded as such a change rounds: nothing waits for a device in
+steps between which nothing changed. Nothing of the module is changed, and no random numbers of the caller are used.
+Known limits: gradients that only a backward pass changes (hooks on tensors) are compared only on the small copy; nor is
+a stratum compared where the module's own result is not finite. Changes of classes, inside of attributes of other types
+and of lists, through `tensor.data`, or by less than float32 rounds are not seen. Legend: cell (B), anchor (N), dim (D),
+stratum (K), feature (F).
 """
 
 import copy
@@ -183,11 +171,9 @@ def _change(old: object, new: object) -> str:
 
 
 def hooked(module: nn.Module, decoder: nn.Module) -> list[str]:
-    """Names of modules in a foreign decoder with hooks that would not run, for ours has them not.
+    """Names of modules in a foreign decoder with hooks that would not run, for ours does not run these modules.
 
-    These are attention and gated activations, which ours computes, and whatever else is not among the layers that ours
-    shares: a dropout of probability 0, a softmax as a module, the layers of the other kind of key. The foreign decoder
-    is called itself, and hooks on it run.
+    These are attention and gated activations, which ours computes, and what is not among the layers that ours shares.
     """
     found = dict(_hooked(module))
     run = set(decoder.modules()) if found else set()
@@ -233,14 +219,10 @@ class FirstBatch:
         self._calls: set[tuple[bool, ...]] = set()
 
     def allow(self, *, usual: int, free: int | None) -> str:
-        """Say how much memory a comparison may take; without this there is none.
+        """Say how much memory a comparison may take, without which there is none; return why there will be none, or "".
 
-        Args:
-            usual: Bytes that the strata take in a step: as many cells are compared as need no more, and two at least.
-            free: Bytes that there are; None if unknown.
-
-        Returns:
-            Why there will be no comparison, "" if there will be one.
+        As many cells are compared as need no more than `usual`, the bytes of the strata in a step, and two at least;
+        `free` are the bytes that there are, None if unknown.
         """
         fixed, each = needed_bytes(self.module, self.plain)
         least = fixed + LEAST_CELLS * each

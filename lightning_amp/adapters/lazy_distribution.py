@@ -92,11 +92,7 @@ EAGER = (
 
 
 class LazyDistribution:
-    """The distribution of a foreign decoder for some cells.
-
-    Args:
-        inputs: u, v, b and l as the module was called with.
-    """
+    """The distribution of a foreign decoder for some cells; `inputs` are u, v, b and l."""
 
     def __init__(
         self,
@@ -171,10 +167,7 @@ class LazyDistribution:
 
 
 class LazyLogProb(Tensor):
-    """Log-probabilities [cell, feature] of which only the sum or the mean is likely to be wanted.
-
-    Its own values are NaN: whatever else torch does with it is done with those that `each` computes.
-    """
+    """Log-probabilities [cell, feature] of which only the sum or the mean is likely to be wanted."""
 
     total: Values  # computes their sum by our decoder; receives what was requested
     each: Values  # computes all of them by the foreign one

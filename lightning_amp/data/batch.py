@@ -1,6 +1,4 @@
-"""Define a training batch, seeds of its cells' random numbers, and a batch made from a text with its shapes.
-
-Make a batch from a text with its shapes: "4x128", "4x3x32x32,4:int64" or "ids=4x128:int64,labels=4:int64".
+"""Define a training batch and the seeds of its cells' random numbers, and make a batch from a text with its shapes.
 
     BATCH    PART, or parts with commas between them; "4x128," is a tuple of one
     PART     [NAME=]SIZES[:DTYPE]; with names the batch is a dict, else one tensor or a tuple
@@ -147,11 +145,6 @@ def draw_keys(draw_key: int, modality: str, rows: NDArray[np.int64]) -> NDArray[
 
     It does not depend on the position in the batch or the rank, so a batch split over any number of ranks draws
     the same numbers. A cell twice in one step draws the same numbers twice.
-
-    Args:
-        draw_key: names the step
-        modality: cells of different modalities draw differently
-        rows: [cell], of the file
     """
     step = np.uint64(hash_integers(draw_key, hash_text(modality)))
     return (mix(mix(rows.astype(np.uint64)) ^ step) >> np.uint64(33)).astype(np.int64)

@@ -1,7 +1,4 @@
-"""The autoencoders of all modalities, linked by a graph: made from the data, encode cells, impute data.
-
-Legend: cell, feature, dim; anchors and genes are vertices of the guidance graph, own_vertex those of a device.
-"""
+"""The autoencoders of all modalities, linked by a graph: made from the data, encode cells, impute data."""
 
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, TypeVar, cast

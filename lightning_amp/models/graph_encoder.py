@@ -7,19 +7,9 @@
 Positive edges are drawn in proportion to their weight; negative ones keep source and sign and take a target
 drawn uniformly (which may happen to be a neighbour). The two kinds are averaged separately.
 
-What needs more than a vertex by itself goes through the leaves `vertices` and `rows` (graph_vertices.py), so that a
-technique can give a device some of the vertices: then embedding, loc, std and v have rows only for these.
-Legend: vertex (V), own_vertex (those that a device holds), dim (D), edge (E of the symmetrised graph).
-
-Leaves of the graph encoder that hold the vertices of a device: all of them by default.
-
-    AllVertices        what needs other vertices than the one at hand: messages, noise, means, ends of edges
-    FeatureVertices    rows of v for the decoder of one modality
-
-Noise of all vertices comes from one stream of a generator, some rows at a time: a device that holds a part
-draws all of them, keeps its own, and stays in step. That is 16 times as fast as to hash every vertex's key.
-
-Legend: vertex (V), dim (D), edge (E of the symmetrised graph), own_vertex (those that a device holds).
+The leaves `vertices` (messages, noise, means, ends of edges) and `rows` (of v, for one modality's decoder) do what
+needs other vertices: a technique can give a device some of them, and embedding, loc, std and v have rows only for
+these. Legend: vertex (V), own_vertex (those that a device holds), dim (D), edge (E of the symmetrised graph).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -77,11 +67,7 @@ class AllVertices(nn.Module):
 
 
 class FeatureVertices(nn.Module):
-    """The vertices that are features of one modality; a leaf.
-
-    Args:
-        ids: vertex of each feature, of Hi-C of each anchor.
-    """
+    """The vertices that are features of one modality (of Hi-C: its anchors); a leaf."""
 
     ids: Tensor
 
@@ -191,13 +177,7 @@ class GraphEncoder(nn.Module):
     def nll(
         self, v: PerVertex, *, n_positive: int, negatives: int, generator: torch.Generator | None = None
     ) -> Scalar:
-        """Negative log-likelihood of sampled edges, half the sum of the positives' and the negatives' means.
-
-        Args:
-            n_positive: edges to draw.
-            negatives: negative edges for each positive one.
-            generator: of the draws; the default one when None.
-        """
+        """Negative log-likelihood of sampled edges, half the sum of the positives' and the negatives' means."""
         cumulative = self._cumulative()
         uniform = torch.rand(n_positive, dtype=torch.float64, device=v.device, generator=generator)
         edge = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).clamp_max(

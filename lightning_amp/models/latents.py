@@ -1,13 +1,9 @@
-"""Encode cells as latents, sample them, and compare their distributions: divergence and alignment.
-
-Encode a cell's data as the mean and the deviation of its latent u.
+"""Encode cells as latents u, sample them, and compare their distributions: divergence and alignment.
 
     x -> log1p(total x / library) -> depth x (Linear, LeakyReLU 0.2, BatchNorm, Dropout) -> h
     loc = Linear(h)      std = softplus(Linear(h)) + 1e-7
 
-Zero counts stay zero up to the first Linear, which reads only the entries (data/sparse_product.py).
-
-Legend: cell, feature, dim (of the latent).
+Zero counts stay zero up to the first Linear, which reads only the entries (data/sparse_counts.py).
 """
 
 from itertools import pairwise
@@ -96,9 +92,7 @@ class Discriminator(nn.Module):
 def alignment_loss(discriminator: Discriminator, latents: dict[int, PerCell], *, frozen: bool) -> Scalar:
     """Cross-entropy of the discriminator's guesses: mean over the cells of a modality, then over modalities.
 
-    Args:
-        latents: class of a modality -> latent of its cells.
-        frozen: compute with detached parameters, so that backward reaches the latents only.
+    `latents` are by class of a modality; `frozen` detaches the parameters, so that backward reaches the latents only.
     """
     parameters = {n: p.detach() if frozen else p for n, p in discriminator.named_parameters()}
     total = torch.zeros((), device=next(iter(latents.values())).device)

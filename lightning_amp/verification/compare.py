@@ -1,23 +1,12 @@
-"""Compare what ranks have recorded with one process, and name what in the module may make them differ.
+"""Record what a run shows, compare ranks with one process, and name what in the module may make them differ.
 
     error(x) = ||x - x_one|| / max(||x_one||, FLOOR ||all of its kind||)
 
 Rounding is amplified where a step divides by what is nearly zero: an adaptive optimiser makes a whole step of a
 gradient that is zero but for rounding, such as that of a bias in front of batch normalisation. In double precision that
-stays below what is allowed after an update; in single precision it may not, so double precision decides where both are
-compared.
+stays below what is allowed after an update, so double precision decides where both are compared.
 
-Suspects are named by what the runs have shown; nothing is tried to prove them:
-
-    random draws                    a generator of the single process has moved in a training step; modules that drop
-    batch statistics                BatchNorm that is not shared
-    buffers                         ranks have changed buffers from their own cells
-    sum over samples                all gradients of one process are those of the ranks times the number of data ranks
-    unequal parts, mean of means    losses differ; modalities have parts of different sizes, or not
-    rounding                        double precision agrees, single precision does not
-    not finite, unknown             a loss or a gradient is not a number; nothing of this
-
-Legend: one = the single process; x = the same quantity on a rank.
+Suspects are named by what the runs have shown; nothing is tried to prove them. Legend: x_one of the single process.
 """
 
 import random

@@ -7,14 +7,10 @@ Both start from the same weights and generators and train a few steps. Compared 
 gradients that the first step's optimisers see, and parameters and buffers at the end. Where something differs, suspects
 in the model are named.
 
-Known limits: gradient accumulation, clipping and callbacks of the user's own Trainer are not part of it.
-
-Run a function on several new processes, one for each rank, and return what they answer.
-
 Processes are spawned, so that nothing in the caller's process changes. In an interactive session, where a new process
 cannot import the user's classes, they are forked instead, with one thread each: torch's threads do not survive a fork.
 
-Known limits: one node, CPU; a script that calls this needs `if __name__ == "__main__":` around its work.
+Known limits: one node, CPU; gradient accumulation, clipping and callbacks of the user's own Trainer are not part of it.
 """
 
 import gc
@@ -61,12 +57,7 @@ LIBRARIES = (str(TORCH), str(LIGHTNING), str(OURS))
 def run_processes(
     task: Callable[..., Any], ranks: int, folder: Path, *args: Any, timeout: float
 ) -> list[Any]:
-    """Return `task(rank, ranks, folder, *args)` of every rank.
-
-    Args:
-        folder: An empty folder that all processes see.
-        timeout: Seconds after which processes that have not answered are ended.
-    """
+    """Return `task(rank, ranks, folder, *args)` of every rank; all see the folder, and have `timeout` seconds."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise AmpError(
             "verify was called while one of its processes was starting; it starts processes that import the"

@@ -1,13 +1,8 @@
-"""Compute what a foreign decoder returns, with its layers and tables.
-
-Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
-
-Read the anchors and data columns of a foreign decoder's strata from its two lists of indices.
+"""Compute what a foreign decoder returns, with its layers and tables, and read its strata from its two lists.
 
 One of `feature_masks` and `strata_masks` lists anchors, the other columns of the tables. Which is which depends on the
 numbers: columns count up from 0 through all strata, one run after the other.
-
-Legend: cell (B), anchor (N), stratum (K), feature (F in all, F_k of stratum k, stratum-major).
+Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F in all, F_k of stratum k, stratum-major).
 """
 
 import math

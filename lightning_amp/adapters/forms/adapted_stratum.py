@@ -39,13 +39,7 @@ from lightning_amp.models.decoders.stratum_keys import geglu
 
 
 class AdaptedAttentionKey(nn.Module):
-    """Key by local attention and a gated feed-forward layer.
-
-    Args:
-        layers: Modules for all names of protocol.ATTENTION_KEY.
-        projected: Attend to `val` instead of p.
-        residual: Add the feed-forward layer's result to its input.
-    """
+    """Key by local attention, to p or the `projected` anchors, and a gated feed-forward layer, `residual` or not."""
 
     def __init__(self, layers: dict[str, nn.Module], *, projected: bool, residual: bool) -> None:
         super().__init__()
@@ -74,13 +68,7 @@ class AdaptedAttentionKey(nn.Module):
 
 
 class AdaptedConvolutionKey(nn.Module):
-    """Key by a depthwise convolution over the anchors.
-
-    Args:
-        pairs: The convolution, of kernel 2.
-        padding: Zeros behind the last anchor; 0 where the layer pads by itself.
-        rows: Of v, which the resolution has.
-    """
+    """Key by a depthwise convolution of kernel 2 over rows of v, with `padding` zeros behind the last anchor."""
 
     def __init__(
         self, pairs: nn.Module, activation: nn.Module, *, padding: int, rows: slice = slice(None)
@@ -104,12 +92,7 @@ class AdaptedConvolutionKey(nn.Module):
 
 
 class PairedAttentionKey(nn.Module):
-    """Key by a convolution, local attention and a gated feed-forward layer.
-
-    Args:
-        layers: Modules prenorm, qk, attention, postnorm and ff.
-        checkpointed: Whether the foreign decoder computes its keys again in the backward pass.
-    """
+    """Key by a convolution, local attention and a gated layer; `checkpointed`: computed again in the backward pass."""
 
     def __init__(
         self, paired: AdaptedConvolutionKey, layers: dict[str, nn.Module], *, checkpointed: bool

@@ -105,11 +105,7 @@ def read_parts(module: nn.Module) -> Layout:
 
 
 def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
-    """The ways that a module's parts can be computed with, the likeliest first.
-
-    Args:
-        seen: What is known already: `least` and `kind`.
-    """
+    """The ways that a module's parts can be computed with, the likeliest first; `seen` has `least` and `kind`."""
     both = (True, False)
     chained = (False, True) if len(getattr(module, "value_layers", ())) > 1 else (False,)
     attention = [a for a in _flag(module, "use_attn") if _has_lists(module, _lists(a))]

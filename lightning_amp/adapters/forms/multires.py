@@ -101,11 +101,7 @@ class MultiResStratum(AdaptedStratum):
         return super()._columns(table) if self.places is None else table.index_select(1, self.places)
 
     def among(self, nodes: Tensor, places: Tensor, columns: tuple[int, int]) -> "MultiResStratum":
-        """The same parts and what was installed in them, for some of the features.
-
-        Args:
-            columns: First and one past the last of their columns in the data.
-        """
+        """The same parts and what was installed in them, for some of the features; `columns` are theirs in the data."""
         own = copy.copy(self)
         own._buffers = self._buffers | {"feature_anchor": nodes}
         own.places, own.columns = places, columns

@@ -42,11 +42,9 @@ class DataDirectory:
 
 
 def find(root: str | Path, *, setting: str | None = None, others: bool = False) -> DataDirectory:
-    """Find the files under a directory.
+    """Find the files under a directory, of one of several settings such as "500kb_raw_0.98_2d_10".
 
-    Args:
-        setting: Which of several settings to take, e.g. "500kb_raw_0.98_2d_10".
-        others: Whether a directory of other modalities alone is allowed.
+    `others`: a directory of other modalities alone is allowed.
     """
     root = Path(root)
     if not root.is_dir():
@@ -124,11 +122,9 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary directory that becomes `out` on success and is removed on any error.
+    """Yield a temporary directory that becomes `out` on success and is removed on any error; the parent must exist.
 
-    Args:
-        out: The directory to make; its parent must exist.
-        overwrite: Replace `out` if it is a data directory; nothing else is ever replaced.
+    `overwrite` replaces a data directory; nothing else is ever replaced.
     """
     out = Path(out)
     _check_free(out, overwrite=overwrite)

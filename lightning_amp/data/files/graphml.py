@@ -94,10 +94,8 @@ def count_graph(path: str | Path) -> tuple[int, int]:
 def write_graph(path: Path, vertices: pd.DataFrame, edges: pd.DataFrame) -> None:
     """Write an undirected graph as gzip-compressed GraphML (*.graphml.gz).
 
-    Args:
-        path: The file.
-        vertices: chrom, chrom_pos, feature_type, indexed by name.
-        edges: source, target (names), weight, sign, type.
+    `vertices` has chrom, chrom_pos and feature_type, indexed by name; `edges` source, target (names), weight, sign,
+    type.
     """
     # A fixed time stamp: the same graph gives the same bytes.
     with path.open("wb") as raw, gzip.GzipFile("", "wb", compresslevel=4, fileobj=raw, mtime=0) as stream:

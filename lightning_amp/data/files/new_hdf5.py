@@ -3,12 +3,7 @@
 libhdf5 (2.0 too) frees a chunked data set whose last write fails and keeps its identifier. Closing it is a segmentation
 fault: a file that h5py or cooler opens by name kills the process on a full disk. So HDF5 writes through a Python file
 that accepts everything. After a write has failed, the next ones are kept in memory; they are few, because callers check
-after each write.
-
-Writes contact maps in cooler's formats: .scool of single cells, .cool of one map.
-
-Not by cooler, which opens files by name: on a full disk it ends the process by a segmentation fault, without a message
-(new_hdf5.py). A .scool of 4 cells with 3.6 million pixels each takes cooler 4.6 s and this 2.7 s.
+after each write. A .scool of 4 cells with 3.6 million pixels each takes cooler 4.6 s and this 2.7 s.
 
 Pixels are bin1_id, bin2_id (not below bin1_id) and count, sorted by both.
 """

@@ -1,11 +1,8 @@
 """Open text and h5ad files; read sizes, names and columns without the whole matrix; detect what is no raw count.
 
 Not by `anndata.read_h5ad(backed="r")`, which reads the whole `var`: of 3.6 million Hi-C features this takes 4.7 s and
-950 MiB, against 1.1 s and 250 MiB for the columns that are needed.
-
-Reads a range of columns of the matrix of an h5ad, in memory proportional to their entries; stores h5ad so as CSC.
-
-Of CSC and dense matrices only these columns are read; CSR is read whole, a few rows at a time.
+950 MiB, against 1.1 s and 250 MiB for the columns that are needed. Of CSC and dense matrices only some columns are
+read; CSR is read whole, a few rows at a time.
 """
 
 import gzip
@@ -142,12 +139,7 @@ BLOCK = 2**24
 
 
 def fault_of_counts(values: NDArray[Any], *, whole: bool = True) -> tuple[str, Any] | None:
-    """Return the kind and an example of a value that is no raw count, None if all are raw counts.
-
-    Args:
-        values: Of any type, [value].
-        whole: Whether fractions are a fault.
-    """
+    """Return the kind and an example of a value that is no raw count, or None; `whole`: fractions are a fault."""
     for start in range(0, len(values), BLOCK):
         block = values[start : start + BLOCK]
         faults = {"missing or infinite": ~np.isfinite(block), "negative": block < 0}
@@ -215,13 +207,7 @@ BLOCK_ENTRIES = 2**19
 
 
 def read_columns(path: Path, source: str, columns: slice) -> sparse.csr_matrix:
-    """Read a range of columns of all cells as CSR of [cell, own column], float32.
-
-    Args:
-        path: The h5ad.
-        source: Path of the matrix in the file, such as "X" or "layers/counts".
-        columns: The columns, as whole numbers from the first to one past the last.
-    """
+    """Read some columns of the matrix `source`, such as "X" or "layers/counts", as CSR [cell, own column], float32."""
     with open_h5ad(path) as file:
         if is_by_columns(file[source]):
             from anndata.io import sparse_dataset

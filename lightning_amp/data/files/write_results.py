@@ -80,9 +80,7 @@ def write_imputed(
     contacts: Mapping[str, NDArray[np.float32]],
     assembly: str = UNKNOWN_ASSEMBLY,
 ) -> list[Path]:
-    """Write expected contacts (cell name -> [feature]), and return the files: imputed.scool, or, with several
-    resolutions, imputed_<resolution>.scool each.
-    """
+    """Write expected contacts (name -> [feature]) to imputed.scool, or imputed_<resolution>.scool; return the files."""
     paths = []
     for tail, strata in _resolutions(layout):
         path = out_dir / f"imputed{tail}.scool"
@@ -102,9 +100,7 @@ def write_pseudobulk(
     key: str,
     assembly: str = UNKNOWN_ASSEMBLY,
 ) -> list[Path]:
-    """Write the sum of the expected contacts of each cell type, and return the files: <type>.cool, or, with several
-    resolutions, <type>_<resolution>.cool each.
-    """
+    """Write the expected contacts of each cell type to <type>.cool, or <type>_<resolution>.cool; return the files."""
     paths = []
     for tail, strata in _resolutions(layout):
         bins = bin_table(layout, strata[0])
@@ -146,10 +142,7 @@ def bin_table(layout: FeatureLayout, diagonal: Stratum) -> pd.DataFrame:
 
 
 def _pixels(strata: list[Stratum], values: NDArray[Any]) -> pd.DataFrame:
-    """Return the features of a map as pixels, sorted; feature (i, k) is the pair i, i + k.
-
-    HiGLUE's files pad strata with features whose second bin lies beyond the last one; these are left out.
-    """
+    """Return the features of a map as pixels, sorted; feature (i, k) is the pair i, i + k."""
     first = strata[0].anchors[0]
     bin1 = np.concatenate([stratum.anchors - first for stratum in strata])
     bin2 = np.concatenate([stratum.anchors - first + stratum.k for stratum in strata])
@@ -172,13 +165,7 @@ def same_type_share(
 
     The mean over pairs of modalities, in both directions, of the mean over cells; neighbours are 15, or all where
     there are fewer. Cells that were not embedded (NaN), or of a type that the other modality has not, do not count.
-
-    Args:
-        embeddings: modality -> [cell, dim]
-        types: modality -> [cell]
-
-    Returns:
-        None where no two modalities have a type in common
+    Arguments are by modality, [cell, dim] and [cell]; None where no two modalities have a type in common.
     """
     known = {name: np.isfinite(values).all(axis=1) for name, values in embeddings.items()}
     found = []
@@ -210,10 +197,9 @@ def _nearest(points: NDArray[np.float32], others: NDArray[np.float32], n: int) -
 
 
 def describe_embedding(embedding: NDArray[np.float32]) -> dict[str, dict[str, Any]]:
-    """Return obsm and uns of an embedding: obsm["X_amp"], obsm["X_pca"], and the variances in uns["pca"].
+    """Return obsm and uns of an embedding [cell, dim], NaN for a cell that was not predicted.
 
-    Args:
-        embedding: [cell, dim]; NaN for a cell that was not predicted
+    These are obsm["X_amp"] and obsm["X_pca"], and the variances in uns["pca"].
     """
     known = np.isfinite(embedding).all(axis=1)
     scores, variances = principal_components(embedding[known].astype(np.float64))
@@ -225,11 +211,7 @@ def describe_embedding(embedding: NDArray[np.float32]) -> dict[str, dict[str, An
 
 
 def principal_components(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return scores [cell, component] and variances [component], largest first.
-
-    Args:
-        x: [cell, dim]
-    """
+    """Return scores [cell, component] and variances [component] of x [cell, dim], largest first."""
     centred = x - x.mean(axis=0) if len(x) else x
     axes, squares, _ = np.linalg.svd(centred.T @ centred)
     # the largest loading is positive, so that every run and machine has the same signs

@@ -49,10 +49,8 @@ class StepIndices:
 class CellTable:
     """One modality's cells: raw counts as CSR in memory, with library sizes, experimental batches and names.
 
-    Args:
-        path: h5ad file; counts are taken from layers["counts"] when present, else from X
-        modality: "hic", "rna" and "atac" must hold whole numbers
-        columns: the features whose counts are kept; library sizes are of all
+    Counts are those of layers["counts"], else of X; "hic", "rna" and "atac" must hold whole numbers. With `columns`
+    only those features are kept; library sizes are of all.
     """
 
     def __init__(self, path: Path, modality: str, columns: slice | None = None) -> None:

@@ -165,10 +165,9 @@ class StepLoader(DataLoader[Batch]):
 def balance(contacts: NDArray[np.float64], n_ranks: int) -> list[NDArray[np.int64]]:
     """Divide cells with these contacts among ranks: equally many on each and, greedily, equal sums of contacts.
 
-    Contacts per cell vary several-fold, so that equal numbers of cells alone are unequal work. The deepest cell goes
-    first, each to the rank with the fewest contacts that still has room; then cells are swapped between the richest and
-    the poorest rank while that helps. Deterministic; ties go to the lower rank. Returns for every rank the positions of
-    its cells, ascending.
+    The deepest cell goes first, each to the rank with the fewest contacts that still has room; then cells are swapped
+    between the richest and the poorest rank while that helps. Deterministic; ties go to the lower rank. Returns for
+    every rank the positions of its cells, ascending.
     """
     room = len(contacts) // n_ranks
     assert room * n_ranks == len(contacts), f"{len(contacts)} cells do not divide among {n_ranks} ranks"

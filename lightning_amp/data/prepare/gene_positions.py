@@ -1,10 +1,8 @@
 """Read gene positions from GTF or BED, and build the guidance graph of genes and bins.
 
-Positions are 0-based and half-open whatever the file's own convention. A gene without a strand counts as "+".
+Positions are 0-based and half-open whatever the file's own convention. A gene without a strand counts as "+". Edges of
+the graph are listed once each:
 
-Builds the guidance graph: genes and the bins they are in, and bins in contact.
-
-Edges of three types, each listed once:
     overlap     gene - bin that its promoter (transcription start and 2 kb upstream) touches; weight 1
     hic         bin - bin in frequent contact, weight by rank; and neighbouring bins, weight 1
     self-loop   every vertex; weight 1
@@ -40,16 +38,10 @@ class Gene(NamedTuple):
 
 
 def read_genes(path: str | Path) -> pd.DataFrame:
-    """Read the genes of an annotation.
+    """Read the genes of a .gtf or .bed file (.gz): chrom, start, end, strand, indexed by symbol in file order.
 
-    Of a GTF only `gene` lines count; if it has none, its `transcript` lines. Of several entries with one
-    symbol the longest is kept; how many were left out is in `.attrs["n_duplicated"]`.
-
-    Args:
-        path: A .gtf or .bed file, or either with .gz. BED needs the columns chrom, start, end, name.
-
-    Returns:
-        Columns chrom, start, end, strand; the index holds the symbols in file order.
+    Of a GTF only `gene` lines count; if it has none, its `transcript` lines. BED needs the columns chrom, start, end,
+    name. Of entries with one symbol the longest is kept; how many were left out is in `.attrs["n_duplicated"]`.
     """
     path = Path(path)
     lowered = path.name.lower().removesuffix(".gz")
@@ -69,12 +61,10 @@ def read_genes(path: str | Path) -> pd.DataFrame:
 
 
 def as_genes(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the genes of a table in memory as `read_genes` returns those of a file; rows without a position are
-    left out.
+    """Return the genes of a table in memory as `read_genes` does those of a file; rows without a position are left out.
 
-    Args:
-        table: chrom, start, end (or chromStart, chromEnd, as in `var` of an AnnData) and, optionally, strand;
-            0-based and half-open; the index holds the symbols.
+    Columns are chrom, start, end (or chromStart, chromEnd, as in `var` of an AnnData) and, optionally, strand; 0-based
+    and half-open; the index holds the symbols.
     """
     table = table.rename(columns={"chromStart": "start", "chromEnd": "end"})
     absent = [name for name in ("chrom", "start", "end") if name not in table]
@@ -199,14 +189,9 @@ def contact_edges(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """Return rows of both bins and weights of the contacts above a quantile, and of all neighbours.
 
-    On each chromosome the observed contacts between bins at least two apart are compared; those above the
-    quantile weigh rank / number, so that the weight is in (0, 1]. Neighbouring bins are always joined, with
-    weight 1.
-
-    Args:
-        bulk: Contacts summed over cells, COO array of shape [bin, bin], upper triangle, within chromosomes.
-        bins: chrom, start, end.
-        loop_quantile: In [0, 1).
+    On each chromosome the observed contacts between bins at least two apart are compared; those above the quantile, in
+    [0, 1), weigh rank / number, so that the weight is in (0, 1]. Neighbouring bins are always joined, with weight 1.
+    `bulk` has the contacts summed over cells, COO [bin, bin], upper triangle, within chromosomes.
     """
     chrom = pd.factorize(bins["chrom"])[0]
     low = np.flatnonzero(chrom[:-1] == chrom[1:])

@@ -105,10 +105,7 @@ APPEND_AT = 1_000_000
 
 
 class Pseudobulk:
-    """Running sum of contact maps over the same bins, in memory that does not grow with the number of cells.
-
-    Pixels wait in a buffer that is added to a sparse matrix when it is full, because an addition is slow.
-    """
+    """Running sum of contact maps over the same bins, in memory that does not grow with the number of cells."""
 
     def __init__(self, n_bins: int) -> None:
         self.n_bins = n_bins
@@ -148,9 +145,9 @@ def write_hic(
 ) -> Any:
     """Write the Hi-C modality, with a few cells in memory at a time.
 
-    A cell is dropped when it has fewer than `min_depth` contacts on the kept chromosomes (at any distance),
-    or none in the strata. Dropped cells count in no sum. Returns the contacts within chromosomes, summed over the
-    cells kept, as a SciPy COO array [anchor, anchor].
+    A cell is dropped when it has fewer than `min_depth` contacts on the kept chromosomes (at any distance), or none in
+    the strata. Returns the contacts within chromosomes, summed over the cells kept, as a SciPy COO array [anchor,
+    anchor].
     """
     bulk = Pseudobulk(len(grid.bins))
     chrom = pd.factorize(grid.bins["chrom"])[0]

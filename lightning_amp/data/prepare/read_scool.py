@@ -146,11 +146,9 @@ class ScoolFile:
         return next(self.iterate([cell]))[1]
 
     def iterate(self, cells: Iterable[str], own: slice | None = None) -> Iterator[tuple[str, pd.DataFrame]]:
-        """Yield name and pixels of each of the cells, opening the file once; errors as in `pixels`.
+        """Yield name and pixels of each cell, by its name in the file, opening the file once.
 
-        Args:
-            cells: Names in the file.
-            own: Read only pixels whose bin1_id is one of these bins; None is all.
+        `own`: only pixels whose bin1_id is one of these bins; None is all.
         """
         from cooler import Cooler
 

@@ -1,11 +1,8 @@
-"""Read raw RNA counts, choose variable genes in bins of the same assembly, and write the RNA modality.
+"""Read raw RNA counts, choose variable genes whose promoter is in a Hi-C bin, and write the RNA modality.
 
-Choose variable genes whose promoter is in a Hi-C bin, of the assembly of the contacts.
-
-Refuses a gene annotation of another assembly or species than the contacts.
-
-Lengths are compared: genes are within the chromosomes of their assembly, and the last of many is near the end. If the
-first chromosomes are as long as a human's or a mouse's, ids of genes are compared too.
+Genes of another assembly or species than the contacts are refused. Lengths are compared: genes are within the
+chromosomes of their assembly, and the last of many is near the end. If the first chromosomes are as long as a human's
+or a mouse's, ids of genes are compared too.
 """
 
 import re
@@ -133,13 +130,7 @@ REMEDY = (
 
 
 def check_same_assembly(genes: pd.DataFrame, bins: pd.DataFrame, *, annotation: str | Path) -> None:
-    """Refuse genes that cannot be of the assembly of the bins.
-
-    Args:
-        genes: Positions of the annotation's genes, chromosomes in any spelling.
-        bins: chrom, start, end of the bins that are kept.
-        annotation: The file of `genes`, for messages.
-    """
+    """Refuse genes, chromosomes in any spelling, that cannot be of the assembly of the bins that are kept."""
     ends = {bare_name(chrom): int(end) for chrom, end in bins.groupby("chrom")["end"].max().items()}
     width = int((bins["end"] - bins["start"]).max())
     chroms = genes["chrom"].map(bare_name)
@@ -249,9 +240,8 @@ def choose_genes(
 def most_variable(counts: Any, *, n_genes: int) -> NDArray[np.bool_]:
     """Mark the most variable genes of counts [cell, gene], CSR; all expressed ones when there are fewer.
 
-    Counts are normalised to 10,000 a cell and log1p is taken; genes are put by their mean into 20 groups of
-    equal size, and a gene's score is the distance of its log variance from the median of its group. Genes
-    without any count are never marked; equal scores go by gene order.
+    Counts are normalised to 10,000 a cell and log1p is taken; genes are put by their mean into 20 groups of equal size,
+    and a gene's score is the distance of its log variance from the median of its group. Equal scores go by gene order.
     """
     totals = np.maximum(counts.sum(axis=1), 1)
     logged = sp.csr_array(counts, dtype=np.float64, copy=True)

@@ -3,9 +3,6 @@
 Counts are given by log mean and log inverse dispersion, because means are softmax fractions that underflow.
 Zero-inflated densities add mass and density at zero, log(pi + (1 - pi) p(0)), as the GLUE family does; the
 log-normal one has no density at zero, so zero has probability pi.
-Known limit: in float32 nb of x > 0 loses digits for inverse dispersions above 1e4 (a difference of two lgamma).
-
-Decoders of modalities whose features are vertices of the guidance graph: RNA, ATAC, methylation.
 
     linear = softplus(scale) u v^T + bias
     counts (NB, ZINB)                 mean softmax(linear) * library, inverse dispersion exp(log_theta)
@@ -13,6 +10,7 @@ Decoders of modalities whose features are vertices of the guidance graph: RNA, A
     loss = - mean over all cells and features of log p(x)
 
 scale, bias and the tables of a likelihood have one row per experimental batch.
+Known limit: in float32 nb of x > 0 loses digits for inverse dispersions above 1e4 (a difference of two lgamma).
 """
 
 import math

@@ -1,24 +1,17 @@
 """Attention of every anchor to its own and the two neighbouring buckets of anchors, or to all; without parameters.
 
-The computation of the `local-attention` package with autopad, shared_qk, rotary and one bucket each way:
+Local attention computes what the `local-attention` package does with autopad, shared_qk, rotary and one bucket each
+way:
 
     scores = R(q D^-0.5) R(k / |k|)^T      out = softmax(mask(scores)) values
 
 over the 3w keys of buckets j-1, j, j+1. The rows that fill the last bucket are zeros and *are* attended, with
 score 0; keys before the first and after the last bucket are not. An anchor meets itself with score -5e4.
-Two habits of the package are kept because trained weights depend on them: the rotary frequencies are rounded
-to float32 whatever the dtype, and queries take the *last* w of the 3w positions.
+
+Full attention, softmax(q k^T D^-0.5) values, has one head and masks nothing. It is computed in torch's fused kernels; a
+device without one, which would make scores [N, N], is refused.
 
 Legend: N anchors, D dim, w window, W = ceil(N / w) buckets.
-
-Attention of every anchor to all anchors, in torch's fused kernels, without parameters.
-
-    out = softmax(q k^T D^-0.5) values
-
-One head, and nothing is masked: an anchor meets itself too. Places along the genome are not read, for v has what is
-known of them. Scores [N, N] exist for some rows and columns at a time: a device without such a kernel is refused.
-
-Legend: N anchors, D dim.
 """
 
 from collections.abc import Callable

@@ -68,11 +68,7 @@ class AttentionKey(nn.Module):
 
 
 class ConvolutionKey(nn.Module):
-    """Key in which anchor i meets anchor i + stratum, by a depthwise convolution padded at the end.
-
-    Args:
-        stratum: distance k in anchors, at least 1.
-    """
+    """Key in which anchor i meets anchor i + stratum, by a depthwise convolution padded at the end."""
 
     def __init__(self, dim: int, stratum: int):
         super().__init__()

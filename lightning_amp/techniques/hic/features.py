@@ -1,45 +1,27 @@
-"""S2: every rank decodes the features that it owns, and holds these features' weights of a layer that reads all.
-
-S2: every rank decodes the features that it owns, and the softmax runs over all ranks' features.
+"""S2: every rank decodes the features that it owns, and holds their weights of a layer that reads all features.
 
     logit_k[:, own] -> log_softmax over all F_k -> log p(x[:, own]) -> sum over own features -> sum over ranks
 
     log_softmax(x)_f = x_f - log sum over ranks s of exp(L_s)       L_s = logsumexp of rank s's own x, -inf without any
     backward         g_f - softmax(x)_f * (sum over ranks of sum over own f of g_f)
+    layer            y = sum over ranks r of x[:, F^(r)] W[:, F^(r)]^T + bias
 
-The sum over ranks is the loss only because the normaliser is that of all features: softmax over only the own features
-gives another model, silently. Normalisers are gathered, not reduced as a maximum and then a sum: that would be two
-collectives, and [B, R] is small.
-Exact up to the order of the sums. The features of a stratum are sharded in runs of ceil(F_k / R); a rank may have none
-and takes part all the same, for the others wait for it.
+Exact up to the order of the sums. Features are sharded in runs of ceil(F_k / R); a rank may have none and takes part
+all the same, for the others wait for it.
 
     collectives of a step             forward                       backward
     every stratum (not binarized)     1 all-gather [B]              1 all-reduce [B]
     every stratum, with S5            1 reduce-scatter [B, F_k]     1 all-gather [B, F_k]       instead of S5's own
     the whole decoder                 1 all-reduce of the loss      1 all-reduce (ranks/sharded_region.py)
+    the layer                         1 all-reduce [B, h]           1 all-gather [B, F], if x has a gradient
 
-What shrinks to a part of 1 / R: scores, logits and everything of the likelihood, [B, F_k]. Tables stay whole on every
-rank; each rank's gradient is a part that is zero outside the own columns.
+What shrinks to a part of 1 / R: scores, logits and everything of the likelihood, [B, F_k]; of the layer its weight,
+gradient, optimiser state and the columns of x that are kept. Tables stay whole; their gradients are zero outside the
+own columns.
 
-Legend: cell (B), anchor (N), dim (D), stratum_feature (F_k), own_feature (those of this rank), R ranks.
-Known limits: second derivatives are refused; without S5 every rank computes every key.
-
-S2: a Linear that reads all features, with the rows of its weight that belong to the own features on every rank.
-
-    y = sum over ranks r of x[:, F^(r)] W[:, F^(r)]^T + bias
-
-Exact up to the order of the sum. The shard of the weight, its gradient and its optimiser state exist on the owner
-only; the bias is whole and has equal gradients on all ranks. Features are sharded in runs of ceil(F / R).
-
-    collectives      forward                 backward
-    always           1 all-reduce [B, h]     none: y is replicated
-    x needs one                              1 all-gather of its gradient [B, F]
-
-Kept for the backward pass: the own columns of x, [B, F / R], or of sparse counts their entries.
-
-Legend: cell (B), feature (F), hidden (h), R ranks.
-Known limits: in bf16 the ranks' products are rounded before they are added. The update of an optimiser must be
-elementwise, for it sees only the shard (lightning/checkpoints/shards.py).
+Legend: cell (B), anchor (N), dim (D), stratum_feature (F_k), own_feature (those of this rank), hidden (h), R ranks.
+Known limits: second derivatives are refused; without S5 every rank computes every key; in bf16 the ranks' products are
+rounded before they are added; the update of an optimiser must be elementwise, for it sees only the shard.
 """
 
 from typing import Any, cast

@@ -1,13 +1,15 @@
 """S5: the hidden dimension of a decoder is sharded over the model axis; the strata run in step on all of them.
 
-    region                               own channels of u and v enter (ranks/sharded_region.py)
-    prenorm, postnorm                    own channels from own channels
-    qk, value, ff, or pairs              the same
-    attention                            scores of the own channels are summed, values stay (the model's `shard`);
-                                         or keys and values are gathered first
-    decode                               scores of the own channels are summed; with S2 only for the rank's own features
+    region                     own channels of u and v enter (ranks/sharded_region.py)
+    prenorm, postnorm          own channels from own channels, normalised over all (dist/normalise.py)
+    qk, value, ff              y[:, I_r] = sum_q x[:, I_q] W[I_r, I_q]^T + bias[I_r], summed in blocks, one per receiver
+    pairs                      y[I_r] = conv(x[I_r], weight[I_r]) + bias[I_r]: channels do not meet
+    attention                  scores of the own channels are summed, values stay (the model's `shard`); or keys and
+                               values are gathered first
+    decode                     scores of the own channels are summed; with S2 only for the rank's own features
 
 Everything else of a stratum works on single numbers and needs no change. Exact up to the order of sums over ranks.
+Outputs of 2 D channels (gate and value of a GEGLU) give both of every own channel, so that halving works on a part too.
 
 Collectives of one stratum with attention, and the numbers that a rank puts in; C chunks under S3, else 1:
 
@@ -32,40 +34,10 @@ What shrinks to 1/R: all [N, D] and [N, 2 D] tensors that are kept for the backw
 probabilities [P, 3 w] of eager attention and all that belongs to features. Parameters stay whole; gradients of the
 keys' parameters are parts (`Change.partial`).
 
-Known limits: no second derivative; what a key does besides its children is probed on an example (checks/key.py), what a
-stratum does besides its parts is not.
-Legend: B cells, N anchors, P = N padded to whole buckets of w, D dim, d channels of a rank, F_k features of stratum k,
-R ranks.
-
-Shard the children of a stratum's key, detected by name and structure, over channels (S5).
-
-What is not detected is refused: a part left as it is would compute with some channels as if they were all. What a key
-does besides its children is probed (checks/key.py).
-Legend: D dim.
-
-Compute linear layers, depthwise convolutions and LayerNorm over a hidden dimension that is split over ranks.
-
-    linear         y[:, I_r] = sum_q x[:, I_q] W[I_r, I_q]^T + bias[I_r]
-    convolution    y[I_r] = conv(x[I_r], weight[I_r]) + bias[I_r]: channels do not meet
-
-Rank q makes its products with all output channels in blocks, one per receiving rank, and the blocks are summed where
-they belong. An output of 2 D channels (gate and value of a GEGLU) gives both of every own channel, value first, so
-that halving the result works on a part as it does on the whole.
-
-Exact up to the order of the sum over ranks. Collectives of the linear layer: forward one reduce-scatter of R N d
-numbers, backward one all-gather of N d per rank (twice that for 2 D outputs); none of the convolution.
-Kept for the backward pass: x [N, d_r] itself and the own columns of W. Transient: the products [R, N, d].
-
-Weights stay whole; their gradients are zero outside the input channels (linear) or channels (convolution) of the rank.
-Legend: N rows, D dim, d_r own channels of rank r, d the widest rank's, I_r the channels of rank r, R ranks.
-
-Compute LayerNorm over a hidden dimension of which every rank holds some channels (dist/normalise.py).
-
-Collectives: forward one all-gather of 2 N + 1 numbers per rank, backward one all-reduce of 2 N, which is left out
-when x needs no gradient. Kept for the backward pass: x [N, d_r] itself, mean and rstd [N].
-
-Weight and bias stay whole; their gradients are zero outside the own channels.
-Legend: N rows, d_r own channels of rank r.
+Known limits: no second derivative. A part of a key that is not detected by name and structure is refused; what a key
+does besides its children is probed on an example (checks/key.py), what a stratum does besides its parts is not. Legend:
+B cells, N anchors, P = N padded to whole buckets of w, D dim, d channels of a rank, I_r those of rank r, F_k features
+of stratum k, R ranks.
 """
 
 from functools import partial
@@ -99,12 +71,7 @@ from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_re
 
 
 class ShardedLinear(nn.Linear):
-    """The own channels of a Linear's output, from the own channels of its input.
-
-    Args:
-        whole: A layer from D to a multiple of D. Its state is used, not copied: both have the same parameters, hooks
-            and mode.
-    """
+    """The own channels of a Linear's output, from those of its input; it shares the layer's state."""
 
     channels: Channels
 
@@ -133,12 +100,7 @@ class ShardedLinear(nn.Linear):
 
 
 class ShardedConv1d(nn.Conv1d):
-    """The own channels of a depthwise convolution.
-
-    Args:
-        whole: A layer with D groups of one channel and zero padding. Its state is used, not copied: both have the
-            same parameters, hooks and mode.
-    """
+    """The own channels of a depthwise convolution, padded with zeros, whose state it shares."""
 
     channels: Channels
 
@@ -154,11 +116,7 @@ class ShardedConv1d(nn.Conv1d):
 
 
 class ShardedLayerNorm(nn.LayerNorm):
-    """The own channels of a LayerNorm's output, from the own channels of its input.
-
-    Args:
-        whole: Its state is used, not copied: both have the same parameters, hooks and mode.
-    """
+    """The own channels of a LayerNorm's output, from those of its input; it shares the layer's state."""
 
     channels: Channels
 
@@ -186,11 +144,7 @@ CHANNELWISE = (nn.Identity, nn.LeakyReLU, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU)
 
 
 def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> dict[str, nn.Module]:
-    """New children of a key, by name.
-
-    Args:
-        gather: Whether attention reads the keys and values of all channels.
-    """
+    """New children of a key, by name; `gather`: attention reads the keys and values of all channels."""
     # not named_children: it leaves out a module that has two names
     children = {name: child for name, child in key._modules.items() if child is not None}
     own = [name for name, _ in (*key.named_parameters(recurse=False), *key.named_buffers(recurse=False))]
@@ -291,11 +245,9 @@ OwnChannels = Float[Tensor, "anchor own_dim"]
 class GatheredAttention(nn.Module):
     """Bucketed attention over all channels that returns the own ones: the paper's form without S4.
 
-        rows[:, I_r] = attend(prepare(q, k, values), first, last)[:, I_r]         I_r the channels of rank r
-
-    Collectives: forward one all-gather of queries-and-keys and values, 2 N d numbers per rank, backward one
-    reduce-scatter of 2 R N d; no scores are summed. What grows: the gathered tensors [2 N, D], and what is made of
-    them, stay for the backward pass on every rank, which is what the form is measured for.
+    Forward one all-gather of queries-and-keys and values, 2 N d numbers per rank, backward one reduce-scatter of 2 R N
+    d; no scores are summed. The gathered tensors [2 N, D] stay for the backward pass, which is what the form is
+    measured for.
     """
 
     inner: BucketedAttention
@@ -325,11 +277,7 @@ class GatheredAttention(nn.Module):
 
 
 class HiddenDecode(nn.Module):
-    """A decode whose inner products are summed over the ranks' channels.
-
-    Args:
-        inner: A decode that is bilinear in cells and keys.
-    """
+    """A decode whose inner products are summed over the ranks' channels."""
 
     def __init__(self, inner: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__()

@@ -1,8 +1,6 @@
 """Define the techniques for decomposed decoders: their rows in the table of techniques, specs of their rules, sizes.
 
-Choose how much of a stratum exists at a time: buckets under S3, cells under stream; and how many strata.
-
-The memory model counts with the same numbers.
+The sizes say how much of a stratum exists at a time; the memory model counts with the same numbers.
 """
 
 from dataclasses import dataclass
@@ -35,10 +33,7 @@ LAUNCHED_SCORES = 2**23
 def block_cells(features: int, *, anchors: int, launched: bool = False) -> int:
     """Cells in one block: about `BLOCK_SCORES` scores of the largest stratum, 8 cells at least; `features` are its F_k.
 
-    Without S4 the scores of all anchors are made.
-
-    Args:
-        launched: Whether the device has its operators launched, and is no CPU.
+    Without S4 the scores of all anchors are made. `launched`: the device has its operators launched, and is no CPU.
     """
     return max(8, (LAUNCHED_SCORES if launched else BLOCK_SCORES) // max(features, anchors))
 

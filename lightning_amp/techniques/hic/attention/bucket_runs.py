@@ -7,17 +7,10 @@ keys: those of buckets outside the sequence are masked, and rows that fill the l
 run of one bucket meets the keys that exist, and what fills the last bucket is only counted: nothing is multiplied in
 vain, which a CPU would feel.
 
-The attention (techniques/hic/attention/banded_softmax.py), the memory model and the time model read the same runs.
-Legend: w window.
+A call has all buckets that meet three buckets of keys; the first bucket of the sequence and the last one meet two, and
+are another call: no key outside the sequence is multiplied.
 
-Group buckets of attention into calls of torch's fused kernels (`sdpa`); no tensors.
-
-    bucket p meets the key buckets p - 1, p and p + 1, counted with the buckets of keys before the first row
-
-All buckets that meet three are one call. The first bucket of the sequence and the last one meet two, and are another
-call: no key outside the sequence is multiplied. Rows that fill the last bucket are zeros like any others.
-
-The attention (techniques/hic/attention/sdpa.py), the memory model and the time model read the same calls.
+Attention, the memory model and the time model read the same runs and calls. Legend: w window.
 """
 
 from functools import lru_cache
@@ -37,12 +30,9 @@ TURNED_AT_ONCE = 2**22
 
 
 def turned_at_once(rows: int, *, dim: int, launched: bool) -> bool:
-    """Whether so many rows are turned by one product with a table of their size, or by two with small tables.
+    """Whether rows of whole buckets are turned by one product with a table of their size, or two with small ones.
 
-    Args:
-        rows: Of whole buckets.
-        dim: Channels of a row.
-        launched: For a device that has its kernels launched; a CPU reads small tables from its cache.
+    A CPU, to which no kernels are launched, reads small tables from its cache.
     """
     return launched and rows * dim <= TURNED_AT_ONCE
 
@@ -125,11 +115,7 @@ class Band(NamedTuple):
 
 
 def run_sizes(window: int, *, launched: bool) -> RunSizes:
-    """Buckets of a run, and rows of them at a time.
-
-    Args:
-        launched: For a device that has its kernels launched: as few runs as its memory allows.
-    """
+    """Buckets of a run, and rows of them at a time; `launched`: as few runs as the memory of a device allows."""
     most, per_bucket = LAUNCHED_SCORES if launched else CACHED_SCORES, 3 * window**2
     together = max(1, most // per_bucket)
     rows = -(-window // -(-together * per_bucket // most))

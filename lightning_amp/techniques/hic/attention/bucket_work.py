@@ -185,8 +185,7 @@ class BucketWork:
     ) -> Tensor | None:
         """From the gradient of the turned keys to that of the keys, [M, D], in the memory of the keys.
 
-        Args:
-            add_to: The gradient of queries that are the keys, to which it is added; then there is no other.
+        Of queries that are the keys, it is added to their gradient `add_to` instead.
         """
         slabs = map(self._slabs, (keys, grad, divisors))
         for (place, key), (_, g), (_, divisor) in zip(*slabs, strict=True):
@@ -204,11 +203,7 @@ class BucketWork:
         return self.inside(keys) if add_to is None else None
 
     def _add_rows(self, pairs: Tensor, divisor: Tensor, place: int, rows: Tensor) -> None:
-        """Add buckets of keys in pairs, divided, to the rows [M, D] that they have as channels.
-
-        Args:
-            place: Of the first bucket.
-        """
+        """Add buckets of keys in pairs, from `place` on, divided, to the rows [M, D] that they have as channels."""
         first = (place - self._before) * self.band.window
         n = min(pairs.shape[0] * self.band.window + first, len(rows)) - max(first, 0)
         own, by = (x.view(-1, *x.shape[2:])[max(-first, 0) :][:n] for x in (pairs, divisor))

@@ -1,29 +1,17 @@
-"""Install chunked (S3), fused or sdpa attention in the place of a decoder's local attention.
+"""Replace a decoder's local attention by chunked (S3), fused or sdpa attention.
 
-S3: local attention a few buckets at a time, recomputed in the backward pass.
+    S3      rows [a, b) = attend(prepare(q, k, values), a, b), a few buckets at a time, recomputed in the backward pass
+    fused   products of a few rows at a time, and a backward pass by hand (banded_softmax.py)
+    sdpa    one or two calls of torch's fused kernels: few operators, more kept (sdpa.py)
 
-    rows [a, b) = attend(prepare(q, k, values), a, b)        out = all rows, cut to N
+S3 equals eager attention bit for bit; in the gradients of keys and values only the order of the sum over chunks
+differs. The probabilities [N, 3w] and the copies of keys and values [W, 3w, D] exist for one chunk only; with `retain`
+(the paper's form) autograd keeps those of every chunk. Every chunk is computed twice, and adds gradients [N, D].
 
-Exact: the output equals the eager one bit for bit; in the gradients of keys and values only the order of the
-sum over chunks differs. No collectives. What shrinks: the probabilities [N, 3w] and the copies of the three
-neighbouring buckets' keys and values [W, 3w, D] exist for one chunk only, forward and backward. With `retain`
-(the paper's form) autograd keeps those of every chunk, so that only what is not kept shrinks.
-The price: every chunk is computed twice, and its backward adds gradients of the size [N, D].
-
-Legend: anchor (N), dim (D), w window, W = ceil(N / w) buckets.
-
-Replace the reference's local attention by one without scores or gathered neighbours of the whole sequence.
-
-    rows = softmax(mask(R(q D^-0.5) R(k / |k|)^T)) values
-
-    products    a few rows at a time, see banded_softmax.py
-    sdpa        all in one or two calls of torch's fused kernels, see sdpa.py: few operators, more kept
-
-Exact up to rounding: float64 agrees with the reference to 1e-15, output and gradients. In float32 it is closer to the
-float64 result than the reference is, which rounds the angles of its positions to float32. No collectives.
-What shrinks: the scores and weights [N, 3w] and the copies of keys and values [W, 3w, D] become two small chunks, and
-the backward pass needs q, k and values only; sdpa holds no scores at all, and keeps 3 to 4 tensors [N, D]. The price:
-the scores are computed a second time in the backward pass, unless products keep the weights for it, [N, 3w].
+The others agree with the reference to 1e-15 in float64, output and gradients. In float32 they are closer to the float64
+result than the reference is, which rounds the angles of its positions to float32. fused keeps q, k and values only, and
+computes the scores twice unless it keeps the weights [N, 3w]; sdpa holds no scores, and keeps 3 to 4 tensors [N, D].
+No collectives.
 
 Legend: anchor (N), dim (D), row (of a run of buckets), key (of these rows and their neighbours), w window,
 W = ceil(N / w) buckets.
@@ -58,12 +46,7 @@ CLOSE = 1e-10
 
 
 def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel = "products") -> nn.Module:
-    """The same attention, computed by hand.
-
-    Args:
-        attention: Attention as the reference model's LocalAttention, of all channels.
-        keep: Keep the weights for the backward pass; products only.
-    """
+    """The same attention, computed by hand; `keep` keeps the weights for the backward pass (products only)."""
     problem = _structure_problem(attention) or found_out(attention, _value_problem)
     if problem:
         strategy = "fused" if kernel == "products" else kernel
@@ -79,11 +62,7 @@ def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel =
 
 
 class FusedLocalAttention(nn.Module):
-    """Local attention computed by hand; made by `fuse_attention`.
-
-    Args:
-        window: Anchors per bucket, w.
-    """
+    """Local attention computed by hand, of buckets of `window` anchors; made by `fuse_attention`."""
 
     stays_eager = True
 
@@ -199,13 +178,7 @@ def _results(attention: nn.Module, *, n: int, training: bool) -> dict[str, Tenso
 
 
 def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False) -> nn.Module:
-    """The same attention, computed `buckets` at a time.
-
-    Args:
-        attention: Bucketed attention without parameters.
-        buckets: Buckets in one chunk, at least 1.
-        retain: Keep every chunk's intermediates for the backward pass instead of recomputing them.
-    """
+    """The same attention, `buckets` at a time; `retain` keeps what every chunk computes for the backward pass."""
     kind = type(attention).__name__
     if not isinstance(attention, BucketedAttention):
         missing = [name for name in ("n_buckets", "prepare", "attend") if not hasattr(attention, name)]

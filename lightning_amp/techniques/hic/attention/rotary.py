@@ -33,12 +33,7 @@ KEPT_TABLES = 8
 
 
 def rotary(dim: int, window: int, n_buckets: int, *, dtype: torch.dtype, like: Tensor) -> "Rotary":
-    """Tables for a device, new or kept.
-
-    Args:
-        n_buckets: Buckets that have a place, from 0.
-        dtype: Of what is turned, float32 or float64.
-    """
+    """Tables for a device, new or kept, of `n_buckets` places; what is turned is float32 or float64, `dtype`."""
     # a fake tensor's tables are of no use to a real one, nor to a fake one of another mode
     made = Rotary if type(like) not in (Tensor, nn.Parameter) else _kept
     return made(dim, window, n_buckets, dtype, like.device, launches_operators(like))

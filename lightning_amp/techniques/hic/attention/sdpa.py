@@ -169,11 +169,7 @@ def _turned(
 def _turned_back(
     grads: Tensor, turned: Tensor, divisor: Tensor, run: Calls, *, alike: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """From gradients of the turned rows and keys, which are changed, to those of the rows and of the keys.
-
-    Args:
-        alike: Whether the keys are the rows, whose gradients are one then.
-    """
+    """From gradients of the turned rows and keys, which are changed, to those of rows and keys (None if alike)."""
     w, dim = turned.shape[1:]
     key, g = turned[run.rows :], grads[run.rows :]
     # what was divided by the least norm is not normalised, so this has no gradient

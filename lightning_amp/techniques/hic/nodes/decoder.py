@@ -179,9 +179,7 @@ def _refusal(decoder: object, found: str, allowed: str) -> InstallError:
 class AnchorFeatures(ShardedFeatures):
     """The part of a stratum's features that belongs to this rank's anchors; made by `share_anchors`.
 
-    Softmax and scores are those of S2; a rank may own no feature, and takes part all the same. Where the own columns
-    are a run, as when the anchors ascend, they are sliced, which costs nothing; else gathered. `whole`, for `mean`, is
-    an all-gather [B, f] with the most features f of a rank.
+    Where the own columns are a run, as when the anchors ascend, they are sliced, which costs nothing; else gathered.
     """
 
     def __init__(self, feature_anchor: FeatureAnchor, anchors: AnchorShards) -> None:

@@ -47,11 +47,7 @@ from lightning_amp.techniques.ranks.anchor_shards import shard_anchors
 
 
 def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -> Change:
-    """Shard the vertices of a graph over the model axis.
-
-    Args:
-        spec: Which modality's vertices are the decoder's anchors, and the window of its attention.
-    """
+    """Shard the vertices of a graph over the model axis, with the anchors of the modality that the spec names."""
     problem = _problem(encoder, spec)
     if problem or not is_vertex_encoder(encoder):
         raise InstallError(

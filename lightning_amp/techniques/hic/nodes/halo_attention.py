@@ -1,41 +1,22 @@
-"""Compute local attention of a rank's anchors, with one bucket of a neighbouring rank's rows on each side.
+"""Compute attention of a rank's anchors: local with a bucket of each neighbouring rank, full with the rows of all.
 
     own buckets that see own ones only     attend(prepare(own q, k, values))
     the first and the last own bucket      attend(prepare(three buckets, the neighbour's among them)), one bucket of it
 
-Exact: every bucket meets the rows that it meets on one device, in the same order (matrix products of other sizes may
-round their sums differently). No copy of all own keys with the neighbours' rows is made. The price: up to six buckets
-are prepared once more.
+Exact up to the order of sums. No copy of all own keys with the neighbours' rows is made; up to six buckets are prepared
+once more. Rows travel in 1 all-to-all forward and 1 backward, 2 w D numbers to each neighbour, during which the inner
+buckets are attended. S3 asks for chunks of buckets in any order, so that under S3 the rows are waited for first.
 
-Collectives: 1 all-to-all forward and 1 backward, during which the inner buckets are attended. S3
-asks for chunks of buckets in any order, so that under S3 the rows are waited for first.
+    start_exchange     own edges -> what is under way                 forward starts to send; backward waits
+    finish_exchange    what is under way -> the neighbours' rows      forward waits; backward starts to send gradients
 
-Legend: anchor (n, those of this rank), dim (D), w anchors of a bucket, own buckets 0 .. W - 1.
-
-Compute full attention of a rank's anchors to those of all ranks: keys and values travel a ring of ranks.
-
-Exact up to the order of the sums over ranks. No rank has scores [N, N], nor keys and values of more than two ranks.
+Full attention: keys and values travel a ring of ranks; no rank has scores [N, N], nor keys and values of more than two.
 
     collectives of a call   forward, R - 1 steps      backward, R steps
                             2 all-to-all  n D each    4 all-to-all  n D each; in the last step 2
 
-Legend: N anchors, n own anchors, D dim, R ranks.
-Known limit: second derivatives are refused.
-
-Exchange rows of keys and values between neighbouring ranks: one bucket of anchors each way.
-
-    start     own first and last bucket -> what is under way    forward starts to send; backward waits
-    finish    what is under way -> the neighbours' rows         forward waits; backward starts to send gradients back
-
-Whatever is computed between the two runs while rows are under way: forward, because it is called then; backward,
-because autograd goes from the last node to the first. A row's gradient is the sum of its owner's and its neighbours'.
-
-Each is one all-to-all in which a rank has rows for its neighbours only: as fast on gloo as a send and a receive for
-each neighbour, and the only one of the two that works without values, for a simulation. Sent are 2 w D numbers to each
-neighbour, and as many back.
-
-Legend: row (own anchors), dim (D), w anchors of a bucket; before, after: the bucket of the rank before, and after.
-Known limit: second derivatives are refused.
+Legend: N anchors, n own anchors, D dim, R ranks, w anchors of a bucket, own buckets 0 .. W - 1; before, after: the
+bucket of the rank before, and after. Known limit: second derivatives are refused.
 """
 
 from collections.abc import Sequence
@@ -62,10 +43,8 @@ def start_exchange(
 ) -> Float[Tensor, "halo two_dim"]:
     """Send keys and values, side by side, to the neighbours; what is returned is only for `finish_exchange`.
 
-    Every rank must call it, also one that has a single neighbour.
-
-    Args:
-        edges: The first own bucket for the rank before, and the last for the rank after, as far as there are these.
+    Every rank must call it. `edges`: the first own bucket for the rank before, the last for the rank after, if there
+    are.
     """
     sent = torch.cat([_pad(edge, rows.window) for edge in edges])
     return cast(Tensor, _Start.apply(sent, rows))  # type: ignore[no-untyped-call]
@@ -125,11 +104,7 @@ State = tuple[Tensor, ...]
 
 
 class HaloAttention(nn.Module):
-    """Bucketed attention of a run of buckets among those of other ranks; made by `share_anchors`.
-
-    Args:
-        inner: Bucketed attention without parameters.
-    """
+    """Bucketed attention of a run of buckets among those of other ranks; made by `share_anchors`."""
 
     inner: BucketedAttention
 
@@ -192,11 +167,7 @@ class HaloAttention(nn.Module):
         return int(j > 0 or self.anchors.before)
 
     def _near(self, *own: Tensor) -> list[State]:
-        """Own rows of q, k and values around every outer bucket.
-
-        Taken before the inner buckets are attended, so that backward they come after these: the gradient of each is one
-        of all own rows by then.
-        """
+        """Own rows of q, k and values around every outer bucket."""
         w = self.anchors.window
         around = [slice(max(j - 1, 0) * w, (j + 2) * w) for j in self.outer]
         return [tuple(rows[part] for rows in own) for part in around]

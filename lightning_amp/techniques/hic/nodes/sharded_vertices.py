@@ -1,4 +1,7 @@
-"""The graph encoder's leaves where every rank of the model axis holds some of the vertices.
+"""Assign vertices of the guidance graph to ranks, and replace the graph encoder's leaves by those of a rank's vertices.
+
+    an anchor         its rank under `nodes` (ranks/anchor_shards.py), so that own rows of v enter the decoder
+    another vertex    the rank that most of its edges lead to; ties to the lowest, without edges in runs
 
     leaf                          forward                           backward
     propagate                     1 all-to-all  ghosts' rows        1 all-to-all  their gradients
@@ -7,23 +10,12 @@
     mean (divergence)             1 all-reduce  1                   nothing
     noise                         nothing: every rank draws all, some rows at a time, and keeps its own
 
-Exact: a row comes from one rank and zeros from the others; a vertex's messages are added up in another order. What is
-the same on all ranks comes out of nodes with `behind = "inside"` (ranks/check_region.py).
-
-Legend: vertex (V), own_vertex (n of this rank), dim (D), edge, end (of an edge), feature.
-Known limits: second derivatives are refused. A call of `rows` takes [ends, D] on every rank, however few it holds.
-
-Assign vertices of the guidance graph to ranks, and list the rows that ranks need of each other.
-
-    an anchor         its rank under `nodes` (ranks/anchor_shards.py), so that own rows of v enter the decoder as they
-                      are
-    another vertex    the rank that most of its edges lead to; ties to the lowest, without edges in runs
-
 The guidance graph joins genes to bins nearby, so few edges lead from rank to rank. An edge's message is added up where
-its target is; a *ghost* is a source that another rank holds.
+its target is; a *ghost* is a source that another rank holds. Exact up to the order in which messages are added.
 
-Everything is counted once, from the whole lists of edges in the host's memory, replicated.
-Legend: vertex (V), own_vertex (n of this rank), edge (E, both directions), anchor (N), R ranks.
+Legend: vertex (V), own_vertex (n of this rank), dim (D), edge (E, both directions), end (of an edge), anchor (N), R
+ranks. Known limits: second derivatives are refused. A call of `rows` takes [ends, D] on every rank, however few it
+holds.
 """
 
 from collections.abc import Iterator
@@ -98,11 +90,7 @@ class VertexShards:
 def shard_vertices(
     n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " anchor"], ends: Ends
 ) -> VertexShards:
-    """Shard the vertices of a graph over the ranks that hold its anchors.
-
-    Args:
-        ends: Source and target of the edges in both directions, in the host's memory.
-    """
+    """Shard the vertices of a graph over the ranks that hold its anchors; edges are in both directions."""
     twice = int((torch.bincount(ids, minlength=n_vertices) > 1).sum())
     if twice:
         raise InstallError(
@@ -144,11 +132,7 @@ class OwnEdges:
 
 
 def own_edges(rows: VertexShards, ends: Ends) -> OwnEdges:
-    """The edges of this rank.
-
-    Args:
-        ends: Source and target of the edges in both directions, in the host's memory.
-    """
+    """The edges of this rank, of all in both directions; in the host's memory."""
     (source, target), n, ranks = ends, len(rows.owner), rows.mesh.size()
     origin, reader = rows.owner[source], rows.owner[target]
     inner = ((origin == rows.rank) & (reader == rows.rank)).nonzero().flatten()
@@ -173,11 +157,7 @@ def own_edges(rows: VertexShards, ends: Ends) -> OwnEdges:
 
 
 class SharedVertices(nn.Module):
-    """This rank's vertices, in the place of all.
-
-    Args:
-        coefficient: Of all edges; where these lie, the leaf's buffers will.
-    """
+    """This rank's vertices, in the place of all; buffers lie where `coefficient`, of all edges, does."""
 
     place: Tensor
     ids: Tensor
@@ -238,12 +218,7 @@ class SharedVertices(nn.Module):
 
 
 class ReplicatedRows(nn.Module):
-    """Rows of the features of a modality, on every rank.
-
-    Args:
-        ids: Vertex of each feature.
-        device: Of the leaf's buffer.
-    """
+    """Rows of the features of a modality, on every rank; `ids` are their vertices."""
 
     place: Tensor
 
@@ -258,12 +233,7 @@ class ReplicatedRows(nn.Module):
 
 
 class OwnRows(nn.Module):
-    """Rows of the own anchors, in their order; a view where they follow each other.
-
-    Args:
-        place: Own row of each of them.
-        device: Of the leaf's buffer.
-    """
+    """Rows of the own anchors, in their order; a view where they follow each other."""
 
     place: Tensor
 
@@ -279,12 +249,7 @@ class OwnRows(nn.Module):
 
 
 def replicated_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) -> Float[Tensor, "row dim"]:
-    """Rows of all ranks on every rank, a result that is replicated.
-
-    Args:
-        v: Rows of the own vertices.
-        place: Own row of each, -1 of what another rank holds.
-    """
+    """Rows of all ranks on every rank, a result that is replicated; `place` is -1 for what another rank holds."""
     return cast(Tensor, _Replicated.apply(v, place, mesh))  # type: ignore[no-untyped-call]
 
 

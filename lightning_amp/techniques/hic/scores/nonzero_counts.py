@@ -1,23 +1,14 @@
 """Collect the nonzero counts of a batch in the order of runs of columns, with their places in tables.
 
-A dense matrix is searched for its entries: on an accelerator once for all strata (`find_entries`), on a CPU in every
-one. `SparseCounts`, which the data module hands out, have them.
-
-Known limits: without values (meta and fake tensors) entries are spread evenly, and of a
-dense matrix one number in 20 is taken as one.
-
-Legend: entry (M), cell (B), feature (F_k).
-
-Find the entries of dense counts once for all strata, on devices to which kernels are launched.
-
 Strata read columns of one tensor. How many of its counts are not zero must be known to make room for them, and to look
 is to wait for the device: so the host looks before the batch is moved (`find_entries`). A tensor that came another way
 is looked through when the first stratum asks, once for the batch. A CPU, which waits for nobody, looks a stratum at a
-time, while its columns are in the cache.
+time, while its columns are in the cache. `SparseCounts`, which the data module hands out, have their entries.
 
-Known limits: what is made of the counts on the device, such as their type in another precision, is another tensor, and
-so are columns chosen by an index; those are looked through by every stratum. A change in place is noticed.
-Legend: cell (B), feature (F of all strata), entry.
+Known limits: what is made of the counts on the device is another tensor, and so are columns chosen by an index; those
+are looked through by every stratum. A change in place is noticed. Without values (meta and fake tensors) entries are
+spread evenly, and of a dense matrix one number in 20 is taken as one. Legend: entry (M), cell (B), feature (F_k, or F
+of all strata).
 """
 
 import math
@@ -41,13 +32,9 @@ _KNOWN: dict[int, tuple["weakref.ref[Tensor]", int, SparseCounts]] = {}
 
 
 def find_entries(before: Any, after: Any, likelihoods: type[nn.Module], module: nn.Module) -> None:
-    """Find the entries of counts that the decoders of a module will ask for.
+    """Find the entries of counts that decoders in a module will ask for, if they have such likelihoods.
 
-    Args:
-        before: A batch where the loader has left it.
-        after: The same batch on the device.
-        likelihoods: What asks.
-        module: Whose decoders they are in.
+    `before` is the batch as the loader has left it, `after` the same on the device.
     """
     pairs = [
         (host, moved)
@@ -121,11 +108,7 @@ class Entries:
 def entries(
     x: Num[Tensor, "cell feature"] | SparseCounts, runs: Sequence[slice], *, dtype: torch.dtype
 ) -> Entries:
-    """The entries of a matrix.
-
-    Args:
-        runs: Runs of columns, one after the other, that cover all of them.
-    """
+    """The entries of a matrix, in runs of columns that cover all of them in their order."""
     numbers = x if isinstance(x, Tensor) else x.value
     if has_no_values(numbers):
         n = math.ceil(ASSUMED_SHARE * x.numel()) if numbers is x else len(numbers)

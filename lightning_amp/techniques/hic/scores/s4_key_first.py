@@ -36,11 +36,7 @@ def key_first(decode: nn.Module) -> nn.Module:
 
 
 class KeyFirst(nn.Module):
-    """Decode from selected keys; made by `key_first`.
-
-    Whether the feature_anchor are a run of anchors is read once per tensor, because reading waits for the device.
-    Nodes without values (meta and fake tensors) are gathered: that needs more memory than a view, never less.
-    """
+    """Decode from selected keys; made by `key_first`."""
 
     def __init__(self) -> None:
         super().__init__()

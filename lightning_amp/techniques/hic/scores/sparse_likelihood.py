@@ -76,13 +76,7 @@ def sparse_likelihood(leaf: nn.Module) -> nn.Module:
 
 
 class SparseZINB(nn.Module):
-    """Zero-inflated negative binomial of counts that are mostly zero; made by `sparse_likelihood`.
-
-    Args:
-        least: What is added to the probability of a zero.
-        whole: Whether other counts than whole numbers from 0 are refused, while torch's distributions do not check
-            values, and while they do.
-    """
+    """Zero-inflated negative binomial of counts that are mostly zero; made by `sparse_likelihood`."""
 
     stays_eager = True
 
@@ -204,9 +198,9 @@ def _zeros(
     gradients: Sequence[Tensor],
     others: Sequence[Tensor],
 ) -> Tensor:
-    """Terms of some columns: those of zeros, and with them, at their `places` in the flat chunk, those of the others.
+    """Terms of some columns: those of zeros, and at `places` in the flat chunk those of the others.
 
-    Where there are gradients, that of log_mu is put in place of r, all but what the others add to it.
+    The gradient of log_mu takes the place of r, all but what the others add to it.
     """
     theta, zi = tables
     p, softplus, odds = work.unbind()
@@ -257,12 +251,7 @@ def _others(
     tables: tuple[Tensor, Tensor | None],
     with_gradients: bool,
 ) -> list[Tensor]:
-    """What the counts that are not zero have, besides n - softplus(zi), and the gradients of it.
-
-    Returns:
-        lgamma(x + theta) - lgamma(theta) - lgamma(x + 1) + x log sigmoid(r), its gradient of log_mu, and minus that of
-        log_theta.
-    """
+    """What counts that are not zero add to n - softplus(zi): value, gradient of log_mu, minus that of log_theta."""
     x = found.value
     r = r.view(-1).index_select(0, index)
     theta, gammas = _gammas(x, tables, found.column if len(tables[0]) == 1 else index, with_gradients)
@@ -278,11 +267,7 @@ def _others(
 def _gammas(
     x: Tensor, tables: tuple[Tensor, Tensor | None], place: Tensor, with_gradients: bool
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """theta at its places, and lgamma(x + theta) - lgamma(theta), and perhaps the same of psi.
-
-    Args:
-        tables: log theta, and theta where it is known.
-    """
+    """theta at its places, and lgamma(x + theta) - lgamma(theta), and perhaps the same of psi."""
     functions = (torch.lgamma, torch.digamma)[: 1 + with_gradients]
     log_theta, known_theta = tables
     if log_theta.numel() < len(x) and not launches_operators(x):

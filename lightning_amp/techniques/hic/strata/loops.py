@@ -1,33 +1,21 @@
 """Replace the loop over strata: recompute keeps no stratum, strata gives every rank a run of them.
 
-recompute: nothing of a stratum is kept for the backward pass but v, where it is computed again.
+recompute: the same computation twice (torch.utils.checkpoint), with the same random numbers, for decoders whose loss is
+not computed inside them; where it is, `stream` keeps as little and computes everything once. All that K strata keep
+becomes what one keeps, and v. The second time, a stratum reads the parameters and buffers that it had the first time.
+What has been changed in place since, and a change of `training`, is refused. Hooks on a stratum run in the first pass
+only. Known limits: a buffer that a stratum changes is read the second time as the first has left it; a change of sparse
+counts, or of a tensor that is no parameter, buffer or argument, is not noticed.
 
-Exact: the same computation twice (torch.utils.checkpoint), with the same random numbers. For decoders whose loss is not
-computed inside them; where it is, `stream` keeps as little and computes everything once. What shrinks: all that K
-strata keep becomes what one keeps. The price: every stratum's forward pass twice, its collectives included.
-
-The second time, a stratum reads the parameters and buffers that it had the first time, whatever it holds by then. What
-has been changed in place since, and a change of `training`, is refused. Hooks on a stratum run in the first pass only,
-and a buffer that a stratum changes itself is changed once.
-
-Known limits: such a buffer is read the second time as the first has left it; that a tensor of sparse counts, or one
-that is no parameter, buffer or argument, has been changed is not noticed.
-
-strata: every rank of the model axis runs a run of the strata, and the losses are added up.
-
-    rank r      nll_r = sum over its own strata of nll_k         loss = sum over ranks of nll_r
-
-Exact: strata do not read each other; the softmax of a stratum runs over its features, all of which its rank has. In a
-chained decoder every rank runs the spine up to its last stratum, and takes its own strata's gradients down to v:
-backward is linear, so the sum over ranks is the whole.
+strata: nll_r = sum over rank r's own strata of nll_k, loss = sum over ranks of nll_r. Strata do not read each other;
+the softmax of a stratum runs over its features, all of which its rank has. In a chained decoder every rank runs the
+spine up to its last stratum, and takes its own strata's gradients down to v. `mean` runs all strata on every rank.
 
     collectives of a step      forward                        backward
-    the whole decoder          1 all-reduce of the loss       1 all-reduce of the gradients of u, v and log_weights
+    the whole decoder          1 all-reduce of the loss       1 all-reduce of gradients, N D + B D + B K numbers
     parameters of the strata                                  in the reduction of gradients, once (`Change.partial`)
 
-No stratum communicates. What shrinks to a part: strata, and with them time. `mean` runs all strata on every rank.
-
-Legend: N anchors, D dim, B cells, K strata, R ranks. Gradients sent: N D + B D + B K, and those of the parameters.
+Legend: N anchors, D dim, B cells, K strata.
 """
 
 from collections.abc import Callable, Mapping

@@ -78,11 +78,7 @@ def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) 
 
 
 class StreamedStrata(LoopTechnique):
-    """The strata loop that runs each stratum's forward and backward in place; made by `stream_strata`.
-
-    Args:
-        inner: The loop that is run where no gradients are wanted.
-    """
+    """The strata loop that runs each stratum's forward and backward in place; made by `stream_strata`."""
 
     def __init__(self, inner: nn.Module, *, workers: int) -> None:
         super().__init__(inner)

@@ -1,34 +1,24 @@
 """Run a streamed stratum: its cells in micro-batches, its key in fewer operators.
 
-Run the cells of a stratum in micro-batches, forward and backward of one after the other; part of `stream`.
-
     nll(key, u, all cells) = sum over micro-batches of nll(key, u of its cells, its cells)
 
 Exact: every cell's log-likelihood is computed from the key, its own u and its own counts, so values and gradients are
 sums over cells. What shrinks: scores and likelihood [B, F_k] exist for one micro-batch only. The gradient of the key
-[N, D] is made for every micro-batch and added up; that of its rows of u is its own.
-
-Collectives of the decode and of the softmax (S2, S5, nodes) come once for every micro-batch, the same on all ranks: how
-many there are depends on the number of cells, which a model group shares.
-
-What a stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, None.
-
-Legend: cell (B), anchor (N), dim (D).
-Known limits: gradients are handed out once (autograd/precomputed_gradients.py). What changes the loss by less than the
-tolerance of `check_sum` is not noticed, nor anything in a loss that draws random numbers or is only simulated; hooks
-inside run three times more, and what the stratum counts is counted so often.
-
-Compute the key of a streamed stratum in fewer operators: projections and gated layer, with manual backward.
+[N, D] is made for every micro-batch and added up. Collectives of the decode and of the softmax (S2, S5, nodes) come
+once for every micro-batch; how many there are depends on the number of cells, which a model group shares. What a
+stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, None.
 
     qk, val = p A^T, p B^T         dp = g + dqk A + dval B, the sums inside the products; g is that of attended p
     key' = [key +] a gelu(b)       da, db = dkey' gelu(b), dkey' a gelu'(b), the two halves of one tensor
 
-Exact up to rounding. A key is run so where it is one of the forms of stratum_keys.py, which is found by trying; hooks
-on a projection, a bias, another class of layer and autocast keep it as it is. No collectives.
-What shrinks: two sums of gradients of p and a copy of that of ff's result. Second derivatives are refused by torch; a
-streamed stratum has none.
+A key is run so where it is one of the forms of stratum_keys.py, which is found by trying; hooks on a projection, a
+bias, another class of layer and autocast keep it as it is. Two sums of gradients of p and a copy of that of ff's result
+are not made.
 
-Legend: anchor (N), dim (D).
+Legend: cell (B), anchor (N), dim (D).
+Known limits: gradients are handed out once, second derivatives are refused. What changes the loss by less than the
+tolerance of `check_sum` is not noticed, nor anything in a loss that draws random numbers or is only simulated; hooks
+inside run three times more, and what the stratum counts is counted so often.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -78,11 +68,7 @@ def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
 
 
 class CellMicrobatches(nn.Module):
-    """A stratum's cells in micro-batches; made by `in_microbatches`.
-
-    Args:
-        known: Whether the loss is known to be a sum over cells; else that is checked when there are several.
-    """
+    """A stratum's cells in micro-batches; made by `in_microbatches`. Unless `known`, the loss is checked."""
 
     def __init__(self, size: int, *, known: bool = True) -> None:
         super().__init__()
