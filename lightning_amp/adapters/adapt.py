@@ -73,7 +73,7 @@ class Adapted:
                 _restore(self.decoders.pop(fqn))
 
     def compare(self, plan: Plan) -> list[str]:
-        """Let decoders that a plan changes be compared with ours on the first batch; those that lack memory are returned."""
+        """Let decoders that a plan changes be compared on the first batch; return those without memory for it."""
         usual = plan.predicted_peak_bytes - plan.predicted_base_bytes
         free = None if plan.budget_bytes is None else plan.budget_bytes - plan.predicted_base_bytes
         notes = []
