@@ -30,13 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.adapters.first_batch import Marks, hooked, no_hooks
-from lightning_amp.adapters.forms.adapted_decoder import (
-    LISTS,
-    AdaptedDecoder,
-    Layout,
-    NotDetected,
-    layout_of,
-)
+from lightning_amp.adapters.forms.adapted_decoder import LISTS, AdaptedDecoder, Layout, NotDetected, layout_of
 from lightning_amp.adapters.forms.higlue import TABLES, Form, dim_of, forms, make_decoder, read_parts
 from lightning_amp.adapters.forms.multires import bands, make_multires, read_bands, resembles_multires
 from lightning_amp.errors import AmpError, ModelError

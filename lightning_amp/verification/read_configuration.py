@@ -17,13 +17,7 @@ from lightning_amp.lightning.profiling.loaders import example_batch
 from lightning_amp.lightning.strategy.context import COMPARED
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
-HERE = (
-    "accelerator=cpu",
-    "devices=1",
-    "num_nodes=1",
-    "logger=false",
-    "fast_dev_run=false",
-)
+HERE = ("accelerator=cpu", "devices=1", "num_nodes=1", "logger=false", "fast_dev_run=false")
 """Settings of the Trainer that are another machine's, or open connections."""
 OWN = "precision=32-true"
 """Of a computation that has its own precisions."""

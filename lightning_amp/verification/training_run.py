@@ -192,12 +192,7 @@ def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: R
 
 
 def _fit(
-    folder: Path,
-    precision: Precision,
-    steps: int,
-    *,
-    ranks: int = 1,
-    strategy: AMPStrategy | None = None,
+    folder: Path, precision: Precision, steps: int, *, ranks: int = 1, strategy: AMPStrategy | None = None
 ) -> tuple[Record, tuple[int, int], Any, torch.nn.Module]:
     """The record, the place of the rank, the first global batch and the module."""
     seed_everything(0, verbose=False)

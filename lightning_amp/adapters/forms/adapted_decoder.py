@@ -170,11 +170,7 @@ class AdaptedDecoder(StratifiedDecoder):
         for k, module in enumerate(self.strata):
             stratum = cast(AdaptedStratum, module)
             own, v = stratum.location(
-                v,
-                u,
-                batch=batch,
-                library=stratum.own_library(library),
-                log_weight=log_weights[:, k : k + 1],
+                v, u, batch=batch, library=stratum.own_library(library), log_weight=log_weights[:, k : k + 1]
             )
             found.append(own)
         return torch.cat(found, dim=1)

@@ -6,11 +6,7 @@ The sizes say how much of a stratum exists at a time; the memory model counts wi
 from dataclasses import dataclass
 
 from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.diagnosis import (
-    ATTENTION_DECODER,
-    HEAVY_DECOMPOSITION,
-    HIGH_INPUT_DIMENSIONALITY,
-)
+from lightning_amp.diagnosis import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY
 from lightning_amp.techniques.technique import Installer, Target, Technique, on_decoder
 
 CHUNK_QUERIES = 128

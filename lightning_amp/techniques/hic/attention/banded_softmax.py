@@ -74,13 +74,7 @@ def banded_softmax(
 class _BandedSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor | None,
-        values: Tensor,
-        band: Band,
-        keep: bool,
-        dtype: torch.dtype,
+        ctx: Any, q: Tensor, k: Tensor | None, values: Tensor, band: Band, keep: bool, dtype: torch.dtype
     ) -> Tensor:
         ctx.band, ctx.alike, ctx.dtype = band, k is None, dtype
         k = q if k is None else k

@@ -140,10 +140,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def _sum(
-    x: Tensor | SparseCounts,
-    arguments: Sequence[Tensor],
-    form: SparseZINB,
-    gradients: Sequence[Tensor] = (),
+    x: Tensor | SparseCounts, arguments: Sequence[Tensor], form: SparseZINB, gradients: Sequence[Tensor] = ()
 ) -> Tensor:
     """The summed log-probability; fills the gradients if there are any."""
     dtype = _dtype(arguments)
@@ -245,11 +242,7 @@ def _additional(zi: Tensor, least: float) -> tuple[Tensor, Tensor]:
 
 
 def _others(
-    found: Entries,
-    index: Tensor,
-    r: Tensor,
-    tables: tuple[Tensor, Tensor | None],
-    with_gradients: bool,
+    found: Entries, index: Tensor, r: Tensor, tables: tuple[Tensor, Tensor | None], with_gradients: bool
 ) -> list[Tensor]:
     """What counts that are not zero add to n - softplus(zi): value, gradient of log_mu, minus that of log_theta."""
     x = found.value
