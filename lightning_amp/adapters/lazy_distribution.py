@@ -25,13 +25,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
 from lightning_amp.adapters.forms.adapted_stratum import distribution
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import Counts, Experiment, Library, PerAnchor, PerCell, Scalar
 
 SHOWN = 3
 
@@ -98,12 +98,7 @@ class LazyDistribution:
         self,
         decoder: AdaptedDecoder,
         eager: Callable[..., Any],  # the foreign module's own forward
-        inputs: tuple[
-            Float[Tensor, "cell dim"],
-            Float[Tensor, "anchor dim"],
-            Int[Tensor, " cell"],
-            Float[Tensor, "cell 1"],
-        ],
+        inputs: tuple[PerCell, PerAnchor, Experiment, Library],
         parameters: Iterable[tuple[str, Tensor]],
         # called with the counts (None: any) before ours computes in the module's place; refuses by raising
         look: Callable[[Any], None],
@@ -127,7 +122,7 @@ class LazyDistribution:
             raise AttributeError(name)
         return getattr(self._whole.result(f"{self._decoder.kind.__name__}.{name}"), name)
 
-    def log_prob(self, value: Float[Tensor, "cell feature"]) -> Any:
+    def log_prob(self, value: Counts) -> Any:
         """Log-probability of every count, waiting to be summed."""
         shape = (len(self._inputs[0]), self._decoder.n_features)
         if tuple(getattr(value, "shape", ())) != shape:
@@ -139,7 +134,7 @@ class LazyDistribution:
         each = Deferred(lambda what: self._whole.result(what).log_prob(value), x, after=self._whole)
         return _waiting(total.result, each.result, shape, self._inputs[0])
 
-    def _total(self, x: Float[Tensor, "cell feature"]) -> Float[Tensor, ""]:
+    def _total(self, x: Counts) -> Scalar:
         u, v, b, l = self._inputs  # noqa: E741
         self._look(x)
         return -self._decoder.nll(u, v, batch=b, library=l, x=x)

@@ -1,6 +1,5 @@
 """The autoencoders of all modalities, linked by a graph: made from the data, encode cells, impute data."""
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import lightning.pytorch as pl
@@ -9,8 +8,7 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.likelihoods import PLAIN_DECODERS, PlainDecoder
-from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
-from lightning_amp.models.decoders.stratum_keys import Variant
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.models.graph_encoder import GraphEncoder
 from lightning_amp.models.inputs import HIC, LIKELIHOODS, TOTALS, ModelInputs, inputs_from
 from lightning_amp.models.latents import Discriminator, Encoder, library_of
@@ -21,88 +19,76 @@ if TYPE_CHECKING:
 
 STREAMS_PER_MODALITY = 64
 """Streams of random numbers: dropout layers from the first on, latent and burn-in noise at the end."""
-
-DataDecoder = StratifiedDecoder | PlainDecoder
-
-
-def first_stream(inputs: ModelInputs, modality: str) -> int:
-    """First of the streams of random numbers that a modality may use."""
-    return STREAMS_PER_MODALITY * list(inputs.modalities).index(modality)
-
-
-def make_encoders(
-    inputs: ModelInputs, dim: int, *, hidden_dim: int, hidden_depth: int, dropout: float
-) -> nn.ModuleDict:
-    """One encoder per modality."""
-    return nn.ModuleDict(
-        {
-            name: Encoder(
-                modality.n_features,
-                dim,
-                hidden_dim=hidden_dim,
-                hidden_depth=hidden_depth,
-                dropout=dropout,
-                total=TOTALS[name],
-                stream=first_stream(inputs, name),
-            )
-            for name, modality in inputs.modalities.items()
-        }
-    )
-
-
-def make_decoders(
-    inputs: ModelInputs, dim: int, *, key: str, variant: str, chained: bool, window: int | None
-) -> nn.ModuleDict:
-    """One decoder per modality."""
-    decoders: dict[str, nn.Module] = {}
-    for name, modality in inputs.modalities.items():
-        if name != HIC:
-            decoders[name] = PLAIN_DECODERS[LIKELIHOODS[name]](modality.n_features, modality.n_batches)
-            continue
-        assert inputs.strata is not None, "ModelInputs checks that Hi-C comes with strata"
-        decoders[name] = StratifiedDecoder(
-            dim,
-            inputs.strata.nodes,
-            stratum_index=inputs.strata.distances,
-            n_anchors=inputs.strata.n_anchors,
-            n_batches=modality.n_batches,
-            key=cast(KeyKind, key),
-            variant=cast(Variant, variant),
-            chained=chained,
-            window=window,
-        )
-    return nn.ModuleDict(decoders)
-
-
-def make_graph_encoder(inputs: ModelInputs, dim: int) -> GraphEncoder:
-    """Encoder of the guidance graph."""
-    graph = inputs.graph
-    return GraphEncoder(
-        graph.n_vertices,
-        dim,
-        source=torch.from_numpy(graph.source),
-        target=torch.from_numpy(graph.target),
-        weight=torch.from_numpy(graph.weight),
-        sign=torch.from_numpy(graph.sign),
-        modalities={name: torch.from_numpy(m.vertices) for name, m in inputs.modalities.items()},
-    )
-
-
+LATENT_STREAM, BURN_IN_STREAM = STREAMS_PER_MODALITY - 1, STREAMS_PER_MODALITY - 2
 CHECKPOINT_KEY = "model_inputs"
 
-Self = TypeVar("Self", bound="BuiltFromData")
+Self = TypeVar("Self", bound="LinkedAutoencoders")
 
 
-class BuiltFromData(pl.LightningModule):
-    """Abstract: a subclass says in `make_networks` what to make."""
+class LinkedAutoencoders(pl.LightningModule):
+    """Abstract: networks that are made from the data; a subclass saves the hyper-parameters read here, and trains.
+
+    A checkpoint can be loaded without the data.
+    """
+
+    encoders: nn.ModuleDict
+    decoders: nn.ModuleDict
+    takes_sparse_counts = True
+    """Read by the data module: x of Hi-C may come by its entries."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inputs: ModelInputs | None = None  # what the networks were made from; None before they are
 
-    @abstractmethod
-    def make_networks(self, inputs: ModelInputs) -> None:
-        """Make the networks; called once."""
+    @property
+    def settings(self) -> Any:
+        """The hyper-parameters, as attributes."""
+        return self.hparams
+
+    def _make_networks(self, inputs: ModelInputs) -> None:
+        h = self.settings
+        strangers = sorted(set(h.modality_weights or {}) - set(inputs.modalities))
+        if strangers:
+            raise ModelError(
+                f"GLUE(modality_weights={h.modality_weights!r}) names {strangers!r}, but the data have "
+                f"{list(inputs.modalities)!r}; name these only"
+            )
+        encoders: dict[str, nn.Module] = {}
+        decoders: dict[str, nn.Module] = {}
+        for i, (name, modality) in enumerate(inputs.modalities.items()):
+            encoders[name] = Encoder(
+                modality.n_features,
+                h.latent_dim,
+                hidden_dim=h.hidden_dim,
+                hidden_depth=h.hidden_depth,
+                dropout=h.dropout,
+                total=TOTALS[name],
+                stream=STREAMS_PER_MODALITY * i,
+            )
+        for name, modality in inputs.modalities.items():
+            if name != HIC:
+                decoders[name] = PLAIN_DECODERS[LIKELIHOODS[name]](modality.n_features, modality.n_batches)
+                continue
+            assert inputs.strata is not None, "ModelInputs checks that Hi-C comes with strata"
+            decoders[name] = StratifiedDecoder(
+                h.latent_dim,
+                inputs.strata.nodes,
+                stratum_index=inputs.strata.distances,
+                n_anchors=inputs.strata.n_anchors,
+                n_batches=modality.n_batches,
+                key=h.key,
+                variant=h.variant,
+                chained=h.chained,
+                window=h.window,
+            )
+        self.encoders, self.decoders = nn.ModuleDict(encoders), nn.ModuleDict(decoders)
+        graph = inputs.graph
+        ends = {n: torch.from_numpy(getattr(graph, n)) for n in ("source", "target", "weight", "sign")}
+        vertices = {name: torch.from_numpy(m.vertices) for name, m in inputs.modalities.items()}
+        self.graph_encoder = GraphEncoder(graph.n_vertices, h.latent_dim, **ends, modalities=vertices)
+        self.discriminator = Discriminator(
+            h.latent_dim, len(inputs.modalities), width=h.discriminator_dim, depth=h.discriminator_depth
+        )
 
     def build(self: Self, inputs: ModelInputs) -> Self:
         """Make the networks for some data, without a trainer."""
@@ -111,22 +97,14 @@ class BuiltFromData(pl.LightningModule):
                 f"{type(self).__name__}.build was called, but its networks exist already; make a new "
                 f"{type(self).__name__} for other data"
             )
-        self.make_networks(inputs)
+        self._make_networks(inputs)
         self.inputs = inputs
         return self
 
-    def built_inputs(self) -> ModelInputs:
-        """What the networks were made from."""
-        if self.inputs is None:
-            raise ModelError(
-                f"{type(self).__name__} has no networks yet; call build(inputs), fit it with a data module, or "
-                "load a checkpoint"
-            )
-        return self.inputs
-
     def configure_model(self) -> None:
         """Build the networks from the trainer's data module, unless they exist."""
-        if self.inputs is not None or not self._has_trainer():
+        # Lightning has no public question for a trainer: the property raises without one
+        if self.inputs is not None or self._trainer is None:
             return
         datamodule: Any = getattr(self.trainer, "datamodule", None)
         if datamodule is None:
@@ -156,49 +134,6 @@ class BuiltFromData(pl.LightningModule):
                 f"the checkpoint was trained on other data: {name!r} differs; use the data it was trained on, "
                 "or train anew"
             )
-
-    def _has_trainer(self) -> bool:
-        try:
-            return self.trainer is not None
-        except RuntimeError:  # Lightning has no public question for it
-            return False
-
-
-LATENT_STREAM, BURN_IN_STREAM = STREAMS_PER_MODALITY - 1, STREAMS_PER_MODALITY - 2
-
-
-class LinkedAutoencoders(BuiltFromData):
-    """Abstract: a subclass saves the hyper-parameters that are read here, and trains."""
-
-    encoders: nn.ModuleDict
-    decoders: nn.ModuleDict
-    takes_sparse_counts = True
-    """Read by the data module: x of Hi-C may come by its entries."""
-
-    @property
-    def settings(self) -> Any:
-        """The hyper-parameters, as attributes."""
-        return self.hparams
-
-    def make_networks(self, inputs: ModelInputs) -> None:
-        """Make the networks for some data."""
-        h = self.settings
-        strangers = sorted(set(h.modality_weights or {}) - set(inputs.modalities))
-        if strangers:
-            raise ModelError(
-                f"GLUE(modality_weights={h.modality_weights!r}) names {strangers!r}, but the data have "
-                f"{list(inputs.modalities)!r}; name these only"
-            )
-        self.encoders = make_encoders(
-            inputs, h.latent_dim, hidden_dim=h.hidden_dim, hidden_depth=h.hidden_depth, dropout=h.dropout
-        )
-        self.decoders = make_decoders(
-            inputs, h.latent_dim, key=h.key, variant=h.variant, chained=h.chained, window=h.window
-        )
-        self.graph_encoder = make_graph_encoder(inputs, h.latent_dim)
-        self.discriminator = Discriminator(
-            h.latent_dim, len(inputs.modalities), width=h.discriminator_dim, depth=h.discriminator_depth
-        )
 
     def encode(self, modality: str, cells: "CellBatch") -> tuple[PerCell, PerCell]:
         """Mean and deviation of the latents of some cells."""
@@ -241,16 +176,21 @@ class LinkedAutoencoders(BuiltFromData):
     def impute(self, modality: str, batch: "CellBatch") -> Counts:
         """Expected data of some cells of one modality, at the means of all latents; call in eval mode."""
         (u, _), (v, _) = self.encode(modality, batch), self.vertices()
-        decoder = cast(DataDecoder, self.decoders[modality])
+        decoder = cast(StratifiedDecoder | PlainDecoder, self.decoders[modality])
         rows = self.graph_encoder.rows[modality](v)
         return decoder.mean(u, rows, batch=batch["batch"], library=library_of(batch))
 
     def stream(self, modality: str) -> int:
         """First of the streams of random numbers that a modality may use."""
-        inputs = self.built_inputs()
-        if modality not in inputs.modalities:
+        if self.inputs is None:
             raise ModelError(
-                f"GLUE was given cells of {modality!r}, but was built for {list(inputs.modalities)!r}; "
+                f"{type(self).__name__} has no networks yet; call build(inputs), fit it with a data module, or "
+                "load a checkpoint"
+            )
+        modalities = list(self.inputs.modalities)
+        if modality not in modalities:
+            raise ModelError(
+                f"GLUE was given cells of {modality!r}, but was built for {modalities!r}; "
                 "use the data it was built for"
             )
-        return first_stream(inputs, modality)
+        return STREAMS_PER_MODALITY * modalities.index(modality)

@@ -104,41 +104,36 @@ def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
             f"the data module {type(datamodule).__name__} has no {absent!r}; use SingleCellDataModule, or call "
             "build(inputs) before the trainer starts"
         )
-    strata = _strata_from(datamodule)
+    layout, graph = datamodule.layout, datamodule.graph
+    strata = (
+        None
+        if layout is None
+        else StrataInputs(
+            n_anchors=layout.n_anchors,
+            nodes=[np.array(stratum.anchors, dtype=np.int64) for stratum in layout.strata],
+            distances=[int(stratum.k) for stratum in layout.strata],
+        )
+    )
     modalities = {}
     for name, table in datamodule.tables.items():
         alone = strata.n_anchors if name == HIC and strata is not None else table.n_features
-        vertices = np.arange(alone) if datamodule.graph is None else np.array(datamodule.vertices(name))
+        vertices = np.arange(alone) if graph is None else np.array(datamodule.vertices(name))
         modalities[name] = ModalityInputs(
             n_features=table.n_features, n_batches=table.n_batches, vertices=vertices.astype(np.int64)
         )
-    return ModelInputs(modalities=modalities, strata=strata, graph=_graph_from(datamodule, modalities))
-
-
-def _strata_from(datamodule: "SingleCellDataModule") -> StrataInputs | None:
-    layout = datamodule.layout
-    if layout is None:
-        return None
-    return StrataInputs(
-        n_anchors=layout.n_anchors,
-        nodes=[np.array(stratum.anchors, dtype=np.int64) for stratum in layout.strata],
-        distances=[int(stratum.k) for stratum in layout.strata],
-    )
-
-
-def _graph_from(datamodule: "SingleCellDataModule", modalities: dict[str, ModalityInputs]) -> GraphInputs:
-    graph = datamodule.graph
     if graph is None:
         (own,) = (modality.vertices for modality in modalities.values())
         ones = np.ones(len(own), dtype=np.float32)
-        return GraphInputs(n_vertices=len(own), source=own, target=own, weight=ones, sign=ones)
-    return GraphInputs(
-        n_vertices=len(graph.vertices),
-        source=graph.source.astype(np.int64),
-        target=graph.target.astype(np.int64),
-        weight=graph.weight.astype(np.float32),
-        sign=graph.sign.astype(np.float32),
-    )
+        found = GraphInputs(n_vertices=len(own), source=own, target=own, weight=ones, sign=ones)
+    else:
+        found = GraphInputs(
+            n_vertices=len(graph.vertices),
+            source=graph.source.astype(np.int64),
+            target=graph.target.astype(np.int64),
+            weight=graph.weight.astype(np.float32),
+            sign=graph.sign.astype(np.float32),
+        )
+    return ModelInputs(modalities=modalities, strata=strata, graph=found)
 
 
 def _convert(value: Any, kind: type, change: Any) -> Any:

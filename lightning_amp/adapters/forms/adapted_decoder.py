@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum
@@ -20,6 +20,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.models.decoders.stratified import StrataRegion, StratifiedDecoder
 from lightning_amp.models.decoders.stratum import EveryStratum
 from lightning_amp.models.decoders.stratum_keys import Variant
+from lightning_amp.shapes import Counts, Experiment, Library, LogWeights, PerAnchor, PerCell, Scalar
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion
 
 LISTS = ("feature_masks", "strata_masks")
@@ -140,29 +141,14 @@ class AdaptedDecoder(StratifiedDecoder):
         """Whether several ranks compute the strata together."""
         return isinstance(self.region, SharedRegion)
 
-    def nll(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-        x: Float[Tensor, "cell feature"],
-    ) -> Float[Tensor, ""]:
+    def nll(self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library, x: Counts) -> Scalar:
         """Minus the log-likelihood summed over all cells and features."""
         self._check_inputs(v, x)
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
         total = self.walk(self.strata, u, v, log_weights, batch=batch, library=library, x=x)
         return self.region.leave(total)
 
-    def location(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-    ) -> Float[Tensor, "cell feature"]:
+    def location(self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library) -> Counts:
         """Logarithm of the mean (logits of binary data) of every feature; every rank of the model axis must call it."""
         self._check_inputs(v, None)
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
@@ -175,7 +161,7 @@ class AdaptedDecoder(StratifiedDecoder):
             found.append(own)
         return torch.cat(found, dim=1)
 
-    def library(self, u: Float[Tensor, "cell dim"], given: Any) -> Float[Tensor, "cell 1"]:
+    def library(self, u: PerCell, given: Any) -> Library:
         """Library sizes, from what the decoder is called with."""
         if not isinstance(given, Tensor) or given.shape != (len(u), 1):
             found = tuple(given.shape) if isinstance(given, Tensor) else given
@@ -185,7 +171,7 @@ class AdaptedDecoder(StratifiedDecoder):
             )
         return given
 
-    def log_weights(self, u: Float[Tensor, "cell dim"]) -> Float[Tensor, "#cell stratum"]:
+    def log_weights(self, u: PerCell) -> LogWeights:
         """Log of each stratum's share of a cell's contacts; one row for all cells without a head."""
         if isinstance(self.strata_weights, Tensor):
             return super().log_weights(u)

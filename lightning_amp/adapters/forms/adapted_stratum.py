@@ -36,6 +36,7 @@ from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.decoders.likelihoods import table_rows
 from lightning_amp.models.decoders.stratum import AllCells, AllFeatures, Decode, Stratum
 from lightning_amp.models.decoders.stratum_keys import geglu
+from lightning_amp.shapes import OwnCounts, OwnTable, PerAnchor, Scalar
 
 
 class AdaptedAttentionKey(nn.Module):
@@ -52,9 +53,7 @@ class AdaptedAttentionKey(nn.Module):
         """Shown by `print(module)`."""
         return f"projected={self.projected}, residual={self.residual}"
 
-    def forward(
-        self, v: Float[Tensor, "anchor dim"]
-    ) -> tuple[Float[Tensor, "anchor dim"], Float[Tensor, "anchor dim"]]:
+    def forward(self, v: PerAnchor) -> tuple[PerAnchor, PerAnchor]:
         """Key, and the projected anchors (the next anchor latent of a chained decoder)."""
         p = self.prenorm(v)
         qk, val = self.qk(p), self.value(p)
@@ -62,7 +61,7 @@ class AdaptedAttentionKey(nn.Module):
         gated = geglu(self.ff(self.postnorm(key)))
         return (key + gated if self.residual else gated), val
 
-    def spine(self, v: Float[Tensor, "anchor dim"]) -> Float[Tensor, "anchor dim"]:
+    def spine(self, v: PerAnchor) -> PerAnchor:
         """Only the projected anchors."""
         return cast(Tensor, self.value(self.prenorm(v)))
 
@@ -83,9 +82,7 @@ class AdaptedConvolutionKey(nn.Module):
         """Shown by `print(module)`."""
         return f"padding={self.padding}"
 
-    def forward(
-        self, v: Float[Tensor, "anchor dim"]
-    ) -> tuple[Float[Tensor, "own_anchor dim"], Float[Tensor, "anchor dim"]]:
+    def forward(self, v: PerAnchor) -> tuple[Float[Tensor, "own_anchor dim"], PerAnchor]:
         """Key, and v unchanged."""
         padded = F.pad(v[self.rows], (0, 0, 0, self.padding))
         return self.activation(self.pairs(padded.T[None])[0].T), v
@@ -103,9 +100,7 @@ class PairedAttentionKey(nn.Module):
         self.postnorm, self.ff = (layers[name] for name in ("postnorm", "ff"))
         self.checkpointed = checkpointed
 
-    def forward(
-        self, v: Float[Tensor, "anchor dim"]
-    ) -> tuple[Float[Tensor, "own_anchor dim"], Float[Tensor, "anchor dim"]]:
+    def forward(self, v: PerAnchor) -> tuple[Float[Tensor, "own_anchor dim"], PerAnchor]:
         """Key, and v unchanged."""
         if self.checkpointed and torch.is_grad_enabled():
             return cast(Tensor, checkpoint(self._key, v, use_reentrant=False)), v
@@ -132,11 +127,11 @@ class GivenDistribution(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "cell own_feature"],
-        location: Float[Tensor, "cell own_feature"],
-        log_theta: Float[Tensor, "#cell own_feature"] | None = None,
-        zi_logits: Float[Tensor, "#cell own_feature"] | None = None,
-    ) -> Float[Tensor, ""]:
+        x: OwnCounts,
+        location: OwnCounts,
+        log_theta: OwnTable | None = None,
+        zi_logits: OwnTable | None = None,
+    ) -> Scalar:
         """Sum over cells and features; the location is log mu, or the logits of binary data."""
         given = distribution(self.kind, location, log_theta, zi_logits)
         total: Tensor = given.log_prob(x).sum()
@@ -184,7 +179,7 @@ class AdaptedStratum(Stratum):
             self.register_parameter(name, table)
         self.runs = dict.fromkeys(tables, slice(*columns))
 
-    def spine(self, v: Float[Tensor, "anchor dim"]) -> Float[Tensor, "anchor dim"]:
+    def spine(self, v: PerAnchor) -> PerAnchor:
         """Only v for the next stratum."""
         return cast(AdaptedAttentionKey, self.key).spine(v) if self.chained else v
 

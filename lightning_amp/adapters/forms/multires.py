@@ -32,6 +32,7 @@ from lightning_amp.adapters.forms.adapted_stratum import (
 from lightning_amp.adapters.forms.higlue import Form, dim_of, make_stratum, resembles
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.shapes import Library, LogWeights, PerCell
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion
 
 ATTENTION = {
@@ -93,7 +94,7 @@ class MultiResStratum(AdaptedStratum):
     # columns of the tables where they are no run: those of the anchors that a subset has drawn
     places: Tensor | None = None
 
-    def own_library(self, library: Float[Tensor, "cell resolution"]) -> Float[Tensor, "cell 1"]:
+    def own_library(self, library: Float[Tensor, "cell resolution"]) -> Library:
         """That of the resolution."""
         return library[:, self.resolution : self.resolution + 1]
 
@@ -131,7 +132,7 @@ class MultiResDecoder(AdaptedDecoder):
         self.bands = bands(module)
         self.offsets = [spec.anchor_offset for spec in module.res_specs]
 
-    def log_weights(self, u: Float[Tensor, "cell dim"]) -> Float[Tensor, "#cell stratum"]:
+    def log_weights(self, u: PerCell) -> LogWeights:
         """Log of each stratum's share of a cell's contacts at its resolution."""
         found = []
         for i, weights in enumerate(self.weights_by_resolution):
@@ -139,7 +140,7 @@ class MultiResDecoder(AdaptedDecoder):
             found.append(logits.log_softmax(dim=1))
         return torch.cat(found, dim=1)
 
-    def library(self, u: Float[Tensor, "cell dim"], given: Any) -> Float[Tensor, "cell resolution"]:
+    def library(self, u: PerCell, given: Any) -> Float[Tensor, "cell resolution"]:
         """Library sizes of every resolution, from what the decoder is called with."""
         n = len(self.bands)
         if given is None:

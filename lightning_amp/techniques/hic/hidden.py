@@ -70,14 +70,17 @@ from lightning_amp.techniques.ranks.channel_shards import Channels, gather_chann
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
 
 
-class ShardedLinear(nn.Linear):
-    """The own channels of a Linear's output, from those of its input; it shares the layer's state."""
+class _Sharded(nn.Module):
+    """A layer of which the own channels are computed; it shares the state, hooks and mode of the whole layer."""
 
-    channels: Channels
-
-    def __init__(self, whole: nn.Linear, channels: Channels) -> None:
+    def __init__(self, whole: nn.Module, channels: Channels) -> None:
+        # not a copy: optimisers and hooks know the whole layer's parameters
         self.__dict__.update(whole.__dict__)
         self.channels = channels
+
+
+class ShardedLinear(_Sharded, nn.Linear):
+    """The own channels of a Linear's output, from those of its input; it shares the layer's state."""
 
     def forward(self, input: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row own_out"]:
         """Own channels of every group of D outputs, one group after the other."""
@@ -99,14 +102,8 @@ class ShardedLinear(nn.Linear):
         return torch.cat([group[:, :width] for group in torch.split(own, widest, dim=-1)], dim=-1)
 
 
-class ShardedConv1d(nn.Conv1d):
+class ShardedConv1d(_Sharded, nn.Conv1d):
     """The own channels of a depthwise convolution, padded with zeros, whose state it shares."""
-
-    channels: Channels
-
-    def __init__(self, whole: nn.Conv1d, channels: Channels) -> None:
-        self.__dict__.update(whole.__dict__)
-        self.channels = channels
 
     def forward(self, input: Float[Tensor, "batch own_dim anchor"]) -> Float[Tensor, "batch own_dim to"]:
         """Convolve the own channels."""
@@ -115,14 +112,8 @@ class ShardedConv1d(nn.Conv1d):
         return F.conv1d(input, weight, bias, self.stride, self.padding, self.dilation, self.channels.width)
 
 
-class ShardedLayerNorm(nn.LayerNorm):
+class ShardedLayerNorm(_Sharded, nn.LayerNorm):
     """The own channels of a LayerNorm's output, from those of its input; it shares the layer's state."""
-
-    channels: Channels
-
-    def __init__(self, whole: nn.LayerNorm, channels: Channels) -> None:
-        self.__dict__.update(whole.__dict__)
-        self.channels = channels
 
     def forward(self, input: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row own_dim"]:
         """Normalise over all ranks' channels."""

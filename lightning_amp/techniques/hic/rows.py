@@ -9,6 +9,10 @@ from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.diagnosis import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY
 from lightning_amp.techniques.technique import Installer, Target, Technique, on_decoder
 
+HIC = "lightning_amp.techniques.hic"
+SENDS = "ranks send parts of a stratum while it is computed, which compile does not look into"
+ONE_PLACEMENT = "both split the decoder over the model axis, which has room for one placement"
+
 CHUNK_QUERIES = 128
 """Queries per chunk of local attention; the paper uses 128 at 500 kb and 32 at 100 kb (Section 4)."""
 
@@ -35,8 +39,8 @@ def block_cells(features: int, *, anchors: int, launched: bool = False) -> int:
 
 
 SPARSE_NUMBERS, SPARSE_LAUNCHED, SPARSE_COLUMNS = 2**16, 2**23, 64
-"""Numbers of a chunk of a sparse likelihood, on a CPU and where operators are launched, and the fewest columns
-(techniques/hic/scores/sparse_likelihood.py)."""
+"""Numbers of a chunk of a sparse likelihood, few enough for a CPU's cache, or enough to keep an accelerator busy where
+operators are launched; and the fewest columns that are worth a loop."""
 
 
 def sparse_columns(cells: int, *, launched: bool) -> int:
@@ -64,15 +68,10 @@ def strata_side_by_side(threads: int, *, anchors: int, dim: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkedAttention:
-    """S3: local attention a few buckets at a time.
+    """S3: local attention a few buckets at a time."""
 
-    Attributes:
-        buckets: Buckets of `window` queries in one chunk.
-        retain: Keep every chunk's probabilities for the backward pass, as the paper does, instead of
-            recomputing them.
-    """
-
-    buckets: int
+    buckets: int  # buckets of `window` queries in one chunk
+    # keep every chunk's probabilities for the backward pass, as the paper does, instead of recomputing them
     retain: bool = False
 
     @property
@@ -83,13 +82,11 @@ class ChunkedAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedAttention:
-    """Local attention whose scores exist for one chunk of queries only, and whose backward pass is written out.
+    """Local attention whose scores exist for one chunk of queries only, and whose backward pass is written out."""
 
-    Attributes:
-        keep: Keep the weights of all queries for the backward pass instead of computing them twice.
-    """
-
-    keep: bool = False
+    keep: bool = (
+        False  # keep the weights of all queries for the backward pass instead of computing them twice
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,13 +94,11 @@ class SdpaAttention:
     """Local attention in torch's fused kernels: no scores, few operators, and 3 to 5 tensors [N, D] kept."""
 
 
-INSTALL = "lightning_amp.techniques.hic.attention.install"
-
 S3 = Technique(
     title="chunked attention",
     shrinks="[N, 3 w] to [C, 3 w]",
     specs=(ChunkedAttention,),
-    installers={ChunkedAttention: Installer(f"{INSTALL}:chunked")},
+    installers={ChunkedAttention: Installer(f"{HIC}.attention.install:chunked")},
     targets=on_decoder(lambda d: ChunkedAttention(buckets=chunk_buckets(d.window)), "key.attention"),
     signal=ATTENTION_DECODER,
     choice=("attention", "chunked"),
@@ -117,7 +112,7 @@ FUSED = Technique(
     title="fused attention",
     shrinks="[N, 3 w] to [C, 3 w], and all copies of keys and values",
     specs=(FusedAttention,),
-    installers={FusedAttention: Installer(f"{INSTALL}:fused")},
+    installers={FusedAttention: Installer(f"{HIC}.attention.install:fused")},
     targets=on_decoder(lambda _: FusedAttention(), "key.attention"),
     choice=("attention", "fused"),
     conflicts={"sdpa": "both say how attention is computed"},
@@ -126,7 +121,7 @@ SDPA = Technique(
     title="sdpa attention",
     shrinks="[N, 3 w] to nothing, in torch's fused kernels",
     specs=(SdpaAttention,),
-    installers={SdpaAttention: Installer(f"{INSTALL}:sdpa")},
+    installers={SdpaAttention: Installer(f"{HIC}.attention.install:sdpa")},
     targets=on_decoder(lambda _: SdpaAttention(), "key.attention"),
     choice=("attention", "sdpa"),
 )
@@ -139,46 +134,31 @@ class RecomputeStrata:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamStrata:
-    """Forward and backward pass of one stratum after the other, inside the loss; nothing is computed twice.
+    """Forward and backward pass of one stratum after the other, inside the loss; nothing is computed twice."""
 
-    Attributes:
-        cells: Cells of a batch whose scores of one stratum exist at the same time.
-        workers: Strata that a CPU with as many threads computes side by side, and that are alive then.
-    """
-
-    cells: int
-    workers: int = 1
+    cells: int  # cells of a batch whose scores of one stratum exist at the same time
+    workers: int = 1  # strata that a CPU with as many threads computes side by side, and that are alive then
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileStrata:
-    """A stratum's key and likelihood run through torch.compile.
+    """A stratum's key and likelihood run through torch.compile."""
 
-    Attributes:
-        mode: "default", or "reduce-overhead" for CUDA graphs.
-    """
-
-    mode: str = "default"
+    mode: str = "default"  # "default", or "reduce-overhead" for CUDA graphs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrataParallel:
-    """The strata of the decoder are split over the model axis, in runs.
+    """The strata of the decoder are split over the model axis, in runs."""
 
-    Attributes:
-        ends: One past the last stratum of every rank, separated by commas, such as "14,24,32".
-    """
-
-    ends: str
+    ends: str  # one past the last stratum of every rank, separated by commas, such as "14,24,32"
 
 
 STREAM = Technique(
     title="stream strata",
     shrinks="K strata to one, computed once",
     specs=(StreamStrata,),
-    installers={
-        StreamStrata: Installer("lightning_amp.techniques.hic.strata.stream:stream_strata", on_decoder=True)
-    },
+    installers={StreamStrata: Installer(f"{HIC}.strata.stream:stream_strata", on_decoder=True)},
     targets=on_decoder(
         lambda d: StreamStrata(cells=block_cells(max(d.features), anchors=d.anchors, launched=d.launched))
     ),
@@ -188,11 +168,7 @@ COMPILE = Technique(
     title="compile strata",
     shrinks="kernels of a stratum, by torch.compile",
     specs=(CompileStrata,),
-    installers={
-        CompileStrata: Installer(
-            "lightning_amp.techniques.hic.strata.compile:compile_strata", on_decoder=True
-        )
-    },
+    installers={CompileStrata: Installer(f"{HIC}.strata.compile:compile_strata", on_decoder=True)},
     targets=on_decoder(lambda _: CompileStrata()),
     choice=("kernels", "compiled"),
 )
@@ -200,9 +176,7 @@ STRATA = Technique(
     title="strata parallel",
     shrinks="K strata to those of a rank",
     specs=(StrataParallel,),
-    installers={
-        StrataParallel: Installer("lightning_amp.techniques.hic.strata.loops:share_strata", on_decoder=True)
-    },
+    installers={StrataParallel: Installer(f"{HIC}.strata.loops:share_strata", on_decoder=True)},
     # the ranks' runs depend on the mesh and on the other choices, and are filled in later
     targets=on_decoder(lambda _: StrataParallel(ends="")),
     choice=("placement", "strata"),
@@ -224,9 +198,7 @@ S4 = Technique(
     title="key-first decode",
     shrinks="[B, N] to [B, F_k]",
     specs=(KeyFirstDecode,),
-    installers={
-        KeyFirstDecode: Installer("lightning_amp.techniques.hic.scores.s4_key_first:decode_key_first")
-    },
+    installers={KeyFirstDecode: Installer(f"{HIC}.scores.s4_key_first:decode_key_first")},
     targets=on_decoder(lambda _: KeyFirstDecode(), "decode"),
     signal=HIGH_INPUT_DIMENSIONALITY,
     choice=("decode", "key-first"),
@@ -235,9 +207,7 @@ SPARSE = Technique(
     title="sparse likelihood",
     shrinks="tensors [B, F_k] of the likelihood to its gradients",
     specs=(SparseLikelihood,),
-    installers={
-        SparseLikelihood: Installer("lightning_amp.techniques.hic.scores.s4_key_first:likelihood_of_nonzeros")
-    },
+    installers={SparseLikelihood: Installer(f"{HIC}.scores.s4_key_first:likelihood_of_nonzeros")},
     targets=on_decoder(lambda _: SparseLikelihood(), "likelihood"),
     choice=("likelihood", "sparse"),
 )
@@ -245,13 +215,10 @@ SPARSE = Technique(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HiddenParallel:
-    """S5: the hidden dimension of the decoder is split over the model axis.
+    """S5: the hidden dimension of the decoder is split over the model axis."""
 
-    Attributes:
-        gather: Gather keys and values over the ranks before every attention, as the paper does without S4, instead
-            of adding up scores.
-    """
-
+    # gather keys and values over the ranks before every attention, as the paper does without S4, instead of adding up
+    # scores
     gather: bool = False
 
     @property
@@ -264,18 +231,16 @@ S5 = Technique(
     title="hidden-dimension parallel",
     shrinks="[N, D] to [N, D / R]",
     specs=(HiddenParallel,),
-    installers={
-        HiddenParallel: Installer("lightning_amp.techniques.hic.hidden:share_hidden", on_decoder=True)
-    },
+    installers={HiddenParallel: Installer(f"{HIC}.hidden:share_hidden", on_decoder=True)},
     targets=on_decoder(lambda _: HiddenParallel()),
     signal=HEAVY_DECOMPOSITION,
     choice=("placement", "hidden"),
     conflicts={
         "fused": "under S5 the scores are sums over the ranks, which fused attention never holds; use S3",
         "sdpa": "under S5 the scores are sums over the ranks, which torch's kernels keep; use S3",
-        "compile": "ranks send parts of a stratum while it is computed, which compile does not look into",
-        "strata": "both split the decoder over the model axis, which has room for one placement",
-        "nodes": "both split the decoder over the model axis, which has room for one placement",
+        "compile": SENDS,
+        "strata": ONE_PLACEMENT,
+        "nodes": ONE_PLACEMENT,
     },
     model_axis=True,
 )
@@ -283,26 +248,19 @@ S5 = Technique(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DomainParallel:
-    """The anchors of the decoder are split over the model axis, in whole buckets of attention.
+    """The anchors of the decoder are split over the model axis, in whole buckets of attention."""
 
-    Attributes:
-        vertices: v comes with the own rows only, from a graph encoder whose vertices are split too.
-    """
-
-    vertices: bool = False
+    vertices: bool = (
+        False  # v comes with the own rows only, from a graph encoder whose vertices are split too
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VertexParallel:
-    """The vertices of the graph are split over the model axis; a rank has its own rows of embedding, noise and v.
+    """The vertices of the graph are split over the model axis; a rank has its own rows of embedding, noise and v."""
 
-    Attributes:
-        modality: Whose vertices are the anchors of the decoder that is split.
-        window: Anchors of a bucket of its attention.
-    """
-
-    modality: str
-    window: int
+    modality: str  # whose vertices are the anchors of the decoder that is split
+    window: int  # anchors of a bucket of its attention
 
 
 def _node_targets(shape: ModelShape) -> list[Target]:
@@ -318,17 +276,12 @@ NODES = Technique(
     shrinks="[N, D] and [V, D] to those of a rank",
     specs=(DomainParallel, VertexParallel),
     installers={
-        DomainParallel: Installer(
-            "lightning_amp.techniques.hic.nodes.decoder:share_anchors", on_decoder=True
-        ),
-        VertexParallel: Installer("lightning_amp.techniques.hic.nodes.graph_encoder:share_vertices"),
+        DomainParallel: Installer(f"{HIC}.nodes.decoder:share_anchors", on_decoder=True),
+        VertexParallel: Installer(f"{HIC}.nodes.graph_encoder:share_vertices"),
     },
     targets=_node_targets,
     choice=("placement", "nodes"),
-    conflicts={
-        "compile": "ranks send parts of a stratum while it is computed, which compile does not look into",
-        "strata": "both split the decoder over the model axis, which has room for one placement",
-    },
+    conflicts={"compile": SENDS, "strata": ONE_PLACEMENT},
     model_axis=True,
 )
 
@@ -353,14 +306,12 @@ S2 = Technique(
     shrinks="[B, F] to [B, F / R]",
     specs=(FeatureParallel, RowParallelLinear),
     installers={
-        FeatureParallel: Installer("lightning_amp.techniques.hic.features:share_features", on_decoder=True),
-        RowParallelLinear: Installer("lightning_amp.techniques.hic.features:share_rows"),
+        FeatureParallel: Installer(f"{HIC}.features:share_features", on_decoder=True),
+        RowParallelLinear: Installer(f"{HIC}.features:share_rows"),
     },
     targets=_feature_targets,
     signal=HIGH_INPUT_DIMENSIONALITY,
     choice=("features", "sharded"),
-    conflicts={
-        "compile": "ranks send parts of a stratum while it is computed, which compile does not look into"
-    },
+    conflicts={"compile": SENDS},
     model_axis=True,
 )

@@ -18,7 +18,9 @@ buckets are kept too, if they are not many: then a turn is one product.
 Legend: bucket (any number of them), row (of a bucket, w or fewer), dim (D), pair (D / 2), w window, W buckets.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from jaxtyping import Complex, Float
@@ -28,15 +30,14 @@ from lightning_amp.techniques.device_settings import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import turned_at_once
 
 ROTARY_BASE = 10000.0
-KEPT_TABLES = 8
-"""Sizes whose tables are kept; a model has one for every decoder, and nodes some more."""
+KEPT = 16
+"""Sizes whose tables, masks and zeros are kept; a model has one for every decoder, and nodes some more."""
 
 
 def rotary(dim: int, window: int, n_buckets: int, *, dtype: torch.dtype, like: Tensor) -> "Rotary":
     """Tables for a device, new or kept, of `n_buckets` places; what is turned is float32 or float64, `dtype`."""
-    # a fake tensor's tables are of no use to a real one, nor to a fake one of another mode
-    made = Rotary if type(like) not in (Tensor, nn.Parameter) else _kept
-    return made(dim, window, n_buckets, dtype, like.device, launches_operators(like))
+    found: Rotary = kept(Rotary, like)(dim, window, n_buckets, dtype, like.device, launches_operators(like))
+    return found
 
 
 class Rotary:
@@ -82,9 +83,9 @@ class Rotary:
         part = self._parts.get((places, back))
         if part is None:
             parts = [self._between[back][place : place + n] for place, n in places]
-            part = parts[0] if len(parts) == 1 else _joined(parts)
-            if self._at_once(len(part)):
-                part = _times(part, self._within[back])
+            with torch.inference_mode(mode=False), torch.no_grad():
+                part = parts[0] if len(parts) == 1 else torch.cat(parts)
+                part = part * self._within[back] if self._at_once(len(part)) else part
             self._parts[places, back] = part
         return part
 
@@ -93,28 +94,21 @@ class Rotary:
         return turned_at_once(n_buckets * n_rows, dim=2 * n_pairs, launched=self._launched)
 
 
-@lru_cache(maxsize=KEPT_TABLES)
-def _kept(
-    dim: int, window: int, n_buckets: int, dtype: torch.dtype, device: torch.device, launched: bool
-) -> Rotary:
+def kept(make: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
+    """`make`, or one that keeps what it makes: a fake tensor is of no use to a real one, nor to another mode."""
+    return make if type(like) not in (Tensor, nn.Parameter) else partial(_kept, make)
+
+
+@lru_cache(maxsize=KEPT)
+def _kept(make: Callable[..., Any], *sizes: Any) -> Any:
     # tables made in inference mode could not be used outside of it
     with torch.inference_mode(mode=False), torch.no_grad():
-        return Rotary(dim, window, n_buckets, dtype, device, launched)
+        return make(*sizes)
 
 
 def forget_kept() -> None:
-    """Make tables anew where they are needed next, as in a new process."""
+    """Make tables, masks and zeros anew where they are needed next, as in a new process."""
     _kept.cache_clear()
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    with torch.inference_mode(mode=False), torch.no_grad():
-        return torch.cat(parts)
-
-
-def _times(part: Tensor, within: Tensor) -> Tensor:
-    with torch.inference_mode(mode=False), torch.no_grad():
-        return part * within
 
 
 def to_pairs(

@@ -51,13 +51,10 @@ from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
 from lightning_amp.techniques.autograd.precomputed_gradients import wants_gradients
 from lightning_amp.techniques.checks.cached_check import found_out
 from lightning_amp.techniques.checks.likelihood import likelihood_problem, likelihood_settings
-from lightning_amp.techniques.device_settings import launches_operators, numbers_at_a_time
+from lightning_amp.techniques.device_settings import launches_operators
+from lightning_amp.techniques.hic.rows import sparse_columns
 from lightning_amp.techniques.hic.scores.nonzero_counts import Entries, entries
 
-CACHED, LAUNCHED = 2**16, 2**23
-"""Numbers of a tensor in a chunk: few enough for a CPU's cache, and enough to keep an accelerator busy."""
-LEAST_COLUMNS = 64
-"""Columns of a chunk whose rows are still worth a loop."""
 EXACT = 40.0
 """From here on softplus(x) is x, and a sigmoid 1, to all digits of float64."""
 
@@ -144,11 +141,12 @@ def _sum(
 ) -> Tensor:
     """The summed log-probability; fills the gradients if there are any."""
     dtype = _dtype(arguments)
-    runs = _runs(arguments[0])
-    found = entries(x, runs, dtype=dtype)
-    form.check(found.value)
     log_mu, log_theta, zi = arguments
     cells, features = log_mu.shape
+    width = sparse_columns(cells, launched=launches_operators(log_mu))
+    runs = [slice(first, min(first + width, features)) for first in range(0, max(features, 1), width)]
+    found = entries(x, runs, dtype=dtype)
+    form.check(found.value)
     index = found.index(features)
     # r lies where the gradient of log_mu comes to lie
     r = gradients[0] if gradients else torch.empty(log_mu.shape, dtype=dtype, device=log_mu.device)
@@ -175,15 +173,6 @@ def _sum(
     if gradients:
         gradients[0].view(-1).index_add_(0, index, others[1])
     return totals[0] if len(totals) == 1 else torch.stack(totals).sum()
-
-
-def _runs(log_mu: Tensor) -> list[slice]:
-    cells, features = log_mu.shape
-    numbers = numbers_at_a_time(log_mu, cached=CACHED, launched=LAUNCHED)
-    width = max(LEAST_COLUMNS, numbers // max(cells, 1))
-    return [slice(first, min(first + width, features)) for first in range(0, features, width)] or [
-        slice(0, 0)
-    ]
 
 
 def _zeros(
