@@ -75,10 +75,9 @@ class Snapshot:
         if changes:
             raise InstallError(
                 f"the decoder {type(module).__name__!r} has changed since the plan was installed:"
-                f" {', '.join(changes[:SHOWN])}"
-                f"{f' and {len(changes) - SHOWN} more' if len(changes) > SHOWN else ''}; what the plan runs in its"
-                " place was made before that: make such changes before fit, in `__init__`, `configure_model` or"
-                " `setup`, or train with strategies='S1', which runs the decoder's own forward"
+                f" {', '.join(changes[:SHOWN])}{f' and {len(changes) - SHOWN} more' if len(changes) > SHOWN else ''};"
+                " what the plan runs in its place was made before that: make such changes before fit, in `__init__`,"
+                " `configure_model` or `setup`, or train with strategies='S1', which runs the decoder's own forward"
             )
 
 

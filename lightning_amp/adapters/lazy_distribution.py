@@ -206,10 +206,9 @@ class LazyLogProb(Tensor):
         result = func(*map(whole, args), **{key: whole(value) for key, value in named.items()})
         if name in REFUSED or any(version(one) != old for one, old in computed):
             raise InstallError(
-                f"{name!r} is not supported on log_prob(x), which a decoder under a plan has not computed:"
-                " what is set or changed in place there would be lost; allowed are functions that return a"
-                " new tensor: use one of these, or train with strategies='S1', which runs the decoder's own"
-                " forward"
+                f"{name!r} is not supported on log_prob(x), which a decoder under a plan has not computed: what is set"
+                " or changed in place there would be lost; allowed are functions that return a new tensor: use one of"
+                " these, or train with strategies='S1', which runs the decoder's own forward"
             )
         return result
 

@@ -350,8 +350,7 @@ def _linear(
         )
     if torch.is_grad_enabled() and x.value.requires_grad:
         raise DataError(
-            "the gradient of sparse counts is not computed; detach what they are scaled by, or take"
-            " x.to_dense()"
+            "the gradient of sparse counts is not computed; detach what they are scaled by, or take x.to_dense()"
         )
     y = cast(Tensor, _Product.apply(x, weight))  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias.to(y.dtype)

@@ -120,9 +120,8 @@ def _answers(folder: Path, ranks: int, silent: list[int], timeout: float) -> lis
             )
     if silent:
         raise AmpError(
-            f"{', '.join(f'rank {rank}' for rank in silent)} did not answer within {timeout:.0f} s; "
-            "if steps take long, raise timeout; if they do not, ranks wait for each other because "
-            "they communicate unequally often"
+            f"{', '.join(f'rank {rank}' for rank in silent)} did not answer within {timeout:.0f} s; if steps take"
+            " long, raise timeout; if they do not, ranks wait for each other because they communicate unequally often"
         )
     return [answers[rank] for rank in range(ranks)]
 

@@ -134,8 +134,7 @@ def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
         aside.mkdir()
     except OSError as error:
         raise DataError(
-            f"{out}: cannot write there ({error.strerror}); give a path in an existing directory that you "
-            "may write to"
+            f"{out}: cannot write there ({error.strerror}); give a path in an existing directory that you may write to"
         ) from error
     try:
         with _refusing(out):
@@ -171,8 +170,7 @@ def _check_free(out: Path, *, overwrite: bool) -> None:
         raise DataError(f"{out}: expected a directory to write, found a file; choose another path")
     if found and not overwrite:
         raise DataError(
-            f"{out}: the output exists and holds {found[:5]!r}; choose another path, or pass overwrite to "
-            "replace it"
+            f"{out}: the output exists and holds {found[:5]!r}; choose another path, or pass overwrite to replace it"
         )
     # A mistyped path must not cost a home directory.
     foreign = [name for name in found if name not in FOLDERS]

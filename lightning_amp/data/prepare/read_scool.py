@@ -26,8 +26,7 @@ def parse_resolution(resolution: int | str) -> int:
     width = _width(str(resolution).strip())
     if width < 1 or width != int(width):
         raise DataError(
-            f"resolution {resolution!r} is not a bin width; write base pairs (500000) or a text like "
-            "'500kb', '1mb'"
+            f"resolution {resolution!r} is not a bin width; write base pairs (500000) or a text like '500kb', '1mb'"
         )
     return int(width)
 

@@ -172,8 +172,7 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
 def refusal(fqn: str, found: str, allowed: str) -> InstallError:
     """The error for a part that cannot be sharded."""
     return InstallError(
-        f"S5 cannot shard the channels of {fqn!r}, which {found}; allowed is {allowed}: change it, or leave"
-        " S5 out"
+        f"S5 cannot shard the channels of {fqn!r}, which {found}; allowed is {allowed}: change it, or leave S5 out"
     )
 
 

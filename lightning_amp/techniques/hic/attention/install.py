@@ -51,10 +51,9 @@ def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel =
     if problem:
         strategy = "fused" if kernel == "products" else kernel
         raise InstallError(
-            f"{strategy!r} does not support {type(attention).__name__!r}, which {problem}; only a module"
-            " that computes what LocalAttention(dim, window) does, of all channels, and has no state except"
-            f" its numbers can be replaced: move the rest to its parent, or leave {strategy!r} out (S3 takes"
-            " any bucketed attention)"
+            f"{strategy!r} does not support {type(attention).__name__!r}, which {problem}; only a module that computes"
+            " what LocalAttention(dim, window) does, of all channels, and has no state except its numbers can be"
+            f" replaced: move the rest to its parent, or leave {strategy!r} out (S3 takes any bucketed attention)"
         )
     return FusedLocalAttention(
         cast(Any, attention).dim, cast(Any, attention).window, keep=keep, kernel=kernel
@@ -189,9 +188,8 @@ def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False)
     names = sorted(attention.state_dict())
     if names:
         raise InstallError(
-            f"S3 does not support {kind!r}, which has the state {names!r}; chunking would rename it in"
-            " checkpoints, so only attention without state is allowed: move it to the parent, or leave S3"
-            " out"
+            f"S3 does not support {kind!r}, which has the state {names!r}; chunking would rename it in checkpoints, so"
+            " only attention without state is allowed: move it to the parent, or leave S3 out"
         )
     if isinstance(buckets, bool) or not isinstance(buckets, int) or buckets < 1:
         raise InstallError(

@@ -281,9 +281,8 @@ def _check(q: Tensor, dtype: torch.dtype) -> None:
     if kind == "cuda" and dtype.itemsize <= 4 and dim * dtype.itemsize % ALIGNED_BYTES == 0:
         return
     raise InstallError(
-        f"'sdpa' does not support {dim!r} channels in {dtype!r} on {kind!r}; torch has fused kernels for"
-        f" CPUs, and on CUDA for rows of a multiple of {ALIGNED_BYTES!r} bytes, not of float64: choose"
-        " 'fused', which takes all"
+        f"'sdpa' does not support {dim!r} channels in {dtype!r} on {kind!r}; torch has fused kernels for CPUs, and on"
+        f" CUDA for rows of a multiple of {ALIGNED_BYTES!r} bytes, not of float64: choose 'fused', which takes all"
     )
 
 

@@ -64,10 +64,9 @@ def sparse_likelihood(leaf: nn.Module) -> nn.Module:
     problem = found_out(leaf, _problem)
     if problem:
         raise InstallError(
-            f"sparse does not support {type(leaf).__name__!r}, which {problem}; only a module without state"
-            " that returns the summed log-probability of zero-inflated negative binomial counts, when"
-            " called as leaf(x, log_mu, log_theta, zi_logits), can be replaced: leave 'sparse' out, as for"
-            " binarized strata"
+            f"sparse does not support {type(leaf).__name__!r}, which {problem}; only a module without state that"
+            " returns the summed log-probability of zero-inflated negative binomial counts, when called as leaf(x,"
+            " log_mu, log_theta, zi_logits), can be replaced: leave 'sparse' out, as for binarized strata"
         )
     return _like(leaf)
 

@@ -225,9 +225,8 @@ class _Stream:
             outputs, grad_outputs = [nll, v_next], [grad_outputs[0], grad_v_next]
         if v_next is not v and not self.chained:
             raise InstallError(
-                f"strata cannot be streamed: stratum {k} returns another v than it got, and no stratum "
-                "has chained=True, so the next one would not get it; set `chained` on strata that "
-                "change v"
+                f"strata cannot be streamed: stratum {k} returns another v than it got, and no stratum has"
+                " chained=True, so the next one would not get it; set `chained` on strata that change v"
             )
         # not needed any more: `outputs` has it where it has a gradient
         del v_next

@@ -60,9 +60,8 @@ def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
     problem = taken or mismatch(sum_over_cells, {"": torch.tensor(63.0)}, _run)
     if problem:
         raise InstallError(
-            f"stream does not support a stratum whose child `sum_over_cells` {problem}; only a module"
-            " without state that returns nll(key, u, **cells) can be replaced: move the rest to the"
-            " stratum, or leave 'stream' out"
+            f"stream does not support a stratum whose child `sum_over_cells` {problem}; only a module without state"
+            " that returns nll(key, u, **cells) can be replaced: move the rest to the stratum, or leave 'stream' out"
         )
     return CellMicrobatches(size, known=getattr(sum_over_cells, "known", True))
 

@@ -72,9 +72,8 @@ def run_in_order(
         torch.set_num_threads(threads)
     if not torch.equal(drawn, torch.get_rng_state()):
         raise InstallError(
-            f"{workers} strata cannot run at the same time: they draw random numbers, which would "
-            "depend on the order in which they finish; set workers=1 in the plan's rule of "
-            "'stream', or leave 'stream' out"
+            f"{workers} strata cannot run at the same time: they draw random numbers, which would depend on the order"
+            " in which they finish; set workers=1 in the plan's rule of 'stream', or leave 'stream' out"
         )
 
 

@@ -22,7 +22,7 @@ from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.techniques.contract.protocol import BucketedAttention
 from lightning_amp.techniques.device_settings import settings_of
-from lightning_amp.techniques.hic.attention import banded_softmax, rotary, sdpa
+from lightning_amp.techniques.hic.attention import banded_softmax, rotary
 from lightning_amp.techniques.hic.attention.bucket_runs import RunSizes
 from lightning_amp.techniques.hic.attention.install import (
     FusedLocalAttention,
