@@ -57,21 +57,18 @@ def attention_layers(module: nn.Module) -> list[nn.Module]:
 
 def settings_problem(module: nn.Module) -> str:
     """How the attention of a decoder differs from ours, as the end of a sentence; "" if it has no other settings."""
-    layers = [] if getattr(module, "use_attn", True) is False else attention_layers(module)
-    found = list(dict.fromkeys(text for layer in layers for text in _others(layer)))
+    found: dict[str, None] = {}
+    for layer in [] if getattr(module, "use_attn", True) is False else attention_layers(module):
+        for name, ours in OURS.items():
+            value = getattr(layer, name, ours)
+            if value != ours:
+                found[f"{name}={value!r} where ours has {ours!r}"] = None
+        dropout = getattr(getattr(layer, "dropout", None), "p", 0)
+        if dropout:
+            found[f"dropout={dropout!r} where ours has none"] = None
+        if getattr(layer, "rel_pos", layer) is None:
+            found["no rotary positions (`dim`, use_rotary_pos_emb) where ours has them"] = None
     return f": its attention has {', '.join(found)}" if found else ""
-
-
-def _others(layer: nn.Module) -> Iterator[str]:
-    for name, ours in OURS.items():
-        value = getattr(layer, name, ours)
-        if value != ours:
-            yield f"{name}={value!r} where ours has {ours!r}"
-    dropout = getattr(getattr(layer, "dropout", None), "p", 0)
-    if dropout:
-        yield f"dropout={dropout!r} where ours has none"
-    if getattr(layer, "rel_pos", layer) is None:
-        yield "no rotary positions (`dim`, use_rotary_pos_emb) where ours has them"
 
 
 WINDOW = 3
@@ -293,7 +290,9 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         small = family.small(module, layout, NEAR_ONE)
         marks = Marks(small.module)
-        seen = _seen(small)
+        kind = _kind_of(small.run())
+        binarized = issubclass(kind, torch.distributions.Bernoulli)
+        seen = Form(kind=kind, least=0.0 if binarized else _least(small))
         cases = [_case(small, seen, training=training) for training in (True, False)]
         names = marks.changed(small.module)
         if names:
@@ -311,14 +310,6 @@ def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
     near = [problem for problem in problems if problem != FAR] or problems
     found = near[0] if near else "has parts of which none of our forms is made"
     raise NotDetected(found + settings_problem(module))
-
-
-def _seen(small: Small) -> Form:
-    """What is known without a trial."""
-    given = small.run()
-    kind = _kind_of(given)
-    binarized = issubclass(kind, torch.distributions.Bernoulli)
-    return Form(kind=kind, least=0.0 if binarized else _least(small))
 
 
 def _kind_of(given: object) -> type:

@@ -174,15 +174,13 @@ def hooked(module: nn.Module, decoder: nn.Module) -> list[str]:
 
     These are attention and gated activations, which ours computes, and what is not among the layers that ours shares.
     """
-    found = dict(_hooked(module))
+    found = {
+        fqn: child
+        for fqn, child in module.named_modules()
+        if fqn and any(not _watches(hook) for kind in KINDS for hook in getattr(child, kind).values())
+    }
     run = set(decoder.modules()) if found else set()
     return [fqn for fqn, child in found.items() if child not in run]
-
-
-def _hooked(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for fqn, child in module.named_modules():
-        if fqn and any(not _watches(hook) for kind in KINDS for hook in getattr(child, kind).values()):
-            yield fqn, child
 
 
 def _watches(hook: Any) -> bool:

@@ -13,9 +13,8 @@ and a tensor that was changed in place since then, or frozen, is refused.
 
 Known limits: autocast is that of the sum and not of the call; where ranks share the strata, asking for something in
 full on only one rank of a model group waits for the others; what is computed in full is not counted in a plan's
-prediction; transforms of `torch.func` see NaN; a change in place of a part (`log_prob(x)[0].mul_(2)`) does not reach
-the sum, and one through `tensor.data` is not seen.
-Legend: cell (B), anchor (N), dim (D), feature (F).
+prediction; transforms of `torch.func` see NaN; a change in place of a part does not reach the sum, and one through
+`tensor.data` is not seen.
 """
 
 import math
@@ -225,10 +224,6 @@ def _sum(values: LazyLogProb) -> Tensor:
     return values.total("the sum of log_prob(x)").clone()
 
 
-def _mean(values: LazyLogProb) -> Tensor:
-    return _sum(values) / values.numel()
-
-
 def _minus(values: LazyLogProb) -> LazyLogProb:
     enabled = torch.is_grad_enabled()
 
@@ -241,7 +236,7 @@ def _minus(values: LazyLogProb) -> LazyLogProb:
 
 WAITING: dict[str, Callable[[LazyLogProb], Tensor]] = {
     "sum": _sum,
-    "mean": _mean,
+    "mean": lambda values: _sum(values) / values.numel(),
     "neg": _minus,
     "negative": _minus,
 }

@@ -307,7 +307,11 @@ class SparseCounts:
 
     def _taken(self, own: Places, row: Places, column: Places, shape: tuple[int, int]) -> "SparseCounts":
         """Return some of the entries, with new rows and columns."""
-        which, rows, columns = (_sent(part, self.device) for part in (own, row, column))
+        # pinned, so that the copy to a GPU waits for nothing
+        found, pins = map(torch.from_numpy, (own, row, column)), self.device.type == "cuda"
+        which, rows, columns = (
+            (x.pin_memory() if pins else x).to(self.device, non_blocking=pins) for x in found
+        )
         return SparseCounts(rows, columns, self.value[which], shape, host=(row, column))
 
     def _share(self, shape: tuple[int, int]) -> "SparseCounts":
@@ -327,12 +331,6 @@ def _tables(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
 def _copies_by_itself(tensor: Tensor, device: torch.device) -> bool:
     """Whether a copy of a tensor to a device can be asynchronous."""
     return device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
-
-
-def _sent(places: Places, device: torch.device) -> Tensor:
-    """Return places on a device, without synchronizing a GPU."""
-    found = torch.from_numpy(places)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 BLOCK = 2**20

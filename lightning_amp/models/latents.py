@@ -134,13 +134,13 @@ class Encoder(nn.Module):
         self, x: Counts | SparseCounts, library: Library, draw: Int[Tensor, " cell"] | None = None
     ) -> tuple[PerCell, PerCell]:
         """Mean and standard deviation of u; library must be positive."""
-        h = x if self.total is None else _normalised(x, self.total / library)
+        h = x
+        if self.total is not None:
+            scale = self.total / library
+            if isinstance(x, SparseCounts):
+                h = x.with_values((x.value * scale[x.row, 0]).log1p())
+            else:
+                h = (x * scale).log1p()
         for layer, norm, dropout in zip((self.first, *self.hidden), self.norms, self.dropouts, strict=True):
             h = dropout(norm(F.leaky_relu(layer(h), ENCODER_LEAK)), draw)
         return self.loc(h), F.softplus(self.std(h)) + LEAST_STD
-
-
-def _normalised(x: Counts | SparseCounts, scale: Library) -> Counts | SparseCounts:
-    if isinstance(x, SparseCounts):
-        return x.with_values((x.value * scale[x.row, 0]).log1p())
-    return (x * scale).log1p()

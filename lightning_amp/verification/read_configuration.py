@@ -84,17 +84,13 @@ def _prepared(path: str, *, values: bool) -> tuple[LightningModule, Any, Around,
     finally:
         module.trainer = None
     module = trainer.precision_plugin.convert_module(module)  # type: ignore[assignment]
-    return module, _batch_of(source), around, _options(trainer.strategy)
-
-
-def _batch_of(source: Any) -> Any:
-    """A batch that training would read."""
     loader = source.train_dataloader()
     try:
-        return example_batch(loader)
+        batch = example_batch(loader)
     except DataError:
         # nobody else reads it
-        return next(iter(loader))
+        batch = next(iter(loader))
+    return module, batch, around, _options(trainer.strategy)
 
 
 def _read(path: str, settings: Sequence[str]) -> tuple[LightningModule, LightningDataModule, Trainer]:

@@ -77,7 +77,13 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
             f"a batch of {sizes[0]!r} samples cannot be split over {parts} data ranks; every rank "
             f"needs a sample: give a batch of {parts} or more samples, or fewer devices"
         )
-    return _each(batch, lambda x: x[slice(*_bounds(len(x), part, parts))])
+
+    def own(x: Any) -> Any:
+        size, longer = divmod(len(x), parts)
+        start = part * size + min(part, longer)
+        return x[start : start + size + (part < longer)]
+
+    return _each(batch, own)
 
 
 def cast(batch: Any, dtype: torch.dtype) -> Any:
@@ -115,12 +121,6 @@ class Parts:
     def amp_example_batch(self) -> Any:
         """The first part, for a plan: the ranks of the data axis are those of the request by then."""
         return part_of(self._batches[0], *self._place())
-
-
-def _bounds(n: int, part: int, parts: int) -> tuple[int, int]:
-    size, longer = divmod(n, parts)
-    start = part * size + min(part, longer)
-    return start, start + size + (part < longer)
 
 
 def _each(values: Any, change: Callable[[Any], Any]) -> Any:

@@ -108,7 +108,7 @@ def key_rows(stratum, v):
     p = [layer_norm(row, block.prenorm) for row in v]
     qk = [block.qk.weight @ row for row in p]
     val = [block.value.weight @ row for row in p]
-    higlue = block.variant == "higlue"
+    higlue = block.residual
     values = p if higlue else val
     full = isinstance(block.attention, FullAttention)
     met = attended_by_all(qk, values) if full else attended(qk, values, WINDOW)

@@ -62,7 +62,8 @@ def read_layout(decoder: nn.Module) -> Layout:
     one, other = found.values()
     if [len(rows) for rows in one] != [len(rows) for rows in other]:
         raise NotDetected("has strata with other numbers of anchors than of columns")
-    runs = [name for name, lists in found.items() if _are_runs(lists)]
+    whole = {name: torch.cat(lists) for name, lists in found.items()}
+    runs = [name for name, columns in whole.items() if torch.equal(columns, torch.arange(len(columns)))]
     if not runs:
         raise NotDetected(
             f"has columns in neither of {LISTS!r}: those of a stratum must follow those of the stratum"
@@ -71,11 +72,6 @@ def read_layout(decoder: nn.Module) -> Layout:
     # where both count up there is one stratum, and both are the same
     columns = "strata_masks" if "strata_masks" in runs else "feature_masks"
     return layout_of(next(lists for name, lists in found.items() if name != columns), columns)
-
-
-def _are_runs(lists: Sequence[Tensor]) -> bool:
-    whole = torch.cat(list(lists))
-    return torch.equal(whole, torch.arange(len(whole)))
 
 
 def _indices(name: str, value: Any) -> list[Tensor]:
@@ -87,14 +83,11 @@ def _indices(name: str, value: Any) -> list[Tensor]:
         lists = [torch.as_tensor(rows).detach().cpu() for rows in value]
     except (TypeError, ValueError, RuntimeError) as error:
         raise NotDetected(f"has {name} that cannot be read as lists of indices: {error}") from error
-    wrong = [k for k, rows in enumerate(lists) if rows.dim() != 1 or not len(rows) or not _counts(rows)]
+    whole = [not rows.is_floating_point() and rows.dtype != torch.bool for rows in lists]
+    wrong = [k for k, x in enumerate(lists) if x.dim() != 1 or not len(x) or not whole[k] or x.min() < 0]
     if wrong:
         raise NotDetected(f"has {name} without indices of 0 or more in the strata {wrong!r}")
     return [rows.long() for rows in lists]
-
-
-def _counts(rows: Tensor) -> bool:
-    return not rows.is_floating_point() and rows.dtype != torch.bool and int(rows.min()) >= 0
 
 
 class AdaptedDecoder(StratifiedDecoder):

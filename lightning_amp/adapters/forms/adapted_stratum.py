@@ -35,35 +35,24 @@ from torch.utils.checkpoint import checkpoint
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.models.decoders.likelihoods import table_rows
 from lightning_amp.models.decoders.stratum import AllCells, AllFeatures, Decode, Stratum
-from lightning_amp.models.decoders.stratum_keys import geglu
+from lightning_amp.models.decoders.stratum_keys import AttentionKey, geglu
 from lightning_amp.shapes import OwnCounts, OwnTable, PerAnchor, Scalar
 
 
-class AdaptedAttentionKey(nn.Module):
+class AdaptedAttentionKey(AttentionKey):
     """Key by local attention, to p or the `projected` anchors, and a gated feed-forward layer, `residual` or not."""
 
     def __init__(self, layers: dict[str, nn.Module], *, projected: bool, residual: bool) -> None:
-        super().__init__()
-        self.prenorm, self.qk, self.value = (layers[name] for name in ("prenorm", "qk", "value"))
-        self.attention, self.postnorm, self.ff = (layers[name] for name in ("attention", "postnorm", "ff"))
+        nn.Module.__init__(self)
+        # in the order of the model's key; names are those of protocol.ATTENTION_KEY
+        for name in ("prenorm", "qk", "value", "attention", "postnorm", "ff"):
+            self.add_module(name, layers[name])
         self.projected = projected
         self.residual = residual
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
         return f"projected={self.projected}, residual={self.residual}"
-
-    def forward(self, v: PerAnchor) -> tuple[PerAnchor, PerAnchor]:
-        """Key, and the projected anchors (the next anchor latent of a chained decoder)."""
-        p = self.prenorm(v)
-        qk, val = self.qk(p), self.value(p)
-        key = val + self.attention(qk, qk, val if self.projected else p)
-        gated = geglu(self.ff(self.postnorm(key)))
-        return (key + gated if self.residual else gated), val
-
-    def spine(self, v: PerAnchor) -> PerAnchor:
-        """Only the projected anchors."""
-        return cast(Tensor, self.value(self.prenorm(v)))
 
 
 class AdaptedConvolutionKey(nn.Module):
@@ -178,10 +167,6 @@ class AdaptedStratum(Stratum):
         for name, table in tables.items():
             self.register_parameter(name, table)
         self.runs = dict.fromkeys(tables, slice(*columns))
-
-    def spine(self, v: PerAnchor) -> PerAnchor:
-        """Only v for the next stratum."""
-        return cast(AdaptedAttentionKey, self.key).spine(v) if self.chained else v
 
     def _log_mean(self, logits: Tensor, library: Tensor, log_weight: Tensor) -> Tensor:
         log_mu = super()._log_mean(logits, library, log_weight)

@@ -111,22 +111,18 @@ def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
     attention = [a for a in _flag(module, "use_attn") if _has_lists(module, _lists(a))]
     weights = (False,) if isinstance(getattr(module, "strata_weights", None), nn.Parameter) else both
     ours = (False,) if seen.binarized else both
+    postnorm = both if hasattr(module, "postnorm_layers") else (False,)
     for by_attention, normalised in product(attention, weights):
-        forms_of_keys = _key_forms(module) if by_attention else _convolution_forms(module)
+        if by_attention:
+            ways_of_keys = product((False, True), (True, False), postnorm)
+            names = ("projected", "residual", "postnorm")
+            forms_of_keys = [dict(zip(names, way, strict=True)) for way in ways_of_keys]
+        else:
+            forms_of_keys = [{"activation": activation} for activation in _flag(module, "use_activation")]
         ways = product(forms_of_keys, chained if by_attention else (False,))
         for (keys, chain), own in product(ways, ours):
             found = replace(seen, attention=by_attention, chained=chain, normalised=normalised, ours=own)
-            yield replace(found, **keys)
-
-
-def _key_forms(module: nn.Module) -> Iterator[dict[str, Any]]:
-    postnorm = (True, False) if hasattr(module, "postnorm_layers") else (False,)
-    for projected, residual, post in product((False, True), (True, False), postnorm):
-        yield {"projected": projected, "residual": residual, "postnorm": post}
-
-
-def _convolution_forms(module: nn.Module) -> Iterator[dict[str, Any]]:
-    yield from ({"activation": activation} for activation in _flag(module, "use_activation"))
+            yield replace(found, **keys)  # type: ignore[arg-type]
 
 
 def make_decoder(module: Any, layout: Layout, form: Form) -> AdaptedDecoder:

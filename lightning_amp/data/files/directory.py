@@ -139,7 +139,13 @@ def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         with _refusing(out):
             yield aside
-            _put_in_place(aside, place)
+            if place.exists():
+                old = aside.with_suffix(".old")
+                place.rename(old)
+                aside.rename(place)
+                shutil.rmtree(old)
+            else:
+                aside.rename(place)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -179,13 +185,3 @@ def _check_free(out: Path, *, overwrite: bool) -> None:
             f"{out}: does not overwrite a directory that is no data directory; found {foreign[:5]!r} together with "
             f"{sorted(FOLDERS)!r}; remove it yourself or choose another path"
         )
-
-
-def _put_in_place(aside: Path, out: Path) -> None:
-    if not out.exists():
-        aside.rename(out)
-        return
-    old = aside.with_suffix(".old")
-    out.rename(old)
-    aside.rename(out)
-    shutil.rmtree(old)

@@ -76,7 +76,15 @@ class CellTable:
             self.counts.indptr = self.counts.indptr.astype(np.int32, copy=False)
             self.counts.indices = self.counts.indices.astype(np.int32, copy=False)
         obs = self.read_obs()
-        self._check_counts(source)
+        where = f"{self.path}, {source}"
+        fault = fault_of_counts(self.counts.data, whole=modality in COUNT_MODALITIES)
+        if fault:
+            raise DataError(
+                f"{where}: found {fault[0]} values, e.g. {fault[1]!r}; raw counts are needed, "
+                "store them in layers['counts']"
+            )
+        if not self.contacts.any():
+            raise DataError(f"{where}: none of its {self.n_cells!r} cells has a count; drop this modality")
         self.obs_names: NDArray[np.str_] = obs.index.to_numpy().astype(str)
         labels = obs["batch"].astype(str) if "batch" in obs else np.full(self.n_cells, "0")
         self.batch_names, codes = np.unique(labels, return_inverse=True)
@@ -120,17 +128,6 @@ class CellTable:
             index=torch.from_numpy(np.array(indices, dtype=np.int64)),
         )
 
-    def _check_counts(self, source: str) -> None:
-        where = f"{self.path}, {source}"
-        fault = fault_of_counts(self.counts.data, whole=self.modality in COUNT_MODALITIES)
-        if fault:
-            raise DataError(
-                f"{where}: found {fault[0]} values, e.g. {fault[1]!r}; raw counts are needed, "
-                "store them in layers['counts']"
-            )
-        if not self.contacts.any():
-            raise DataError(f"{where}: none of its {self.n_cells!r} cells has a count; drop this modality")
-
 
 class MultiModalDataset(Dataset[Batch]):
     """Data set of several modalities whose item is the batch of a whole step; x of modalities in `sparse` is
@@ -141,12 +138,12 @@ class MultiModalDataset(Dataset[Batch]):
         self.sparse = frozenset(sparse)
 
     def __getitem__(self, step: StepIndices) -> Batch:
-        return {modality: self._cells(modality, rows, step.draw_key) for modality, rows in step.rows.items()}
-
-    def _cells(self, modality: str, rows: NDArray[np.int64], draw_key: int) -> CellBatch:
-        draw = torch.from_numpy(draw_keys(draw_key, modality, rows))
-        cells = self.tables[modality].rows(rows, sparse=modality in self.sparse)
-        return CellBatch(**cells, draw=draw)
+        batch: Batch = {}
+        for modality, rows in step.rows.items():
+            draw = torch.from_numpy(draw_keys(step.draw_key, modality, rows))
+            cells = self.tables[modality].rows(rows, sparse=modality in self.sparse)
+            batch[modality] = CellBatch(**cells, draw=draw)
+        return batch
 
 
 class OwnColumns(Dataset[Tensor]):

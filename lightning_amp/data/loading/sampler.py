@@ -93,15 +93,10 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         order = {}
         for modality, cells in self.cells.items():
             passes = range(-(-total // len(cells)))
-            order[modality] = np.concatenate([self._permuted(modality, i) for i in passes])[:total]
+            keys = [hash_integers(self.seed, self.epoch, hash_text(modality), i) for i in passes]
+            parts = [np.random.default_rng(key).permutation(cells) if self.shuffle else cells for key in keys]
+            order[modality] = np.concatenate(parts)[:total]
         return order
-
-    def _permuted(self, modality: str, turn: int) -> NDArray[np.int64]:
-        cells = self.cells[modality]
-        if not self.shuffle:
-            return cells
-        key = hash_integers(self.seed, self.epoch, hash_text(modality), turn)
-        return np.random.default_rng(key).permutation(cells)
 
     def _share(self, modality: str, batch: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return this rank's part of a global batch."""

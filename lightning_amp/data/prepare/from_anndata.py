@@ -37,9 +37,13 @@ def write_objects(
 ) -> None:
     """Write hic/, rna/ and graphs/ under an existing directory; arguments and errors as for `from_anndata`."""
     _check_arguments(rna=rna, hic=hic, graph=graph, genes=genes)
-    objects = {
-        name: _in_memory(name, data) for name, data in (("rna", rna), ("hic", hic)) if data is not None
-    }
+    from anndata import AnnData
+
+    objects = {name: data for name, data in (("rna", rna), ("hic", hic)) if data is not None}
+    for name, data in objects.items():
+        if not isinstance(data, AnnData):
+            raise DataError(f"{name}: an AnnData is needed, found {type(data).__name__!r}")
+        objects[name] = data.to_memory() if data.isbacked else data
     counts = {name: _raw_counts(name, data) for name, data in objects.items()}
     layout = _write_hic(root, objects["hic"], counts["hic"]) if hic is not None else None
     if genes is not None:
@@ -78,14 +82,6 @@ def _check_arguments(**given: Any) -> None:
             f"{question}rna and hic are related through a guidance graph: give genes=, a GTF, a BED or a table of"
             " positions such as rna.var, or graph=, a networkx graph"
         )
-
-
-def _in_memory(name: str, data: Any) -> Any:
-    from anndata import AnnData
-
-    if not isinstance(data, AnnData):
-        raise DataError(f"{name}: an AnnData is needed, found {type(data).__name__!r}")
-    return data.to_memory() if data.isbacked else data
 
 
 def _raw_counts(name: str, data: Any) -> Any:

@@ -128,7 +128,11 @@ def prepare(
     Raises:
         DataError: Any of the files cannot be used; nothing is then left behind.
     """
-    _check_numbers(strata=strata, min_depth=min_depth, n_genes=n_genes, loop_quantile=loop_quantile)
+    for name, value, least in (("strata", strata, 1), ("min_depth", min_depth, 0), ("n_genes", n_genes, 1)):
+        if value < least:
+            raise DataError(f"{name}={value!r} is too small; at least {least} is allowed")
+    if not 0 <= loop_quantile < 1:
+        raise DataError(f"loop_quantile={loop_quantile!r} is out of range; allowed is 0 <= loop_quantile < 1")
     with write_aside(out, overwrite=overwrite) as aside:
         scool = ScoolFile(Path(hic))
         width = scool.resolution()
@@ -197,11 +201,3 @@ def write_modalities(
     )
     vertices, edges = build_graph(positions, grid.bins, bulk, loop_quantile=loop_quantile)
     write_graph(root / "graphs" / f"{setting}.graphml.gz", vertices, edges)
-
-
-def _check_numbers(*, strata: int, min_depth: int, n_genes: int, loop_quantile: float) -> None:
-    for name, value, least in (("strata", strata, 1), ("min_depth", min_depth, 0), ("n_genes", n_genes, 1)):
-        if value < least:
-            raise DataError(f"{name}={value!r} is too small; at least {least} is allowed")
-    if not 0 <= loop_quantile < 1:
-        raise DataError(f"loop_quantile={loop_quantile!r} is out of range; allowed is 0 <= loop_quantile < 1")

@@ -50,7 +50,8 @@ def nb(x: Numbers, log_mu: Numbers, log_theta: Numbers) -> Float[Tensor, "..."]:
 
 def zinb(x: Numbers, log_mu: Numbers, log_theta: Numbers, zi_logits: Numbers) -> Float[Tensor, "..."]:
     """Negative binomial with additional zeros of probability sigmoid(zi_logits)."""
-    return _inflate(x, nb(x, log_mu, log_theta), zi_logits)
+    log_p = nb(x, log_mu, log_theta)
+    return torch.where(x == 0, torch.logaddexp(log_p, zi_logits), log_p) - _softplus(zi_logits)
 
 
 def normal(x: Numbers, loc: Numbers, log_scale: Numbers) -> Float[Tensor, "..."]:
@@ -68,11 +69,6 @@ def ziln(x: Numbers, loc: Numbers, log_scale: Numbers, zi_logits: Numbers) -> Fl
 def bernoulli(x: Numbers, logits: Numbers) -> Float[Tensor, "..."]:
     """Bernoulli of x in {0, 1}."""
     return x * F.logsigmoid(logits) + (1 - x) * F.logsigmoid(-logits)
-
-
-def _inflate(x: Tensor, log_p: Tensor, zi_logits: Tensor) -> Tensor:
-    at_zero = torch.logaddexp(log_p, zi_logits)
-    return torch.where(x == 0, at_zero, log_p) - _softplus(zi_logits)
 
 
 def table_rows(

@@ -44,7 +44,8 @@ class AttentionKey(nn.Module):
         super().__init__()
         if variant not in get_args(Variant):
             raise ModelError(f"AttentionKey(variant={variant!r}): choose one of {get_args(Variant)!r}")
-        self.variant = variant
+        # values are the normalised anchors, or the projected ones
+        self.projected, self.residual = variant == "paper", variant == "higlue"
         self.prenorm = nn.LayerNorm(dim)
         self.qk = nn.Linear(dim, dim, bias=False)
         self.value = nn.Linear(dim, dim, bias=False)
@@ -58,9 +59,9 @@ class AttentionKey(nn.Module):
         """Key, and the projected anchors (the next anchor latent of a chained decoder)."""
         p = self.prenorm(v)
         qk, val = self.qk(p), self.value(p)
-        key = val + self.attention(qk, qk, p if self.variant == "higlue" else val)
+        key = val + self.attention(qk, qk, val if self.projected else p)
         gated = geglu(self.ff(self.postnorm(key)))
-        return (key + gated if self.variant == "higlue" else gated), val
+        return (key + gated if self.residual else gated), val
 
     def spine(self, v: PerAnchor) -> PerAnchor:
         """Only the projected anchors: what a chained decoder hands on."""

@@ -231,14 +231,13 @@ class SharedLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*cell feature"] | SparseCounts) -> Float[Tensor, "*cell hidden"]:
         """The layer's output for all features, equal on all ranks."""
-        y = collectives.leave(self.mesh, F.linear(self._own(x), self.weight))
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def _own(self, x: Tensor | SparseCounts) -> Tensor:
         if isinstance(x, SparseCounts):
             # not a tensor, but what F.linear takes
-            return cast(Tensor, x[..., own_run(x.shape[-1], self.mesh)])
-        return cast(Tensor, _TakeColumns.apply(x, self.mesh))  # type: ignore[no-untyped-call]
+            own = cast(Tensor, x[..., own_run(x.shape[-1], self.mesh)])
+        else:
+            own = cast(Tensor, _TakeColumns.apply(x, self.mesh))  # type: ignore[no-untyped-call]
+        y = collectives.leave(self.mesh, F.linear(own, self.weight))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class _TakeColumns(torch.autograd.Function):

@@ -87,19 +87,17 @@ class ShardedLinear(_Sharded, nn.Linear):
         columns = self.channels.select(self.weight).T
         blocks = torch.cat([self.channels.blocks(group) for group in self._groups(columns)], dim=-1)
         products = torch.bmm(input.expand(len(blocks), *input.shape), blocks)
-        own = self._cut(collectives.scatter(self.channels.mesh, products))
+        own = collectives.scatter(self.channels.mesh, products)
+        width, widest = self.channels.width, self.channels.widest
+        if width < widest:
+            # blocks are padded to the widest rank's channels
+            own = torch.cat([group[:, :width] for group in torch.split(own, widest, dim=-1)], dim=-1)
         if self.bias is None:
             return own
         return own + torch.cat([self.channels.select(group) for group in self._groups(self.bias)])
 
     def _groups(self, values: Tensor) -> tuple[Tensor, ...]:
         return torch.split(values, self.channels.dim, dim=-1)
-
-    def _cut(self, own: Tensor) -> Tensor:
-        width, widest = self.channels.width, self.channels.widest
-        if width == widest:
-            return own
-        return torch.cat([group[:, :width] for group in torch.split(own, widest, dim=-1)], dim=-1)
 
 
 class ShardedConv1d(_Sharded, nn.Conv1d):
@@ -117,17 +115,11 @@ class ShardedLayerNorm(_Sharded, nn.LayerNorm):
 
     def forward(self, input: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row own_dim"]:
         """Normalise over all ranks' channels."""
-        weight = None if self.weight is None else self.channels.select(self.weight)
-        bias = None if self.bias is None else self.channels.select(self.bias)
-        # weight and bias as rows, of one dim more
-        return normalised(
-            input,
-            None if weight is None else weight[None],
-            None if bias is None else bias[None],
-            dims=(1,),
-            axes=(axis_of(self.channels.mesh),),
-            eps=self.eps,
-        )
+        tables = (self.weight, self.bias)
+        # as rows, of one dim more
+        weight, bias = (None if t is None else self.channels.select(t)[None] for t in tables)
+        axes = (axis_of(self.channels.mesh),)
+        return normalised(input, weight, bias, dims=(1,), axes=axes, eps=self.eps)
 
 
 CHANNELWISE = (nn.Identity, nn.LeakyReLU, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU)
@@ -146,18 +138,31 @@ def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> 
             f"the children {ATTENTION_KEY!r} or {CONVOLUTION_KEY!r}, and no state except theirs",
         )
     swaps: dict[str, nn.Module] = {}
-    for name, child in children.items():
-        path = f"{fqn}.{name}"
+    dim = channels.dim
+    for name, child in cast(dict[str, Any], children).items():
+        # not isinstance: a subclass may compute something else
+        path, kind = f"{fqn}.{name}", type(child)
         if name == "attention":
             swaps |= _share_attention(child, path, channels, gather=gather)
         elif name in ("prenorm", "postnorm"):
-            swaps |= _share_norm(child, path, channels)
+            if kind is nn.LayerNorm and child.normalized_shape == (dim,):
+                swaps[path] = ShardedLayerNorm(child, channels)
+            elif kind is not nn.Identity:
+                raise refusal(path, f"is {shown(child)}", f"nn.LayerNorm({dim}) or nn.Identity()")
         elif name == "pairs":
-            swaps[path] = _share_convolution(child, path, channels)
+            sizes = [getattr(child, size, None) for size in ("in_channels", "out_channels", "groups")]
+            if kind is not nn.Conv1d or sizes != [dim] * 3 or child.padding_mode != "zeros":
+                allowed = f"a depthwise nn.Conv1d of {dim} channels, padded with zeros"
+                raise refusal(path, f"is {shown(child)}", allowed)
+            swaps[path] = ShardedConv1d(child, channels)
         elif name == "activation":
-            _check_activation(child, path)
+            if kind not in CHANNELWISE:
+                raise refusal(path, f"is {shown(child)}", f"one of {[one.__name__ for one in CHANNELWISE]!r}")
         else:
-            swaps[path] = _share_linear(child, path, channels, groups=2 if name == "ff" else 1)
+            shape = (dim, 2 * dim if name == "ff" else dim)
+            if kind is not nn.Linear or (child.in_features, child.out_features) != shape:
+                raise refusal(path, f"is {shown(child)}", f"nn.Linear{shape!r}")
+            swaps[path] = ShardedLinear(child, channels)
     # any two ranks have other channels, and these two have the same ones for every rank that asks
     problem = channels_problem(key, channels.dim, channels.of(0), channels.of(channels.mesh.size() - 1))
     if problem:
@@ -195,40 +200,7 @@ def _share_attention(
     return {path: inner.shard(channels.pairs, total)}
 
 
-def _share_norm(norm: nn.Module, fqn: str, channels: Channels) -> dict[str, nn.Module]:
-    if type(norm) is nn.Identity:
-        return {}
-    # not isinstance: a subclass may compute something else
-    if type(norm) is not nn.LayerNorm or norm.normalized_shape != (channels.dim,):
-        raise refusal(fqn, f"is {shown(norm)}", f"nn.LayerNorm({channels.dim}) or nn.Identity()")
-    return {fqn: ShardedLayerNorm(norm, channels)}
-
-
-def _share_linear(linear: nn.Module, fqn: str, channels: Channels, *, groups: int) -> ShardedLinear:
-    shape = (channels.dim, groups * channels.dim)
-    if type(linear) is not nn.Linear or (linear.in_features, linear.out_features) != shape:
-        raise refusal(fqn, f"is {shown(linear)}", f"nn.Linear{shape!r}")
-    return ShardedLinear(linear, channels)
-
-
-def _share_convolution(pairs: nn.Module, fqn: str, channels: Channels) -> ShardedConv1d:
-    dims = (channels.dim,) * 3
-    if (
-        type(pairs) is not nn.Conv1d
-        or (pairs.in_channels, pairs.out_channels, pairs.groups) != dims
-        or pairs.padding_mode != "zeros"
-    ):
-        raise refusal(
-            fqn, f"is {shown(pairs)}", f"a depthwise nn.Conv1d of {channels.dim} channels, padded with zeros"
-        )
-    return ShardedConv1d(pairs, channels)
-
-
-def _check_activation(activation: nn.Module, fqn: str) -> None:
-    if type(activation) not in CHANNELWISE:
-        raise refusal(fqn, f"is {shown(activation)}", f"one of {[kind.__name__ for kind in CHANNELWISE]!r}")
-
-
+OwnCells = Float[Tensor, "cell own_dim"]
 OwnChannels = Float[Tensor, "anchor own_dim"]
 
 
@@ -274,22 +246,11 @@ class HiddenDecode(nn.Module):
         self.inner = inner
         self.mesh = mesh
 
-    def forward(
-        self,
-        u: Float[Tensor, "cell own_dim"],
-        key: Float[Tensor, "anchor own_dim"],
-        feature_anchor: FeatureAnchor,
-    ) -> Counts:
+    def forward(self, u: OwnCells, key: OwnChannels, feature_anchor: FeatureAnchor) -> Counts:
         """Scores of all features, replicated."""
         return collectives.leave(self.mesh, self.inner(u, key, feature_anchor))
 
-    def scatter(
-        self,
-        u: Float[Tensor, "cell own_dim"],
-        key: Float[Tensor, "anchor own_dim"],
-        feature_anchor: FeatureAnchor,
-        run: int,
-    ) -> OwnCounts:
+    def scatter(self, u: OwnCells, key: OwnChannels, feature_anchor: FeatureAnchor, run: int) -> OwnCounts:
         """Scores of the features [rank * run, (rank + 1) * run); `feature_anchor` are those of all features."""
         ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
         assert ranks * run >= len(feature_anchor), (
@@ -311,18 +272,15 @@ def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceM
     for k, stratum in enumerate(decoder.strata):
         fqn = f"strata.{k}"
         swaps[f"{fqn}.decode"] = _share_decode(stratum, fqn, channels)
-        key = _key(stratum, fqn)
+        key = getattr(stratum, "key", "missing")
+        if not (key is None or isinstance(key, nn.Module)):
+            raise refusal(
+                f"{fqn}.key", f"is {shown(key)}", "a module, or None where the anchors are the keys"
+            )
         if key is not None:
             swaps |= share_key(key, f"{fqn}.key", channels, gather=spec.gather)
             parameters += key.parameters()
     return Change(swaps, partial=parameters)
-
-
-def _key(stratum: nn.Module, fqn: str) -> nn.Module | None:
-    key = getattr(stratum, "key", "missing")
-    if key is None or isinstance(key, nn.Module):
-        return key
-    raise refusal(f"{fqn}.key", f"is {shown(key)}", "a module, or None where the anchors are the keys")
 
 
 def _share_decode(stratum: nn.Module, fqn: str, channels: Channels) -> HiddenDecode:

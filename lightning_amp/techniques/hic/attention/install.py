@@ -219,15 +219,11 @@ class ChunkedLocalAttention(nn.Module):
         inner = cast(BucketedAttention, self.inner)
         state, n_buckets = inner.prepare(q, k, values), inner.n_buckets(len(q))
         firsts = range(0, n_buckets, self.buckets)
-        rows = [self._chunk(state, first, min(first + self.buckets, n_buckets)) for first in firsts]
+        attend = inner.attend
+        if not self.retain:
+            attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+        rows = [attend(state, first, min(first + self.buckets, n_buckets)) for first in firsts]
         return torch.cat(rows)[: len(q)]
-
-    def _chunk(self, state: tuple[Tensor, ...], first: int, last: int) -> Tensor:
-        attend = cast(BucketedAttention, self.inner).attend
-        if self.retain:
-            return attend(state, first, last)
-        rows = checkpoint(attend, state, first, last, use_reentrant=False, preserve_rng_state=False)
-        return cast(Tensor, rows)
 
 
 def chunked(module: nn.Module, spec: ChunkedAttention, mesh: Any) -> nn.Module:

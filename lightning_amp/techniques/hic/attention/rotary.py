@@ -2,18 +2,13 @@
 
     R(i): z -> z exp(i f sqrt(-1))      z = a + b sqrt(-1),  a of channel c, b of c + D/2,  f = 10000^(-2c/D)
 
-A turned row times a turned row depends only on the difference of their positions. Turned rows are complex numbers, one
-per pair, because turning is then one product. Their real and imaginary parts one after the other are D channels in
-another order, the same for all rows, and inner products do not mind. Position i = j w + p is turned by the angles of
-p and of j w, one after the other, so that the tables have a row per place in a bucket and a row per bucket.
+Turned rows are complex numbers, one per pair, because turning is then one product. Their real and imaginary parts are D
+channels in another order, the same for all rows, and inner products do not mind. Position i = j w + p is turned by the
+angles of p and of j w, so that the tables have a row per place in a bucket and a row per bucket.
 
-The frequencies are rounded to float32 whatever the dtype, because the reference's are. Positions run along a sequence
-and can be large: an angle is a product of 24 bits and a whole number, which float64 holds exactly up to 2^29 rows, and
-its cosine is rounded once. float64 must exist on the device.
-
-The tables are made once for all attention of the same sizes in a process, 2 (w + W) D numbers, and the last few kept:
-making them takes as many operators as attention itself. Where operators are launched the factors of all rows of some
-buckets are kept too, if they are not many: then a turn is one product.
+The frequencies are rounded to float32 whatever the dtype, because the reference's are. Positions can be large: an angle
+is a product of 24 bits and a whole number, which float64 holds exactly up to 2^29 rows. The tables, 2 (w + W) D
+numbers, are made once for all attention of the same sizes: making them takes as many operators as attention itself.
 
 Legend: bucket (any number of them), row (of a bucket, w or fewer), dim (D), pair (D / 2), w window, W buckets.
 """

@@ -5,37 +5,26 @@
 
 Buckets that meet all three of their neighbourhood are one call, in which each is a batch of one head and the keys and
 values of a batch are a view that overlaps with the next one's. The first bucket of the sequence and the last one meet
-two, and are a second call: no key outside the sequence is multiplied or masked, and `own` is the same for all batches
-of a call but for the place of the diagonal. The rows that fill the last bucket are zeros like any others, which are
-attended, as the reference has it. Both calls read `own` from one tensor w (5 w) for all attention of a window in a
-process, kept like the rotation's tables.
+two, and are a second call: no key outside the sequence is multiplied or masked. The rows that fill the last bucket are
+zeros like any others, which are attended, as the reference has it. Both calls read `own` from one tensor w (5 w) for
+all attention of a window in a process.
 
-Gradients of keys come by batch, [bucket, 3 w, D]. Written one after the other these are three slots a bucket, and key
-bucket c gets the slots 3c + 3 (previous of the next), 3c + 1 (own) and 3c - 1 (next of the previous): one sum over a
-view with the stride 2, with zeros at the ends.
-
-torch's kernels are called by name and not through `scaled_dot_product_attention`: that would choose for itself, and
-where it finds no fused kernel it computes with all scores at once. Here a device, a dtype or a number of channels
-without one is refused.
+torch's kernels are called by name and not through `scaled_dot_product_attention`, which computes with all scores at
+once where it finds no fused kernel. Here a device, a dtype or a number of channels without one is refused.
 
 Exact up to rounding, with one difference: the reference replaces the score of a row with itself by -5e4, here it gets
 no weight. The same wherever any other key of the row has a score above -4.9e4, so for |q| < 4.9e4 sqrt(D). A row that
 meets no other key (one anchor, w = 1) has itself alone in both.
 
 Kept for the backward pass: s and r, a norm a key, out by call, one logarithm a row, and the values, filled up where
-the last bucket is cut; banded_softmax.py keeps its inputs. Held at most besides these, in numbers, with M the keys:
+the last bucket is cut. Held at most besides these, in numbers, with M the keys:
 
     forward     out of both calls again, N D
     backward    gradients of rows, keys and values by bucket, N D + 6 M D; those of keys and values one after the other,
                 6 M D; sums, and what is returned, 2 N D + 3 M D
 
-about 22 N D with what is kept. The mask and the rotation's tables, which stay, are in no prediction.
-
-Under autocast to bfloat16 queries, keys and values meet in it, with sums, weights and logarithms in float32; turned,
-normalised and added up they are in float32. Other numbers below float32 are computed with in float32.
-
-Not run on a GPU. Second derivatives are refused by torch.
-
+The mask and the rotation's tables, which stay, are in no prediction. Types are those of banded_softmax.py. Not run on a
+GPU. Second derivatives are refused by torch.
 Legend: row (N), key (M, those of the rows and of the neighbours), dim (D), w window, bucket, slot (of a bucket's keys).
 """
 

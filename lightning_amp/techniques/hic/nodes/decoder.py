@@ -2,8 +2,7 @@
 
     region        own rows of v enter, losses are added up (ranks/sharded_region.py, ranks/anchor_shards.py); v has no
                   others where the graph's vertices are sharded too (graph_encoder.py)
-    attention     local: of the own buckets, with one bucket of rows of each neighbouring rank (halo_attention.py);
-                  full: keys and values of all ranks pass by (ring_attention.py)
+    attention     local, with a bucket of rows of each neighbouring rank; full: keys and values of all ranks pass by
     features      those of the own anchors; the softmax runs over all ranks' features
 
 Everything else of a key works row by row and needs no change, nor does a chained spine. Exact up to the order of the
@@ -17,14 +16,13 @@ sums over ranks. Anchors are sharded in whole buckets, as evenly as they go; wit
     the same, v given by its own rows   1 all-reduce  1              1 all-reduce  B D + K
     parameters of the strata                                         in the reduction of gradients, once
 
-The numbers are those that a rank puts in. Under `recompute` those of a forward pass come twice; under `stream` those of
+The numbers are those that a rank puts in; under `recompute` those of a forward pass come twice, under `stream` those of
 the softmax once for every micro-batch. What shrinks to a part of 1 / R: everything of a key, scores, likelihood, and
 time. Parameters stay whole; their gradients are parts (`Change.partial`).
 
 Legend: B cells, N anchors, n own anchors, w anchors of a bucket, D dim, K strata, R ranks.
 Known limits: second derivatives are refused; what a key does besides its children is probed on an example
-(checks/key.py), what a stratum does besides its parts is not; v and its gradient are whole outside of the decoder,
-unless the graph's vertices are sharded too; random draws inside of the strata are each rank's own.
+(checks/key.py), what a stratum does besides its parts is not; random draws inside of the strata are each rank's own.
 """
 
 import copy
@@ -89,7 +87,8 @@ def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | No
     # not named_children: it leaves out a module that has two names
     children = dict(key._modules) if isinstance(key, nn.Module) else {}
     others = [child for name, child in children.items() if name != "attention"]
-    if set(children) != set(ATTENTION_KEY) or not all(map(_is_row_by_row, others)) or _has_state(key):
+    state = children and [*key.parameters(recurse=False), *key.buffers(recurse=False)]
+    if set(children) != set(ATTENTION_KEY) or not all(map(_is_row_by_row, others)) or state:
         raise _refusal(
             decoder,
             f"has {fqn!r} {key!r}",
@@ -125,16 +124,13 @@ def _is_row_by_row(child: nn.Module | None) -> bool:
     return known and not hooks_within(cast(nn.Module, child))
 
 
-def _has_state(key: Any) -> bool:
-    return any(True for _ in (*key.named_parameters(recurse=False), *key.named_buffers(recurse=False)))
-
-
 def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
     """Anchors of a bucket, if attention sees the two neighbouring buckets of a bucket and no others; of full one 1."""
     if not isinstance(attention, BucketedAttention):
         return 1
-    window, buckets = getattr(attention, "window", None), attention
-    if not (isinstance(window, int) and window > 0) or _buckets(buckets, window) != [1, 2]:
+    window: Any = getattr(attention, "window", None)
+    fits = isinstance(window, int) and window > 0
+    if not fits or [attention.n_buckets(n) for n in (window, window + 1)] != [1, 2]:
         raise _refusal(
             decoder, f"has {fqn!r} with window={window!r}", "attention with buckets of `window` anchors"
         )
@@ -161,12 +157,7 @@ def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
             f"has {fqn!r} whose buckets depend on other buckets than their two neighbours, or on their place",
             "attention between neighbouring buckets",
         )
-    return window
-
-
-def _buckets(attention: BucketedAttention, window: int) -> list[int]:
-    """Buckets of so many anchors, and of one more."""
-    return [attention.n_buckets(n) for n in (window, window + 1)]
+    return cast(int, window)
 
 
 def _refusal(decoder: object, found: str, allowed: str) -> InstallError:

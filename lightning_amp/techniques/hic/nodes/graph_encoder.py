@@ -5,17 +5,13 @@
     rows           of the decoder's anchors the own ones, which enter it as they are; of other modalities all of them
     loc, std       row by row; whole on every rank, a rank's gradients are parts (`Change.partial`)
 
-Exact up to the order of sums. Which vertex lies where: sharded_vertices.py.
-
     collectives of a step               forward                      backward
     messages over edges                 1 all-to-all  g D            1 all-to-all  g D
     ends of sampled edges               1 all-reduce  P (2 + m) D    nothing
     every other modality                1 all-reduce  F_m D          nothing
     divergence                          1 all-reduce  1              nothing
-    parameters of loc and std           in the reduction of gradients, once
 
-What shrinks to a part of 1 / R: everything [V, D]. The lists of edges, [E], stay whole: any rank may draw any edge.
-
+Exact up to the order of sums. What shrinks to a part of 1 / R: everything [V, D]. The lists of edges, [E], stay whole.
 Legend: V vertices, D dim, E edges, g ghosts of a rank, P sampled edges with m negatives each, F_m features of another
 modality, R ranks.
 Known limits: second derivatives are refused; encoders are detected by their children (protocol.py), what their

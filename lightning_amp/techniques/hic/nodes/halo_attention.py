@@ -28,13 +28,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.dist.ring_attention import ring_attention
 from lightning_amp.dist.sharded_tensor import computed_in
 from lightning_amp.dist.splits import axis_of
 from lightning_amp.shapes import PerAnchor
 from lightning_amp.techniques.contract.protocol import BucketedAttention
 from lightning_amp.techniques.hic.attention.sizes import check_rows
+from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.anchor_shards import AnchorShards
 
 
@@ -46,7 +46,8 @@ def start_exchange(
     Every rank must call it. `edges`: the first own bucket for the rank before, the last for the rank after, if there
     are.
     """
-    sent = torch.cat([_pad(edge, rows.window) for edge in edges])
+    # the last bucket of all may be short, and alone on its rank; autograd wants as many rows back as were sent
+    sent = torch.cat([F.pad(edge, (0, 0, 0, rows.window - len(edge))) for edge in edges])
     return cast(Tensor, _Start.apply(sent, rows))  # type: ignore[no-untyped-call]
 
 
@@ -67,14 +68,14 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _wait(grad), None
+        return collectives.wait_for(grad), None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, under_way: Tensor, rows: AnchorShards) -> Tensor:
         ctx.rows = rows
-        return _wait(under_way).view_as(under_way)
+        return collectives.wait_for(under_way).view_as(under_way)
 
     @staticmethod
     @once_differentiable
@@ -82,22 +83,11 @@ class _Finish(torch.autograd.Function):
         return _exchange(ctx.rows, grad), None
 
 
-def _pad(bucket: Tensor, window: int) -> Tensor:
-    """The last bucket of all may be short, and alone on its rank; autograd wants as many rows back as were sent."""
-    return F.pad(bucket, (0, 0, 0, window - len(bucket))) if len(bucket) < window else bucket
-
-
 def _exchange(rows: AnchorShards, sent: Tensor) -> Tensor:
     """A bucket to and from each neighbour; the result is not to be read before it was waited for."""
     own = rows.mesh.get_local_rank()
     sizes = [rows.window if abs(rank - own) == 1 else 0 for rank in range(len(rows.sizes))]
-    found = functional.all_to_all_single(sent.contiguous(), sizes, sizes, rows.mesh.get_group())
-    # the wrapper would wait wherever autograd looks at it
-    return cast(Tensor, getattr(found, "elem", found))
-
-
-def _wait(under_way: Tensor) -> Tensor:
-    return cast(Tensor, functional.wait_tensor(under_way))  # type: ignore[no-untyped-call]
+    return collectives.start_all_to_all(rows.mesh, sent, sizes, sizes)
 
 
 State = tuple[Tensor, ...]
@@ -157,14 +147,12 @@ class HaloAttention(nn.Module):
 
     def _in_order(self, pieces: dict[int, State], inside: list[Tensor]) -> Tensor:
         """Rows of the outer buckets that are requested, and of those between."""
-        rows = {j: self.inner.attend(piece, p := self._place(j), p + 1) for j, piece in pieces.items()}
+        # which bucket of its piece an outer bucket is
+        places = {j: int(j > 0 or self.anchors.before) for j in pieces}
+        rows = {j: self.inner.attend(piece, places[j], places[j] + 1) for j, piece in pieces.items()}
         first = self.inside.start
         before, after = ([r for j, r in rows.items() if (j < first) == side] for side in (True, False))
         return torch.cat([*before, *inside, *after])
-
-    def _place(self, j: int) -> int:
-        """Which bucket of its piece a outer bucket is."""
-        return int(j > 0 or self.anchors.before)
 
     def _near(self, *own: Tensor) -> list[State]:
         """Own rows of q, k and values around every outer bucket."""

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import PerVertex, Scalar
 from lightning_amp.techniques.contract.protocol import Messages
@@ -276,12 +275,12 @@ class _PropagateShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, leaf: SharedVertices) -> Tensor:
         ctx.leaf = leaf
-        under_way = _exchange(leaf, x[leaf.sent], leaf.n_sent, leaf.n_received)
+        under_way = collectives.start_all_to_all(leaf.mesh, x[leaf.sent], leaf.n_received, leaf.n_sent)
         out = torch.zeros_like(x)
         inner, outer = slice(0, leaf.n_inner), slice(leaf.n_inner, None)
         # messages between own vertices are added while the ghosts' rows are under way
         _add(leaf, out, x, inner)
-        _add(leaf, out, _wait(under_way), outer)
+        _add(leaf, out, collectives.wait_for(under_way), outer)
         return out
 
     @staticmethod
@@ -292,10 +291,10 @@ class _PropagateShards(torch.autograd.Function):
         inner, outer = slice(0, leaf.n_inner), slice(leaf.n_inner, None)
         # first what others wait for: the gradients of their rows
         _add(leaf, ghosts, grad, outer, back=True)
-        under_way = _exchange(leaf, ghosts, leaf.n_received, leaf.n_sent)
+        under_way = collectives.start_all_to_all(leaf.mesh, ghosts, leaf.n_sent, leaf.n_received)
         out = torch.zeros_like(grad)
         _add(leaf, out, grad, inner, back=True)
-        return out.index_add_(0, leaf.sent, _wait(under_way)), None
+        return out.index_add_(0, leaf.sent, collectives.wait_for(under_way)), None
 
 
 def _add(leaf: SharedVertices, out: Tensor, x: Tensor, edges: slice, *, back: bool = False) -> None:
@@ -303,13 +302,3 @@ def _add(leaf: SharedVertices, out: Tensor, x: Tensor, edges: slice, *, back: bo
     source, target = leaf.source[edges], leaf.target[edges]
     ends = {"source": target, "target": source} if back else {"source": source, "target": target}
     leaf.inner.add_messages(out, x, **ends, coefficient=leaf.coefficient[edges])
-
-
-def _exchange(leaf: SharedVertices, sent: Tensor, n_sent: list[int], n_received: list[int]) -> Tensor:
-    """Rows from every rank to every other; not to be read before they were waited for."""
-    found = functional.all_to_all_single(sent.contiguous(), n_received, n_sent, leaf.mesh.get_group())
-    return cast(Tensor, getattr(found, "elem", found))
-
-
-def _wait(under_way: Tensor) -> Tensor:
-    return cast(Tensor, functional.wait_tensor(under_way))  # type: ignore[no-untyped-call]

@@ -112,7 +112,11 @@ def entries(
     numbers = x if isinstance(x, Tensor) else x.value
     if has_no_values(numbers):
         n = math.ceil(ASSUMED_SHARE * x.numel()) if numbers is x else len(numbers)
-        return _without_values(numbers, n, x.shape[1], runs, dtype=dtype)
+        # that many entries, spread evenly
+        row, column = numbers.new_empty((2, n), dtype=torch.int64)
+        ends = [n * run.stop // max(x.shape[1], 1) for run in runs]
+        value, log_factorial = numbers.new_empty((2, n), dtype=dtype)
+        return Entries(row=row, column=column, value=value, log_factorial=log_factorial, runs=runs, ends=ends)
     if isinstance(x, SparseCounts):
         return Entries(
             row=x.row,
@@ -132,14 +136,4 @@ def entries(
     column = torch.cat([column + run.start for (_, column), run in zip(found, runs, strict=True)])
     value = x[row, column].to(dtype)
     log_factorial = (value + 1).lgamma_()
-    return Entries(row=row, column=column, value=value, log_factorial=log_factorial, runs=runs, ends=ends)
-
-
-def _without_values(
-    like: Tensor, n: int, width: int, runs: Sequence[slice], *, dtype: torch.dtype
-) -> Entries:
-    """That many entries of as many columns as `width`, spread evenly."""
-    row, column = like.new_empty((2, n), dtype=torch.int64)
-    ends = [n * run.stop // max(width, 1) for run in runs]
-    value, log_factorial = like.new_empty((2, n), dtype=dtype)
     return Entries(row=row, column=column, value=value, log_factorial=log_factorial, runs=runs, ends=ends)

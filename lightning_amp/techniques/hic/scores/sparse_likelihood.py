@@ -9,16 +9,11 @@
               d / d log_theta = theta (psi(x + theta) - psi(theta) - softplus(r)) - d / d log_mu
 
 `least` is a small number that some add to the probability of a zero before they take its logarithm (HiGLUE's EPS); it
-is found by trying, and 0 for most.
-
-Few operators on all of them: n - softplus(s) and theta sigmoid(r) are terms of both kinds. Where a count is not zero,
-q - n is set to minus infinity, which leaves no additional zero there; what it has besides that is added in its place.
-
-Exact up to rounding, in value and gradients: log p of a zero is not computed with where a count is not zero, so nothing
-cancels.
-No collectives. What shrinks: lgamma and psi are computed only for the counts that are not zero, and of all [B, F_k]
-that the likelihood kept there is one, the gradient of log_mu. Gradients are computed with the value, so that a backward
-pass only scales them; it may run many times. What else is of that size exists for a few columns at a time.
+is found by trying, and 0 for most. n - softplus(s) and theta sigmoid(r) are terms of both kinds. Where a count is not
+zero, q - n is set to minus infinity, which leaves no additional zero there. Exact up to rounding: log p of a zero is
+not computed with where a count is not zero, so nothing cancels. No collectives. What shrinks: lgamma and psi are
+computed only for the counts that are not zero, and of all [B, F_k] that the likelihood kept there is one, the gradient
+of log_mu. Gradients are computed with the value, so that a backward pass only scales them; it may run many times.
 
 In numbers, besides the arguments, with T = 1 or B rows of the tables and M counts that are not zero:
 
@@ -26,13 +21,10 @@ In numbers, besides the arguments, with T = 1 or B rows of the tables and M coun
     held in the forward pass      the same, and the larger of 18 M and 11 M + 3 chunks (6 if T = B)
     held in the backward pass     what was kept and as much again, which is handed on
 
-Inputs below float32 are computed with, and added up, in float32.
-
 Legend: cell (B), own_feature (F_k of one stratum, or those that a rank holds), psi = digamma.
 Known limits: no second derivative, and no gradient of the counts; those of nonzero_counts.py. What a likelihood does
-with other numbers than those of checks/likelihood.py is not seen. Where it refuses counts that are no whole
-numbers, always or as long as torch's distributions check values, so does this one on the CPU; other devices are not
-waited for.
+with other numbers than those of checks/likelihood.py is not seen. Counts that it refuses are refused on the CPU only,
+for other devices are not waited for. Inputs below float32 are computed with, and added up, in float32.
 """
 
 import math

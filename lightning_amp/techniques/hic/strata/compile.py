@@ -3,14 +3,11 @@
     key     one graph for all strata, whose anchors are as many
     nll     one graph for all numbers of features and cells
 
-Exact up to rounding: the compiler puts the same operators into fewer kernels. Leaves whose backward pass is written by
-hand (`stays_eager`) run between graphs as they are, and so does a key that `stream` has taken over. Where there are
-none, what has no place in one graph is torch's error; more graphs than expected (`GRAPHS`), after which torch would go
-on without compiling, always are. Where operators only tell their sizes (a simulation) nothing is compiled.
-
-No collectives. mode="reduce-overhead" records what is launched on CUDA as graphs, torch's CUDA graph trees; they own
-the memory of what a stratum returns until the next step, so that `stream` and `recompute`, which run a backward pass
-between two strata, are not supported with it.
+Exact up to rounding. Leaves whose backward pass is written by hand (`stays_eager`) run between graphs as they are, and
+so does a key that `stream` has taken over. Where there are none, what has no place in one graph is torch's error; more
+graphs than expected (`GRAPHS`) always are. Without values (a simulation) nothing is compiled. No collectives.
+mode="reduce-overhead" records CUDA graphs, which own the memory of what a stratum returns until the next step, so that
+`stream` and `recompute`, which run a backward pass between two strata, are not supported with it.
 
 Known limits: what a compiled stratum keeps and needs at most is the compiler's choice, and not predicted; `mean` and
 `spine` are not compiled.

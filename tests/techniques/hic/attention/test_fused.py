@@ -58,7 +58,7 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 
 def set_sizes(monkeypatch: pytest.MonkeyPatch, together: int, chunk: int, *, padded: bool = False) -> None:
     sizes = RunSizes(together, chunk, padded=padded)
-    monkeypatch.setattr(banded_softmax, "_sizes", lambda q, window: sizes)
+    monkeypatch.setattr(banded_softmax, "run_sizes", lambda window, launched: sizes)
 
 
 KERNELS = ("products", "sdpa")
