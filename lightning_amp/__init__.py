@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 _HOME = {
     "SingleCellDataModule": "data.loading.datamodule",
     "prepare": "data.prepare.prepare",
-    "diagnose": "diagnosis.diagnosis",
-    "register_signal": "diagnosis.diagnosis",
+    "diagnose": "diagnosis",
+    "register_signal": "diagnosis",
     "StratumMemoryMonitor": "lightning.callbacks.memory_monitor",
     "PredictionWriter": "lightning.callbacks.prediction_writer",
     "collect_predictions": "lightning.callbacks.predictions",

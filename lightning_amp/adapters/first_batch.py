@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from lightning_amp.adapters.forms.adapted_decoder import LISTS, AdaptedDecoder
-from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum
+from lightning_amp.adapters.forms.adapted_decoder import LISTS, AdaptedDecoder, AdaptedStratum
 from lightning_amp.adapters.forms.multires import MultiResDecoder
 from lightning_amp.adapters.lazy_distribution import version
 from lightning_amp.data.sparse_counts import SparseCounts

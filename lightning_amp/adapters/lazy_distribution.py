@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
-from lightning_amp.adapters.forms.adapted_stratum import distribution
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder, distribution
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Counts, Experiment, Library, PerAnchor, PerCell, Scalar

@@ -18,7 +18,7 @@ from torch.distributions import Distribution, NegativeBinomial, constraints
 
 from lightning_amp._torch import values_are_checked
 from lightning_amp.adapters.adapt import adapt
-from lightning_amp.adapters.forms.adapted_stratum import GivenDistribution
+from lightning_amp.adapters.forms.adapted_decoder import GivenDistribution
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.techniques.checks import cached_check

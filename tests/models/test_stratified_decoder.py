@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lightning_amp.errors import ModelError
-from lightning_amp.models.decoders.local_attention import FullAttention
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
-from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
+from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey, FullAttention
 
 N, D, B, WINDOW = 7, 4, 3, 2
 NODES = [list(range(7)), [0, 1, 2, 4, 5], [0, 1, 3, 4]]

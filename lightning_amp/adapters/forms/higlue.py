@@ -25,19 +25,17 @@ from torch import Tensor, nn
 
 from lightning_amp.adapters.forms.adapted_decoder import (
     LISTS,
+    AdaptedAttentionKey,
+    AdaptedConvolutionKey,
     AdaptedDecoder,
+    AdaptedStratum,
+    GivenDistribution,
     Layout,
     NotDetected,
     read_layout,
 )
-from lightning_amp.adapters.forms.adapted_stratum import (
-    AdaptedAttentionKey,
-    AdaptedConvolutionKey,
-    AdaptedStratum,
-    GivenDistribution,
-)
-from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratum import ZINB
+from lightning_amp.models.decoders.stratum_keys import LocalAttention
 
 BINARY_TABLES = {"scale": "scale_lin", "bias": "bias"}
 COUNT_TABLES = BINARY_TABLES | {"log_theta": "log_theta", "zi_logits": "zi_logits"}

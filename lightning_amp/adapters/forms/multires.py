@@ -23,15 +23,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder, Layout, NotDetected
-from lightning_amp.adapters.forms.adapted_stratum import (
+from lightning_amp.adapters.forms.adapted_decoder import (
     AdaptedConvolutionKey,
+    AdaptedDecoder,
     AdaptedStratum,
+    Layout,
+    NotDetected,
     PairedAttentionKey,
 )
 from lightning_amp.adapters.forms.higlue import Form, dim_of, make_stratum, resembles
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.models.decoders.stratum_keys import LocalAttention
 from lightning_amp.shapes import Library, LogWeights, PerCell
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion
 

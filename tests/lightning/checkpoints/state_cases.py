@@ -29,7 +29,7 @@ from lightning_amp.lightning.checkpoints.read_directory import fill, open_direct
 from lightning_amp.lightning.checkpoints.write_checkpoint import Part, convert_checkpoint, write_directory
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.keyed_noise import KeyedDropout
-from lightning_amp.techniques.hic.nodes.sharded_vertices import VertexShards
+from lightning_amp.techniques.hic.nodes.graph_encoder import VertexShards
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.techniques.sharded_cases import Case, decoder
 

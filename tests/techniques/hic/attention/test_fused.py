@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_amp._torch import TorchDispatchMode, softmax_backward
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.models.decoders.local_attention import LocalAttention
-from lightning_amp.models.decoders.stratum_keys import AttentionKey
+from lightning_amp.models.decoders.stratum_keys import AttentionKey, LocalAttention
 from lightning_amp.techniques.contract.protocol import BucketedAttention
 from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.attention import banded_softmax, rotary

@@ -15,7 +15,7 @@ from lightning_amp._torch import attend_on_cuda, attend_on_cuda_back
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
-from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.models.decoders.stratum_keys import LocalAttention
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.simulation.byte_meter import SimulatedMeter
 from lightning_amp.techniques.hic.attention import rotary, sdpa

@@ -28,8 +28,7 @@ from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import GraphProfile, Profile
 from lightning_amp.simulation.models_without_values import reference_subject
 from lightning_amp.simulation.simulate import simulate
-from lightning_amp.techniques.hic.nodes.graph_encoder import share_vertices
-from lightning_amp.techniques.hic.nodes.sharded_vertices import own_edges, shard_vertices
+from lightning_amp.techniques.hic.nodes.graph_encoder import own_edges, shard_vertices, share_vertices
 from lightning_amp.techniques.hic.rows import VertexParallel
 from lightning_amp.techniques.ranks.anchor_shards import shard_anchors
 from tests.lightning.strategy.model_axis_cases import trainer_of

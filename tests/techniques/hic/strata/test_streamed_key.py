@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.kernels.count_operators import OperatorCounter
-from lightning_amp.adapters.forms.adapted_stratum import AdaptedAttentionKey
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedAttentionKey
 from lightning_amp.graph.capture import capture
 from lightning_amp.models.decoders.stratum import ZINB, Decode
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
