@@ -19,11 +19,11 @@ from lightning_amp.errors import ShardError as ShardError
 
 if TYPE_CHECKING:
     from lightning_amp.data.loading.datamodule import SingleCellDataModule as SingleCellDataModule
-    from lightning_amp.data.loading.own_columns import OwnBins as OwnBins
-    from lightning_amp.data.loading.own_columns import OwnColumns as OwnColumns
+    from lightning_amp.data.loading.dataset import OwnBins as OwnBins
+    from lightning_amp.data.loading.dataset import OwnColumns as OwnColumns
     from lightning_amp.data.prepare.prepare import prepare as prepare
-    from lightning_amp.diagnosis.diagnosis import diagnose as diagnose
-    from lightning_amp.diagnosis.diagnosis import register_signal as register_signal
+    from lightning_amp.diagnosis import diagnose as diagnose
+    from lightning_amp.diagnosis import register_signal as register_signal
     from lightning_amp.dist.ops import ShardedTensor as ShardedTensor
     from lightning_amp.dist.own_parts import as_sharded as as_sharded
     from lightning_amp.dist.own_parts import own_part as own_part
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 _HOME = {
     "SingleCellDataModule": "data.loading.datamodule",
     "prepare": "data.prepare.prepare",
-    "diagnose": "diagnosis.diagnosis",
-    "register_signal": "diagnosis.diagnosis",
+    "diagnose": "diagnosis",
+    "register_signal": "diagnosis",
     "StratumMemoryMonitor": "lightning.callbacks.memory_monitor",
     "PredictionWriter": "lightning.callbacks.prediction_writer",
     "collect_predictions": "lightning.callbacks.predictions",
@@ -63,8 +63,8 @@ _HOME = {
     "GLUE": "models.glue",
     "Change": "techniques.contract.change",
     "ShardedTensor": "dist.ops",
-    "OwnBins": "data.loading.own_columns",
-    "OwnColumns": "data.loading.own_columns",
+    "OwnBins": "data.loading.dataset",
+    "OwnColumns": "data.loading.dataset",
     "own_part": "dist.own_parts",
     "as_sharded": "dist.own_parts",
     "check_shard": "dist.register_shard",

@@ -23,7 +23,7 @@ from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import HIC, inputs_from
-from lightning_amp.models.latent import normal_kl
+from lightning_amp.models.latents import normal_kl
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.simulation.models_without_values import DecoderAlone

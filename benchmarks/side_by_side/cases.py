@@ -17,8 +17,7 @@ from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.simulation.models_without_values import DecoderAlone, decoder_subject
-from lightning_amp.techniques.hic.attention.rows import ChunkedAttention
-from lightning_amp.techniques.hic.hidden.row import HiddenParallel
+from lightning_amp.techniques.hic.rows import ChunkedAttention, HiddenParallel
 
 OURS = ("S4", "fused", "sparse", "stream")
 """Strategies of our rows on one device."""

@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
-from lightning_amp.adapters.forms.column_layout import NotRecognised
+from lightning_amp.adapters.detect_form import adapted
+from lightning_amp.adapters.first_batch import FirstBatch, Snapshot
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder, NotDetected
 from lightning_amp.adapters.forms.higlue import lacks, resembles
 from lightning_amp.adapters.forms.multires import MultiResDecoder, resembles_multires
 from lightning_amp.adapters.lazy_distribution import LazyDistribution
-from lightning_amp.adapters.recognise.find_form import adapted
-from lightning_amp.adapters.recognise.module_snapshot import Snapshot
-from lightning_amp.adapters.recognise.real_size import FirstBatch
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.contract.protocol import StandIn
@@ -34,21 +32,18 @@ INTEGERS = (torch.int64, torch.int32)
 
 
 class Adapted:
-    """The decoders of a module that ours stand in for.
-
-    Attributes:
-        notes: Why others that look like them are not among them, and what is not predicted of those that are, one
-            sentence each.
-    """
+    """The decoders of a module that ours stand in for."""
 
     def __init__(self) -> None:
         self.decoders: dict[str, nn.Module] = {}
+        # why others that look like them are not among them, and what is not predicted of those that are, one sentence
+        # each
         self.notes: list[str] = []
         self._forwards: dict[str, tuple[nn.Module, _Forward]] = {}
         self._watches: list[RemovableHandle] = []
 
     def add(self, fqn: str, module: nn.Module) -> None:
-        """Let ours stand in for a decoder, or raise NotRecognised."""
+        """Let ours stand in for a decoder, or raise NotDetected."""
         decoder = adapted(module)
         if isinstance(decoder, MultiResDecoder):
             self.notes += [f"{fqn!r} {note}" for note in decoder.unpredicted(module)]
@@ -64,9 +59,7 @@ class Adapted:
     def tell_rows(self, tell: Callable[[str], None]) -> None:
         """Say when a v comes with other rows than a decoder was taken to have, which it has from then on.
 
-        Args:
-            tell: Called with a sentence, before the decoder computes anything, and on all ranks; once at most for
-                each decoder.
+        `tell` is called before the decoder computes anything, on all ranks, once at most for each decoder.
         """
         for module, forward in self._forwards.values():
             if forward.decoder.reads_all_rows:
@@ -80,11 +73,7 @@ class Adapted:
                 _restore(self.decoders.pop(fqn))
 
     def compare(self, plan: Plan) -> list[str]:
-        """Let decoders that a plan changes be compared with ours on the first batch, where it leaves memory for that.
-
-        Returns:
-            Which will not be, one sentence each.
-        """
+        """Let decoders that a plan changes be compared on the first batch; return those without memory for it."""
         usual = plan.predicted_peak_bytes - plan.predicted_base_bytes
         free = None if plan.budget_bytes is None else plan.budget_bytes - plan.predicted_base_bytes
         notes = []
@@ -108,13 +97,8 @@ class Adapted:
 def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
     """Let our decoders stand in for all that are detected in a LightningModule.
 
-    Known limit: one that is such a decoder itself is not taken for one; a note says so.
-
-    Args:
-        needed: Whether a technique may change a decoder; else one that cannot be compared with ours is only noted.
-
-    Raises:
-        ModelError: A decoder with the parts of ours cannot be compared with it.
+    Unless `needed` by a technique, one that cannot be compared is only noted. Known limit: a module that is such a
+    decoder itself is not taken for one; a note says so.
     """
     found = Adapted()
     for fqn, child in module.named_modules():
@@ -122,12 +106,12 @@ def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
             if not (resembles(child) or resembles_multires(child)):
                 missing = lacks(child)
                 if missing:
-                    raise NotRecognised(f"has no {', '.join(missing)}")
+                    raise NotDetected(f"has no {', '.join(missing)}")
                 continue
             if not fqn:
-                raise NotRecognised("is the LightningModule itself: make the decoder a module in it")
+                raise NotDetected("is the LightningModule itself: make the decoder a module in it")
             found.add(fqn, child)
-        except NotRecognised as reason:
+        except NotDetected as reason:
             found.notes.append(
                 f"{(fqn or type(child).__name__)!r} looks like a decoder of HiGLUE's shape and is trained as any other"
                 f" module (S1), because it {reason}"
@@ -175,14 +159,7 @@ class _Forward(StandIn):
         self.first_batch = FirstBatch(module, decoder)
 
     def __call__(self, *given: Any, **named: Any) -> LazyDistribution:
-        """The distribution of the cells' counts, computed when it is requested; takes u, v, b and l.
-
-        The values of b are looked at on the CPU only, for nothing here is to wait for another device.
-
-        Raises:
-            ModelError: l is not one number per cell, or b not one row of the tables.
-            InstallError: The module is not what it was when ours was made of it, or was called with something else.
-        """
+        """The distribution of the cells' counts, computed when it is requested; takes u, v, b and l."""
         self.snapshot.check(self.module, self.decoder)
         decoder, options = self.decoder, {}
         names = (*INPUTS, "subset") if isinstance(decoder, MultiResDecoder) else INPUTS

@@ -13,9 +13,8 @@ and a tensor that was changed in place since then, or frozen, is refused.
 
 Known limits: autocast is that of the sum and not of the call; where ranks share the strata, asking for something in
 full on only one rank of a model group waits for the others; what is computed in full is not counted in a plan's
-prediction; transforms of `torch.func` see NaN; a change in place of a part (`log_prob(x)[0].mul_(2)`) does not reach
-the sum, and one through `tensor.data` is not seen.
-Legend: cell (B), anchor (N), dim (D), feature (F).
+prediction; transforms of `torch.func` see NaN; a change in place of a part does not reach the sum, and one through
+`tensor.data` is not seen.
 """
 
 import math
@@ -25,31 +24,24 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
-from lightning_amp.adapters.forms.adapted_stratum import distribution
+from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder, distribution
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import Counts, Experiment, Library, PerAnchor, PerCell, Scalar
 
 SHOWN = 3
 
 
 class Deferred:
-    """A computation that runs when its result is first requested; one result with gradients, and one without.
-
-    Args:
-        compute: The computation; receives what was requested.
-        tensors: What it will read, by name; what is no tensor is left out.
-        after: A deferred computation that it reads the result of, or the tensors of.
-    """
+    """A computation that runs when its result is first requested; one result with gradients, and one without."""
 
     def __init__(
         self,
-        compute: Callable[[str], Any],
-        tensors: Iterable[tuple[str, object]],
-        after: "Deferred | None" = None,
+        compute: Callable[[str], Any],  # the computation; receives what was requested
+        tensors: Iterable[tuple[str, object]],  # what it will read, by name; what is no tensor is left out
+        after: "Deferred | None" = None,  # a deferred computation that it reads the result of, or the tensors of
     ) -> None:
         self._compute = compute
         seen = [(name, t, version(t), t.requires_grad) for name, t in tensors if isinstance(t, Tensor)]
@@ -58,11 +50,7 @@ class Deferred:
         self._results: dict[bool, Any] = {}
 
     def result(self, what: str) -> Any:
-        """The result, with gradients if they were enabled at the call and are now.
-
-        Raises:
-            InstallError: A tensor was changed in place, or needs a gradient now and did not then, or the reverse.
-        """
+        """The result, with gradients if they were enabled at the call and are now."""
         # a result with gradients serves without them too: what is computed from it has none then
         graded = True in self._results or (self._enabled and torch.is_grad_enabled())
         if graded not in self._results:
@@ -102,25 +90,15 @@ EAGER = (
 
 
 class LazyDistribution:
-    """The distribution of a foreign decoder for some cells.
-
-    Args:
-        eager: The foreign module's own forward.
-        inputs: u, v, b and l as the module was called with.
-        look: Called with the counts (None: any) before ours computes in the module's place; refuses by raising.
-    """
+    """The distribution of a foreign decoder for some cells; `inputs` are u, v, b and l."""
 
     def __init__(
         self,
         decoder: AdaptedDecoder,
-        eager: Callable[..., Any],
-        inputs: tuple[
-            Float[Tensor, "cell dim"],
-            Float[Tensor, "anchor dim"],
-            Int[Tensor, " cell"],
-            Float[Tensor, "cell 1"],
-        ],
+        eager: Callable[..., Any],  # the foreign module's own forward
+        inputs: tuple[PerCell, PerAnchor, Experiment, Library],
         parameters: Iterable[tuple[str, Tensor]],
+        # called with the counts (None: any) before ours computes in the module's place; refuses by raising
         look: Callable[[Any], None],
     ) -> None:
         self._decoder = decoder
@@ -142,12 +120,8 @@ class LazyDistribution:
             raise AttributeError(name)
         return getattr(self._whole.result(f"{self._decoder.kind.__name__}.{name}"), name)
 
-    def log_prob(self, value: Float[Tensor, "cell feature"]) -> Any:
-        """Log-probability of every count, waiting to be summed.
-
-        Raises:
-            InstallError: The counts have another shape, and ranks share the strata.
-        """
+    def log_prob(self, value: Counts) -> Any:
+        """Log-probability of every count, waiting to be summed."""
         shape = (len(self._inputs[0]), self._decoder.n_features)
         if tuple(getattr(value, "shape", ())) != shape:
             what = f"log_prob of something that is not of the shape {shape!r}"
@@ -158,7 +132,7 @@ class LazyDistribution:
         each = Deferred(lambda what: self._whole.result(what).log_prob(value), x, after=self._whole)
         return _waiting(total.result, each.result, shape, self._inputs[0])
 
-    def _total(self, x: Float[Tensor, "cell feature"]) -> Float[Tensor, ""]:
+    def _total(self, x: Counts) -> Scalar:
         u, v, b, l = self._inputs  # noqa: E741
         self._look(x)
         return -self._decoder.nll(u, v, batch=b, library=l, x=x)
@@ -186,17 +160,10 @@ class LazyDistribution:
 
 
 class LazyLogProb(Tensor):
-    """Log-probabilities [cell, feature] of which only the sum or the mean is likely to be wanted.
+    """Log-probabilities [cell, feature] of which only the sum or the mean is likely to be wanted."""
 
-    Its own values are NaN: whatever else torch does with it is done with those that `each` computes.
-
-    Attributes:
-        total: Computes their sum by our decoder; receives what was requested.
-        each: Computes all of them by the foreign one.
-    """
-
-    total: Values
-    each: Values
+    total: Values  # computes their sum by our decoder; receives what was requested
+    each: Values  # computes all of them by the foreign one
 
     __hash__ = object.__hash__
     # y += z gives y's name to a new tensor
@@ -237,10 +204,9 @@ class LazyLogProb(Tensor):
         result = func(*map(whole, args), **{key: whole(value) for key, value in named.items()})
         if name in REFUSED or any(version(one) != old for one, old in computed):
             raise InstallError(
-                f"{name!r} is not supported on log_prob(x), which a decoder under a plan has not computed:"
-                " what is set or changed in place there would be lost; allowed are functions that return a"
-                " new tensor: use one of these, or train with strategies='S1', which runs the decoder's own"
-                " forward"
+                f"{name!r} is not supported on log_prob(x), which a decoder under a plan has not computed: what is set"
+                " or changed in place there would be lost; allowed are functions that return a new tensor: use one of"
+                " these, or train with strategies='S1', which runs the decoder's own forward"
             )
         return result
 
@@ -257,10 +223,6 @@ def _sum(values: LazyLogProb) -> Tensor:
     return values.total("the sum of log_prob(x)").clone()
 
 
-def _mean(values: LazyLogProb) -> Tensor:
-    return _sum(values) / values.numel()
-
-
 def _minus(values: LazyLogProb) -> LazyLogProb:
     enabled = torch.is_grad_enabled()
 
@@ -273,7 +235,7 @@ def _minus(values: LazyLogProb) -> LazyLogProb:
 
 WAITING: dict[str, Callable[[LazyLogProb], Tensor]] = {
     "sum": _sum,
-    "mean": _mean,
+    "mean": lambda values: _sum(values) / values.numel(),
     "neg": _minus,
     "negative": _minus,
 }

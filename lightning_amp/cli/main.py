@@ -21,7 +21,7 @@ from lightning_amp.cli.commands.simulate import add_simulate
 from lightning_amp.cli.commands.tune import add_tune
 from lightning_amp.cli.commands.verify import add_verify
 from lightning_amp.cli.verbs import PROGRAM, VERBS, described
-from lightning_amp.data.files.write_aside import FULL, cannot_write
+from lightning_amp.data.files.directory import FULL, cannot_write
 from lightning_amp.errors import STATUS_OF_INTERRUPT, AmpError
 
 TRAINING = ("fit", "validate", "test", "predict")

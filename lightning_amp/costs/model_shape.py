@@ -5,6 +5,7 @@ stratum k, w attention window, V vertices of the guidance graph.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_amp.errors import PlanError
 from lightning_amp.profiling.profile import Profile
@@ -154,6 +155,22 @@ class ModelShape:
     blocks: tuple[str, ...] = ()
     profiled: bool = False
     block_list: tuple[str, int] | None = None
+
+    @property
+    def known_decoder(self) -> DecoderShape:
+        """The decoder, for what is asked only where there is one."""
+        assert self.decoder is not None, (
+            "a strategy with a choice needs a decoder, which the policy has checked"
+        )
+        return self.decoder
+
+    def with_decoder(self, **changes: Any) -> "ModelShape":
+        """The shape with other settings of the decoder; the same where there is none."""
+        return self if self.decoder is None else replace(self, decoder=replace(self.decoder, **changes))
+
+    def rates_device(self, rates: Any) -> str:
+        """The device whose rates predict the decoder's time; "" without a decoder."""
+        return "" if self.decoder is None else str(rates.device)
 
 
 def decoder_shape(

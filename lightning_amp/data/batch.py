@@ -1,6 +1,4 @@
-"""Define a training batch, a plain dict; iterate over a nested batch, and make one from a text with its shapes.
-
-Make a batch from a text with its shapes: "4x128", "4x3x32x32,4:int64" or "ids=4x128:int64,labels=4:int64".
+"""Define a training batch and the seeds of its cells' random numbers, and make a batch from a text with its shapes.
 
     BATCH    PART, or parts with commas between them; "4x128," is a tuple of one
     PART     [NAME=]SIZES[:DTYPE]; with names the batch is a dict, else one tensor or a tuple
@@ -11,12 +9,15 @@ booleans True. Nested batches cannot be written.
 """
 
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TypeAlias, TypedDict
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_amp.data.sparse_counts import SparseCounts
@@ -89,11 +90,7 @@ Shaped = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 def batch_of_shapes(text: str) -> Shaped:
-    """Make the batch.
-
-    Raises:
-        DataError: The text does not describe a batch.
-    """
+    """Make the batch."""
     whole = text.strip().removesuffix(",")
     names, tensors = list[str](), list[Tensor]()
     numbers = torch.Generator().manual_seed(0)
@@ -120,3 +117,34 @@ def batch_of_shapes(text: str) -> Shaped:
     if any(names):
         return dict(zip(names, tensors, strict=True))
     return tensors[0] if len(tensors) == 1 and not text.strip().endswith(",") else tuple(tensors)
+
+
+def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble 64-bit integers one to one, neighbours included (SplitMix64, Steele et al. 2014)."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def hash_integers(*values: int) -> int:
+    """Hash a few integers of any size to one in [0, 2**63), the same on every machine and rank."""
+    state = np.zeros(1, dtype=np.uint64)  # an array of one: numpy warns when scalars wrap, arrays just wrap
+    for value in values:
+        state = mix(state ^ np.array([value % 2**64], dtype=np.uint64))
+    return int(state[0] >> np.uint64(1))
+
+
+def hash_text(text: str) -> int:
+    """Hash a name to a 32-bit integer; unlike `hash` it is the same in every process."""
+    return zlib.crc32(text.encode())
+
+
+def draw_keys(draw_key: int, modality: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the seed of each cell's random numbers, in [0, 2**31), [cell]: a function of step, modality and row only.
+
+    It does not depend on the position in the batch or the rank, so a batch split over any number of ranks draws
+    the same numbers. A cell twice in one step draws the same numbers twice.
+    """
+    step = np.uint64(hash_integers(draw_key, hash_text(modality)))
+    return (mix(mix(rows.astype(np.uint64)) ^ step) >> np.uint64(33)).astype(np.int64)

@@ -157,16 +157,14 @@ def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
 
 
 def _unsupported(module: nn.Module, shape: ModelShape) -> tuple[str, ...]:
-    assert shape.decoder is not None, "the caller has looked"
-    decoder: Any = part(module, shape.decoder.fqn)
+    decoder: Any = part(module, shape.known_decoder.fqn)
     refused = {strategy for strategy in LOCAL if not _installs(module, shape, strategy)}
     refused |= {strategy for strategy, parts in _needed(decoder).items() if not parts}
     return tuple(strategy for strategy in STRATEGIES if strategy in refused)
 
 
 def _installs(module: nn.Module, shape: ModelShape, strategy: str) -> bool:
-    assert shape.decoder is not None, "the caller has looked"
-    if strategy in ("S3", "fused", "sdpa") and not shape.decoder.attention:
+    if strategy in ("S3", "fused", "sdpa") and not shape.known_decoder.attention:
         return False
     try:
         rules = [

@@ -15,12 +15,12 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
-from lightning_amp.data.cell_keys import hash_integers
+from lightning_amp.data.batch import hash_integers
 from lightning_amp.errors import ModelError
 from lightning_amp.models.autoencoders import BURN_IN_STREAM, LATENT_STREAM, LinkedAutoencoders
 from lightning_amp.models.decoders.stratified import KeyKind
 from lightning_amp.models.decoders.stratum_keys import Variant
-from lightning_amp.models.latent import Latent, alignment_loss, noise_for, normal_kl, sample
+from lightning_amp.models.latents import Latent, alignment_loss, noise_for, normal_kl, sample
 from lightning_amp.shapes import PerCell, Scalar
 
 if TYPE_CHECKING:

@@ -7,12 +7,13 @@
 Positive edges are drawn in proportion to their weight; negative ones keep source and sign and take a target
 drawn uniformly (which may happen to be a neighbour). The two kinds are averaged separately.
 
-What needs more than a vertex by itself goes through the leaves `vertices` and `rows` (graph_vertices.py), so that a
-technique can give a device some of the vertices: then embedding, loc, std and v have rows only for these.
-Legend: vertex (V), own_vertex (those that a device holds), dim (D), edge (E of the symmetrised graph).
+The leaves `vertices` (messages, noise, means, ends of edges) and `rows` (of v, for one modality's decoder) do what
+needs other vertices: a technique can give a device some of them, and embedding, loc, std and v have rows only for
+these. Legend: vertex (V), own_vertex (those that a device holds), dim (D), edge (E of the symmetrised graph).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,30 +21,102 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_amp.errors import ModelError
-from lightning_amp.models.cell_encoder import LEAST_STD
-from lightning_amp.models.graph_vertices import AllVertices, FeatureVertices
-from lightning_amp.models.latent import Latent, divergence
+from lightning_amp.models.latents import LEAST_STD, Latent, divergence
 from lightning_amp.shapes import PerVertex, Scalar
+
+EDGES_AT_A_TIME = 65_536
+ROWS_AT_A_TIME = 65_536
+Messages = Callable[[], tuple[Tensor, Tensor, Tensor]]
+"""Makes source, target and coefficient of all edges."""
+
+
+class AllVertices(nn.Module):
+    """Every vertex is here; a leaf, so that a technique can shard them."""
+
+    def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
+        """Sum over edges of coefficient * x[source] at their targets; no gradient to the coefficients."""
+        result: Tensor = _Propagate.apply(x, *messages())  # type: ignore[no-untyped-call]
+        return result
+
+    def add_messages(self, out: Tensor, x: Tensor, **edges: Tensor) -> None:
+        """Add the messages of some edges to out, without gradients; `edges` as of the function."""
+        add_messages(out, x, **edges)
+
+    def blocks(
+        self, n_vertices: int, like: Float[Tensor, "row dim"], generator: torch.Generator | None
+    ) -> Iterator[tuple[int, Float[Tensor, "block dim"]]]:
+        """Standard normal noise of all vertices: the first of some vertices, and theirs."""
+        for first in range(0, n_vertices, ROWS_AT_A_TIME):
+            size = (min(ROWS_AT_A_TIME, n_vertices - first), like.shape[1])
+            yield first, torch.randn(size, dtype=like.dtype, device=like.device, generator=generator)
+
+    def noise(self, like: PerVertex, generator: torch.Generator | None) -> PerVertex:
+        """Standard normal noise of the vertices that are here."""
+        noise = torch.empty_like(like)
+        for first, block in self.blocks(len(like), like, generator):
+            noise[first : first + len(block)] = block
+        return noise
+
+    def mean(self, values: Float[Tensor, " own_vertex"]) -> Scalar:
+        """Mean over all vertices."""
+        return values.mean()
+
+    def rows(self, v: PerVertex, *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
+        """Rows of any vertices, by their ids; each [*end, dim]."""
+        return tuple(v[i] for i in ids)
+
+
+class FeatureVertices(nn.Module):
+    """The vertices that are features of one modality (of Hi-C: its anchors); a leaf."""
+
+    ids: Tensor
+
+    def __init__(self, ids: Int[Tensor, " feature"]):
+        super().__init__()
+        self.on_host = ids  # the ids in the host's memory, for who shards vertices
+        self.register_buffer("ids", ids, persistent=False)
+
+    def forward(self, v: PerVertex) -> Float[Tensor, "feature dim"]:
+        """Rows of v that the modality's decoder gets."""
+        rows: Tensor = v[self.ids]
+        return rows
+
+
+def add_messages(
+    out: Float[Tensor, "target dim"],
+    x: Float[Tensor, "source dim"],
+    *,
+    source: Int[Tensor, " edge"],
+    target: Int[Tensor, " edge"],
+    coefficient: Float[Tensor, " edge"],
+) -> None:
+    """Add coefficient * x[source] to out at the targets.
+
+    A few edges at a time: all messages, [E, D], would outweigh the vertices many times over.
+    """
+    for first in range(0, len(source), EDGES_AT_A_TIME):
+        piece = slice(first, first + EDGES_AT_A_TIME)
+        out.index_add_(0, target[piece], coefficient[piece, None] * x[source[piece]])
+
+
+class _Propagate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, target: Tensor, coefficient: Tensor) -> Tensor:
+        ctx.save_for_backward(source, target, coefficient)
+        out = torch.zeros_like(x)
+        add_messages(out, x, source=source, target=target, coefficient=coefficient)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        source, target, coefficient = ctx.saved_tensors
+        out = torch.zeros_like(grad)
+        add_messages(out, grad, source=target, target=source, coefficient=coefficient)
+        return out, None, None, None
 
 
 class GraphEncoder(nn.Module):
-    """Latent of every vertex, and the likelihood of sampled edges.
-
-    Args:
-        source: one end of each edge.
-        target: the other end; each edge is listed in one direction and means both.
-        weight: positive weight of each edge.
-        sign: +1 or -1.
-        modalities: vertices of each modality's features.
-
-    Attributes:
-        vertices: what needs other vertices than the one at hand.
-        rows: modality -> what takes the rows of its features from v.
-        ends: source and target of the edges in both directions, in the host's memory.
-
-    Raises:
-        ModelError: no edges, or a weight that is not positive.
-    """
+    """Latent of every vertex, and the likelihood of sampled edges."""
 
     source: Tensor
     target: Tensor
@@ -55,10 +128,10 @@ class GraphEncoder(nn.Module):
         n_vertices: int,
         dim: int,
         *,
-        source: Int[Tensor, " edge"],
-        target: Int[Tensor, " edge"],
-        weight: Float[Tensor, " edge"],
-        sign: Float[Tensor, " edge"],
+        source: Int[Tensor, " edge"],  # one end of each edge
+        target: Int[Tensor, " edge"],  # the other end; each edge is listed in one direction and means both
+        weight: Float[Tensor, " edge"],  # positive weight of each edge
+        sign: Float[Tensor, " edge"],  # +1 or -1
         modalities: Mapping[str, Int[Tensor, " feature"]] | None = None,
     ):
         super().__init__()
@@ -70,7 +143,7 @@ class GraphEncoder(nn.Module):
         one_way = source != target
         self.n_vertices = n_vertices
         ends = torch.cat((source, target[one_way])), torch.cat((target, source[one_way]))
-        self.ends = ends
+        self.ends = ends  # source and target of the edges in both directions, in the host's memory
         self.register_buffer("source", ends[0], persistent=False)
         self.register_buffer("target", ends[1], persistent=False)
         self.register_buffer("weight", torch.cat((weight, weight[one_way])), persistent=False)
@@ -78,7 +151,8 @@ class GraphEncoder(nn.Module):
         self.embedding = nn.Parameter(torch.randn(n_vertices, dim) * dim**-0.5)
         self.loc = nn.Linear(dim, dim)
         self.std = nn.Linear(dim, dim)
-        self.vertices = AllVertices()
+        self.vertices = AllVertices()  # what needs other vertices than the one at hand
+        # modality -> what takes the rows of its features from v
         self.rows = nn.ModuleDict({name: FeatureVertices(ids) for name, ids in (modalities or {}).items()})
 
     def forward(self) -> tuple[PerVertex, PerVertex]:
@@ -103,13 +177,7 @@ class GraphEncoder(nn.Module):
     def nll(
         self, v: PerVertex, *, n_positive: int, negatives: int, generator: torch.Generator | None = None
     ) -> Scalar:
-        """Negative log-likelihood of sampled edges, half the sum of the positives' and the negatives' means.
-
-        Args:
-            n_positive: edges to draw.
-            negatives: negative edges for each positive one.
-            generator: of the draws; the default one when None.
-        """
+        """Negative log-likelihood of sampled edges, half the sum of the positives' and the negatives' means."""
         cumulative = self._cumulative()
         uniform = torch.rand(n_positive, dtype=torch.float64, device=v.device, generator=generator)
         edge = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).clamp_max(

@@ -24,56 +24,37 @@ TOTALS: dict[str, float | None] = {HIC: 5e4, "rna": 1e4, "atac": 1e4, "methyl": 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModalityInputs:
-    """One modality.
-
-    Attributes:
-        vertices: row in the graph of each feature (Hi-C: of each anchor), int64.
-    """
+    """One modality."""
 
     n_features: int
     n_batches: int
-    vertices: NDArray[np.int64]
+    vertices: NDArray[np.int64]  # row in the graph of each feature (Hi-C: of each anchor), int64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StrataInputs:
-    """Strata of the Hi-C modality, in the order of its columns.
-
-    Attributes:
-        nodes: for each stratum, the anchor of each of its features, int64; checkpoints have it under this name.
-        distances: for each stratum, its distance k in anchors.
-    """
+    """Strata of the Hi-C modality, in the order of its columns."""
 
     n_anchors: int
+    # for each stratum, the anchor of each of its features, int64; checkpoints have it under this name
     nodes: list[NDArray[np.int64]]
-    distances: list[int]
+    distances: list[int]  # for each stratum, its distance k in anchors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GraphInputs:
-    """Guidance graph.
-
-    Attributes:
-        source: one end of each edge, int64.
-        target: the other end, int64.
-        weight: in (0, 1], float32.
-        sign: +1 or -1, float32.
-    """
+    """Guidance graph."""
 
     n_vertices: int
-    source: NDArray[np.int64]
-    target: NDArray[np.int64]
-    weight: NDArray[np.float32]
-    sign: NDArray[np.float32]
+    source: NDArray[np.int64]  # one end of each edge, int64
+    target: NDArray[np.int64]  # the other end, int64
+    weight: NDArray[np.float32]  # in (0, 1], float32
+    sign: NDArray[np.float32]  # +1 or -1, float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelInputs:
-    """All of it; the order of the modalities is that of the discriminator's classes.
-
-    Raises:
-        ModelError: no modality, a modality without a decoder, or Hi-C without strata.
-    """
+    """All of it; the order of the modalities is that of the discriminator's classes."""
 
     modalities: dict[str, ModalityInputs]
     strata: StrataInputs | None
@@ -116,10 +97,6 @@ def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
     """Read the inputs off a data module after its setup.
 
     A single modality needs no graph: its anchors or features are then joined to themselves only.
-
-    Raises:
-        ModelError: the data module is of another kind.
-        DataError: the graph lacks features.
     """
     absent = [name for name in ("tables", "layout", "graph", "vertices") if not hasattr(datamodule, name)]
     if absent:
@@ -127,41 +104,36 @@ def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
             f"the data module {type(datamodule).__name__} has no {absent!r}; use SingleCellDataModule, or call "
             "build(inputs) before the trainer starts"
         )
-    strata = _strata_from(datamodule)
+    layout, graph = datamodule.layout, datamodule.graph
+    strata = (
+        None
+        if layout is None
+        else StrataInputs(
+            n_anchors=layout.n_anchors,
+            nodes=[np.array(stratum.anchors, dtype=np.int64) for stratum in layout.strata],
+            distances=[int(stratum.k) for stratum in layout.strata],
+        )
+    )
     modalities = {}
     for name, table in datamodule.tables.items():
         alone = strata.n_anchors if name == HIC and strata is not None else table.n_features
-        vertices = np.arange(alone) if datamodule.graph is None else np.array(datamodule.vertices(name))
+        vertices = np.arange(alone) if graph is None else np.array(datamodule.vertices(name))
         modalities[name] = ModalityInputs(
             n_features=table.n_features, n_batches=table.n_batches, vertices=vertices.astype(np.int64)
         )
-    return ModelInputs(modalities=modalities, strata=strata, graph=_graph_from(datamodule, modalities))
-
-
-def _strata_from(datamodule: "SingleCellDataModule") -> StrataInputs | None:
-    layout = datamodule.layout
-    if layout is None:
-        return None
-    return StrataInputs(
-        n_anchors=layout.n_anchors,
-        nodes=[np.array(stratum.anchors, dtype=np.int64) for stratum in layout.strata],
-        distances=[int(stratum.k) for stratum in layout.strata],
-    )
-
-
-def _graph_from(datamodule: "SingleCellDataModule", modalities: dict[str, ModalityInputs]) -> GraphInputs:
-    graph = datamodule.graph
     if graph is None:
         (own,) = (modality.vertices for modality in modalities.values())
         ones = np.ones(len(own), dtype=np.float32)
-        return GraphInputs(n_vertices=len(own), source=own, target=own, weight=ones, sign=ones)
-    return GraphInputs(
-        n_vertices=len(graph.vertices),
-        source=graph.source.astype(np.int64),
-        target=graph.target.astype(np.int64),
-        weight=graph.weight.astype(np.float32),
-        sign=graph.sign.astype(np.float32),
-    )
+        found = GraphInputs(n_vertices=len(own), source=own, target=own, weight=ones, sign=ones)
+    else:
+        found = GraphInputs(
+            n_vertices=len(graph.vertices),
+            source=graph.source.astype(np.int64),
+            target=graph.target.astype(np.int64),
+            weight=graph.weight.astype(np.float32),
+            sign=graph.sign.astype(np.float32),
+        )
+    return ModelInputs(modalities=modalities, strata=strata, graph=found)
 
 
 def _convert(value: Any, kind: type, change: Any) -> Any:

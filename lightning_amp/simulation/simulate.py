@@ -18,7 +18,7 @@ from lightning_amp.simulation.measured_step import RankResult, measure_step
 from lightning_amp.simulation.models_without_values import Subject
 from lightning_amp.simulation.planned_rank import PlannedRank, Sizes
 from lightning_amp.techniques.device_settings import settings_of
-from lightning_amp.techniques.hic.attention import rotary, sdpa
+from lightning_amp.techniques.hic.attention import rotary
 
 SCHEMA = 1
 MOST_MODEL_RANKS = 1024
@@ -99,7 +99,6 @@ def simulate(
         planned = PlannedRank(make(), plan, mesh)
         # tables that stay in a process: those of a simulation before would not be seen
         rotary.forget_kept()
-        sdpa.forget_kept()
         return measure_step(planned, rank=rank, budget_bytes=plan.budget_bytes, on_stratum=on_stratum)
 
 

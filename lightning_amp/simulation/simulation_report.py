@@ -6,7 +6,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from textwrap import wrap
 
-from lightning_amp.diagnosis.diagnosis import ATTENTION_DECODER
+from lightning_amp.diagnosis import ATTENTION_DECODER
 from lightning_amp.figures import simulated_memory
 from lightning_amp.footprint.module_profile import KINDS
 from lightning_amp.planning.plan.plan import Plan

@@ -27,17 +27,6 @@ def launches_operators(like: Tensor) -> bool:
     return (_DEVICE_TYPE.get() or like.device.type) not in ("cpu", "meta")
 
 
-def numbers_at_a_time(like: Tensor, *, cached: int, launched: int) -> int:
-    """Numbers of a tensor that are computed at a time.
-
-    Args:
-        like: A tensor on the device that computes.
-        cached: On a CPU.
-        launched: On a device that has its operators launched.
-    """
-    return launched if launches_operators(like) else cached
-
-
 @contextmanager
 def settings_of(device_type: str) -> Iterator[None]:
     """Take the settings of another type of device, in this thread and as long as the context is entered.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.rule import Spec
-from lightning_amp.diagnosis.diagnosis import known_signals
+from lightning_amp.diagnosis import known_signals
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.table import STRATEGIES, specs_by_name
 from lightning_amp.techniques.technique import Installer, Technique

@@ -14,12 +14,20 @@ from lightning_amp.errors import PlanError
 from lightning_amp.techniques.chunk.row import ROW as CHUNK
 from lightning_amp.techniques.data.row import ROW as S1
 from lightning_amp.techniques.fsdp.row import ROW as FSDP
-from lightning_amp.techniques.hic.attention.rows import FUSED, S3, SDPA
-from lightning_amp.techniques.hic.features.row import ROW as S2
-from lightning_amp.techniques.hic.hidden.row import ROW as S5
-from lightning_amp.techniques.hic.nodes.row import ROW as NODES
-from lightning_amp.techniques.hic.scores.rows import S4, SPARSE
-from lightning_amp.techniques.hic.strata.rows import COMPILE, STRATA, STREAM, RecomputeStrata
+from lightning_amp.techniques.hic.rows import (
+    COMPILE,
+    FUSED,
+    NODES,
+    S2,
+    S3,
+    S4,
+    S5,
+    SDPA,
+    SPARSE,
+    STRATA,
+    STREAM,
+    RecomputeStrata,
+)
 from lightning_amp.techniques.logits.row import ROW as LOGITS
 from lightning_amp.techniques.pipeline.row import ROW as PIPELINE
 from lightning_amp.techniques.recompute.row import ROW as RECOMPUTE

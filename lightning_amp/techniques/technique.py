@@ -150,7 +150,7 @@ def on_decoder(
     """Targets of a technique that changes the decoder, or the same leaf of each of its strata."""
 
     def targets(shape: ModelShape) -> list[Target]:
-        assert shape.decoder is not None, "the policy has checked that there is a decoder"
-        return [(shape.decoder.fqn + (leaf and f".strata.*.{leaf}"), spec_of(shape.decoder))]
+        decoder = shape.known_decoder
+        return [(decoder.fqn + (leaf and f".strata.*.{leaf}"), spec_of(decoder))]
 
     return targets

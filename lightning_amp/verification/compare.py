@@ -1,35 +1,146 @@
-"""Compare what ranks have recorded with one process, and name what in the module may make them differ.
+"""Record what a run shows, compare ranks with one process, and name what in the module may make them differ.
 
     error(x) = ||x - x_one|| / max(||x_one||, FLOOR ||all of its kind||)
 
 Rounding is amplified where a step divides by what is nearly zero: an adaptive optimiser makes a whole step of a
 gradient that is zero but for rounding, such as that of a bias in front of batch normalisation. In double precision that
-stays below what is allowed after an update; in single precision it may not, so double precision decides where both are
-compared.
+stays below what is allowed after an update, so double precision decides where both are compared.
 
-Suspects are named by what the runs have shown; nothing is tried to prove them:
-
-    random draws                    a generator of the single process has moved in a training step; modules that drop
-    batch statistics                BatchNorm that is not shared
-    buffers                         ranks have changed buffers from their own cells
-    sum over samples                all gradients of one process are those of the ranks times the number of data ranks
-    unequal parts, mean of means    losses differ; modalities have parts of different sizes, or not
-    rounding                        double precision agrees, single precision does not
-    not finite, unknown             a loss or a gradient is not a number; nothing of this
-
-Legend: one = the single process; x = the same quantity on a rank.
+Suspects are named by what the runs have shown; nothing is tried to prove them. Legend: x_one of the single process.
 """
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch import Tensor
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightning_amp.lightning.consistency.same_parameters import SHARE_STATISTIC
-from lightning_amp.verification.recorder import Record
+from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.consistency.same_parameters import SHARE_STATISTIC, common_buffers, differing
+from lightning_amp.lightning.steps.cells import count_cells
+from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.result import Row, Suspect
+
+
+@dataclass(kw_only=True, slots=True)
+class Record:
+    """What a run of a few steps has shown."""
+
+    losses: list[list[float]] = field(default_factory=list)  # per step, the loss of every backward pass
+    # cells of each step's batch on this rank, None where its tensors do not agree on a number
+    cells: list[int | None] = field(default_factory=list)
+    # gradients that the first step's optimisers have seen, whole
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    # with buffers: the module's state after the last step, whole
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    apart: list[str] = field(default_factory=list)  # buffers that then differ between the ranks
+    # modules that drop values at random, and generators, if a training step has drawn from any
+    draws: list[str] = field(default_factory=list)
+
+
+class Recorder(Callback):
+    """Records a run of a few steps in `record`."""
+
+    def __init__(self) -> None:
+        self.record = Record()
+        self._stepped: set[int] = set()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Follow the module's step, in which every technique is installed by now."""
+        step = pl_module.training_step
+
+        @wraps(step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            before = _states()
+            output = step(*args, **kwargs)
+            drawn = [f"training_step, {name}" for name, state in _states().items() if state != before[name]]
+            named = (
+                (n, part) for n, part in pl_module.named_modules() if "training_step, torch.random" in drawn
+            )
+            drops = [f"{n} ({type(part).__name__})" for n, part in named if _drops(part)]
+            self.record.draws = list(dict.fromkeys([*self.record.draws, *drops, *drawn]))
+            return output
+
+        # on the instance, and removed at the end: the class is the user's
+        pl_module.training_step = training_step  # type: ignore[method-assign]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Planning and installing may have drawn numbers; one process has not."""
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """A step begins."""
+        self.record.losses.append([])
+        self.record.cells.append(count_cells(batch))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Note the loss."""
+        self.record.losses[-1].append(float(loss.detach()))
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Note the gradients of the first step, as averaged over ranks and before clipping."""
+        if len(self.record.losses) > 1 or id(optimizer) in self._stepped:
+            return
+        self._stepped.add(id(optimizer))
+        shards = trainer.strategy._shards if isinstance(trainer.strategy, AMPStrategy) else Shards()
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+        def whole() -> dict[str, Any]:
+            gradients = {
+                name: p.grad.detach().clone()
+                for name, p in pl_module.named_parameters()
+                if id(p) in own and p.grad is not None
+            }
+            return shards.saved_state(gradients, in_parts=False)
+
+        # in a step of manual optimisation fsdp's root is gathered
+        gradients = whole() if shards.units is None else shards.units.on_rows(whole)
+        self.record.gradients = gradients | self.record.gradients
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the final state; whole, for shards are given back later."""
+        state = trainer.strategy.lightning_module_state_dict()
+        names = {name for name, _ in pl_module.named_parameters(remove_duplicate=False)}
+        kept = {name: value.detach().clone() for name, value in state.items() if isinstance(value, Tensor)}
+        self.record.parameters = {name: value for name, value in kept.items() if name in names}
+        self.record.buffers = {name: value for name, value in kept.items() if name not in names}
+        if isinstance(trainer.strategy, AMPStrategy):
+            buffers = differing(common_buffers(pl_module), trainer.strategy.mesh)
+            self.record.apart = [name for name, _, _ in buffers]
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the module back as it was."""
+        vars(pl_module).pop("training_step", None)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module drops values at random: torch's layers keep the probability under one of these names."""
+    found = (getattr(module, name, 0) for name in ("p", "dropout", "drop_prob"))
+    return module.training and any(isinstance(p, float) and p > 0 for p in found)
+
+
+def _states() -> dict[str, object]:
+    """States of the generators on the CPU."""
+    name, words, *rest = np.random.get_state()
+    return {
+        "torch.random": torch.random.get_rng_state().numpy().tobytes(),
+        "numpy.random": (name, np.asarray(words).tobytes(), *rest),
+        "random": random.getstate(),
+    }
+
 
 Precision = Literal["float32", "float64"]
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
@@ -116,32 +227,22 @@ Errors = dict[str, dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one rank has found in one precision, compared with the single process.
-
-    Attributes:
-        place: Data rank and number of data ranks.
-        losses, one_losses, cells: Per step, losses of the rank and of the single process, and cells on the rank.
-        all_cells: Cells of the first global batch, 0 where their number is not known.
-        errors: Of the rank.
-        factor: What all gradients of the single process are those of the rank times, None where it is not one number.
-        draws: Where the single process drew random numbers.
-        apart: Buffers that differ between the ranks.
-        unshared: BatchNorm layers whose statistics are those of one rank's cells.
-        uneven: Whether modalities have different numbers of cells, which the data ranks do not divide.
-    """
+    """What one rank has found in one precision, compared with the single process."""
 
     precision: Precision
-    place: tuple[int, int]
+    place: tuple[int, int]  # data rank and number of data ranks
+    # with one_losses, cells: per step, losses of the rank and of the single process, and cells on the rank
     losses: list[list[float]]
     one_losses: list[list[float]]
     cells: list[int | None]
-    all_cells: int
+    all_cells: int  # cells of the first global batch, 0 where their number is not known
     errors: Errors
+    # what all gradients of the single process are those of the rank times, None where it is not one number
     factor: float | None
-    draws: list[str]
-    apart: list[str]
-    unshared: list[str]
-    uneven: bool
+    draws: list[str]  # where the single process drew random numbers
+    apart: list[str]  # buffers that differ between the ranks
+    unshared: list[str]  # BatchNorm layers whose statistics are those of one rank's cells
+    uneven: bool  # whether modalities have different numbers of cells, which the data ranks do not divide
     strategies: tuple[str, ...]
     mesh: tuple[int, int]
 

@@ -17,13 +17,7 @@ from lightning_amp.lightning.profiling.loaders import example_batch
 from lightning_amp.lightning.strategy.context import COMPARED
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 
-HERE = (
-    "accelerator=cpu",
-    "devices=1",
-    "num_nodes=1",
-    "logger=false",
-    "fast_dev_run=false",
-)
+HERE = ("accelerator=cpu", "devices=1", "num_nodes=1", "logger=false", "fast_dev_run=false")
 """Settings of the Trainer that are another machine's, or open connections."""
 OWN = "precision=32-true"
 """Of a computation that has its own precisions."""
@@ -57,9 +51,6 @@ def read_step(
     of a training step, and what it asks of AMPStrategy.
 
     Layers that `configure_model` makes are on the device "meta", unless a step of `batch_size` needs their values.
-
-    Raises:
-        AmpError: The module's layers cannot be made, or there is no batch to be had.
     """
     module, batch, around, options = _prepared(path, values=False)
     if any(tensor.is_meta for tensor in module.state_dict().values()):
@@ -93,17 +84,13 @@ def _prepared(path: str, *, values: bool) -> tuple[LightningModule, Any, Around,
     finally:
         module.trainer = None
     module = trainer.precision_plugin.convert_module(module)  # type: ignore[assignment]
-    return module, _batch_of(source), around, _options(trainer.strategy)
-
-
-def _batch_of(source: Any) -> Any:
-    """A batch that training would read."""
     loader = source.train_dataloader()
     try:
-        return example_batch(loader)
+        batch = example_batch(loader)
     except DataError:
         # nobody else reads it
-        return next(iter(loader))
+        batch = next(iter(loader))
+    return module, batch, around, _options(trainer.strategy)
 
 
 def _read(path: str, settings: Sequence[str]) -> tuple[LightningModule, LightningDataModule, Trainer]:

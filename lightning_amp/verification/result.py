@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import isnan
 from textwrap import fill, indent
 from typing import Any
 
@@ -29,7 +30,7 @@ class Row:
     @property
     def worst(self) -> str:
         """The tensor with the largest error; NaN comes before all."""
-        return max(self.errors, key=lambda name: _or_infinite(self.errors[name]))
+        return max(self.errors, key=lambda name: (isnan(self.errors[name]), self.errors[name]))
 
     @property
     def error(self) -> float:
@@ -140,10 +141,6 @@ class Verification:
             lines += [indent(fill(line, WIDTH - 2), "  ") for line in (one.why, one.advice)]
             text.append("\n".join(lines))
         return "\n\n".join(text)
-
-
-def _or_infinite(error: float) -> float:
-    return float("inf") if error != error else error
 
 
 def _plain(error: float) -> float | str:

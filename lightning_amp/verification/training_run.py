@@ -34,7 +34,7 @@ from torch import Tensor
 # the common base of BatchNorm1d, 2d and 3d has no public name
 from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.data.batch import parts_in
-from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.data.files.directory import written_aside
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.checkpoints.write_checkpoint import write_state
@@ -43,11 +43,12 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import (
     DTYPES,
     Precision,
+    Record,
+    Recorder,
     Report,
     common_factor,
     record_errors,
 )
-from lightning_amp.verification.recorder import Record, Recorder
 
 Cells = Tensor | SparseCounts | np.ndarray
 """What has a first axis of cells."""
@@ -60,11 +61,7 @@ def sizes_of(batch: object) -> list[int]:
 
 
 def part_of(batch: Any, part: int, parts: int) -> Any:
-    """The cells of one data rank.
-
-    Raises:
-        DataError: The number of cells is not known, or there are fewer cells than ranks.
-    """
+    """The cells of one data rank."""
     if parts == 1:
         return batch
     sizes = sizes_of(batch)
@@ -80,7 +77,13 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
             f"a batch of {sizes[0]!r} samples cannot be split over {parts} data ranks; every rank "
             f"needs a sample: give a batch of {parts} or more samples, or fewer devices"
         )
-    return _each(batch, lambda x: x[slice(*_bounds(len(x), part, parts))])
+
+    def own(x: Any) -> Any:
+        size, longer = divmod(len(x), parts)
+        start = part * size + min(part, longer)
+        return x[start : start + size + (part < longer)]
+
+    return _each(batch, own)
 
 
 def cast(batch: Any, dtype: torch.dtype) -> Any:
@@ -92,11 +95,7 @@ def cast(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def first_of(loader: Iterable[Any], steps: int) -> list[Any]:
-    """The first batches of a loader, again from the start where it is shorter.
-
-    Raises:
-        DataError: It has no batch.
-    """
+    """The first batches of a loader, again from the start where it is shorter."""
     found = list(islice(loader, steps))
     if not found:
         raise DataError("a loader without batches was given to verify; give one with at least one batch")
@@ -104,16 +103,13 @@ def first_of(loader: Iterable[Any], steps: int) -> list[Any]:
 
 
 class Parts:
-    """A training loader of one rank.
-
-    Attributes:
-        batch_size: Cells per rank, for the plan's prediction; None where the number of cells is not known.
-    """
+    """A training loader of one rank."""
 
     def __init__(self, batches: list[Any], *, ranks: int, place: Callable[[], tuple[int, int]]) -> None:
         """Serve parts of global batches; `place` gives data rank and number of data ranks, once they are known."""
         self._batches, self._place = batches, place
         cells = count_cells(batches[0])
+        # cells per rank, for the plan's prediction; None where the number of cells is not known
         self.batch_size = None if cells is None else max(1, cells // ranks)
 
     def __len__(self) -> int:
@@ -125,12 +121,6 @@ class Parts:
     def amp_example_batch(self) -> Any:
         """The first part, for a plan: the ranks of the data axis are those of the request by then."""
         return part_of(self._batches[0], *self._place())
-
-
-def _bounds(n: int, part: int, parts: int) -> tuple[int, int]:
-    size, longer = divmod(n, parts)
-    start = part * size + min(part, longer)
-    return start, start + size + (part < longer)
 
 
 def _each(values: Any, change: Callable[[Any], Any]) -> Any:
@@ -202,12 +192,7 @@ def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: R
 
 
 def _fit(
-    folder: Path,
-    precision: Precision,
-    steps: int,
-    *,
-    ranks: int = 1,
-    strategy: AMPStrategy | None = None,
+    folder: Path, precision: Precision, steps: int, *, ranks: int = 1, strategy: AMPStrategy | None = None
 ) -> tuple[Record, tuple[int, int], Any, torch.nn.Module]:
     """The record, the place of the rank, the first global batch and the module."""
     seed_everything(0, verbose=False)

@@ -7,27 +7,169 @@ Both start from the same weights and generators and train a few steps. Compared 
 gradients that the first step's optimisers see, and parameters and buffers at the end. Where something differs, suspects
 in the model are named.
 
-Known limits: gradient accumulation, clipping and callbacks of the user's own Trainer are not part of it.
+Processes are spawned, so that nothing in the caller's process changes. In an interactive session, where a new process
+cannot import the user's classes, they are forked instead, with one thread each: torch's threads do not survive a fork.
+
+Known limits: one node, CPU; gradient accumulation, clipping and callbacks of the user's own Trainer are not part of it.
 """
 
+import gc
 import io
+import logging
+import multiprocessing
+import os
 import pickle
+import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
 from copy import copy
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import DTYPES, Precision, Report, find_suspects, rows_of
-from lightning_amp.verification.processes import run_processes
 from lightning_amp.verification.result import Verification
 from lightning_amp.verification.training_run import Run, first_of, train_and_compare
+
+GRACE_S = 5.0
+"""How long other ranks may still answer once one has failed; they may wait for it in a collective."""
+TORCH, LIGHTNING, OURS = (
+    Path(torch.__file__).parent,
+    Path(lightning.__file__).parent,
+    Path(__file__).parents[1],
+)
+LIBRARIES = (str(TORCH), str(LIGHTNING), str(OURS))
+"""Folders of code that says little about where an error in the user's code comes from."""
+
+
+def run_processes(
+    task: Callable[..., Any], ranks: int, folder: Path, *args: Any, timeout: float
+) -> list[Any]:
+    """Return `task(rank, ranks, folder, *args)` of every rank; all see the folder, and have `timeout` seconds."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise AmpError(
+            "verify was called while one of its processes was starting; it starts processes that import the"
+            ' script again: put the call under `if __name__ == "__main__":`'
+        )
+    forked = _is_interactive()
+    if forked and dist.is_initialized():
+        raise AmpError(
+            "verify was called in a session without a file, whose process it forks, and a process group is there"
+            " from a run before, which forks cannot use; call torch.distributed.destroy_process_group() first, or"
+            " put the module and the call into a file"
+        )
+    context: Any = multiprocessing.get_context("fork" if forked else "spawn")
+    threads = 1 if forked else max(1, (os.cpu_count() or 1) // ranks)
+    started: list[Any] = []
+    # a fork that collects the caller's garbage may find a process group, whose destructor waits for threads without end
+    freezes = forked and not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
+    try:
+        for rank in range(ranks):
+            process = context.Process(target=_answer, args=(task, rank, ranks, folder, threads, args))
+            process.start()
+            started.append(process)
+        silent = _wait(started, timeout)
+        return _answers(folder, ranks, silent, timeout)
+    finally:
+        if freezes:
+            gc.unfreeze()
+        for process in started:
+            process.kill()
+            process.join()
+
+
+def _wait(started: list[Any], timeout: float) -> list[int]:
+    """Wait until all processes have ended; the ranks that have not in time, or soon after another one has failed."""
+    running, deadline = dict(enumerate(started)), time.monotonic() + timeout
+    while running and (left := deadline - time.monotonic()) > 0:
+        wait([process.sentinel for process in running.values()], left)
+        for rank, process in list(running.items()):
+            if process.exitcode is not None:
+                del running[rank]
+                deadline = min(deadline, time.monotonic() + GRACE_S) if process.exitcode else deadline
+    return list(running)
+
+
+def _answers(folder: Path, ranks: int, silent: list[int], timeout: float) -> list[Any]:
+    files = sorted(folder.glob("*.answer"), key=lambda file: file.stat().st_mtime_ns)
+    answers = {int(file.stem): pickle.loads(file.read_bytes()) for file in files}
+    # what another rank has raised says why one has ended
+    for answer in answers.values():
+        if isinstance(answer, AmpError):
+            raise answer
+    for rank in range(ranks):
+        if rank not in answers and rank not in silent:
+            raise AmpError(
+                f"rank {rank} ended without a message; see what it has printed. It may have run out of "
+                "memory, or failed to import the script that calls verify: put the call under `if "
+                '__name__ == "__main__":`'
+            )
+    if silent:
+        raise AmpError(
+            f"{', '.join(f'rank {rank}' for rank in silent)} did not answer within {timeout:.0f} s; if steps take"
+            " long, raise timeout; if they do not, ranks wait for each other because they communicate unequally often"
+        )
+    return [answers[rank] for rank in range(ranks)]
+
+
+def _is_interactive() -> bool:
+    """Whether classes of the main module exist only in this process, and it can be forked."""
+    # python calls the file of a program on standard input "<stdin>"
+    has_file = Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file()
+    return not has_file and "fork" in multiprocessing.get_all_start_methods()
+
+
+def _answer(task: Callable[..., Any], rank: int, ranks: int, folder: Path, threads: int, args: Any) -> None:
+    """Carry out the task in a new process, which is quiet and ends with the caller."""
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore")
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        answer = task(rank, ranks, folder, *args)
+    except BaseException as error:
+        answer = error if isinstance(error, AmpError) else _as_amp_error(error, rank)
+    aside = folder / f"{rank}.aside"
+    aside.write_bytes(pickle.dumps(answer))
+    aside.rename(folder / f"{rank}.answer")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # at once: to free memory piece by piece takes long
+    os._exit(isinstance(answer, AmpError))
+
+
+def _end_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None, "this process has been started by another"
+    caller.join()
+    os._exit(1)
+
+
+def _as_amp_error(error: BaseException, rank: int) -> AmpError:
+    """The error with the user's part of its traceback as text, which the caller's process can raise."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or list(frames)
+    where = "".join(traceback.format_list(own)).rstrip()
+    return AmpError(
+        f"verify cannot train the module: in rank {rank} {type(error).__name__} was raised: {error}; it must train"
+        f" there before it can be compared. It was raised in\n{where}"
+    )
+
 
 TIMEOUT_S = 7200.0
 """For all runs of a few steps; a real model may take long on CPU."""
@@ -92,11 +234,7 @@ def verification_of(module: str, found: Sequence[Sequence[Report]]) -> Verificat
 
 
 def subject_of(module: LightningModule, data: Any, steps: int) -> bytes:
-    """Module and data as another process reads them.
-
-    Raises:
-        AmpError: They cannot be pickled, or a loader has no batch.
-    """
+    """Module and data as another process reads them."""
     if isinstance(data, LightningDataModule):
         # a trainer of the user's would be sent along
         data = copy(data)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lightning_amp.adapters.adapt import adapt
-from lightning_amp.adapters.forms.adapted_stratum import GivenDistribution
+from lightning_amp.adapters.forms.adapted_decoder import GivenDistribution
 from lightning_amp.errors import ModelError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.decoders.stratum import ZINB

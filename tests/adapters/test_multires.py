@@ -146,7 +146,7 @@ def test_trains_the_same_on_two_ranks(few: bool, tmp_path: Any) -> None:
         assert {key: far for key, far in found.items() if not far <= 1e-9} == {}
 
 
-def test_is_recognised_with_what_its_parts_can_have() -> None:
+def test_is_detected_with_what_its_parts_can_have() -> None:
     module = Several(BASE)
     keys, state = list(module.state_dict()), torch.get_rng_state()
     found = adapt(module)

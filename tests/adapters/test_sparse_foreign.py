@@ -18,7 +18,7 @@ from torch.distributions import Distribution, NegativeBinomial, constraints
 
 from lightning_amp._torch import values_are_checked
 from lightning_amp.adapters.adapt import adapt
-from lightning_amp.adapters.forms.adapted_stratum import GivenDistribution
+from lightning_amp.adapters.forms.adapted_decoder import GivenDistribution
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.techniques.checks import cached_check
@@ -146,7 +146,7 @@ def test_takes_the_counts_that_the_likelihood_takes() -> None:
 
 
 @pytest.mark.usefixtures("checked")
-def test_what_is_recognised_does_not_depend_on_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_detected_does_not_depend_on_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     found = adapt(Foreign(replace(Copy(), strata=3)))
     assert list(found.decoders) == ["decoder"]
     found.undo()

@@ -15,10 +15,9 @@ import scipy.sparse as sp
 from lightning_amp.data.files.directory import find
 from lightning_amp.data.files.graphml import read_graph
 from lightning_amp.data.files.read_h5ad import read_header
-from lightning_amp.data.files.resolution import parse_resolution
 from lightning_amp.data.files.strata_layout import read_layout
 from lightning_amp.data.prepare.gene_positions import read_genes
-from lightning_amp.data.prepare.read_scool import ScoolFile
+from lightning_amp.data.prepare.read_scool import ScoolFile, parse_resolution
 from lightning_amp.errors import DataError
 from tests.data.tiny_data import edit, make_pixels, write_scool
 

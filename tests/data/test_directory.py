@@ -9,11 +9,10 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from lightning_amp.data.files.directory import DataDirectory, find
+from lightning_amp.data.files.directory import DataDirectory, find, write_aside
 from lightning_amp.data.files.graphml import count_graph, read_graph
 from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import read_layout
-from lightning_amp.data.files.write_aside import write_aside
 from lightning_amp.errors import DataError
 
 SETTING = "500kb_raw_0.98_2d_2"

@@ -21,8 +21,7 @@ import torch
 
 from lightning_amp.cli.main import main
 from lightning_amp.data.files import new_hdf5 as module
-from lightning_amp.data.files.new_hdf5 import new_hdf5
-from lightning_amp.data.files.write_cooler import write_scool
+from lightning_amp.data.files.new_hdf5 import new_hdf5, write_scool
 from lightning_amp.data.files.write_results import write_embedding
 from lightning_amp.data.prepare.prepare import prepare
 from lightning_amp.data.prepare.synthetic import synthesize

@@ -14,7 +14,7 @@ from scipy import sparse
 from torch.utils.data import DataLoader
 
 from lightning_amp import OwnBins, OwnColumns, ShardError, SingleCellDataModule, as_sharded, own_part, prepare
-from lightning_amp.data.files import read_columns as reading
+from lightning_amp.data.files import read_h5ad as reading
 from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.data.prepare.read_scool import ScoolFile
@@ -65,7 +65,7 @@ def test_own_columns_are_those_of_the_matrix(
     tmp_path: Path, counts: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # several blocks, also where a row or a column has more entries than one
-    monkeypatch.setattr(reading, "BLOCK", 7)
+    monkeypatch.setattr(reading, "BLOCK_ENTRIES", 7)
     for layout in LAYOUTS:
         path = write(tmp_path, layout, counts)
         np.testing.assert_array_equal(reading.read_totals(path, "X"), counts.sum(1))
@@ -120,7 +120,7 @@ def test_own_bins_are_those_of_the_contact_maps(tmp_path: Path) -> None:
 def test_prepared_counts_are_stored_by_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = write_all(tmp_path)
     right = prepare(**files.arguments())
-    monkeypatch.setattr("lightning_amp.data.files.read_columns.MOST", 50)
+    monkeypatch.setattr("lightning_amp.data.files.read_h5ad.MOST", 50)
     found = prepare(**files.arguments() | {"out": tmp_path / "columns"}, by_columns=True)
     for modality, path in found.modalities.items():
         one, other = anndata.read_h5ad(path), anndata.read_h5ad(right.modalities[modality])

@@ -14,18 +14,17 @@ import scipy.sparse as sp
 
 from lightning_amp.cli.main import main
 from lightning_amp.data.files.graphml import count_graph, read_graph
-from lightning_amp.data.files.resolution import (
+from lightning_amp.data.prepare.gene_positions import contact_edges, overlap_bins, promoters, read_genes
+from lightning_amp.data.prepare.hic_modality import Pseudobulk
+from lightning_amp.data.prepare.prepare import prepare, read_labels
+from lightning_amp.data.prepare.read_scool import (
+    ScoolFile,
     choose_chromosomes,
     format_resolution,
     parse_resolution,
     strip_resolution,
 )
-from lightning_amp.data.prepare.gene_positions import promoters, read_genes
-from lightning_amp.data.prepare.guidance_graph import contact_edges, overlap_bins
-from lightning_amp.data.prepare.prepare import prepare, read_labels
-from lightning_amp.data.prepare.read_scool import ScoolFile
-from lightning_amp.data.prepare.variable_genes import check_same_assembly, most_variable
-from lightning_amp.data.prepare.write_hic import Pseudobulk
+from lightning_amp.data.prepare.rna_modality import check_same_assembly, most_variable
 from lightning_amp.errors import DataError
 from tests.data.tiny_data import (
     BIN,
@@ -197,7 +196,7 @@ def test_equal_contacts_share_a_rank() -> None:
 
 
 def test_pseudobulk_is_the_sum_however_often_it_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_amp.data.prepare.write_hic.FLUSH_AT", 50)
+    monkeypatch.setattr("lightning_amp.data.prepare.hic_modality.FLUSH_AT", 50)
     bulk, expected = Pseudobulk(20), np.zeros((20, 20))
     for pixels in all_pixels():
         i, j, n = (pixels[c].to_numpy() for c in ("bin1_id", "bin2_id", "count"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_amp.data.cell_keys import draw_keys
+from lightning_amp.data.batch import draw_keys
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.data.loading.sampler import StepLoader, StepSampler
 from lightning_amp.errors import DataError

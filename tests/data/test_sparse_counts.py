@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_amp.data import sparse_counts, sparse_product
+from lightning_amp.data import sparse_counts
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.data.prepare.synthetic import synthesize
@@ -33,11 +33,11 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
 from lightning_amp.lightning.consistency.replicas import _print_of, make_sure_of_same_batch
 from lightning_amp.lightning.steps.cells import count_cells
-from lightning_amp.models.cell_encoder import Encoder
-from lightning_amp.models.decoders.per_feature import NBDecoder
+from lightning_amp.models.decoders.likelihoods import NBDecoder
 from lightning_amp.models.glue import GLUE
-from lightning_amp.techniques.hic.features.row import RowParallelLinear
-from lightning_amp.techniques.hic.features.wide_linear import share_rows
+from lightning_amp.models.latents import Encoder
+from lightning_amp.techniques.hic.features import share_rows
+from lightning_amp.techniques.hic.rows import RowParallelLinear
 from tests.lightning.strategy.model_axis_cases import ALL, trainer_of
 from tests.ranks import run_ranks
 from tests.techniques.sharded_cases import (
@@ -183,7 +183,7 @@ def test_without_values_entries_are_spread_evenly() -> None:
 
 @pytest.mark.parametrize("block", [1, 40, 2**20])
 def test_a_linear_layer_is_the_dense_one(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_product, "BLOCK", block)
+    monkeypatch.setattr(sparse_counts, "BLOCK", block)
     x, torch_seed = counts(), torch.manual_seed(0)
     assert torch_seed is not None
     for bias in (True, False):
@@ -230,7 +230,7 @@ def test_the_encoder_is_the_dense_one(total: float | None) -> None:
 
 
 def test_the_encoder_never_holds_a_dense_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_product, "BLOCK", 2**12)
+    monkeypatch.setattr(sparse_counts, "BLOCK", 2**12)
     cells, features = 64, 2**13
     x = SparseCounts.from_dense(torch.poisson(torch.full((cells, features), 0.02)))
     library = torch.full((cells, 1), 100.0)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_amp.diagnosis.diagnosis import (
+from lightning_amp.diagnosis import (
     ATTENTION_DECODER,
     DIMENSIONALITY_RATIO,
     HEAVY_DECOMPOSITION,

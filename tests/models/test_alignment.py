@@ -8,7 +8,7 @@ import yaml
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_amp.cli.commands.demo import CONFIG, SYNTHETIC
-from lightning_amp.data.describe_embedding import same_type_share
+from lightning_amp.data.files.write_results import same_type_share
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.models.glue import GLUE

@@ -7,9 +7,8 @@ import torch
 
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.models.decoders.full_attention import FullAttention
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
-from lightning_amp.models.decoders.stratum_keys import AttentionKey
+from lightning_amp.models.decoders.stratum_keys import AttentionKey, FullAttention
 
 
 def inputs(n: int, dim: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:

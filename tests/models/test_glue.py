@@ -8,12 +8,11 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import ModelError
-from lightning_amp.models.decoders.per_feature import PLAIN_DECODERS
+from lightning_amp.models.decoders.likelihoods import PLAIN_DECODERS
 from lightning_amp.models.glue import GLUE
-from lightning_amp.models.graph_encoder import GraphEncoder
-from lightning_amp.models.graph_vertices import AllVertices
+from lightning_amp.models.graph_encoder import AllVertices, GraphEncoder
 from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs, inputs_from
-from lightning_amp.models.latent import alignment_loss, normal_kl
+from lightning_amp.models.latents import alignment_loss, normal_kl
 from tests.any_module import QUIET
 
 pytestmark = [
@@ -348,7 +347,7 @@ def test_propagation_in_pieces(monkeypatch):
         return AllVertices().propagate(x, lambda: (source, target, coefficient))
 
     whole = propagate(x)
-    monkeypatch.setattr("lightning_amp.models.graph_vertices.EDGES_AT_A_TIME", 10)
+    monkeypatch.setattr("lightning_amp.models.graph_encoder.EDGES_AT_A_TIME", 10)
     torch.testing.assert_close(propagate(x), whole)
     assert torch.autograd.gradcheck(propagate, (x.requires_grad_(),))
 

@@ -14,7 +14,7 @@ from lightning_amp.installing.describe_module import describe, unpredicted, with
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.independent_units import UnitDecoder
 from lightning_amp.models.decoders.stratum import AllCells
-from lightning_amp.techniques.hic.strata.rows import StreamStrata
+from lightning_amp.techniques.hic.rows import StreamStrata
 from tests.adapters.foreign_cases import units
 from tests.models.unit_cases import DIM, SIZES, Chromosome, Counts, batches
 from tests.techniques.sharded_cases import assert_same, make_plan

@@ -5,8 +5,8 @@ import torch
 from local_attention import LocalAttention as PackageAttention
 
 from lightning_amp.errors import ModelError
-from lightning_amp.models.decoders.local_attention import LocalAttention
-from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
+from lightning_amp.models.decoders.stratum_keys import LocalAttention
+from lightning_amp.techniques.hic.attention.install import FusedLocalAttention
 
 SHAPES = [(20, 5, 8), (37, 5, 6), (3, 5, 6), (41, 20, 16)]
 IDS = ["whole buckets", "filled last bucket", "one bucket", "two and a bit"]

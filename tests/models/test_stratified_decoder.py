@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lightning_amp.errors import ModelError
-from lightning_amp.models.decoders.full_attention import FullAttention
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
-from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
+from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey, FullAttention
 
 N, D, B, WINDOW = 7, 4, 3, 2
 NODES = [list(range(7)), [0, 1, 2, 4, 5], [0, 1, 3, 4]]
@@ -108,7 +107,7 @@ def key_rows(stratum, v):
     p = [layer_norm(row, block.prenorm) for row in v]
     qk = [block.qk.weight @ row for row in p]
     val = [block.value.weight @ row for row in p]
-    higlue = block.variant == "higlue"
+    higlue = block.residual
     values = p if higlue else val
     full = isinstance(block.attention, FullAttention)
     met = attended_by_all(qk, values) if full else attended(qk, values, WINDOW)

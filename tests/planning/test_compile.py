@@ -6,7 +6,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report
-from lightning_amp.techniques.hic.strata.rows import CompileStrata, StreamStrata
+from lightning_amp.techniques.hic.rows import CompileStrata, StreamStrata
 from tests.planning.profiles import hic, profile, rna
 
 DATA = profile(hic(anchors=1500, strata=6), rna())

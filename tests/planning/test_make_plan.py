@@ -234,7 +234,7 @@ def test_sizes_that_no_model_can_have() -> None:
         reference_shape(profile(), batch_size=8, window=0)
 
 
-def test_a_module_that_was_not_recognised_is_not_said_to_fit() -> None:
+def test_a_module_that_was_not_detected_is_not_said_to_fit() -> None:
     unknown = ModelShape(decoder=None, batch_size=8, parameter_bytes=1000, base_activation_bytes=0)
     made = plan(profile(rna()), devices=2, device_memory="1GiB", shape=unknown)
     assert made.strategies == ("S1",)

@@ -14,7 +14,7 @@ from lightning_amp.planning.policies.recommend_devices import recommend_devices
 from lightning_amp.planning.sizes import terms
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device
-from lightning_amp.techniques.hic.strata.rows import StreamStrata
+from lightning_amp.techniques.hic.rows import StreamStrata
 from tests.planning.profiles import hic, profile, rna
 
 DATA = profile(hic(anchors=600, strata=4), rna())

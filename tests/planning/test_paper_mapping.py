@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lightning_amp.costs.model_shape import reference_shape
-from lightning_amp.diagnosis.diagnosis import (
+from lightning_amp.diagnosis import (
     ATTENTION_DECODER,
     HEAVY_DECOMPOSITION,
     HIGH_INPUT_DIMENSIONALITY,

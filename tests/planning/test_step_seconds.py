@@ -16,14 +16,14 @@ from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic
 from lightning_amp.planning.time.operator_costs import parts
 from lightning_amp.planning.time.step_seconds import step_seconds, stratum_seconds
-from lightning_amp.techniques.hic.block_sizes import block_cells
+from lightning_amp.techniques.hic.rows import block_cells
 from tests.planning.work_cases import CELLS, sent, shape, stratum_work, work
 
 
 def test_what_a_stratum_sends() -> None:
     sizes, b, n, d = shape(dim=24, n_batches=2), CELLS, 192, 24
     hidden = stratum_work(sizes, Axes(placement="hidden"), k=2, cells=b, ranks=4)
-    assert hidden.collectives == 15, "7 and the scores forward, 6 backward: techniques/hic/hidden/decoder.py"
+    assert hidden.collectives == 15, "7 and the scores forward, 6 backward: techniques/hic/hidden.py"
     chunked = stratum_work(sizes, Axes(placement="hidden", attention="chunked"), k=2, cells=b, ranks=4)
     assert chunked.collectives == 7 + 2 + 6 + 2 + 2, (
         "two chunks of 128 queries, and again in the backward pass"

@@ -13,9 +13,9 @@ from lightning_amp.installing.install import install
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.techniques.device_settings import settings_of
-from lightning_amp.techniques.hic.scores import dense_entries
-from lightning_amp.techniques.hic.scores.dense_entries import known_entries
-from lightning_amp.techniques.hic.strata.rows import StreamStrata
+from lightning_amp.techniques.hic.rows import StreamStrata
+from lightning_amp.techniques.hic.scores import nonzero_counts
+from lightning_amp.techniques.hic.scores.nonzero_counts import known_entries
 from tests.techniques.sharded_cases import Case, Model, assert_same, make_plan, train
 
 OURS = ("S4", "fused", "sparse", "stream")
@@ -147,10 +147,10 @@ def test_a_decoder_looks_for_the_entries_of_dense_counts_once_a_batch() -> None:
         part = known_entries(x[1:3, 2:5])
         assert torch.equal(part.to_dense(), x[1:3, 2:5])
         assert all(known_entries(other) is None for other in (x, x[:, ::2], x.T[2:5], x.clone()))
-    n = len(dense_entries._KNOWN)
+    n = len(nonzero_counts._KNOWN)
     del x, part
     model.batch.clear()
-    assert len(dense_entries._KNOWN) == n - 1, "a batch that is gone is forgotten"
+    assert len(nonzero_counts._KNOWN) == n - 1, "a batch that is gone is forgotten"
 
 
 def test_one_more_stratum_is_counted_without_what_comes_once() -> None:

@@ -23,7 +23,7 @@ import pytest
 from lightning_amp import AMPStrategy
 from lightning_amp.cli.main import TRAINING, main
 from lightning_amp.data.prepare.synthetic import synthesize
-from lightning_amp.diagnosis.diagnosis import FROM_OUTSIDE
+from lightning_amp.diagnosis import FROM_OUTSIDE
 from lightning_amp.techniques.table import STRATEGIES
 from tests.cli import options
 from tests.each import BEFORE_A_RELEASE

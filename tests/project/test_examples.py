@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lightning_amp
-from lightning_amp.diagnosis.diagnosis import FROM_OUTSIDE
+from lightning_amp.diagnosis import FROM_OUTSIDE
 from lightning_amp.techniques.table import STRATEGIES
 from tests.paths import EXAMPLES
 

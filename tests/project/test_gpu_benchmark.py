@@ -25,8 +25,7 @@ from benchmarks.gpu.subject import NONZERO, batch_bytes, decoder_batch, moved
 from benchmarks.page import ROOT
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.data.batch import tensors_in
-from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
-from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedLocalAttention
+from lightning_amp.techniques.hic.attention.install import ChunkedLocalAttention, FusedLocalAttention
 from lightning_amp.techniques.table import STRATEGIES
 
 NINE_MINUTES = 540
@@ -183,7 +182,7 @@ def test_a_technique_that_is_wrong_or_fails_is_told_beside_the_others(tmp_path, 
     forward = FusedLocalAttention.forward
 
     def scaled(self, *rows):
-        # small examples, by which attention is recognised, are right
+        # small examples, by which attention is detected, are right
         return forward(self, *rows) * (1 + 1e-3 * (self.window > 3))
 
     def fails(self, *rows):

@@ -25,14 +25,15 @@ from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.planned_rank import PlannedRank
 from lightning_amp.simulation.simulate import fake_world, simulate
 from lightning_amp.techniques.device_settings import settings_of
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, run_sizes
-from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention, fuse_attention
-from lightning_amp.techniques.hic.attention.kernel_calls import calls_of
-from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
-from lightning_amp.techniques.hic.block_sizes import chunk_buckets
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, calls_of, run_sizes
+from lightning_amp.techniques.hic.attention.install import (
+    FusedLocalAttention,
+    chunk_attention,
+    fuse_attention,
+)
+from lightning_amp.techniques.hic.rows import StreamStrata, chunk_buckets
 from lightning_amp.techniques.hic.scores.s4_key_first import key_first
 from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelihood
-from lightning_amp.techniques.hic.strata.rows import StreamStrata
 from lightning_amp.techniques.hic.strata.stream import stream_strata
 from tests.each import each
 from tests.planning.work_cases import CELLS, sent, shape, work

@@ -23,14 +23,17 @@ from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.hic.attention.rows import ChunkedAttention, FusedAttention, SdpaAttention
-from lightning_amp.techniques.hic.features.row import FeatureParallel
-from lightning_amp.techniques.hic.hidden.row import HiddenParallel
-from lightning_amp.techniques.hic.nodes.row import DomainParallel
-from lightning_amp.techniques.hic.scores.rows import KeyFirstDecode, SparseLikelihood
-from lightning_amp.techniques.hic.strata.rows import (
+from lightning_amp.techniques.hic.rows import (
+    ChunkedAttention,
     CompileStrata,
+    DomainParallel,
+    FeatureParallel,
+    FusedAttention,
+    HiddenParallel,
+    KeyFirstDecode,
     RecomputeStrata,
+    SdpaAttention,
+    SparseLikelihood,
     StrataParallel,
     StreamStrata,
 )

@@ -26,11 +26,11 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.models.glue import GLUE
-from lightning_amp.verification import processes
 from lightning_amp.verification import training_run as cut
+from lightning_amp.verification import verify as processes
 from lightning_amp.verification.compare import Precision, Report, errors, find_suspects, loss_errors
-from lightning_amp.verification.processes import run_processes
 from lightning_amp.verification.result import Row, Suspect, Verification
+from lightning_amp.verification.verify import run_processes
 from tests.verification import verify_cases as cases
 from tests.verification.verify_cases import cells, verified
 

@@ -1,35 +1,282 @@
-"""Compute what a foreign decoder returns, with its layers and tables.
+"""Compute what a foreign decoder returns, with its layers and tables, and read its strata from its two lists.
 
-Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
+One of `feature_masks` and `strata_masks` lists anchors, the other columns of the tables. Which is which depends on the
+numbers: columns count up from 0 through all strata, one run after the other. The layers of a key are the foreign
+decoder's own, with their hooks and parameters; local attention is computed by ours.
+
+    attention      p = prenorm(v), qk = p W_qk^T, val = p W_val^T
+                   key = val + LocalAttention(qk, qk, p or val)
+                   key = [key +] GEGLU(postnorm(key) or key W_ff^T)
+    convolution    key = activation(Conv1d(v padded)), anchor i meets anchor i + k (padded at the end), or the kernel is
+                   centred (the layer pads by itself); v of one resolution, where there are several
+    both           key of the convolution, p = prenorm(key), qk = p W_qk^T
+                   key = key + LocalAttention(qk, qk, p)
+                   key = key + GEGLU(postnorm(key) W_ff^T)
+
+    log mu = log(softmax(logit) library weight + least)        `least` keeps the logarithm of copies that add it finite
+
+A stratum holds the whole tables, so that their parameters stay those that an optimiser knows, and reads its own
+columns; `runs` says which, and a technique may hand in only these (stream.py does). Without stream, the backward pass
+of every stratum makes gradients of the whole tables.
+
+Legend: cell (B), anchor (N), own_anchor (of one resolution), dim (D), stratum (K), feature (F in all, stratum_feature
+of one stratum, stratum-major), experiment (row of the tables, one per batch).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum
-from lightning_amp.adapters.forms.column_layout import Layout
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import ModelError
+from lightning_amp.models.decoders.likelihoods import table_rows
 from lightning_amp.models.decoders.stratified import StrataRegion, StratifiedDecoder
-from lightning_amp.models.decoders.stratum import EveryStratum
-from lightning_amp.models.decoders.stratum_keys import Variant
+from lightning_amp.models.decoders.stratum import AllCells, AllFeatures, Decode, EveryStratum, Stratum
+from lightning_amp.models.decoders.stratum_keys import AttentionKey, Variant, geglu
+from lightning_amp.shapes import (
+    Counts,
+    Experiment,
+    Library,
+    LogWeights,
+    OwnCounts,
+    OwnTable,
+    PerAnchor,
+    PerCell,
+    Scalar,
+)
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion
+
+
+class AdaptedAttentionKey(AttentionKey):
+    """Key by local attention, to p or the `projected` anchors, and a gated feed-forward layer, `residual` or not."""
+
+    def __init__(self, layers: dict[str, nn.Module], *, projected: bool, residual: bool) -> None:
+        nn.Module.__init__(self)
+        # in the order of the model's key; names are those of protocol.ATTENTION_KEY
+        for name in ("prenorm", "qk", "value", "attention", "postnorm", "ff"):
+            self.add_module(name, layers[name])
+        self.projected = projected
+        self.residual = residual
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"projected={self.projected}, residual={self.residual}"
+
+
+class AdaptedConvolutionKey(nn.Module):
+    """Key by a depthwise convolution of kernel 2 over rows of v, with `padding` zeros behind the last anchor."""
+
+    def __init__(
+        self, pairs: nn.Module, activation: nn.Module, *, padding: int, rows: slice = slice(None)
+    ) -> None:
+        super().__init__()
+        self.pairs = pairs
+        self.activation = activation
+        self.padding = padding
+        self.rows = rows
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"padding={self.padding}"
+
+    def forward(self, v: PerAnchor) -> tuple[Float[Tensor, "own_anchor dim"], PerAnchor]:
+        """Key, and v unchanged."""
+        padded = F.pad(v[self.rows], (0, 0, 0, self.padding))
+        return self.activation(self.pairs(padded.T[None])[0].T), v
+
+
+class PairedAttentionKey(nn.Module):
+    """Key by a convolution, local attention and a gated layer; `checkpointed`: computed again in the backward pass."""
+
+    def __init__(
+        self, paired: AdaptedConvolutionKey, layers: dict[str, nn.Module], *, checkpointed: bool
+    ) -> None:
+        super().__init__()
+        self.paired = paired
+        self.prenorm, self.qk, self.attention = (layers[name] for name in ("prenorm", "qk", "attention"))
+        self.postnorm, self.ff = (layers[name] for name in ("postnorm", "ff"))
+        self.checkpointed = checkpointed
+
+    def forward(self, v: PerAnchor) -> tuple[Float[Tensor, "own_anchor dim"], PerAnchor]:
+        """Key, and v unchanged."""
+        if self.checkpointed and torch.is_grad_enabled():
+            return cast(Tensor, checkpoint(self._key, v, use_reentrant=False)), v
+        return self._key(v), v
+
+    def _key(self, v: Tensor) -> Tensor:
+        key, _ = self.paired(v)
+        p = self.prenorm(key)
+        qk = self.qk(p)
+        key = key + self.attention(qk, qk, p)
+        return cast(Tensor, key + geglu(self.ff(self.postnorm(key))))
+
+
+class GivenDistribution(nn.Module):
+    """Log-probability by the distribution that the foreign decoder returns, where ours differs from it."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return self.kind.__name__
+
+    def forward(
+        self,
+        x: OwnCounts,
+        location: OwnCounts,
+        log_theta: OwnTable | None = None,
+        zi_logits: OwnTable | None = None,
+    ) -> Scalar:
+        """Sum over cells and features; the location is log mu, or the logits of binary data."""
+        given = distribution(self.kind, location, log_theta, zi_logits)
+        total: Tensor = given.log_prob(x).sum()
+        return total
+
+
+def distribution(
+    kind: type, location: Tensor, log_theta: Tensor | None, zi_logits: Tensor | None
+) -> torch.distributions.Distribution:
+    """A distribution of a foreign class: negative binomial with additional zeros, or without tables Bernoulli."""
+    if log_theta is None or zi_logits is None:
+        return kind(logits=location)  # type: ignore[no-any-return]
+    return kind(  # type: ignore[no-any-return]
+        zi_logits=zi_logits.expand_as(location), total_count=log_theta.exp(), logits=location - log_theta
+    )
+
+
+class AdaptedStratum(Stratum):
+    """One stratum."""
+
+    runs: dict[str, slice | Tensor]
+
+    def __init__(
+        self,
+        key: nn.Module | None,  # module that makes the key; None where the anchors are the keys
+        nodes: Int[Tensor, " stratum_feature"],
+        *,
+        columns: tuple[int, int],  # first and one past the last of the stratum's columns
+        # the whole tables scale, bias, log_theta and zi_logits, by name; of binary data the first two
+        tables: Mapping[str, nn.Parameter],
+        likelihood: nn.Module,
+        chained: bool,  # whether the next stratum reads this one's projected anchors
+        least: float,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.key = key  # type: ignore[assignment]
+        self.decode, self.features, self.sum_over_cells = Decode(), AllFeatures(), AllCells()
+        self.likelihood = likelihood  # type: ignore[assignment]
+        self.columns = columns
+        self.chained = chained
+        self.binarized = "log_theta" not in tables
+        self.least = least
+        self.register_buffer("feature_anchor", nodes, persistent=False)
+        for name, table in tables.items():
+            self.register_parameter(name, table)
+        self.runs = dict.fromkeys(tables, slice(*columns))
+
+    def _log_mean(self, logits: Tensor, library: Tensor, log_weight: Tensor) -> Tensor:
+        log_mu = super()._log_mean(logits, library, log_weight)
+        return torch.logaddexp(log_mu, log_mu.new_tensor(math.log(self.least))) if self.least else log_mu
+
+    def own_library(self, library: Tensor) -> Tensor:
+        """What the stratum's features are parts of."""
+        return library
+
+    def arguments(
+        self, k: int, log_weights: Tensor, *, x: Tensor | SparseCounts, **cells: Tensor
+    ) -> dict[str, Tensor | SparseCounts]:
+        """As of any stratum, with the own library."""
+        found = super().arguments(k, log_weights, x=x, **cells)
+        return found | {"library": self.own_library(cells["library"])}
+
+    def _table(self, table: Tensor, batch: Tensor) -> Tensor:
+        # a technique may have put the own columns there already
+        own = table if table.shape[1] == len(self.feature_anchor) else self._columns(table)
+        return table_rows(self.features.own(own), batch)
+
+    def _columns(self, table: Tensor) -> Tensor:
+        return table[:, slice(*self.columns)]
+
+
+LISTS = ("feature_masks", "strata_masks")
+
+
+class NotDetected(ModelError):
+    """A module that looks like a decoder we know and is none; its text says why, as what follows the module's name."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class Layout:
+    """The strata of a decoder."""
+
+    nodes: tuple[Int[Tensor, " stratum_feature"], ...]
+    columns: tuple[tuple[int, int], ...]  # first and one past the last column, for every stratum
+    n_anchors: int  # N, as far as the features tell: one past the last anchor that has any
+    listed_in: str = ""  # name of the decoder's list that holds the columns
+
+    @property
+    def n_features(self) -> int:
+        """F."""
+        return self.columns[-1][1]
+
+
+def layout_of(nodes: Sequence[Tensor], listed_in: str) -> Layout:
+    """The layout of strata with these anchors, their columns one run after the other."""
+    ends = list(accumulate((len(rows) for rows in nodes), initial=0))
+    return Layout(
+        nodes=tuple(nodes),
+        columns=tuple(pairwise(ends)),
+        n_anchors=1 + max(int(rows.max()) for rows in nodes),
+        listed_in=listed_in,
+    )
+
+
+def read_layout(decoder: nn.Module) -> Layout:
+    """The layout that a foreign decoder's lists say."""
+    found = {name: _indices(name, getattr(decoder, name, None)) for name in LISTS}
+    one, other = found.values()
+    if [len(rows) for rows in one] != [len(rows) for rows in other]:
+        raise NotDetected("has strata with other numbers of anchors than of columns")
+    whole = {name: torch.cat(lists) for name, lists in found.items()}
+    runs = [name for name, columns in whole.items() if torch.equal(columns, torch.arange(len(columns)))]
+    if not runs:
+        raise NotDetected(
+            f"has columns in neither of {LISTS!r}: those of a stratum must follow those of the stratum"
+            " before, from 0 on"
+        )
+    # where both count up there is one stratum, and both are the same
+    columns = "strata_masks" if "strata_masks" in runs else "feature_masks"
+    return layout_of(next(lists for name, lists in found.items() if name != columns), columns)
+
+
+def _indices(name: str, value: Any) -> list[Tensor]:
+    if not isinstance(value, list | tuple) or not value:
+        raise NotDetected(
+            f"has {name}={type(value).__name__!r}, and not a list with one list of indices per stratum"
+        )
+    try:
+        lists = [torch.as_tensor(rows).detach().cpu() for rows in value]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise NotDetected(f"has {name} that cannot be read as lists of indices: {error}") from error
+    whole = [not rows.is_floating_point() and rows.dtype != torch.bool for rows in lists]
+    wrong = [k for k, x in enumerate(lists) if x.dim() != 1 or not len(x) or not whole[k] or x.min() < 0]
+    if wrong:
+        raise NotDetected(f"has {name} without indices of 0 or more in the strata {wrong!r}")
+    return [rows.long() for rows in lists]
 
 
 class AdaptedDecoder(StratifiedDecoder):
     """All strata of a foreign decoder.
-
-    Args:
-        window: Anchors per attention bucket.
-        variant: The form of the keys that the memory model is to take, "higlue" or "paper".
-        strata_weights: Logits of the strata's weights; without any, all strata have the same.
-        head: Adds the cell's part to these logits.
-        normalised: Whether the weights of the strata add up to 1 where there are no logits, or are 1 each.
-        kind: Class of the distribution that the foreign decoder returns.
 
     Attributes:
         reads_all_rows: Whether keys are made of all rows of v, and not only of those that features say.
@@ -43,12 +290,13 @@ class AdaptedDecoder(StratifiedDecoder):
         layout: Layout,
         *,
         dim: int,
-        window: int,
-        variant: Variant,
+        window: int,  # anchors per attention bucket
+        variant: Variant,  # the form of the keys that the memory model is to take, "higlue" or "paper"
+        # logits of the strata's weights; without any, all strata have the same
         strata_weights: nn.Parameter | None,
-        head: nn.Linear | None,
-        normalised: bool,
-        kind: type,
+        head: nn.Linear | None,  # adds the cell's part to these logits
+        normalised: bool,  # whether the weights of the strata add up to 1 where there are no logits, or are 1 each
+        kind: type,  # class of the distribution that the foreign decoder returns
     ) -> None:
         nn.Module.__init__(self)
         self.dim = dim
@@ -71,33 +319,14 @@ class AdaptedDecoder(StratifiedDecoder):
         """Whether several ranks compute the strata together."""
         return isinstance(self.region, SharedRegion)
 
-    def nll(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-        x: Float[Tensor, "cell feature"],
-    ) -> Float[Tensor, ""]:
-        """Minus the log-likelihood summed over all cells and features.
-
-        Raises:
-            ModelError: v has not one row per anchor, where ranks share the anchors.
-        """
+    def nll(self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library, x: Counts) -> Scalar:
+        """Minus the log-likelihood summed over all cells and features."""
         self._check_inputs(v, x)
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
         total = self.walk(self.strata, u, v, log_weights, batch=batch, library=library, x=x)
         return self.region.leave(total)
 
-    def location(
-        self,
-        u: Float[Tensor, "cell dim"],
-        v: Float[Tensor, "anchor dim"],
-        *,
-        batch: Int[Tensor, " cell"],
-        library: Float[Tensor, "cell 1"],
-    ) -> Float[Tensor, "cell feature"]:
+    def location(self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library) -> Counts:
         """Logarithm of the mean (logits of binary data) of every feature; every rank of the model axis must call it."""
         self._check_inputs(v, None)
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
@@ -105,21 +334,13 @@ class AdaptedDecoder(StratifiedDecoder):
         for k, module in enumerate(self.strata):
             stratum = cast(AdaptedStratum, module)
             own, v = stratum.location(
-                v,
-                u,
-                batch=batch,
-                library=stratum.own_library(library),
-                log_weight=log_weights[:, k : k + 1],
+                v, u, batch=batch, library=stratum.own_library(library), log_weight=log_weights[:, k : k + 1]
             )
             found.append(own)
         return torch.cat(found, dim=1)
 
-    def library(self, u: Float[Tensor, "cell dim"], given: Any) -> Float[Tensor, "cell 1"]:
-        """Library sizes, from what the decoder is called with.
-
-        Raises:
-            ModelError: They are not one number per cell.
-        """
+    def library(self, u: PerCell, given: Any) -> Library:
+        """Library sizes, from what the decoder is called with."""
         if not isinstance(given, Tensor) or given.shape != (len(u), 1):
             found = tuple(given.shape) if isinstance(given, Tensor) else given
             raise ModelError(
@@ -128,7 +349,7 @@ class AdaptedDecoder(StratifiedDecoder):
             )
         return given
 
-    def log_weights(self, u: Float[Tensor, "cell dim"]) -> Float[Tensor, "#cell stratum"]:
+    def log_weights(self, u: PerCell) -> LogWeights:
         """Log of each stratum's share of a cell's contacts; one row for all cells without a head."""
         if isinstance(self.strata_weights, Tensor):
             return super().log_weights(u)

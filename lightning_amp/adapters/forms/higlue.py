@@ -1,6 +1,6 @@
 """Detect a decoder of HiGLUE's shape, and build our decoder from its layers.
 
-    feature_masks, strata_masks                 lists of indices, one per stratum (column_layout.py)
+    feature_masks, strata_masks                 lists of indices, one per stratum
     scale_lin, bias                             tables [experiment, feature]
     log_theta, zi_logits                        the same, where the counts are not binary
     prenorm_layers, key_layers, value_layers,
@@ -10,7 +10,7 @@
     use_attn, use_activation                    flags; where one is missing, both are tried
 
 `forward(u, v, b, l)` returns a distribution. Copies of this decoder differ in what they do with these parts: `Form` is
-one way, and recognise/find_form.py finds out which one an instance takes. No flag is believed without that.
+one way, and detect_form.py finds out which one an instance takes. No flag is believed without that.
 
 Legend: anchor (N), dim (D), stratum (K), feature (F), experiment (row of the tables).
 """
@@ -23,16 +23,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
-from lightning_amp.adapters.forms.adapted_stratum import (
+from lightning_amp.adapters.forms.adapted_decoder import (
+    LISTS,
     AdaptedAttentionKey,
     AdaptedConvolutionKey,
+    AdaptedDecoder,
     AdaptedStratum,
     GivenDistribution,
+    Layout,
+    NotDetected,
+    read_layout,
 )
-from lightning_amp.adapters.forms.column_layout import LISTS, Layout, NotRecognised, read_layout
-from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratum import ZINB
+from lightning_amp.models.decoders.stratum_keys import LocalAttention
 
 BINARY_TABLES = {"scale": "scale_lin", "bias": "bias"}
 COUNT_TABLES = BINARY_TABLES | {"log_theta": "log_theta", "zi_logits": "zi_logits"}
@@ -51,31 +54,18 @@ CONVOLUTION_LISTS = {"pairs": "key_convs", "activation": "key_conv_activations"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """One way of computing with the parts.
+    """One way of computing with the parts."""
 
-    Attributes:
-        attention: Keys by attention, else by convolution.
-        projected: Attention reads `val`, else p.
-        residual: The feed-forward layer adds to its input.
-        postnorm: A LayerNorm comes before the feed-forward layer.
-        chained: A stratum hands `val` on.
-        activation: Something follows the convolution.
-        normalised: Without logits, the weights of the strata are 1 / K each, else 1.
-        least: What is added to the means.
-        kind: Class of the distribution that is returned.
-        ours: Whether our likelihood is used, which is the same and has a sparse form.
-    """
-
-    attention: bool = True
-    projected: bool = False
-    residual: bool = True
-    postnorm: bool = True
-    chained: bool = False
-    activation: bool = False
-    normalised: bool = False
+    attention: bool = True  # keys by attention, else by convolution
+    projected: bool = False  # attention reads `val`, else p
+    residual: bool = True  # the feed-forward layer adds to its input
+    postnorm: bool = True  # a LayerNorm comes before the feed-forward layer
+    chained: bool = False  # a stratum hands `val` on
+    activation: bool = False  # something follows the convolution
+    normalised: bool = False  # without logits, the weights of the strata are 1 / K each, else 1
     least: float = 0.0
     kind: type = torch.distributions.Distribution
-    ours: bool = False
+    ours: bool = False  # whether our likelihood is used, which is the same and has a sparse form
 
     @property
     def binarized(self) -> bool:
@@ -99,58 +89,42 @@ def lacks(module: nn.Module) -> list[str]:
 
 
 def read_parts(module: nn.Module) -> Layout:
-    """The strata of a decoder that has the parts that all forms need.
-
-    Raises:
-        NotRecognised: A table is missing or has other columns, or there are no keys.
-    """
+    """The strata of a decoder that has the parts that all forms need."""
     layout = read_layout(module)
     for name in BINARY_TABLES.values():
         table = getattr(module, name, None)
         if not isinstance(table, nn.Parameter) or table.dim() != 2 or table.shape[1] != layout.n_features:
             found = tuple(table.shape) if isinstance(table, nn.Parameter) else table
-            raise NotRecognised(f"has {name}={found!r}, and not a table of {layout.n_features!r} columns")
+            raise NotDetected(f"has {name}={found!r}, and not a table of {layout.n_features!r} columns")
     if not (_has_lists(module, ATTENTION_LISTS) or _has_lists(module, CONVOLUTION_LISTS)):
         needed = tuple(ATTENTION_LISTS.values()), tuple(CONVOLUTION_LISTS.values())
-        raise NotRecognised(f"has neither the lists of layers {needed[0]!r} nor {needed[1]!r}")
+        raise NotDetected(f"has neither the lists of layers {needed[0]!r} nor {needed[1]!r}")
     return layout
 
 
 def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
-    """The ways that a module's parts can be computed with, the likeliest first.
-
-    Args:
-        seen: What is known already: `least` and `kind`.
-    """
+    """The ways that a module's parts can be computed with, the likeliest first; `seen` has `least` and `kind`."""
     both = (True, False)
     chained = (False, True) if len(getattr(module, "value_layers", ())) > 1 else (False,)
     attention = [a for a in _flag(module, "use_attn") if _has_lists(module, _lists(a))]
     weights = (False,) if isinstance(getattr(module, "strata_weights", None), nn.Parameter) else both
     ours = (False,) if seen.binarized else both
+    postnorm = both if hasattr(module, "postnorm_layers") else (False,)
     for by_attention, normalised in product(attention, weights):
-        forms_of_keys = _key_forms(module) if by_attention else _convolution_forms(module)
+        if by_attention:
+            ways_of_keys = product((False, True), (True, False), postnorm)
+            names = ("projected", "residual", "postnorm")
+            forms_of_keys = [dict(zip(names, way, strict=True)) for way in ways_of_keys]
+        else:
+            forms_of_keys = [{"activation": activation} for activation in _flag(module, "use_activation")]
         ways = product(forms_of_keys, chained if by_attention else (False,))
         for (keys, chain), own in product(ways, ours):
             found = replace(seen, attention=by_attention, chained=chain, normalised=normalised, ours=own)
-            yield replace(found, **keys)
-
-
-def _key_forms(module: nn.Module) -> Iterator[dict[str, Any]]:
-    postnorm = (True, False) if hasattr(module, "postnorm_layers") else (False,)
-    for projected, residual, post in product((False, True), (True, False), postnorm):
-        yield {"projected": projected, "residual": residual, "postnorm": post}
-
-
-def _convolution_forms(module: nn.Module) -> Iterator[dict[str, Any]]:
-    yield from ({"activation": activation} for activation in _flag(module, "use_activation"))
+            yield replace(found, **keys)  # type: ignore[arg-type]
 
 
 def make_decoder(module: Any, layout: Layout, form: Form) -> AdaptedDecoder:
-    """Our decoder of a module's layers and tables.
-
-    Raises:
-        NotRecognised: A layer has a setting that ours does not know.
-    """
+    """Our decoder of a module's layers and tables."""
     n_strata = len(layout.nodes)
     strata = [
         make_stratum(
@@ -204,16 +178,12 @@ def make_stratum(
 
 
 def dim_of(module: Any) -> int:
-    """D, of the first layer; of one resolution or several.
-
-    Raises:
-        NotRecognised: There is no layer.
-    """
+    """D, of the first layer; of one resolution or several."""
     several: Any = getattr(module, "key_convs_by_res", None) or ()
     lists = (getattr(module, "value_layers", None), getattr(module, "key_convs", None), *several)
     layer: Any = next((layers[0] for layers in lists if layers), None)
     if layer is None:
-        raise NotRecognised("has one stratum only, which is the anchors themselves")
+        raise NotDetected("has one stratum only, which is the anchors themselves")
     return int(getattr(layer, "in_features", None) or layer.in_channels)
 
 
@@ -222,7 +192,7 @@ def _key(module: Any, k: int, n_strata: int, form: Form) -> nn.Module | None:
     lists = {name: getattr(module, foreign, None) for name, foreign in _lists(form.attention).items()}
     lengths = {len(layers) for layers in lists.values() if layers is not None}
     if len(lengths) != 1 or n_strata - max(lengths) not in (0, 1):
-        raise NotRecognised(f"has {n_strata!r} strata and lists of {sorted(lengths)!r} layers")
+        raise NotDetected(f"has {n_strata!r} strata and lists of {sorted(lengths)!r} layers")
     place = k - n_strata + lengths.pop()
     if k == 0:
         return None
@@ -230,7 +200,7 @@ def _key(module: Any, k: int, n_strata: int, form: Form) -> nn.Module | None:
     if not form.attention:
         pairs = layers["pairs"]
         if not isinstance(pairs, nn.Conv1d):
-            raise NotRecognised(f"has key_convs of the type {type(pairs).__name__!r}")
+            raise NotDetected(f"has key_convs of the type {type(pairs).__name__!r}")
         return AdaptedConvolutionKey(
             pairs,
             layers["activation"] if form.activation else nn.Identity(),
@@ -245,7 +215,7 @@ def _key(module: Any, k: int, n_strata: int, form: Form) -> nn.Module | None:
 def _table(module: nn.Module, name: str) -> nn.Parameter:
     table, like = getattr(module, name, None), getattr(module, "scale_lin", None)
     if not isinstance(table, nn.Parameter) or not isinstance(like, nn.Parameter) or table.shape != like.shape:
-        raise NotRecognised(f"has no table {name!r} of the size of 'scale_lin'")
+        raise NotDetected(f"has no table {name!r} of the size of 'scale_lin'")
     return table
 
 

@@ -23,16 +23,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
-from lightning_amp.adapters.forms.adapted_stratum import (
+from lightning_amp.adapters.forms.adapted_decoder import (
     AdaptedConvolutionKey,
+    AdaptedDecoder,
     AdaptedStratum,
+    Layout,
+    NotDetected,
     PairedAttentionKey,
 )
-from lightning_amp.adapters.forms.column_layout import Layout, NotRecognised
 from lightning_amp.adapters.forms.higlue import Form, dim_of, make_stratum, resembles
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.models.decoders.stratum_keys import LocalAttention
+from lightning_amp.shapes import Library, LogWeights, PerCell
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion
 
 ATTENTION = {
@@ -54,30 +56,22 @@ def resembles_multires(module: nn.Module) -> bool:
 
 
 def bands(module: nn.Module) -> list[Tensor]:
-    """Columns [stratum, anchor] of every resolution, -1 where there is none.
-
-    Raises:
-        NotRecognised: There is none, or it does not fit the resolution.
-    """
+    """Columns [stratum, anchor] of every resolution, -1 where there is none."""
     found = []
     for i, spec in enumerate(cast(Any, module).res_specs):
         band = getattr(module, f"band_idx_{i}", None)
         sizes = tuple(getattr(spec, name, None) for name in SPEC)
         if not all(isinstance(size, int) and size >= 0 for size in sizes):
-            raise NotRecognised(f"has a resolution {i!r} with {SPEC!r} = {sizes!r}, and not whole numbers")
+            raise NotDetected(f"has a resolution {i!r} with {SPEC!r} = {sizes!r}, and not whole numbers")
         if not isinstance(band, Tensor) or tuple(band.shape) != sizes[:2] or band.dtype != torch.int64:
             shape = tuple(band.shape) if isinstance(band, Tensor) else band
-            raise NotRecognised(f"has band_idx_{i}={shape!r}, and not columns of the shape {sizes[:2]!r}")
+            raise NotDetected(f"has band_idx_{i}={shape!r}, and not columns of the shape {sizes[:2]!r}")
         found.append(band.detach().cpu())
     return found
 
 
 def read_bands(module: nn.Module) -> Layout:
-    """The strata of all resolutions, one after the other, with anchors of their own resolution.
-
-    Raises:
-        NotRecognised: Columns of a stratum are no run after those of the one before, or it has none.
-    """
+    """The strata of all resolutions, one after the other, with anchors of their own resolution."""
     nodes: list[Tensor] = []
     columns: list[tuple[int, int]] = []
     end = 0
@@ -85,7 +79,7 @@ def read_bands(module: nn.Module) -> Layout:
         for k, row in enumerate(band):
             places = row[row >= 0]
             if not len(places) or not torch.equal(places, torch.arange(end, end + len(places))):
-                raise NotRecognised(
+                raise NotDetected(
                     f"has a stratum {k!r} of resolution {i!r} whose columns do not follow each other from {end!r} on"
                 )
             nodes.append((row >= 0).nonzero().flatten())
@@ -96,16 +90,13 @@ def read_bands(module: nn.Module) -> Layout:
 
 
 class MultiResStratum(AdaptedStratum):
-    """A stratum of one resolution, which has a library size of its own.
-
-    Attributes:
-        places: Columns of the tables where they are no run: those of the anchors that a subset has drawn.
-    """
+    """A stratum of one resolution, which has a library size of its own."""
 
     resolution: int
+    # columns of the tables where they are no run: those of the anchors that a subset has drawn
     places: Tensor | None = None
 
-    def own_library(self, library: Float[Tensor, "cell resolution"]) -> Float[Tensor, "cell 1"]:
+    def own_library(self, library: Float[Tensor, "cell resolution"]) -> Library:
         """That of the resolution."""
         return library[:, self.resolution : self.resolution + 1]
 
@@ -113,11 +104,7 @@ class MultiResStratum(AdaptedStratum):
         return super()._columns(table) if self.places is None else table.index_select(1, self.places)
 
     def among(self, nodes: Tensor, places: Tensor, columns: tuple[int, int]) -> "MultiResStratum":
-        """The same parts and what was installed in them, for some of the features.
-
-        Args:
-            columns: First and one past the last of their columns in the data.
-        """
+        """The same parts and what was installed in them, for some of the features; `columns` are theirs in the data."""
         own = copy.copy(self)
         own._buffers = self._buffers | {"feature_anchor": nodes}
         own.places, own.columns = places, columns
@@ -147,7 +134,7 @@ class MultiResDecoder(AdaptedDecoder):
         self.bands = bands(module)
         self.offsets = [spec.anchor_offset for spec in module.res_specs]
 
-    def log_weights(self, u: Float[Tensor, "cell dim"]) -> Float[Tensor, "#cell stratum"]:
+    def log_weights(self, u: PerCell) -> LogWeights:
         """Log of each stratum's share of a cell's contacts at its resolution."""
         found = []
         for i, weights in enumerate(self.weights_by_resolution):
@@ -155,12 +142,8 @@ class MultiResDecoder(AdaptedDecoder):
             found.append(logits.log_softmax(dim=1))
         return torch.cat(found, dim=1)
 
-    def library(self, u: Float[Tensor, "cell dim"], given: Any) -> Float[Tensor, "cell resolution"]:
-        """Library sizes of every resolution, from what the decoder is called with.
-
-        Raises:
-            ModelError: They are neither of the cells, nor of the cells and resolutions.
-        """
+    def library(self, u: PerCell, given: Any) -> Float[Tensor, "cell resolution"]:
+        """Library sizes of every resolution, from what the decoder is called with."""
         n = len(self.bands)
         if given is None:
             return u.new_ones(len(u), n)
@@ -190,9 +173,6 @@ class MultiResDecoder(AdaptedDecoder):
 
         Args:
             subset: What the foreign decoder has drawn, with `anchors` of every resolution.
-
-        Raises:
-            InstallError: Ranks share the features or channels, or the subset is none that is known.
         """
         shared = self.region.strategies if isinstance(self.region, SharedRegion) else ()
         if not set(WITH_SUBSETS).issuperset(shared):
@@ -228,11 +208,7 @@ def _check_columns(subset: Any, places: Tensor) -> None:
 
 
 def make_multires(module: Any, layout: Layout, form: Form) -> MultiResDecoder:
-    """Our decoder of a module's layers and tables; of the form, `kind`, `least` and `ours` are read.
-
-    Raises:
-        NotRecognised: Layers are missing, or have settings that ours do not know.
-    """
+    """Our decoder of a module's layers and tables; of the form, `kind`, `least` and `ours` are read."""
     strata: list[MultiResStratum] = []
     for i, spec in enumerate(module.res_specs):
         for k in range(spec.n_strata):
@@ -251,7 +227,7 @@ def _key(module: Any, i: int, k: int) -> nn.Module:
     rows = slice(spec.anchor_offset, spec.anchor_offset + spec.n_anchors)
     layers = {name: _layers(module, i, foreign)[k - 1] for name, foreign in PAIRS.items()}
     if not isinstance(layers["pairs"], nn.Conv1d):
-        raise NotRecognised(f"has key_convs_by_res of the type {type(layers['pairs']).__name__!r}")
+        raise NotDetected(f"has key_convs_by_res of the type {type(layers['pairs']).__name__!r}")
     if not module.use_activation:
         layers["activation"] = nn.Identity()
     pairs = AdaptedConvolutionKey(layers["pairs"], layers["activation"], padding=k, rows=rows)
@@ -261,7 +237,7 @@ def _key(module: Any, i: int, k: int) -> nn.Module:
     windows = {cast(Any, layer).window_size for layer in _layers(module, i, ATTENTION["attention"])}
     if len(windows) != 1:
         # its own forward takes the first layer's for all
-        raise NotRecognised(f"has attention with windows of {windows!r} anchors at one resolution")
+        raise NotDetected(f"has attention with windows of {windows!r} anchors at one resolution")
     layers["attention"] = LocalAttention(dim_of(module), windows.pop())
     again = bool(module.checkpoint or module.auto_checkpoint[i])
     return PairedAttentionKey(pairs, layers, checkpointed=again)
@@ -271,5 +247,5 @@ def _layers(module: Any, i: int, name: str) -> nn.ModuleList:
     lists = getattr(module, name, None)
     n = module.res_specs[i].n_strata - 1
     if not isinstance(lists, nn.ModuleList) or len(lists) <= i or len(cast(Any, lists[i])) != n:
-        raise NotRecognised(f"has {name!r} without {n!r} layers at resolution {i!r}")
+        raise NotDetected(f"has {name!r} without {n!r} layers at resolution {i!r}")
     return cast(nn.ModuleList, lists[i])

@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError
 
 

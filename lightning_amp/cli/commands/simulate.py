@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_amp.cli.commands.calibrate import check_target
 from lightning_amp.cli.configuration import add_configuration, plan_of_configuration
 from lightning_amp.cli.request import add_request, decoder_asked, rates_asked, read, refuse, request_of
-from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.data.files.directory import written_aside
 
 if TYPE_CHECKING:
     from lightning_amp.planning.plan.plan import Plan

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from lightning_amp.cli.commands.calibrate import check_target
 from lightning_amp.cli.commands.plan import add_plan
-from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.table import table

@@ -1,4 +1,4 @@
-"""Finds the files of a data directory.
+"""Find the files of a data directory; write files and folders under a temporary name, so a failed run leaves nothing.
 
     hic/*.h5ad  rna/*.h5ad  atac/*.h5ad  methyl/*.h5ad  graphs/*.graphml.gz
 
@@ -6,6 +6,11 @@ As HiGLUE writes it. Its intermediate files (hic_base_*, rna_base_*) are ignored
 (hic_500kb_raw_0.98_2d_10.h5ad and hic_1mb_...), one must be named.
 """
 
+import errno
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,14 +42,9 @@ class DataDirectory:
 
 
 def find(root: str | Path, *, setting: str | None = None, others: bool = False) -> DataDirectory:
-    """Find the files under a directory.
+    """Find the files under a directory, of one of several settings such as "500kb_raw_0.98_2d_10".
 
-    Args:
-        setting: Which of several settings to take, e.g. "500kb_raw_0.98_2d_10".
-        others: Whether a directory of other modalities alone is allowed.
-
-    Raises:
-        DataError: No directory, no modality, or several settings and no `setting`.
+    `others`: a directory of other modalities alone is allowed.
     """
     root = Path(root)
     if not root.is_dir():
@@ -100,3 +100,88 @@ def _choose_graph(root: Path, setting: str, *, named: bool) -> Path | None:
         f"{root / 'graphs'}: found graphs {[p.name for p in files]!r}, of which {len(final)} fit setting "
         f"{setting!r}; keep one, named after the setting"
     )
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors of a full or read-only disk."""
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """Yield a temporary name; the file written there becomes `path` on success and is removed on any error."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with _refusing(path):
+            yield aside
+            aside.replace(path)
+    finally:
+        # it can be there though the disk is read-only by now
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary directory that becomes `out` on success and is removed on any error; the parent must exist.
+
+    `overwrite` replaces a data directory; nothing else is ever replaced.
+    """
+    out = Path(out)
+    _check_free(out, overwrite=overwrite)
+    place = out.resolve()  # "." has neither a name nor a parent
+    aside = place.parent / f".{place.name}.{secrets.token_hex(4)}.partial"
+    try:
+        aside.mkdir()
+    except OSError as error:
+        raise DataError(
+            f"{out}: cannot write there ({error.strerror}); give a path in an existing directory that you may write to"
+        ) from error
+    try:
+        with _refusing(out):
+            yield aside
+            if place.exists():
+                old = aside.with_suffix(".old")
+                place.rename(old)
+                aside.rename(place)
+                shutil.rmtree(old)
+            else:
+                aside.rename(place)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise DataError(
+            f"{cannot_write(path, error)}. Nothing half-written is left, and what was there before is untouched"
+        ) from error
+
+
+def cannot_write(path: str | Path | None, error: OSError) -> str:
+    """Say that a disk is full or read-only, and what to do."""
+    what = "a file" if path is None else f"{str(path)!r}"
+    return f"cannot write {what}: {error.strerror}; make room or choose another folder"
+
+
+def _check_free(out: Path, *, overwrite: bool) -> None:
+    if not out.exists():
+        return
+    found = sorted(p.name for p in out.iterdir()) if out.is_dir() else None
+    if found is None:
+        raise DataError(f"{out}: expected a directory to write, found a file; choose another path")
+    if found and not overwrite:
+        raise DataError(
+            f"{out}: the output exists and holds {found[:5]!r}; choose another path, or pass overwrite to replace it"
+        )
+    # A mistyped path must not cost a home directory.
+    foreign = [name for name in found if name not in FOLDERS]
+    if foreign:
+        raise DataError(
+            f"{out}: does not overwrite a directory that is no data directory; found {foreign[:5]!r} together with "
+            f"{sorted(FOLDERS)!r}; remove it yourself or choose another path"
+        )

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_amp.data.files.open_text import open_stream
+from lightning_amp.data.files.read_h5ad import open_stream
 from lightning_amp.errors import DataError
 
 VERTEX_KEYS = {"chrom": "string", "chrom_pos": "long", "feature_type": "string"}
@@ -30,27 +30,17 @@ EDGE_KEYS = {"weight": "double", "sign": "double", "type": "string"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """A guidance graph; an edge is listed in one direction and stands for both.
+    """A guidance graph; an edge is listed in one direction and stands for both."""
 
-    Attributes:
-        vertices: Names, of shape [vertex].
-        source, target: Rows of the ends of each edge, of shape [edge].
-        weight, sign: In (0, 1], and 1 or -1, of shape [edge].
-    """
-
-    vertices: NDArray[np.str_]
-    source: NDArray[np.int64]
+    vertices: NDArray[np.str_]  # names, of shape [vertex]
+    source: NDArray[np.int64]  # with target: rows of the ends of each edge, of shape [edge]
     target: NDArray[np.int64]
-    weight: NDArray[np.float32]
+    weight: NDArray[np.float32]  # with sign: in (0, 1], and 1 or -1, of shape [edge]
     sign: NDArray[np.float32]
 
 
 def read_graph(path: str | Path) -> Graph:
-    """Read a graph; of a directed file, an edge that repeats another one backwards is left out.
-
-    Raises:
-        DataError: The file cannot be read, or an edge lacks a weight, a sign or a vertex.
-    """
+    """Read a graph; of a directed file, an edge that repeats another one backwards is left out."""
     path = Path(path)
     row: dict[str | None, int] = {}
     key: dict[str | None, str | None] = {}
@@ -96,11 +86,7 @@ def read_graph(path: str | Path) -> Graph:
 
 
 def count_graph(path: str | Path) -> tuple[int, int]:
-    """Return the numbers of vertices and edges that the file lists, without keeping any.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
+    """Return the numbers of vertices and edges that the file lists, without keeping any."""
     counts = Counter(tag for tag, _ in _elements(Path(path)))
     return counts["node"], counts["edge"]
 
@@ -108,10 +94,8 @@ def count_graph(path: str | Path) -> tuple[int, int]:
 def write_graph(path: Path, vertices: pd.DataFrame, edges: pd.DataFrame) -> None:
     """Write an undirected graph as gzip-compressed GraphML (*.graphml.gz).
 
-    Args:
-        path: The file.
-        vertices: chrom, chrom_pos, feature_type, indexed by name.
-        edges: source, target (names), weight, sign, type.
+    `vertices` has chrom, chrom_pos and feature_type, indexed by name; `edges` source, target (names), weight, sign,
+    type.
     """
     # A fixed time stamp: the same graph gives the same bytes.
     with path.open("wb") as raw, gzip.GzipFile("", "wb", compresslevel=4, fileobj=raw, mtime=0) as stream:

@@ -29,19 +29,13 @@ BIN = re.compile(r".+:\d+-\d+")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stratum:
-    """One stratum: the pairs (bin i, bin i + k) of one resolution.
+    """One stratum: the pairs (bin i, bin i + k) of one resolution."""
 
-    Attributes:
-        k: Distance of the two bins, in bins.
-        resolution: Name of the resolution, or None in a file with a single one.
-        start, stop: First column in the matrix, and the one after the last.
-        anchors: Row of each feature's first bin among all anchors, of shape [feature of the stratum].
-    """
-
-    k: int
-    resolution: str | None
-    start: int
+    k: int  # distance of the two bins, in bins
+    resolution: str | None  # name of the resolution, or None in a file with a single one
+    start: int  # with stop: first column in the matrix, and the one after the last
     stop: int
+    # row of each feature's first bin among all anchors, of shape [feature of the stratum]
     anchors: NDArray[np.int64]
 
     @property
@@ -61,13 +55,10 @@ class FeatureLayout:
 
     Anchors of several resolutions are numbered one after another; a bin as long as its chromosome can bear
     the same name at two resolutions and is then two anchors.
-
-    Attributes:
-        anchor_names: Names of the stratum-0 bins, of shape [anchor].
     """
 
     strata: tuple[Stratum, ...]
-    anchor_names: NDArray[np.str_]
+    anchor_names: NDArray[np.str_]  # names of the stratum-0 bins, of shape [anchor]
 
     @property
     def n_strata(self) -> int:
@@ -92,11 +83,7 @@ def feature_name(chrom: str, start: int, end: int, stratum: int) -> str:
 
 
 def read_layout(h5ad_path: str | Path) -> FeatureLayout:
-    """Read the layout of a Hi-C h5ad.
-
-    Raises:
-        DataError: No h5ad, names that do not parse, features not stratum-major, or a stratum left out.
-    """
+    """Read the layout of a Hi-C h5ad."""
     # imported late: it takes half a second
     from anndata.io import read_elem
 
@@ -138,11 +125,7 @@ def read_layout(h5ad_path: str | Path) -> FeatureLayout:
 
 
 def parse_names(names: Iterable[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the stratum and the anchor of every feature name, [feature] each, anchors in the order of stratum 0.
-
-    Raises:
-        DataError: A name is no feature name, or its bin is not in stratum 0, or a bin is listed twice.
-    """
+    """Return the stratum and the anchor of every feature name, [feature] each, anchors in the order of stratum 0."""
     anchors: dict[str, int] = {}
     strata, rows = array("q"), array("q")
     for name in names:

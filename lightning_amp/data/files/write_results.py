@@ -1,10 +1,11 @@
-"""Writes predictions of a trained model: embeddings as h5ad, expected contacts as scool and cool.
+"""Write predictions of a trained model: embeddings as h5ad, expected contacts as scool and cool.
 
 Every file is written under a temporary name and renamed at the end, so that a file of the right name is complete.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from lightning_amp.data.files.new_hdf5 import new_hdf5, write_annotations
+from lightning_amp.data.files.directory import written_aside
+from lightning_amp.data.files.new_hdf5 import (
+    UNKNOWN_ASSEMBLY,
+    new_hdf5,
+    write_annotations,
+    write_cool,
+    write_scool,
+)
 from lightning_amp.data.files.read_h5ad import open_h5ad
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
-from lightning_amp.data.files.write_aside import written_aside
-from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY, write_cool, write_scool
 
 CELLTYPE_COLUMNS = ("celltype", "cell_type")
 NO_FEATURES = pd.DataFrame(index=pd.Index([], dtype=str))
@@ -45,23 +51,13 @@ def write_embedding(
     path: Path,
     *,
     obs: pd.DataFrame,
-    parts: Mapping[str, dict[str, Any]],
-    var: pd.DataFrame = NO_FEATURES,
+    parts: Mapping[str, dict[str, Any]],  # obsm and uns
+    var: pd.DataFrame = NO_FEATURES,  # table of features
+    # rows and their [row, feature], a few cells at a time, for layers["imputed"]; NaN for other cells. There is no
+    # layer where this is empty
     imputed: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]] = (),
 ) -> None:
-    """Write an h5ad without X: the tables of cells and features, and the embedding.
-
-    Args:
-        path: The file.
-        obs: Table of cells.
-        parts: obsm and uns.
-        var: Table of features.
-        imputed: Rows and their [row, feature], a few cells at a time, for layers["imputed"]; NaN for other cells. There
-            is no layer where this is empty.
-
-    Raises:
-        DataError: The disk is full or read-only.
-    """
+    """Write an h5ad without X: the tables of cells and features, and the embedding."""
     from anndata.io import write_elem
 
     with written_aside(path) as aside, new_hdf5(aside) as (file, check):
@@ -84,9 +80,7 @@ def write_imputed(
     contacts: Mapping[str, NDArray[np.float32]],
     assembly: str = UNKNOWN_ASSEMBLY,
 ) -> list[Path]:
-    """Write expected contacts (cell name -> [feature]), and return the files: imputed.scool, or, with several
-    resolutions, imputed_<resolution>.scool each.
-    """
+    """Write expected contacts (name -> [feature]) to imputed.scool, or imputed_<resolution>.scool; return the files."""
     paths = []
     for tail, strata in _resolutions(layout):
         path = out_dir / f"imputed{tail}.scool"
@@ -102,23 +96,11 @@ def write_pseudobulk(
     out_dir: Path,
     *,
     layout: FeatureLayout,
-    sums: Mapping[str, tuple[int, NDArray[np.float64]]],
+    sums: Mapping[str, tuple[int, NDArray[np.float64]]],  # cell type -> number of cells and [feature]
     key: str,
     assembly: str = UNKNOWN_ASSEMBLY,
 ) -> list[Path]:
-    """Write the sum of the expected contacts of each cell type, and return the files: <type>.cool, or, with several
-    resolutions, <type>_<resolution>.cool each.
-
-    Args:
-        out_dir: Where to write.
-        layout: Of the features.
-        sums: Cell type -> number of cells and [feature].
-        key: Name of the column of cell types.
-        assembly: Name of the genome assembly.
-
-    Raises:
-        DataError: The disk is full or read-only.
-    """
+    """Write the expected contacts of each cell type to <type>.cool, or <type>_<resolution>.cool; return the files."""
     paths = []
     for tail, strata in _resolutions(layout):
         bins = bin_table(layout, strata[0])
@@ -160,10 +142,7 @@ def bin_table(layout: FeatureLayout, diagonal: Stratum) -> pd.DataFrame:
 
 
 def _pixels(strata: list[Stratum], values: NDArray[Any]) -> pd.DataFrame:
-    """Return the features of a map as pixels, sorted; feature (i, k) is the pair i, i + k.
-
-    HiGLUE's files pad strata with features whose second bin lies beyond the last one; these are left out.
-    """
+    """Return the features of a map as pixels, sorted; feature (i, k) is the pair i, i + k."""
     first = strata[0].anchors[0]
     bin1 = np.concatenate([stratum.anchors - first for stratum in strata])
     bin2 = np.concatenate([stratum.anchors - first + stratum.k for stratum in strata])
@@ -171,3 +150,70 @@ def _pixels(strata: list[Stratum], values: NDArray[Any]) -> pd.DataFrame:
     order = np.lexsort((bin2, bin1))
     order = order[bin2[order] < strata[0].n_features]
     return pd.DataFrame({"bin1_id": bin1[order], "bin2_id": bin2[order], "count": count[order]})
+
+
+NEIGHBOURS = 15
+MOST_QUERIES = 2_000
+"""Most cells of a modality whose neighbours are searched, evenly spaced; more take time and change little."""
+BLOCK = 256
+
+
+def same_type_share(
+    embeddings: Mapping[str, NDArray[np.float32]], types: Mapping[str, NDArray[np.str_]]
+) -> tuple[float, float] | None:
+    """Return the share of a cell's nearest neighbours in another modality that are of its type, and chance's.
+
+    The mean over pairs of modalities, in both directions, of the mean over cells; neighbours are 15, or all where
+    there are fewer. Cells that were not embedded (NaN), or of a type that the other modality has not, do not count.
+    Arguments are by modality, [cell, dim] and [cell]; None where no two modalities have a type in common.
+    """
+    known = {name: np.isfinite(values).all(axis=1) for name, values in embeddings.items()}
+    found = []
+    for one, other in permutations(embeddings, 2):
+        there, there_types = embeddings[other][known[other]], types[other][known[other]]
+        rows = np.flatnonzero(known[one] & np.isin(types[one], there_types))
+        if not len(rows):
+            continue
+        queries = rows[np.unique(np.linspace(0, len(rows) - 1, MOST_QUERIES).astype(int))]
+        same = types[one][queries, None] == there_types
+        nearest = _nearest(embeddings[one][queries], there, min(NEIGHBOURS, len(there)))
+        found.append((np.take_along_axis(same, nearest, axis=1).mean(), same.mean()))
+    if not found:
+        return None
+    share, chance = np.mean(found, axis=0)
+    return float(share), float(chance)
+
+
+def _nearest(points: NDArray[np.float32], others: NDArray[np.float32], n: int) -> NDArray[np.int64]:
+    """Return the rows of the n of `others` that are nearest to each point, in no order, [point, neighbour]."""
+    there = others.astype(np.float64)
+    squares = (there**2).sum(axis=1)
+    found = []
+    for start in range(0, len(points), BLOCK):
+        # squared distances but for what is the same for all others
+        far = squares - 2 * points[start : start + BLOCK].astype(np.float64) @ there.T
+        found.append(np.argpartition(far, n - 1, axis=1)[:, :n])
+    return np.concatenate(found)
+
+
+def describe_embedding(embedding: NDArray[np.float32]) -> dict[str, dict[str, Any]]:
+    """Return obsm and uns of an embedding [cell, dim], NaN for a cell that was not predicted.
+
+    These are obsm["X_amp"] and obsm["X_pca"], and the variances in uns["pca"].
+    """
+    known = np.isfinite(embedding).all(axis=1)
+    scores, variances = principal_components(embedding[known].astype(np.float64))
+    pca = np.full((len(embedding), scores.shape[1]), np.nan, dtype=np.float32)
+    pca[known] = scores
+    ratio = variances / max(variances.sum(), np.finfo(np.float64).tiny)
+    about = {"variance": variances, "variance_ratio": ratio, "params": {"use_rep": "X_amp"}}
+    return {"obsm": {"X_amp": embedding.astype(np.float32), "X_pca": pca}, "uns": {"pca": about}}
+
+
+def principal_components(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return scores [cell, component] and variances [component] of x [cell, dim], largest first."""
+    centred = x - x.mean(axis=0) if len(x) else x
+    axes, squares, _ = np.linalg.svd(centred.T @ centred)
+    # the largest loading is positive, so that every run and machine has the same signs
+    axes = axes * np.sign(axes[np.abs(axes).argmax(axis=0), np.arange(axes.shape[1])])
+    return centred @ axes, squares / max(len(x) - 1, 1)

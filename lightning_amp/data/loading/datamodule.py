@@ -13,13 +13,11 @@ import pandas as pd
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from lightning_amp.data.batch import Batch
-from lightning_amp.data.cell_keys import hash_integers, hash_text
-from lightning_amp.data.files.directory import DataDirectory, find
+from lightning_amp.data.batch import Batch, hash_integers, hash_text
+from lightning_amp.data.files.directory import DataDirectory, find, write_aside
 from lightning_amp.data.files.graphml import Graph, read_graph
 from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
-from lightning_amp.data.files.write_aside import write_aside
 from lightning_amp.data.loading.dataset import CellTable, MultiModalDataset
 from lightning_amp.data.loading.sampler import CellRowsOf, StepLoader, StepSampler
 from lightning_amp.errors import DataError

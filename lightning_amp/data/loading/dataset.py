@@ -1,24 +1,36 @@
-"""Reads the cells of every modality from h5ad files, and makes training batches of them.
+"""Read cells of h5ad files as training batches, or only a rank's own columns or bins of them.
 
 An item of the data set is the batch of a whole step; the sampler gives the rows (`StepIndices`). Counts stay sparse in
 memory; the rows of one step become dense, except in modalities that are returned as `SparseCounts`.
 """
 
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
 from scipy import sparse
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_amp.data.batch import Batch, CellBatch, CellRows
-from lightning_amp.data.cell_keys import draw_keys
-from lightning_amp.data.files.read_columns import read_columns, read_totals
-from lightning_amp.data.files.read_h5ad import fault_of_counts, names_of, open_h5ad, read_header, read_strings
+from lightning_amp.data.batch import Batch, CellBatch, CellRows, draw_keys
+from lightning_amp.data.files.read_h5ad import (
+    fault_of_counts,
+    names_of,
+    open_h5ad,
+    read_columns,
+    read_header,
+    read_strings,
+    read_totals,
+    shape_of,
+)
+from lightning_amp.data.prepare.read_scool import ScoolFile
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 
@@ -37,13 +49,8 @@ class StepIndices:
 class CellTable:
     """One modality's cells: raw counts as CSR in memory, with library sizes, experimental batches and names.
 
-    Args:
-        path: h5ad file; counts are taken from layers["counts"] when present, else from X
-        modality: "hic", "rna" and "atac" must hold whole numbers
-        columns: the features whose counts are kept; library sizes are of all
-
-    Raises:
-        DataError: the file cannot be read, or its counts are negative, fractional, not finite or all zero
+    Counts are those of layers["counts"], else of X; "hic", "rna" and "atac" must hold whole numbers. With `columns`
+    only those features are kept; library sizes are of all.
     """
 
     def __init__(self, path: Path, modality: str, columns: slice | None = None) -> None:
@@ -69,7 +76,15 @@ class CellTable:
             self.counts.indptr = self.counts.indptr.astype(np.int32, copy=False)
             self.counts.indices = self.counts.indices.astype(np.int32, copy=False)
         obs = self.read_obs()
-        self._check_counts(source)
+        where = f"{self.path}, {source}"
+        fault = fault_of_counts(self.counts.data, whole=modality in COUNT_MODALITIES)
+        if fault:
+            raise DataError(
+                f"{where}: found {fault[0]} values, e.g. {fault[1]!r}; raw counts are needed, "
+                "store them in layers['counts']"
+            )
+        if not self.contacts.any():
+            raise DataError(f"{where}: none of its {self.n_cells!r} cells has a count; drop this modality")
         self.obs_names: NDArray[np.str_] = obs.index.to_numpy().astype(str)
         labels = obs["batch"].astype(str) if "batch" in obs else np.full(self.n_cells, "0")
         self.batch_names, codes = np.unique(labels, return_inverse=True)
@@ -113,17 +128,6 @@ class CellTable:
             index=torch.from_numpy(np.array(indices, dtype=np.int64)),
         )
 
-    def _check_counts(self, source: str) -> None:
-        where = f"{self.path}, {source}"
-        fault = fault_of_counts(self.counts.data, whole=self.modality in COUNT_MODALITIES)
-        if fault:
-            raise DataError(
-                f"{where}: found {fault[0]} values, e.g. {fault[1]!r}; raw counts are needed, "
-                "store them in layers['counts']"
-            )
-        if not self.contacts.any():
-            raise DataError(f"{where}: none of its {self.n_cells!r} cells has a count; drop this modality")
-
 
 class MultiModalDataset(Dataset[Batch]):
     """Data set of several modalities whose item is the batch of a whole step; x of modalities in `sparse` is
@@ -134,9 +138,108 @@ class MultiModalDataset(Dataset[Batch]):
         self.sparse = frozenset(sparse)
 
     def __getitem__(self, step: StepIndices) -> Batch:
-        return {modality: self._cells(modality, rows, step.draw_key) for modality, rows in step.rows.items()}
+        batch: Batch = {}
+        for modality, rows in step.rows.items():
+            draw = torch.from_numpy(draw_keys(step.draw_key, modality, rows))
+            cells = self.tables[modality].rows(rows, sparse=modality in self.sparse)
+            batch[modality] = CellBatch(**cells, draw=draw)
+        return batch
 
-    def _cells(self, modality: str, rows: NDArray[np.int64], draw_key: int) -> CellBatch:
-        draw = torch.from_numpy(draw_keys(draw_key, modality, rows))
-        cells = self.tables[modality].rows(rows, sparse=modality in self.sparse)
-        return CellBatch(**cells, draw=draw)
+
+class OwnColumns(Dataset[Tensor]):
+    """Some columns of the cells of an h5ad; an item is a float32 tensor [own column].
+
+    Each worker reads the rows of a dense matrix when they are needed. The own columns of a sparse matrix are read once
+    and stay in memory; from CSR, this reads the whole file, a few rows at a time.
+
+    Args:
+        path: The h5ad.
+        columns: As `lightning_amp.own_part` gives them; None is all.
+        source: Path of the matrix in the file: "X" or, for example, "layers/counts".
+
+    Raises:
+        DataError: The file has no such matrix or columns.
+    """
+
+    def __init__(self, path: str | Path, columns: slice | None = None, *, source: str = "X") -> None:
+        self.path, self.source = Path(path), source
+        with open_h5ad(self.path) as file:
+            if source not in file:
+                raise DataError(f"{self.path}: there is no {source!r}, found {sorted(file)!r}")
+            self.n_cells, self.n_features = shape_of(file[source])
+            dense = isinstance(file[source], h5py.Dataset)
+        self.columns = _run(columns, self.n_features, f"{self.path}, {source}, columns")
+        self._counts = None if dense else read_columns(self.path, source, self.columns)
+        self._open: tuple[int, Any] | None = None
+
+    def __len__(self) -> int:
+        return self.n_cells
+
+    def __getitem__(self, cell: int) -> Tensor:
+        return self.rows([cell])[0]
+
+    def __getitems__(self, cells: Sequence[int]) -> list[Tensor]:
+        """The items of a batch, in one read."""
+        return [*self.rows(cells)]
+
+    def rows(self, cells: Sequence[int] | np.ndarray) -> Tensor:
+        """Read cells as [cell, own column], in the given order; a cell may be repeated."""
+        if self._counts is not None:
+            return torch.from_numpy(self._counts[cells].toarray())
+        # a file that was opened in another process reads wrong bytes
+        if self._open is None or self._open[0] != os.getpid():
+            self._open = os.getpid(), h5py.File(self.path, "r")[self.source]
+        unique, where = np.unique(np.asarray(cells), return_inverse=True)
+        return torch.from_numpy(self._open[1][unique, self.columns][where].astype(np.float32, copy=False))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the open file out of the copy for a worker that is not forked."""
+        return {**vars(self), "_open": None}
+
+
+class OwnBins(Dataset[Tensor]):
+    """Contacts of own bins with later bins for the cells of a .scool; an item is a float32 tensor [stratum, own bin].
+
+    Element (k, i) counts the contacts of the i-th own bin with the k-th bin after it on its chromosome.
+
+    Args:
+        path: The .scool.
+        bins: As `lightning_amp.own_part` gives them; None is all.
+        strata: Number of strata.
+
+    Raises:
+        DataError: The file is not a .scool, or has no such bins.
+    """
+
+    def __init__(self, path: str | Path, bins: slice | None = None, *, strata: int) -> None:
+        self._file, self.strata = ScoolFile(Path(path)), strata
+        self.cells, chromosomes = self._file.cells, self._file.bins["chrom"].to_numpy().astype(str)
+        self.n_bins = len(chromosomes)
+        self.bins = _run(bins, self.n_bins, f"{path}, bins")
+        self._chromosome = np.unique(chromosomes, return_inverse=True)[1]
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def __getitem__(self, cell: int) -> Tensor:
+        return self.__getitems__([cell])[0]
+
+    def __getitems__(self, cells: Sequence[int]) -> list[Tensor]:
+        """The items of a batch; the file is opened once."""
+        found = torch.zeros(len(cells), self.strata, self.bins.stop - self.bins.start)
+        names = [self.cells[cell] for cell in cells]
+        for item, (_, table) in zip(found.numpy(), self._file.iterate(names, self.bins), strict=True):
+            first, second, count = (table[name].to_numpy() for name in ("bin1_id", "bin2_id", "count"))
+            kept = (second - first < self.strata) & (self._chromosome[first] == self._chromosome[second])
+            np.add.at(item, ((second - first)[kept], first[kept] - self.bins.start), count[kept])
+        return [*found]
+
+
+def _run(chosen: slice | None, n: int, what: str) -> slice:
+    """Return a slice as the first and one past the last of n."""
+    start, stop, step = (chosen or slice(None)).indices(n)
+    if step != 1 or start >= stop or (chosen is not None and (chosen.stop or 0) > n):
+        raise DataError(
+            f"{what}={chosen!r} is not supported; allowed is a slice with step 1 within the {n!r} that exist"
+        )
+    return slice(start, stop)

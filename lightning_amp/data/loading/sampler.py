@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
-from lightning_amp.data.batch import Batch
-from lightning_amp.data.cell_keys import hash_integers, hash_text
+from lightning_amp.data.batch import Batch, hash_integers, hash_text
 from lightning_amp.data.loading.dataset import MultiModalDataset, StepIndices
 from lightning_amp.errors import DataError
 
@@ -32,33 +31,20 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
     is missing from the step. All ranks have the same number of steps and in each the same modalities: a rank
     that would get no cell of a modality gets the last one of the batch again, which `index` shows. Draws then
     depend on the cell alone.
-
-    Args:
-        contacts: modality -> contacts of every cell of its file, [cell]
-        batch_size: cells per modality, rank and step
-        num_replicas, rank: ranks that share a global batch, and which of them this is
-        seed: of the permutations; must be the same on every rank
-        shuffle: permute (with `cycle` only)
-        balance: give the ranks equal contacts, not only equally many cells (with `cycle` only)
-        cycle: training, see above
-        cells: modality -> rows to take, by default all
-
-    Raises:
-        DataError: there are no cells
     """
 
     def __init__(
         self,
-        contacts: Mapping[str, NDArray[np.float64]],
-        batch_size: int,
+        contacts: Mapping[str, NDArray[np.float64]],  # modality -> contacts of every cell of its file, [cell]
+        batch_size: int,  # cells per modality, rank and step
         *,
-        num_replicas: int = 1,
+        num_replicas: int = 1,  # with rank: ranks that share a global batch, and which of them this is
         rank: int = 0,
-        seed: int = 0,
-        shuffle: bool = True,
-        balance: bool = False,
+        seed: int = 0,  # of the permutations; must be the same on every rank
+        shuffle: bool = True,  # permute (with `cycle` only)
+        balance: bool = False,  # give the ranks equal contacts, not only equally many cells (with `cycle` only)
         cycle: bool = True,
-        cells: CellRowsOf | None = None,
+        cells: CellRowsOf | None = None,  # modality -> rows to take, by default all
     ) -> None:
         self.contacts = dict(contacts)
         self.cells = dict(cells) if cells is not None else {m: np.arange(len(c)) for m, c in contacts.items()}
@@ -107,15 +93,10 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         order = {}
         for modality, cells in self.cells.items():
             passes = range(-(-total // len(cells)))
-            order[modality] = np.concatenate([self._permuted(modality, i) for i in passes])[:total]
+            keys = [hash_integers(self.seed, self.epoch, hash_text(modality), i) for i in passes]
+            parts = [np.random.default_rng(key).permutation(cells) if self.shuffle else cells for key in keys]
+            order[modality] = np.concatenate(parts)[:total]
         return order
-
-    def _permuted(self, modality: str, turn: int) -> NDArray[np.int64]:
-        cells = self.cells[modality]
-        if not self.shuffle:
-            return cells
-        key = hash_integers(self.seed, self.epoch, hash_text(modality), turn)
-        return np.random.default_rng(key).permutation(cells)
 
     def _share(self, modality: str, batch: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return this rank's part of a global batch."""
@@ -163,11 +144,7 @@ class StepLoader(DataLoader[Batch]):
         return {"epoch": epoch, "step": step, "global_batch": self.steps.global_batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, on any number of ranks with the same global batch.
-
-        Raises:
-            DataError: the state is in mid-epoch and its global batch has another size
-        """
+        """Continue where `state_dict` was taken, on any number of ranks with the same global batch."""
         epoch, step, saved = state_dict["epoch"], state_dict["step"], state_dict["global_batch"]
         if step and saved != self.steps.global_batch:
             raise DataError(
@@ -183,10 +160,9 @@ class StepLoader(DataLoader[Batch]):
 def balance(contacts: NDArray[np.float64], n_ranks: int) -> list[NDArray[np.int64]]:
     """Divide cells with these contacts among ranks: equally many on each and, greedily, equal sums of contacts.
 
-    Contacts per cell vary several-fold, so that equal numbers of cells alone are unequal work. The deepest cell goes
-    first, each to the rank with the fewest contacts that still has room; then cells are swapped between the richest and
-    the poorest rank while that helps. Deterministic; ties go to the lower rank. Returns for every rank the positions of
-    its cells, ascending.
+    The deepest cell goes first, each to the rank with the fewest contacts that still has room; then cells are swapped
+    between the richest and the poorest rank while that helps. Deterministic; ties go to the lower rank. Returns for
+    every rank the positions of its cells, ascending.
     """
     room = len(contacts) // n_ranks
     assert room * n_ranks == len(contacts), f"{len(contacts)} cells do not divide among {n_ranks} ranks"

@@ -13,15 +13,12 @@ import pandas as pd
 import scipy.sparse as sp
 
 from lightning_amp.data.files.graphml import write_graph
-from lightning_amp.data.files.new_hdf5 import new_hdf5, write_annotations
+from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY, new_hdf5, write_annotations
 from lightning_amp.data.files.read_h5ad import DEPTH_COLUMNS
 from lightning_amp.data.files.strata_layout import FeatureLayout, read_layout
-from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY
-from lightning_amp.data.prepare.gene_positions import as_genes, read_genes
-from lightning_amp.data.prepare.guidance_graph import bin_names, build_graph
-from lightning_amp.data.prepare.rna_counts import RnaCounts, check_raw
-from lightning_amp.data.prepare.variable_genes import choose_genes
-from lightning_amp.data.prepare.write_hic import Pseudobulk
+from lightning_amp.data.prepare.gene_positions import as_genes, bin_names, build_graph, read_genes
+from lightning_amp.data.prepare.hic_modality import Pseudobulk
+from lightning_amp.data.prepare.rna_modality import RnaCounts, check_raw, choose_genes
 from lightning_amp.errors import DataError
 
 BIN_COLUMNS = {"chrom": "chrom", "chromStart": "start", "chromEnd": "end"}
@@ -40,9 +37,13 @@ def write_objects(
 ) -> None:
     """Write hic/, rna/ and graphs/ under an existing directory; arguments and errors as for `from_anndata`."""
     _check_arguments(rna=rna, hic=hic, graph=graph, genes=genes)
-    objects = {
-        name: _in_memory(name, data) for name, data in (("rna", rna), ("hic", hic)) if data is not None
-    }
+    from anndata import AnnData
+
+    objects = {name: data for name, data in (("rna", rna), ("hic", hic)) if data is not None}
+    for name, data in objects.items():
+        if not isinstance(data, AnnData):
+            raise DataError(f"{name}: an AnnData is needed, found {type(data).__name__!r}")
+        objects[name] = data.to_memory() if data.isbacked else data
     counts = {name: _raw_counts(name, data) for name, data in objects.items()}
     layout = _write_hic(root, objects["hic"], counts["hic"]) if hic is not None else None
     if genes is not None:
@@ -81,14 +82,6 @@ def _check_arguments(**given: Any) -> None:
             f"{question}rna and hic are related through a guidance graph: give genes=, a GTF, a BED or a table of"
             " positions such as rna.var, or graph=, a networkx graph"
         )
-
-
-def _in_memory(name: str, data: Any) -> Any:
-    from anndata import AnnData
-
-    if not isinstance(data, AnnData):
-        raise DataError(f"{name}: an AnnData is needed, found {type(data).__name__!r}")
-    return data.to_memory() if data.isbacked else data
 
 
 def _raw_counts(name: str, data: Any) -> Any:

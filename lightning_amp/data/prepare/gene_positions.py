@@ -1,18 +1,25 @@
-"""Reads gene positions from a GTF or BED file, plain or compressed.
+"""Read gene positions from GTF or BED, and build the guidance graph of genes and bins.
 
-Positions are 0-based and half-open whatever the file's own convention. A gene without a strand counts as "+".
+Positions are 0-based and half-open whatever the file's own convention. A gene without a strand counts as "+". Edges of
+the graph are listed once each:
+
+    overlap     gene - bin that its promoter (transcription start and 2 kb upstream) touches; weight 1
+    hic         bin - bin in frequent contact, weight by rank; and neighbouring bins, weight 1
+    self-loop   every vertex; weight 1
 """
 
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from scipy.stats import rankdata
 
-from lightning_amp.data.files.open_text import open_stream
+from lightning_amp.data.files.read_h5ad import open_stream
+from lightning_amp.data.files.strata_layout import feature_name
 from lightning_amp.errors import DataError
 
 PROMOTER_BP = 2_000
@@ -31,19 +38,10 @@ class Gene(NamedTuple):
 
 
 def read_genes(path: str | Path) -> pd.DataFrame:
-    """Read the genes of an annotation.
+    """Read the genes of a .gtf or .bed file (.gz): chrom, start, end, strand, indexed by symbol in file order.
 
-    Of a GTF only `gene` lines count; if it has none, its `transcript` lines. Of several entries with one
-    symbol the longest is kept; how many were left out is in `.attrs["n_duplicated"]`.
-
-    Args:
-        path: A .gtf or .bed file, or either with .gz. BED needs the columns chrom, start, end, name.
-
-    Returns:
-        Columns chrom, start, end, strand; the index holds the symbols in file order.
-
-    Raises:
-        DataError: The file cannot be read, a line is malformed, or there is no gene.
+    Of a GTF only `gene` lines count; if it has none, its `transcript` lines. BED needs the columns chrom, start, end,
+    name. Of entries with one symbol the longest is kept; how many were left out is in `.attrs["n_duplicated"]`.
     """
     path = Path(path)
     lowered = path.name.lower().removesuffix(".gz")
@@ -63,15 +61,10 @@ def read_genes(path: str | Path) -> pd.DataFrame:
 
 
 def as_genes(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the genes of a table in memory as `read_genes` returns those of a file; rows without a position are
-    left out.
+    """Return the genes of a table in memory as `read_genes` does those of a file; rows without a position are left out.
 
-    Args:
-        table: chrom, start, end (or chromStart, chromEnd, as in `var` of an AnnData) and, optionally, strand; 0-based
-            and half-open; the index holds the symbols.
-
-    Raises:
-        DataError: A column is missing, a position is malformed, or no gene has one.
+    Columns are chrom, start, end (or chromStart, chromEnd, as in `var` of an AnnData) and, optionally, strand; 0-based
+    and half-open; the index holds the symbols.
     """
     table = table.rename(columns={"chromStart": "start", "chromEnd": "end"})
     absent = [name for name in ("chrom", "start", "end") if name not in table]
@@ -163,3 +156,73 @@ def _gene(symbol: str, chrom: str, start: int, end: int, strand: str) -> Gene:
     if strand not in {"+", "-", "."}:
         raise ValueError(f"strand {strand!r} is none of '+', '-', '.'")
     return Gene(symbol, chrom, start, end, strand)
+
+
+def bin_names(bins: pd.DataFrame) -> NDArray[Any]:
+    """Return the names of bins (chrom, start, end) as vertices of the graph."""
+    columns = (bins["chrom"], bins["start"], bins["end"])
+    return np.array([feature_name(c, s, e, 0) for c, s, e in zip(*columns, strict=True)], dtype=object)
+
+
+def overlap_bins(genes: pd.DataFrame, bins: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows of genes and of bins for every pair in which the gene's promoter touches the bin.
+
+    Chromosomes have the same names in both; bins are contiguous and ascending on each chromosome.
+    """
+    low, high = promoters(genes)
+    gene_rows, bin_rows = [], []
+    chrom_of_gene = genes["chrom"].to_numpy()
+    for chrom, rows in bins.groupby("chrom", sort=False).indices.items():
+        mine = np.flatnonzero(chrom_of_gene == chrom)
+        first = np.searchsorted(bins["end"].to_numpy()[rows], low[mine], side="right")
+        after = np.searchsorted(bins["start"].to_numpy()[rows], high[mine], side="left")
+        n = np.maximum(after - first, 0)
+        gene_rows.append(np.repeat(mine, n))
+        # The k-th bin of each gene, k counting from its own first one.
+        step = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
+        bin_rows.append(rows[np.repeat(first, n) + step])
+    return np.concatenate(gene_rows), np.concatenate(bin_rows)
+
+
+def contact_edges(
+    bulk: Any, bins: pd.DataFrame, *, loop_quantile: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Return rows of both bins and weights of the contacts above a quantile, and of all neighbours.
+
+    On each chromosome the observed contacts between bins at least two apart are compared; those above the quantile, in
+    [0, 1), weigh rank / number, so that the weight is in (0, 1]. Neighbouring bins are always joined, with weight 1.
+    `bulk` has the contacts summed over cells, COO [bin, bin], upper triangle, within chromosomes.
+    """
+    chrom = pd.factorize(bins["chrom"])[0]
+    low = np.flatnonzero(chrom[:-1] == chrom[1:])
+    sources, targets, weights = [low], [low + 1], [np.ones(len(low))]
+    apart = bulk.col - bulk.row >= 2
+    row, column, count = bulk.row[apart].astype(np.int64), bulk.col[apart].astype(np.int64), bulk.data[apart]
+    for code in np.unique(chrom[row]):
+        mine = np.flatnonzero(chrom[row] == code)
+        mine = mine[count[mine] > np.quantile(count[mine], loop_quantile)]
+        sources.append(row[mine])
+        targets.append(column[mine])
+        weights.append(rankdata(count[mine]) / max(len(mine), 1))
+    return np.concatenate(sources), np.concatenate(targets), np.concatenate(weights)
+
+
+def build_graph(
+    genes: pd.DataFrame, bins: pd.DataFrame, bulk: Any, *, loop_quantile: float
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the tables of vertices and edges that `write_graph` takes; `bulk` as for `contact_edges`."""
+    names = bin_names(bins)
+    kinds = np.repeat(["RNA", "Hi-C"], [len(genes), len(bins)])
+    tables = pd.concat([genes[["chrom", "start"]], bins[["chrom", "start"]].set_index(names)])
+    vertices = tables.rename(columns={"start": "chrom_pos"}).assign(feature_type=kinds)
+    gene_rows, overlapped = overlap_bins(genes, bins)
+    source, target, weight = contact_edges(bulk, bins, loop_quantile=loop_quantile)
+    every, symbols = vertices.index.to_numpy(), genes.index.to_numpy()
+    parts = [
+        pd.DataFrame(
+            {"source": symbols[gene_rows], "target": names[overlapped], "weight": 1.0, "type": "overlap"}
+        ),
+        pd.DataFrame({"source": names[source], "target": names[target], "weight": weight, "type": "hic"}),
+        pd.DataFrame({"source": every, "target": every, "weight": 1.0, "type": "self-loop"}),
+    ]
+    return vertices, pd.concat(parts, ignore_index=True).assign(sign=1.0)

@@ -5,25 +5,20 @@ from pathlib import Path
 
 import pandas as pd
 
-from lightning_amp.data.files.directory import DataDirectory, find
+from lightning_amp.data.files.directory import DataDirectory, find, write_aside
 from lightning_amp.data.files.graphml import write_graph
-from lightning_amp.data.files.open_text import open_stream
-from lightning_amp.data.files.read_columns import store_by_columns
-from lightning_amp.data.files.resolution import (
+from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY
+from lightning_amp.data.files.read_h5ad import open_stream, store_by_columns
+from lightning_amp.data.prepare.gene_positions import build_graph, read_genes
+from lightning_amp.data.prepare.hic_modality import FeatureGrid, build_grid, write_hic
+from lightning_amp.data.prepare.read_scool import (
+    ScoolFile,
     choose_chromosomes,
     format_resolution,
     parse_resolution,
     strip_resolution,
 )
-from lightning_amp.data.files.write_aside import write_aside
-from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY
-from lightning_amp.data.prepare.feature_grid import FeatureGrid, build_grid
-from lightning_amp.data.prepare.gene_positions import read_genes
-from lightning_amp.data.prepare.guidance_graph import build_graph
-from lightning_amp.data.prepare.read_scool import ScoolFile
-from lightning_amp.data.prepare.rna_counts import RnaCounts, read_rna, write_rna
-from lightning_amp.data.prepare.variable_genes import choose_genes
-from lightning_amp.data.prepare.write_hic import write_hic
+from lightning_amp.data.prepare.rna_modality import RnaCounts, choose_genes, read_rna, write_rna
 from lightning_amp.errors import DataError
 from lightning_amp.progress import track
 
@@ -37,10 +32,6 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
     Suffixes of cell names that name the resolution, in base pairs, are removed. Returns, indexed by cell, celltype
     (str, "Unknown" where absent), batch (str, "0" where absent) and read_depth (float64, 1 where absent), then all
     other columns of the table as text.
-
-    Raises:
-        DataError: The file cannot be read, has no column `cell`, repeats a cell or has a depth that is no
-            number.
     """
     path = Path(path)
     with open_stream(path, what="table of cell labels") as stream:
@@ -77,11 +68,7 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
 
 
 def label_cells(labels: pd.DataFrame | None, cells: list[str], *, path: str | Path | None) -> pd.DataFrame:
-    """Return the labels of the cells in their order; without a table, the defaults of `read_labels`.
-
-    Raises:
-        DataError: The table, of the file `path`, lacks some of the cells.
-    """
+    """Return the labels of the cells in their order; without a table, the defaults of `read_labels`."""
     if labels is None:
         return pd.DataFrame(
             {"celltype": "Unknown", "batch": "0", "read_depth": 1.0}, index=pd.Index(cells, name="cell")
@@ -141,7 +128,11 @@ def prepare(
     Raises:
         DataError: Any of the files cannot be used; nothing is then left behind.
     """
-    _check_numbers(strata=strata, min_depth=min_depth, n_genes=n_genes, loop_quantile=loop_quantile)
+    for name, value, least in (("strata", strata, 1), ("min_depth", min_depth, 0), ("n_genes", n_genes, 1)):
+        if value < least:
+            raise DataError(f"{name}={value!r} is too small; at least {least} is allowed")
+    if not 0 <= loop_quantile < 1:
+        raise DataError(f"loop_quantile={loop_quantile!r} is out of range; allowed is 0 <= loop_quantile < 1")
     with write_aside(out, overwrite=overwrite) as aside:
         scool = ScoolFile(Path(hic))
         width = scool.resolution()
@@ -192,9 +183,6 @@ def write_modalities(
 ) -> None:
     """Write hic/, rna/ and graphs/ under an existing directory; arguments as for `write_hic`, `write_rna`,
     `build_graph`.
-
-    Raises:
-        DataError: No cell of a modality is left.
     """
     width = int((grid.bins["end"] - grid.bins["start"]).max())
     setting = f"{format_resolution(width)}_raw_{loop_quantile:g}_2d_{grid.n_strata}"
@@ -213,11 +201,3 @@ def write_modalities(
     )
     vertices, edges = build_graph(positions, grid.bins, bulk, loop_quantile=loop_quantile)
     write_graph(root / "graphs" / f"{setting}.graphml.gz", vertices, edges)
-
-
-def _check_numbers(*, strata: int, min_depth: int, n_genes: int, loop_quantile: float) -> None:
-    for name, value, least in (("strata", strata, 1), ("min_depth", min_depth, 0), ("n_genes", n_genes, 1)):
-        if value < least:
-            raise DataError(f"{name}={value!r} is too small; at least {least} is allowed")
-    if not 0 <= loop_quantile < 1:
-        raise DataError(f"loop_quantile={loop_quantile!r} is out of range; allowed is 0 <= loop_quantile < 1")

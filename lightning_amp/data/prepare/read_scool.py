@@ -1,9 +1,10 @@
-"""Reads single-cell Hi-C from a .scool file (cooler's container of one contact matrix per cell).
+"""Read single-cell Hi-C from a .scool file; convert names of bin widths and of chromosomes.
 
 Accepted: one fixed-width bin table shared by all cells, symmetric-upper pixels, whole non-negative counts.
 """
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,30 +13,94 @@ import h5py
 import numpy as np
 import pandas as pd
 
+from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY, is_fixed
 from lightning_amp.data.files.read_h5ad import fault_of_counts, open_hdf5
-from lightning_amp.data.files.resolution import strip_resolution
-from lightning_amp.data.files.write_cooler import UNKNOWN_ASSEMBLY, is_fixed
 from lightning_amp.errors import DataError
+
+PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(bp|kb|mb)?", re.IGNORECASE)
+UNITS = {"bp": 1, "kb": 1_000, "mb": 1_000_000}
+
+
+def parse_resolution(resolution: int | str) -> int:
+    """Return the bin width in base pairs of a number or a text such as "500kb", "1mb", "2500"."""
+    width = _width(str(resolution).strip())
+    if width < 1 or width != int(width):
+        raise DataError(
+            f"resolution {resolution!r} is not a bin width; write base pairs (500000) or a text like '500kb', '1mb'"
+        )
+    return int(width)
+
+
+def format_resolution(width: int) -> str:
+    """Return the name of a bin width given in base pairs: 1000000 is "1000kb", as in HiGLUE's file names."""
+    return f"{width / 1000:.10g}kb"
+
+
+def strip_resolution(cell: str, *, resolution: int) -> str:
+    """Return a cell's name without a ".cool" ending and without a suffix that names this resolution, in base pairs.
+
+    Only a suffix equal to the resolution goes ("a.500kb" at 500000), so other dots in names are safe.
+    """
+    name = cell.removesuffix(".cool")
+    stem, _, suffix = name.rpartition(".")
+    if stem and _width(suffix) == resolution:
+        return stem
+    return name
+
+
+def _width(text: str) -> float:
+    """Base pairs; 0 for a text that is no resolution."""
+    match = PATTERN.fullmatch(text)
+    return float(match[1]) * UNITS[(match[2] or "bp").lower()] if match else 0.0
+
+
+NUCLEAR = re.compile(r"\d{1,2}[A-Z]?|[IVX]{1,5}|[XYWZ]|NC_\d+\.\d+")
+"""Bare names of chromosomes: numbers, with arms, Roman ones, sex chromosomes, and those of RefSeq."""
+
+
+def bare_name(chrom: str) -> str:
+    """Return the name without "chr", the mitochondrial one as "M", so that two spellings compare equal."""
+    name = chrom[3:] if chrom.lower().startswith("chr") else chrom
+    return "M" if name == "MT" else name
+
+
+def spell_as(reference: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """Return the reference's spelling of each name that is in the reference."""
+    spelling = {bare_name(chrom): chrom for chrom in reference}
+    return {name: spelling[bare_name(name)] for name in names if bare_name(name) in spelling}
+
+
+def choose_chromosomes(chosen: Sequence[str] | None, present: Sequence[str], *, path: object) -> list[str]:
+    """Return the chromosomes to keep, in the spelling and order of those present in the file.
+
+    Chosen names may be written with or without "chr"; None keeps all but scaffolds and the mitochondrial one, or all if
+    no name is a known chromosome's.
+    """
+    if chosen is None:
+        return [chrom for chrom in present if NUCLEAR.fullmatch(bare_name(chrom))] or list(present)
+    spelled = spell_as(present, chosen)
+    unknown = [name for name in chosen if name not in spelled]
+    if unknown or not chosen:
+        raise DataError(
+            f"{path}: chromosomes={list(chosen)!r} was given, of which {unknown!r} are not in the file; it "
+            f"has {list(present)[:30]!r}"
+        )
+    return [chrom for chrom in present if chrom in spelled.values()]
+
 
 PIXELS = ["bin1_id", "bin2_id", "count"]
 
 
 @dataclass(slots=True)
 class ScoolFile:
-    """A .scool file; keeps its path, no handle.
-
-    Attributes:
-        cells: Names of the cells as in the file, in natural order.
-        bins: chrom (str), start and end (int64, base pairs, half-open), in file order.
-        assembly: Name of the genome assembly in the attributes of the file or its first cell, else "unknown".
-
-    Raises:
-        DataError: The file is absent, damaged, or another kind of file.
-    """
+    """A .scool file; keeps its path, no handle."""
 
     path: Path
-    cells: list[str] = field(init=False)
-    bins: pd.DataFrame = field(init=False)
+    cells: list[str] = field(init=False)  # names of the cells as in the file, in natural order
+    bins: pd.DataFrame = field(
+        init=False
+    )  # chrom (str), start and end (int64, base pairs, half-open), in file order
+    # name of the genome assembly in the attributes of the file or its first cell, else "unknown"
     assembly: str = field(init=False, default=UNKNOWN_ASSEMBLY)
 
     def __post_init__(self) -> None:
@@ -51,11 +116,7 @@ class ScoolFile:
                 self.assembly = self.assembly if found == UNKNOWN_ASSEMBLY else found
 
     def named_cells(self) -> dict[str, str]:
-        """Return the clean name of every cell (no ".500kb", no ".cool") and its name in the file.
-
-        Raises:
-            DataError: Two cells have the same clean name.
-        """
+        """Return the clean name of every cell (no ".500kb", no ".cool") and its name in the file."""
         resolution = self.resolution()
         named: dict[str, str] = {}
         for cell in self.cells:
@@ -69,11 +130,7 @@ class ScoolFile:
         return named
 
     def resolution(self) -> int:
-        """Return the bin width in base pairs.
-
-        Raises:
-            DataError: The bins are not all of one width.
-        """
+        """Return the bin width in base pairs."""
         widths = self.bins["end"] - self.bins["start"]
         if not is_fixed(self.bins):
             last = self.bins["chrom"] != self.bins["chrom"].shift(-1)
@@ -84,19 +141,13 @@ class ScoolFile:
         return int(widths.max())
 
     def pixels(self, cell: str) -> pd.DataFrame:
-        """Return the contacts, bin1_id <= bin2_id and count, of the cell of this name in the file.
-
-        Raises:
-            DataError: No such cell, other bins than the file's, or counts that are no counts.
-        """
+        """Return the contacts, bin1_id <= bin2_id and count, of the cell of this name in the file."""
         return next(self.iterate([cell]))[1]
 
     def iterate(self, cells: Iterable[str], own: slice | None = None) -> Iterator[tuple[str, pd.DataFrame]]:
-        """Yield name and pixels of each of the cells, opening the file once; errors as in `pixels`.
+        """Yield name and pixels of each cell, by its name in the file, opening the file once.
 
-        Args:
-            cells: Names in the file.
-            own: Read only pixels whose bin1_id is one of these bins; None is all.
+        `own`: only pixels whose bin1_id is one of these bins; None is all.
         """
         from cooler import Cooler
 

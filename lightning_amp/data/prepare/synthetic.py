@@ -16,19 +16,18 @@ chromosome 1) has 0.3 for the genes most particular to one type. Finer bins sepa
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from lightning_amp.data.files.directory import DataDirectory, find
-from lightning_amp.data.files.write_aside import write_aside
-from lightning_amp.data.files.write_cooler import write_scool
-from lightning_amp.data.prepare.feature_grid import FeatureGrid, build_grid
+from lightning_amp.data.files.directory import DataDirectory, find, write_aside
+from lightning_amp.data.files.new_hdf5 import write_scool
+from lightning_amp.data.prepare.hic_modality import FeatureGrid, build_grid
 from lightning_amp.data.prepare.prepare import write_modalities
-from lightning_amp.data.prepare.rna_counts import RnaCounts
+from lightning_amp.data.prepare.rna_modality import RnaCounts
 from lightning_amp.errors import DataError
 
 LOOP_QUANTILE = 0.98
@@ -41,26 +40,12 @@ DISPERSION = 5.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Population:
-    """Distributions that the cells are drawn from.
+    """Distributions that the cells are drawn from."""
 
-    Attributes:
-        activity: Compartment of each bin, positive where active, of shape [type, bin].
-        cumulative: Running sum of contact probabilities over the features, of shape [type, feature].
-    """
-
-    activity: NDArray[np.float64]
+    activity: NDArray[np.float64]  # compartment of each bin, positive where active, of shape [type, bin]
+    # running sum of contact probabilities over the features, of shape [type, feature]
     cumulative: NDArray[np.float64]
     grid: FeatureGrid
-
-
-class _Drawn(NamedTuple):
-    """What was drawn; contacts are drawn cell by cell as `cells` is read."""
-
-    grid: FeatureGrid
-    cells: Iterator[tuple[str, pd.DataFrame]]
-    labels: pd.DataFrame
-    rna: RnaCounts
-    positions: pd.DataFrame
 
 
 def synthesize(out: str | Path, *, overwrite: bool = False, **sizes: int) -> DataDirectory:
@@ -83,11 +68,7 @@ def synthesize(out: str | Path, *, overwrite: bool = False, **sizes: int) -> Dat
     with write_aside(out, overwrite=overwrite) as aside:
         write_modalities(
             aside,
-            grid=drawn.grid,
-            cells=drawn.cells,
-            labels=drawn.labels,
-            rna=drawn.rna,
-            positions=drawn.positions,
+            **drawn,
             loop_quantile=LOOP_QUANTILE,
             min_depth=0,
             source="synthetic cells",
@@ -109,12 +90,12 @@ def synthesize_files(out: str | Path, **sizes: int) -> list[Path]:
     names = ("cells.scool", "cells.tsv", "rna.h5ad", "genes.bed")
     with write_aside(out) as aside:
         hic, labels, rna, genes = (aside / name for name in names)
-        cells = ((name, pixels.sort_values(["bin1_id", "bin2_id"])) for name, pixels in drawn.cells)
-        write_scool(hic, drawn.grid.bins, cells, n_cells=len(drawn.labels))
-        drawn.labels.to_csv(labels, sep="\t", index_label="cell")
-        var = pd.DataFrame(index=drawn.rna.genes)
-        AnnData(sp.csr_matrix(drawn.rna.counts), obs=drawn.rna.obs, var=var).write_h5ad(rna)
-        bed = drawn.positions.assign(name=drawn.positions.index, score=0)
+        cells = ((name, pixels.sort_values(["bin1_id", "bin2_id"])) for name, pixels in drawn["cells"])
+        write_scool(hic, drawn["grid"].bins, cells, n_cells=len(drawn["labels"]))
+        drawn["labels"].to_csv(labels, sep="\t", index_label="cell")
+        var = pd.DataFrame(index=drawn["rna"].genes)
+        AnnData(sp.csr_matrix(drawn["rna"].counts), obs=drawn["rna"].obs, var=var).write_h5ad(rna)
+        bed = drawn["positions"].assign(name=drawn["positions"].index, score=0)
         bed[["chrom", "start", "end", "name", "score", "strand"]].to_csv(
             genes, sep="\t", header=False, index=False
         )
@@ -133,13 +114,21 @@ def _draw(
     resolution: int = 1_000_000,
     depth: int = 2000,
     seed: int = 0,
-) -> _Drawn:
+) -> dict[str, Any]:
     """Draw cells and genes; arguments and errors as of `synthesize`."""
     rna_cells = cells if rna_cells is None else rna_cells
     sizes = {"cells": cells, "rna_cells": rna_cells, "genes": genes, "cell_types": cell_types, "depth": depth}
-    _check_sizes(sizes | {"bins": bins, "chromosomes": chromosomes, "resolution": resolution})
+    for name, value in (sizes | {"bins": bins, "chromosomes": chromosomes, "resolution": resolution}).items():
+        if value < 1:
+            raise DataError(f"{name}={value!r} is too small; at least 1 is allowed")
+    if chromosomes > bins:
+        raise DataError(f"chromosomes={chromosomes!r} do not fit in bins={bins!r}; each needs a bin")
     rng = np.random.default_rng(seed)
-    table = _make_bins(bins, chromosomes, resolution)
+    # chr1, chr2, ..., as equally long as possible
+    parts = [len(part) for part in np.array_split(np.arange(bins), chromosomes)]
+    start = np.concatenate([np.arange(n) * resolution for n in parts])
+    chrom = np.repeat([f"chr{i + 1}" for i in range(chromosomes)], parts).astype(object)
+    table = pd.DataFrame({"chrom": chrom, "start": start, "end": start + resolution})
     grid = build_grid(
         table, strata=strata, chromosomes=table["chrom"].unique().tolist(), source="synthetic bins"
     )
@@ -147,25 +136,9 @@ def _draw(
     positions = _place_genes(rng, table, genes)
     rna = _draw_rna(rng, population, positions, rna_cells)
     labels = _label("hic", rng.permutation(np.arange(cells) % cell_types))
-    return _Drawn(grid, _draw_cells(rng, population, labels, depth), labels, rna, positions)
-
-
-def _check_sizes(sizes: dict[str, int]) -> None:
-    for name, value in sizes.items():
-        if value < 1:
-            raise DataError(f"{name}={value!r} is too small; at least 1 is allowed")
-    if sizes["chromosomes"] > sizes["bins"]:
-        raise DataError(
-            f"chromosomes={sizes['chromosomes']!r} do not fit in bins={sizes['bins']!r}; each needs a bin"
-        )
-
-
-def _make_bins(n_bins: int, n_chromosomes: int, width: int) -> pd.DataFrame:
-    """Split the bins over chromosomes chr1, chr2, ... as evenly as possible."""
-    sizes = [len(part) for part in np.array_split(np.arange(n_bins), n_chromosomes)]
-    start = np.concatenate([np.arange(n) * width for n in sizes])
-    chrom = np.repeat([f"chr{i + 1}" for i in range(n_chromosomes)], sizes).astype(object)
-    return pd.DataFrame({"chrom": chrom, "start": start, "end": start + width})
+    # contacts are drawn cell by cell as these are read
+    contacts = _draw_cells(rng, population, labels, depth)
+    return {"grid": grid, "cells": contacts, "labels": labels, "rna": rna, "positions": positions}
 
 
 def _make_population(rng: np.random.Generator, grid: FeatureGrid, n_types: int) -> _Population:

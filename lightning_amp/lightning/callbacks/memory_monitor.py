@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import ModuleProfile

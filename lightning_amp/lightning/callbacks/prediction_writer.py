@@ -20,13 +20,15 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from lightning_amp.data.cell_keys import hash_integers
-from lightning_amp.data.describe_embedding import NEIGHBOURS, describe_embedding, same_type_share
-from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.data.batch import hash_integers
+from lightning_amp.data.files.directory import written_aside
 from lightning_amp.data.files.write_results import (
+    NEIGHBOURS,
     celltype_column,
+    describe_embedding,
     labels_of,
     read_assembly,
+    same_type_share,
     write_embedding,
     write_imputed,
     write_pseudobulk,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_amp.data.files.write_aside import written_aside
+from lightning_amp.data.files.directory import written_aside
 from lightning_amp.footprint.copies.fake_copy import length_of
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import REAL

@@ -220,8 +220,7 @@ def read_run(
     slots = RMSPROP_SLOTS if reference else ADAM_SLOTS
     shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
     shape = replace(shape if reference else with_counts(shape), profiled=seen is not None)
-    if shape.decoder is not None:
-        shape = replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))
+    shape = shape.with_decoder(threads=torch.get_num_threads())
     notes += unpredicted(module, shape)
     if data_dir is None:
         return profile_of_module(shape), shape, notes
@@ -249,9 +248,8 @@ def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape
     for modality in used:
         others = [m.features for m in used if m is not modality]
         scale = modality.features / max(others) if others else None
-        parts = None if decoder is None else modality.decomposition
-        if parts is not None and decoder is not None:
-            parts = replace(parts, **attention_of(decoder))
+        own = modality.decomposition
+        parts = replace(own, **attention_of(decoder)) if own and decoder else None
         modalities.append(replace(modality, scale=scale, decomposition=parts))
     return replace(profile, modalities=tuple(modalities))
 

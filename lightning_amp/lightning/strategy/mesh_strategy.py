@@ -37,7 +37,7 @@ from lightning_amp.lightning.steps.cells import counted_once, unrounded, with_sa
 from lightning_amp.lightning.strategy.hardware import ThisRank, make_mesh
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.hic.scores.dense_entries import find_entries
+from lightning_amp.techniques.hic.scores.nonzero_counts import find_entries
 from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB
 from lightning_amp.techniques.table import with_steps
 

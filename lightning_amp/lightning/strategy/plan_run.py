@@ -158,8 +158,7 @@ def _plan_of_decoder(
     if facts.outside is None or strategies is not None:
         return _evaluated(make(), facts, None)
     (profile, shape, _), (rates, _), step = facts.read, facts.rates, facts.outside
-    assert shape.decoder is not None, "a decoder is planned"
-    decoder = shape.decoder.fqn
+    decoder = shape.known_decoder.fqn
 
     def made_of_decoder(budget: int) -> DecoderPlan:
         whole = make(budget=budget)
@@ -280,7 +279,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
         notes=(*(note for note in plan.notes if note not in notes), *notes),
         predicted_step_seconds=decoder_seconds(shape, plan.axes, plan.mesh, rates),
         predicted_rest_seconds=rest_seconds(shape, plan.mesh, rates),
-        rates_device="" if shape.decoder is None else rates.device,
+        rates_device=shape.rates_device(rates),
         candidates=(),
     )
     seen = facts.seen[0]

@@ -37,7 +37,7 @@ def register(registry: Registry) -> None:
 
 
 def refuse(registry: Registry) -> None:
-    """Make the names fail with advice in the twin package, whose classes Lightning's do not recognise."""
+    """Make the names fail with advice in the twin package, whose classes Lightning's does not know."""
     for name in START_METHODS:
         if name not in registry:
             registry.register(name, partial(_refuse, name), "use lightning.pytorch")

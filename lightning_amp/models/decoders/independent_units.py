@@ -7,7 +7,7 @@ change how the units are run. Units read v and u and their own parameters, and n
 
 Legend: cell (B), anchor (N), dim (D), unit (K).
 Known limits: what a unit keeps is not predicted, only [cell, n_features] of it; a loss that is no sum over cells is
-noticed only by `stream` (techniques/hic/strata/cell_microbatches.py).
+noticed only by `stream` (techniques/hic/strata/streamed_stratum.py).
 """
 
 from abc import abstractmethod

@@ -1,19 +1,28 @@
-"""Log-probabilities of observed values, elementwise and finite in value and gradient.
+"""Log-probabilities of observed values, and the decoders of RNA, ATAC and methylation, which have one per feature.
 
 Counts are given by log mean and log inverse dispersion, because means are softmax fractions that underflow.
 Zero-inflated densities add mass and density at zero, log(pi + (1 - pi) p(0)), as the GLUE family does; the
 log-normal one has no density at zero, so zero has probability pi.
+
+    linear = softplus(scale) u v^T + bias
+    counts (NB, ZINB)                 mean softmax(linear) * library, inverse dispersion exp(log_theta)
+    values (ZILN)                     location linear, deviation exp(log_scale)
+    loss = - mean over all cells and features of log p(x)
+
+scale, bias and the tables of a likelihood have one row per experimental batch.
 Known limit: in float32 nb of x > 0 loses digits for inverse dispersions above 1e4 (a difference of two lgamma).
 """
 
 import math
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_amp.shapes import Experiment
+from lightning_amp.shapes import Counts, Experiment, Library, PerCell, Scalar
 
 FIRST_LOG_THETA, FIRST_ZI_LOGIT = 1.5, -2.0
 """Where tables start that the data do not determine. A step of RMSprop moves an entry by about the learning rate: from
@@ -41,7 +50,8 @@ def nb(x: Numbers, log_mu: Numbers, log_theta: Numbers) -> Float[Tensor, "..."]:
 
 def zinb(x: Numbers, log_mu: Numbers, log_theta: Numbers, zi_logits: Numbers) -> Float[Tensor, "..."]:
     """Negative binomial with additional zeros of probability sigmoid(zi_logits)."""
-    return _inflate(x, nb(x, log_mu, log_theta), zi_logits)
+    log_p = nb(x, log_mu, log_theta)
+    return torch.where(x == 0, torch.logaddexp(log_p, zi_logits), log_p) - _softplus(zi_logits)
 
 
 def normal(x: Numbers, loc: Numbers, log_scale: Numbers) -> Float[Tensor, "..."]:
@@ -61,11 +71,6 @@ def bernoulli(x: Numbers, logits: Numbers) -> Float[Tensor, "..."]:
     return x * F.logsigmoid(logits) + (1 - x) * F.logsigmoid(-logits)
 
 
-def _inflate(x: Tensor, log_p: Tensor, zi_logits: Tensor) -> Tensor:
-    at_zero = torch.logaddexp(log_p, zi_logits)
-    return torch.where(x == 0, at_zero, log_p) - _softplus(zi_logits)
-
-
 def table_rows(
     table: Float[Tensor, "experiment feature"], batch: Experiment
 ) -> Float[Tensor, "#cell feature"]:
@@ -74,3 +79,62 @@ def table_rows(
     A single row is broadcast, because a copy per cell would cost as much as the data.
     """
     return table if len(table) == 1 else table[batch]
+
+
+FIRST = {"log_theta": FIRST_LOG_THETA, "zi_logits": FIRST_ZI_LOGIT}
+
+
+class PlainDecoder(nn.Module):
+    """Abstract; a likelihood is a function of (x, location, *tables)."""
+
+    likelihood: ClassVar[Callable[..., Tensor]]
+    tables: ClassVar[tuple[str, ...]]
+    counts: ClassVar[bool]
+
+    def __init__(self, n_features: int, n_batches: int):
+        super().__init__()
+        for name in ("scale", "bias", *self.tables):
+            table = torch.full((n_batches, n_features), FIRST.get(name, 0.0))
+            self.register_parameter(name, nn.Parameter(table))
+
+    def forward(
+        self, u: PerCell, v: Float[Tensor, "feature dim"], *, batch: Experiment, library: Library, x: Counts
+    ) -> Scalar:
+        """Minus the mean log-likelihood over cells and features; library must be positive."""
+        tables = (self._rows(name, batch) for name in self.tables)
+        return -type(self).likelihood(x, self._location(u, v, batch, library), *tables).mean()
+
+    def mean(
+        self, u: PerCell, v: Float[Tensor, "feature dim"], *, batch: Experiment, library: Library
+    ) -> Counts:
+        """Expected counts without zero inflation, or the location of values (of their logarithm for ZILN)."""
+        location = self._location(u, v, batch, library)
+        return location.exp() if self.counts else location
+
+    def _location(self, u: Tensor, v: Tensor, batch: Tensor, library: Tensor) -> Tensor:
+        linear = F.softplus(self._rows("scale", batch)) * (u @ v.T) + self._rows("bias", batch)
+        return linear.log_softmax(dim=1) + library.log() if self.counts else linear
+
+    def _rows(self, name: str, batch: Tensor) -> Tensor:
+        return table_rows(self.get_parameter(name), batch)
+
+
+class NBDecoder(PlainDecoder):
+    """Negative binomial counts."""
+
+    likelihood, tables, counts = staticmethod(nb), ("log_theta",), True
+
+
+class ZINBDecoder(PlainDecoder):
+    """Zero-inflated negative binomial counts."""
+
+    likelihood, tables, counts = staticmethod(zinb), ("log_theta", "zi_logits"), True
+
+
+class ZILNDecoder(PlainDecoder):
+    """Zero-inflated log-normal values."""
+
+    likelihood, tables, counts = staticmethod(ziln), ("log_scale", "zi_logits"), False
+
+
+PLAIN_DECODERS: dict[str, type[PlainDecoder]] = {"nb": NBDecoder, "zinb": ZINBDecoder, "ziln": ZILNDecoder}

@@ -15,8 +15,13 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.models.decoders import likelihoods
-from lightning_amp.models.decoders.likelihoods import table_rows
+from lightning_amp.models.decoders.likelihoods import (
+    FIRST_LOG_THETA,
+    FIRST_ZI_LOGIT,
+    bernoulli,
+    table_rows,
+    zinb,
+)
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
 from lightning_amp.shapes import (
     Counts,
@@ -42,15 +47,11 @@ class EveryStratum(nn.Module):
         v: PerAnchor,
         log_weights: LogWeights,
         *,
+        # strata to run, all of them when None; of those before them the spine is run, of those after nothing
         own: range | None = None,
-        **cells: Tensor,
+        **cells: Tensor,  # `batch`, `library` and `x` of the cells
     ) -> Scalar:
-        """Negative log-likelihood summed over cells and features.
-
-        Args:
-            own: strata to run, all of them when None; of those before them the spine is run, of those after nothing.
-            cells: `batch`, `library` and `x` of the cells.
-        """
+        """Negative log-likelihood summed over cells and features."""
         own = range(len(strata)) if own is None else own
         total = u.new_zeros(())
         for k, module in enumerate(strata[: own.stop] if len(own) else ()):
@@ -106,7 +107,7 @@ class ZINB(nn.Module):
         self, x: OwnCounts | SparseCounts, log_mu: OwnCounts, log_theta: OwnTable, zi_logits: OwnTable
     ) -> Scalar:
         """Sum over cells and features."""
-        return likelihoods.zinb(_dense(x, log_mu), log_mu, log_theta, zi_logits).sum()
+        return zinb(_dense(x, log_mu), log_mu, log_theta, zi_logits).sum()
 
 
 class Bernoulli(nn.Module):
@@ -114,7 +115,7 @@ class Bernoulli(nn.Module):
 
     def forward(self, x: OwnCounts | SparseCounts, logits: OwnCounts) -> Scalar:
         """Sum over cells and features."""
-        return likelihoods.bernoulli((_dense(x, logits) > 0).to(logits.dtype), logits).sum()
+        return bernoulli((_dense(x, logits) > 0).to(logits.dtype), logits).sum()
 
 
 class AllCells(nn.Module):
@@ -134,29 +135,20 @@ class AllCells(nn.Module):
 
 
 class Stratum(nn.Module):
-    """One stratum: key, decode and likelihood of its features.
-
-    Args:
-        key: module that makes the key; None for stratum 0, whose key is v.
-        distance: k, in anchors.
-        columns: first and one past the last of the stratum's columns in the data matrix.
-        n_batches: experimental batches, the rows of the tables.
-        chained: whether the next stratum reads this one's projected anchors instead of v.
-        binarized: Bernoulli likelihood of x > 0 instead of ZINB.
-    """
+    """One stratum: key, decode and likelihood of its features."""
 
     feature_anchor: Tensor
 
     def __init__(
         self,
-        key: KeyModule | None,
+        key: KeyModule | None,  # module that makes the key; None for stratum 0, whose key is v
         feature_anchor: FeatureAnchor,
         *,
-        distance: int,
-        columns: tuple[int, int],
-        n_batches: int,
-        chained: bool = False,
-        binarized: bool = False,
+        distance: int,  # k, in anchors
+        columns: tuple[int, int],  # first and one past the last of the stratum's columns in the data matrix
+        n_batches: int,  # experimental batches, the rows of the tables
+        chained: bool = False,  # whether the next stratum reads this one's projected anchors instead of v
+        binarized: bool = False,  # Bernoulli likelihood of x > 0 instead of ZINB
     ):
         super().__init__()
         self.key = key
@@ -172,8 +164,8 @@ class Stratum(nn.Module):
         shape = (n_batches, len(feature_anchor))
         self.scale = nn.Parameter(torch.zeros(shape))
         self.bias = nn.Parameter(torch.zeros(shape))
-        self.log_theta = nn.Parameter(torch.full(shape, likelihoods.FIRST_LOG_THETA))
-        self.zi_logits = nn.Parameter(torch.full(shape, likelihoods.FIRST_ZI_LOGIT))
+        self.log_theta = nn.Parameter(torch.full(shape, FIRST_LOG_THETA))
+        self.zi_logits = nn.Parameter(torch.full(shape, FIRST_ZI_LOGIT))
 
     def forward(self, v: PerAnchor, u: PerCell, **cells: Any) -> tuple[Scalar, PerAnchor]:
         """Negative log-likelihood summed over cells and features, and v for the next stratum; `cells` as of `nll`."""

@@ -199,7 +199,9 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         shape: The model, with the cells of one rank's batch.
         wide_layers: Whether S2 splits the wide layers where it leaves the decoder's features as they are.
     """
-    sizes = None
+    sizes: RankSizes | None = None
+    runs: tuple[tuple[int, int], ...] = ()
+    entered, region, first_key = 0, 0, 0
     if shape.decoder is not None:
         # of the first stratum, for all that the strata share
         sizes = RankSizes(
@@ -210,6 +212,8 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
             ranks=model_ranks,
             element=shape.element_bytes,
         )
+        entered, region = _region(shape, sizes)
+        runs, first_key = _runs(shape, sizes), _first_key(sizes)
     parameters, buffers, inputs = shape.parameter_bytes, shape.buffer_bytes, shape.base_activation_bytes
     vertices = vertex_bytes(shape, sizes)
     parameters -= vertices.parameters
@@ -222,8 +226,6 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
     if sizes is not None and (axes.features == "sharded" or axes.placement == "nodes"):
         # the anchors of the rank's own features, besides the list of all
         buffers += NODE_BYTES * sum(_column(FEATURES, sizes))
-    entered, region = _region(shape, axes, sizes)
-    runs = _runs(shape, axes, model_ranks)
     found = _strata(sizes, runs)
     return Estimate(
         # weights and the last step's gradients, then the optimiser's copies
@@ -240,16 +242,15 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         edge_bytes=shape.edge_bytes,
         summed_bytes=sum(latent_terms(sizes).values()) if sizes is not None and sizes.recomputed else 0,
         tables_bytes=0 if sizes is None else shape.element_bytes * table_numbers(sizes),
-        tables_from=_first_key(shape, axes),
+        tables_from=first_key,
     )
 
 
-def _first_key(shape: ModelShape, axes: Axes) -> int:
+def _first_key(s: RankSizes) -> int:
     """The first stratum that has a key; 0 where chained strata are streamed, which run from the last one on."""
-    decoder = shape.decoder
-    if decoder is None or (decoder.chained and axes.activations == "stream"):
+    if s.decoder.chained and s.axes.activations == "stream":
         return 0
-    return next((k for k, distance in enumerate(decoder.distances) if distance), 0)
+    return next((k for k, distance in enumerate(s.decoder.distances) if distance), 0)
 
 
 def _column(term: Term[RankSizes, Counted], s: RankSizes) -> tuple[Counted, ...]:
@@ -315,24 +316,19 @@ def _alive(left: int, kept: int, making: Making, cells: Cells, activations: str)
     return making.alive + cells.tables if cells.there_and_back else kept
 
 
-def _runs(shape: ModelShape, axes: Axes, model_ranks: int) -> tuple[tuple[int, int], ...]:
+def _runs(shape: ModelShape, s: RankSizes) -> tuple[tuple[int, int], ...]:
     """The strata of every rank, where ranks have their own strata; else all of them."""
-    decoder = shape.decoder
-    if decoder is None:
-        return ()
-    if axes.placement != "strata":
-        return ((0, len(decoder.features)),)
-    return tuple(pairwise((0, *strata_ends(shape, axes, ranks=model_ranks))))
+    if s.axes.placement != "strata":
+        return ((0, len(s.decoder.features)),)
+    return tuple(pairwise((0, *strata_ends(shape, s.axes, ranks=s.ranks))))
 
 
-def _region(shape: ModelShape, axes: Axes, sizes: RankSizes | None) -> tuple[int, int]:
+def _region(shape: ModelShape, sizes: RankSizes) -> tuple[int, int]:
     """Copies of u and v [N + B, d] that enter the strata, and the most that their gradients take on the way out.
 
     Which gradients are gathered or summed there: techniques/ranks/sharded_region.py.
     """
-    decoder = shape.decoder
-    if decoder is None or sizes is None:
-        return 0, 0
+    decoder, axes = sizes.decoder, sizes.axes
     rows = shape.element_bytes * (decoder.anchors + shape.batch_size)
     if axes.placement.startswith("hidden"):
         own = rows * widest(decoder.dim, sizes.ranks)

@@ -22,8 +22,7 @@ from lightning_amp.planning.memory.kept_tensors import (
 )
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Term
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun
-from lightning_amp.techniques.hic.attention.kernel_calls import Calls
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun, Calls
 
 
 class Key(NamedTuple):

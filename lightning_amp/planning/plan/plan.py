@@ -15,7 +15,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.techniques.data.row import BalanceCells
-from lightning_amp.techniques.hic.strata.rows import StreamStrata
+from lightning_amp.techniques.hic.rows import StreamStrata
 from lightning_amp.techniques.table import (
     STRATEGIES,
     conflicts,

@@ -88,8 +88,7 @@ def candidates(
 
 
 def _legal(shape: ModelShape, own: frozenset[str], model: int) -> Iterator[tuple[str, ...]]:
-    decoder = shape.decoder
-    assert decoder is not None, "without a decoder there is nothing to choose"
+    decoder = shape.known_decoder
     placements = PLACEMENTS if model > 1 else PLACEMENTS[:1]
     for choices in product(placements, ATTENTIONS, DECODES, LIKELIHOODS, ACTIVATIONS):
         chosen = own.union(*choices)

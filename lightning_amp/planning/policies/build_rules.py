@@ -7,7 +7,7 @@ from statistics import NormalDist
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.ordered_runs import speeds_of_model
 from lightning_amp.costs.rule import Rule, Spec
-from lightning_amp.diagnosis.diagnosis import Diagnosis
+from lightning_amp.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
@@ -16,8 +16,7 @@ from lightning_amp.planning.time.step_seconds import settle, strata_ends
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
-from lightning_amp.techniques.hic.features.row import FeatureParallel
-from lightning_amp.techniques.hic.strata.rows import StrataParallel
+from lightning_amp.techniques.hic.rows import FeatureParallel, StrataParallel
 from lightning_amp.techniques.table import STRATEGIES, targets_of
 
 _SHARED = Rule(

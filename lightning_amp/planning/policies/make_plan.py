@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape
-from lightning_amp.diagnosis.diagnosis import diagnose
+from lightning_amp.diagnosis import diagnose
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
@@ -152,7 +152,7 @@ def _carried_out(request: PlanRequest, choice: StrategyChoice, profile: Profile,
         ),
         predicted_step_seconds=decoder_seconds(shape, Axes.of(chosen), mesh, request.rates),
         predicted_rest_seconds=rest_seconds(shape, mesh, request.rates),
-        rates_device="" if shape.decoder is None else request.rates.device,
+        rates_device=shape.rates_device(request.rates),
         candidates=choice.compared,
     )
 
@@ -292,23 +292,23 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
             " the module; use S1 or a technique of any module (recompute, chunk, replay), or give the module a"
             " decoder with the protocol in docs/architecture.md"
         )
-    attending = [s for s in ("S3", "fused", "sdpa", "nodes") if s in chosen]
-    if shape.decoder is not None and attending and not shape.decoder.attention:
-        raise PlanError(
-            f"{', '.join(attending)} change attention, but {shape.decoder.fqn!r} builds its keys without attention;"
-            f" leave {', '.join(attending)} out"
-        )
-    local = [s for s in chosen if s in LOCAL_ATTENTION_ONLY]
-    if shape.decoder is not None and shape.decoder.full and local:
-        raise PlanError(
-            f"local attention is required by {', '.join(local)}, and that of {shape.decoder.fqn!r} is full"
-            f" ({shape.decoder.known_from}); it is computed in torch's fused kernels as it is: leave"
-            f" {', '.join(local)} out, or use 'nodes', which splits its anchors over ranks"
-        )
-    found = list(conflicts(chosen))
-    if shape.decoder is not None and not found:
+    found, decoder = list(conflicts(chosen)), shape.decoder
+    if decoder is not None:
+        attending = [s for s in ("S3", "fused", "sdpa", "nodes") if s in chosen]
+        if attending and not decoder.attention:
+            raise PlanError(
+                f"{', '.join(attending)} change attention, but {decoder.fqn!r} builds its keys without attention;"
+                f" leave {', '.join(attending)} out"
+            )
+        local = [s for s in chosen if s in LOCAL_ATTENTION_ONLY]
+        if decoder.full and local:
+            raise PlanError(
+                f"local attention is required by {', '.join(local)}, and that of {decoder.fqn!r} is full"
+                f" ({decoder.known_from}); it is computed in torch's fused kernels as it is: leave"
+                f" {', '.join(local)} out, or use 'nodes', which splits its anchors over ranks"
+            )
         reasons = [STRATEGIES[name].no_decoder for name in chosen]
-        found = [f"{why}, as those of {shape.decoder.fqn!r} here" for why in reasons if why]
+        found = found or [f"{why}, as those of {decoder.fqn!r} here" for why in reasons if why]
     if found:
         raise PlanError(
             f"strategies={','.join(chosen)!r} cannot be combined: {'; '.join(found)}. Leave one of them out"

@@ -17,7 +17,7 @@ under S1 only (Table 6); the third row is how both can be true. Which signal ask
 from collections.abc import Collection
 
 from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.diagnosis.diagnosis import Diagnosis
+from lightning_amp.diagnosis import Diagnosis
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.planning.policies.request import PlanRequest

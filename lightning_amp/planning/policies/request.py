@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.model_shape import LARGEST, ModelShape
-from lightning_amp.diagnosis.diagnosis import Diagnosis
+from lightning_amp.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
 from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.table import parse_strategies

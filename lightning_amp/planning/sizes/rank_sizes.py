@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, RunSizes, run_sizes
-from lightning_amp.techniques.hic.attention.kernel_calls import Calls, calls_of
-from lightning_amp.techniques.hic.block_sizes import (
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, Calls, RunSizes, calls_of, run_sizes
+from lightning_amp.techniques.hic.rows import (
     block_cells,
     chunk_buckets,
     keeps_weights,

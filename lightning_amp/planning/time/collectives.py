@@ -1,6 +1,6 @@
 """List the collectives of a training step over the model axis: sizes and counts per rank.
 
-Of one stratum, forward and backward; those of S5 stand in the docstring of techniques/hic/hidden/decoder.py:
+Of one stratum, forward and backward; those of S5 stand in the docstring of techniques/hic/hidden.py:
 
     S5         scores of attention C x [p, 3 w] in all, norms, products and gradients of the Linear layers, decode
     S2         normaliser: all-gather [B] forward, all-reduce [B] backward; with S5 decode is scattered and gathered

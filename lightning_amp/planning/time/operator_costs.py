@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Term
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, turned_at_once
-from lightning_amp.techniques.hic.attention.kernel_calls import Calls
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, Calls, turned_at_once
 
 
 class PassCosts(NamedTuple):

@@ -53,8 +53,7 @@ from lightning_amp.planning.time.collectives import (
     stratum_traffic,
 )
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
-from lightning_amp.techniques.hic.attention.rows import FusedAttention
-from lightning_amp.techniques.hic.strata.rows import StrataParallel, StreamStrata
+from lightning_amp.techniques.hic.rows import FusedAttention, StrataParallel, StreamStrata
 from lightning_amp.techniques.table import STRATEGIES
 
 PYTHON = {"recompute": 160, "stream": 95, "fused": 45, "sdpa": 75, "sparse": 40}
@@ -228,10 +227,7 @@ def on_device(shape: ModelShape, rates: Rates) -> ModelShape:
 
     Every plan is made of such a shape, so that memory and time are those of one device.
     """
-    if shape.decoder is None:
-        return shape
-    threads = 1 if rates.launches else shape.decoder.threads
-    return replace(shape, decoder=replace(shape.decoder, launched=rates.launches, threads=threads))
+    return shape.with_decoder(launched=rates.launches, **({"threads": 1} if rates.launches else {}))
 
 
 def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates) -> float | None:
@@ -272,10 +268,8 @@ def settle(strategy: str, spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshS
         case StrataParallel(ends=""):
             return replace(spec, ends=",".join(map(str, strata_ends(shape, axes, ranks=mesh.model))))
         case FusedAttention() | StreamStrata():
-            assert shape.decoder is not None, (
-                "a strategy with a choice needs a decoder, which the policy has checked"
-            )
-            sizes = RankSizes(decoder=shape.decoder, axes=axes, k=0, cells=shape.batch_size, ranks=mesh.model)
+            decoder, cells = shape.known_decoder, shape.batch_size
+            sizes = RankSizes(decoder=decoder, axes=axes, k=0, cells=cells, ranks=mesh.model)
             if isinstance(spec, FusedAttention):
                 return replace(spec, keep=sizes.keeps_weights)
             return replace(spec, workers=sizes.side_by_side)
@@ -292,12 +286,11 @@ def strata_ends(
     Raises:
         PlanError: More ranks than strata.
     """
-    assert shape.decoder is not None, "a strategy with a choice needs a decoder, which the policy has checked"
-    strata = len(shape.decoder.distances)
+    strata = len(shape.known_decoder.distances)
     if ranks > strata:
         raise PlanError(
             f"strata got {ranks!r} ranks on the model axis, and {strata!r} strata can be split over"
             f" {strata!r} ranks at most; choose a smaller model_parallel_size, or leave 'strata' out"
         )
-    costs, passing = stratum_seconds(shape.decoder, axes, cells=shape.batch_size, ranks=ranks)
+    costs, passing = stratum_seconds(shape.known_decoder, axes, cells=shape.batch_size, ranks=ranks)
     return deal(costs, ranks, speeds, passing)

@@ -7,7 +7,7 @@ from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.hic.strata.rows import RecomputeStrata
+from lightning_amp.techniques.hic.rows import RecomputeStrata
 from lightning_amp.techniques.recompute.choose import choose, leanest
 from lightning_amp.techniques.technique import Installer, Prediction, Technique, on_decoder
 
@@ -71,7 +71,7 @@ ROW = Technique(
     specs=(RecomputeStrata, RecomputeBlock),
     installers={
         RecomputeStrata: Installer(
-            "lightning_amp.techniques.hic.strata.recompute:recompute_strata", on_decoder=True
+            "lightning_amp.techniques.hic.strata.loops:recompute_strata", on_decoder=True
         ),
         RecomputeBlock: Installer(
             "lightning_amp.techniques.recompute.recompute:recompute_block", on_blocks=True, last=True

@@ -15,10 +15,15 @@ import torch
 from scipy.spatial.distance import cdist
 
 from lightning_amp import figures
-from lightning_amp.data.describe_embedding import principal_components
+from lightning_amp.data.files.new_hdf5 import is_fixed
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
-from lightning_amp.data.files.write_cooler import is_fixed
-from lightning_amp.data.files.write_results import _file_stems, labels_of, read_assembly, write_pseudobulk
+from lightning_amp.data.files.write_results import (
+    _file_stems,
+    labels_of,
+    principal_components,
+    read_assembly,
+    write_pseudobulk,
+)
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError

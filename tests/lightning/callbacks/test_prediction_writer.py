@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from lightning_amp import figures
-from lightning_amp.data.describe_embedding import same_type_share
+from lightning_amp.data.files.directory import written_aside
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
-from lightning_amp.data.files.write_aside import written_aside
-from lightning_amp.data.files.write_results import write_imputed
+from lightning_amp.data.files.write_results import same_type_share, write_imputed
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_amp.data.cell_keys import draw_keys
+from lightning_amp.data.batch import draw_keys
 from lightning_amp.data.loading.dataset import StepIndices
 from lightning_amp.data.loading.sampler import StepLoader, StepSampler
 from lightning_amp.errors import AmpError
@@ -29,7 +29,7 @@ from lightning_amp.lightning.checkpoints.read_directory import fill, open_direct
 from lightning_amp.lightning.checkpoints.write_checkpoint import Part, convert_checkpoint, write_directory
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.keyed_noise import KeyedDropout
-from lightning_amp.techniques.hic.nodes.vertex_shards import VertexShards
+from lightning_amp.techniques.hic.nodes.graph_encoder import VertexShards
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.techniques.sharded_cases import Case, decoder
 

@@ -21,7 +21,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.techniques.hic.features.row import RowParallelLinear
+from lightning_amp.techniques.hic.rows import RowParallelLinear
 from tests.lightning.strategy.model_axis_cases import ALL, CASE, N_FEATURES, batches, trainer_of
 from tests.ranks import run_ranks
 from tests.techniques.sharded_cases import Case, decoder

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_amp.diagnosis import diagnosis as signals
-from lightning_amp.diagnosis.diagnosis import HEAVY_DECOMPOSITION, register_signal
+from lightning_amp import diagnosis as signals
+from lightning_amp.diagnosis import HEAVY_DECOMPOSITION, register_signal
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.installing.install import install
-from lightning_amp.models.cell_encoder import Encoder
+from lightning_amp.models.latents import Encoder
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan

@@ -15,10 +15,9 @@ from lightning_amp.errors import InstallError
 from lightning_amp.installing.describe_module import _needed
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
-from lightning_amp.techniques.hic.hidden.decoder import share_hidden
-from lightning_amp.techniques.hic.hidden.row import HiddenParallel
+from lightning_amp.techniques.hic.hidden import share_hidden
 from lightning_amp.techniques.hic.nodes.decoder import share_anchors
-from lightning_amp.techniques.hic.nodes.row import DomainParallel
+from lightning_amp.techniques.hic.rows import DomainParallel, HiddenParallel
 from tests.techniques.sharded_cases import Case, Model, make_plan, model_mesh
 
 Keys = tuple[Tensor, Tensor]

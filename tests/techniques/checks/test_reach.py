@@ -4,11 +4,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.models.decoders.full_attention import FullAttention
-from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.models.decoders.stratum_keys import FullAttention, LocalAttention
 from lightning_amp.techniques.checks.reach import reach_of
-from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
-from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
+from lightning_amp.techniques.hic.attention.install import FusedLocalAttention, chunk_attention
 from tests.techniques.sharded_cases import Case, Model
 
 

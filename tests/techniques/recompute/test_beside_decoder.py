@@ -19,7 +19,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.chunk.spec import ChunkBlock
-from lightning_amp.techniques.hic.strata.rows import StrataParallel
+from lightning_amp.techniques.hic.rows import StrataParallel
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import in_order
 from tests.any_module import Meter

@@ -4,39 +4,29 @@
     dv = P^T do                 dS = P * (do v^T - rowsum(P * do v^T)), 0 for a row with itself
     dq_i = D^-0.5 R(i + w)^T (dS r)_i       g = D^-0.5 dS^T s       dk_i = R(i)^T (g_i - r_i (r_i . g_i)) / |k_i|
 
-R(i) is that of rotary.py. The reference counts positions along each bucket's 3w keys; here they count along the
-sequence, which leaves all differences as they are: a key is turned once and not three times, and the keys of a bucket
-are a run of rows. The w in R(i + w): the reference gives queries the last of the 3w positions. No neighbours are
-gathered: the keys of a run of buckets are one view in which buckets overlap. Gradients are added to where they belong,
-the keys' of a run in three products, one for each of the buckets that a bucket meets: in one product no two buckets
-meet the same keys.
+R(i) is that of rotary.py; the w in R(i + w): the reference gives queries the last of its 3w positions. Positions count
+along the sequence, which leaves all differences as they are: a key is turned once, and the keys of a bucket are a run
+of rows. No neighbours are gathered: the keys of a run of buckets (bucket_runs.py) are one view in which buckets
+overlap. Gradients of a run's keys are added in three products, one for each of the buckets that a bucket meets: in one
+product no two buckets meet the same keys. In a run of one bucket only the keys that exist are computed; the rows that
+fill the last bucket are one more column in the softmax, with the score log(number of them) and no value.
 
-Which buckets are a run: bucket_runs.py. In a run of several, keys outside the sequence are zeros that
-are masked, and rows that fill the last bucket are zeros like any others. In a run of one bucket only the keys that
-exist are computed; the rows that fill the last bucket are one more column in the softmax, with the score log(number of
-them) and no value.
-
-Exact up to rounding. Kept for the backward pass: q, k and values themselves, and P where that is requested: scores and
-softmax are then computed once, and one of seven products is saved. Held at most, in numbers, besides these:
+Exact up to rounding. Kept for the backward pass: q, k and values themselves, and P where that is requested. Held at
+most, in numbers, besides these:
 
     forward     r M D, |k| M, out N D, and the work             k M D before there is out, where it is padded
     backward    r M D, |k| M, do N D, dq N D, dk M D, dv M D, and the work
     the work    scores 2 G C 3w, G C 3w where P is kept; rows 2 G w D
     at an end   of a run of several buckets, copies of its values (G + 2) w D and of do and q G w D
 
-M of these are whole buckets, and where runs of several have masked keys a bucket more at these ends.
-
 Numbers below float32 are computed with in float32. Under autocast to bfloat16 turned queries and keys, weights and
 values meet in it: scores and weights exist in it alone, a softmax computes its sums in float32, and keys are turned,
-normalised and their gradients added up in float32. Other kinds of autocast change nothing: products of matrices have an
-`out=` or are in place, and those autocast does not touch. Results are then held twice for a moment, and values copied.
-On CUDA torch's backward pass of a softmax launches two kernels and makes a product of the scores of a run, G C 3w more
-for a moment, which no count here sees. Second derivatives are refused by torch. Tensors without values (meta) pass
-through one run of each shape: the memory is that of all runs, but operators are not to be counted there where there are
-several.
+normalised and their gradients added up in float32. Other kinds of autocast change nothing. On CUDA torch's backward
+pass of a softmax makes G C 3w more for a moment, which no count here sees. Second derivatives are refused by torch.
+Tensors without values (meta) pass through one run of each shape: the memory is that of all runs.
 
-Legend: row (N), key (M, those of the rows and of the neighbours), dim (D), w window, G buckets of a run, C rows of a
-bucket at a time.
+Legend: row (N), key (M, whole buckets of those of the rows and of the neighbours), dim (D), w window, G buckets of a
+run, C rows of a bucket at a time.
 """
 
 from typing import Any, cast
@@ -48,29 +38,24 @@ from torch.autograd.function import once_differentiable
 
 from lightning_amp.techniques.autograd.precomputed_gradients import wants_gradients
 from lightning_amp.techniques.device_settings import launches_operators
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, RunSizes, run_sizes
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, run_sizes
 from lightning_amp.techniques.hic.attention.bucket_work import BucketWork, of_keys, part_of
-from lightning_amp.techniques.hic.attention.precision import computed_in, met_in
+from lightning_amp.techniques.hic.attention.sizes import computed_in, met_in
 
 
 def banded_softmax(
-    q: Float[Tensor, "row dim"],
-    k: Float[Tensor, "key dim"],
+    q: Float[Tensor, "row dim"],  # queries; they begin with a whole bucket
+    k: Float[Tensor, "key dim"],  # keys of the rows before, of the queries' rows and of the rows after
     values: Float[Tensor, "key dim"],
     *,
     window: int,
-    before: int,
+    before: int,  # keys before that of the first query, whole buckets
     keep: bool = False,
 ) -> Float[Tensor, "row dim"]:
-    """Attention of a run of buckets.
-
-    Args:
-        q: Queries; they begin with a whole bucket.
-        k: Keys of the rows before, of the queries' rows and of the rows after.
-        before: Keys before that of the first query, whole buckets.
-    """
+    """Attention of a run of buckets."""
     keep = keep and wants_gradients((q, k, values))
-    band = Band(len(q), len(k), window, before, _sizes(q, window))
+    sizes = run_sizes(window, launched=launches_operators(q))
+    band = Band(len(q), len(k), window, before, sizes)
     # where keys are the queries, their gradients are added up as they are made
     keys = None if k is q else k
     dtype = met_in(q, computed_in(q.dtype, k.dtype, values.dtype))
@@ -80,13 +65,7 @@ def banded_softmax(
 class _BandedSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor | None,
-        values: Tensor,
-        band: Band,
-        keep: bool,
-        dtype: torch.dtype,
+        ctx: Any, q: Tensor, k: Tensor | None, values: Tensor, band: Band, keep: bool, dtype: torch.dtype
     ) -> Tensor:
         ctx.band, ctx.alike, ctx.dtype = band, k is None, dtype
         k = q if k is None else k
@@ -132,7 +111,3 @@ class _BandedSoftmax(torch.autograd.Function):
         grad_k = work.turn_keys_back(keys, divisors, dk, add_to=dq if ctx.alike else None)
         grad_k = None if grad_k is None else grad_k.to(k.dtype)
         return dq, grad_k, work.inside(dv).to(values.dtype), None, None, None
-
-
-def _sizes(q: Tensor, window: int) -> RunSizes:
-    return run_sizes(window, launched=launches_operators(q))

@@ -1,4 +1,4 @@
-"""Group buckets of fused attention that are computed together; no tensors.
+"""Group buckets of fused attention that are computed together, and of sdpa into calls of torch's kernels; no tensors.
 
     bucket p: rows [p w, (p + 1) w), keys [b + (p - 1) w, b + (p + 2) w)       b keys before the first row's
 
@@ -7,8 +7,10 @@ keys: those of buckets outside the sequence are masked, and rows that fill the l
 run of one bucket meets the keys that exist, and what fills the last bucket is only counted: nothing is multiplied in
 vain, which a CPU would feel.
 
-The attention (techniques/hic/attention/banded_softmax.py), the memory model and the time model read the same runs.
-Legend: w window.
+A call has all buckets that meet three buckets of keys; the first bucket of the sequence and the last one meet two, and
+are another call: no key outside the sequence is multiplied.
+
+Attention, the memory model and the time model read the same runs and calls. Legend: w window.
 """
 
 from functools import lru_cache
@@ -28,46 +30,33 @@ TURNED_AT_ONCE = 2**22
 
 
 def turned_at_once(rows: int, *, dim: int, launched: bool) -> bool:
-    """Whether so many rows are turned by one product with a table of their size, or by two with small tables.
+    """Whether rows of whole buckets are turned by one product with a table of their size, or two with small ones.
 
-    Args:
-        rows: Of whole buckets.
-        dim: Channels of a row.
-        launched: For a device that has its kernels launched; a CPU reads small tables from its cache.
+    A CPU, to which no kernels are launched, reads small tables from its cache.
     """
     return launched and rows * dim <= TURNED_AT_ONCE
 
 
 class RunSizes(NamedTuple):
-    """How much is computed at a time.
-
-    Attributes:
-        rows: Of a bucket; fewer than all only where a run is one bucket.
-        padded: Whether the buckets at the ends of the sequence are in a run with others.
-    """
+    """How much is computed at a time."""
 
     buckets: int
-    rows: int
-    padded: bool
+    rows: int  # of a bucket; fewer than all only where a run is one bucket
+    padded: bool  # whether the buckets at the ends of the sequence are in a run with others
 
 
 class BucketRun(NamedTuple):
-    """Buckets that are computed together.
+    """Buckets that are computed together."""
 
-    Attributes:
-        place: The first bucket, counted from the first key.
-        own: First row of the first bucket, and rows of every bucket; those after the last one are zeros.
-        near: First key of the first bucket, and keys of every bucket; those outside the sequence are zeros.
-        outside: Whether the first w keys of the first bucket, and the last w of the last, are masked.
-        missing: Rows that fill the last bucket of the sequence, are met too and are not among the keys.
-    """
-
-    place: int
+    place: int  # the first bucket, counted from the first key
     n_buckets: int
+    # first row of the first bucket, and rows of every bucket; those after the last one are zeros
     own: tuple[int, int]
+    # first key of the first bucket, and keys of every bucket; those outside the sequence are zeros
     near: tuple[int, int]
+    # whether the first w keys of the first bucket, and the last w of the last, are masked
     outside: tuple[bool, bool] = (False, False)
-    missing: int = 0
+    missing: int = 0  # rows that fill the last bucket of the sequence, are met too and are not among the keys
 
     @property
     def columns(self) -> int:
@@ -86,18 +75,12 @@ class BucketRun(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Rows of some buckets of a sequence, and the keys they meet.
+    """Rows of some buckets of a sequence, and the keys they meet."""
 
-    Attributes:
-        rows: Rows; they begin with a whole bucket.
-        keys: Keys; only the last bucket of them may be cut short.
-        before: Keys before that of the first row, whole buckets.
-    """
-
-    rows: int
-    keys: int
+    rows: int  # rows; they begin with a whole bucket
+    keys: int  # keys; only the last bucket of them may be cut short
     window: int
-    before: int
+    before: int  # keys before that of the first row, whole buckets
     sizes: RunSizes
 
     @property
@@ -132,11 +115,7 @@ class Band(NamedTuple):
 
 
 def run_sizes(window: int, *, launched: bool) -> RunSizes:
-    """Buckets of a run, and rows of them at a time.
-
-    Args:
-        launched: For a device that has its kernels launched: as few runs as its memory allows.
-    """
+    """Buckets of a run, and rows of them at a time; `launched`: as few runs as the memory of a device allows."""
     most, per_bucket = LAUNCHED_SCORES if launched else CACHED_SCORES, 3 * window**2
     together = max(1, most // per_bucket)
     rows = -(-window // -(-together * per_bucket // most))
@@ -173,3 +152,76 @@ def _run(band: Band, bucket: int, n_buckets: int) -> BucketRun:
     stop = min(end, band.keys)
     own = first, min(w, band.rows - first)
     return BucketRun(start // w + 1, 1, own, (begin, stop - begin), missing=end - stop)
+
+
+class KernelCall(NamedTuple):
+    """Buckets of rows that meet the same number of buckets of keys."""
+
+    rows: tuple[int, int, int]  # first bucket, distance from one to the next, how many
+    # first bucket that the first one meets, distance from one to the next, how many each one meets
+    keys: tuple[int, int, int]
+    own: int  # place of the first one's own bucket among those it meets; the second one's, of two ends, is 1
+
+
+class Calls(NamedTuple):
+    """How the buckets of a run are computed."""
+
+    rows: int
+    keys: int
+    window: int
+    before: int  # buckets of keys before the first row, 0 or 1
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """Whether the first bucket has none before it, and the last one none after it."""
+        return self.before == 0, self.before + self.rows == self.keys
+
+    @property
+    def calls(self) -> tuple[KernelCall, ...]:
+        """Every bucket of rows in exactly one of them."""
+        return _calls(self)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """By which the rows and then the keys are turned: queries as the rows of the next bucket."""
+        return (self.before + 1, self.rows), (0, self.keys)
+
+    @property
+    def around(self) -> tuple[int, int]:
+        """Zeros before the first slot of the keys' gradients and after the last."""
+        return 2 if self.ends[0] else 4, 2 if self.ends[1] else 4
+
+    @property
+    def slots(self) -> int:
+        """Pairs of a bucket of rows and a bucket of keys that it meets."""
+        return sum(call.rows[2] * call.keys[2] for call in self.calls)
+
+
+def calls_of(band: Band) -> Calls:
+    """The calls of some buckets of a sequence; keys further away than a bucket are not met."""
+    w, before = band.window, min(band.before, band.window)
+    n_rows = -(-band.rows // w)
+    n_keys = -(-(band.keys - (band.before - before)) // w)
+    return Calls(n_rows, min(n_keys, before // w + n_rows + 1), w, before // w)
+
+
+@lru_cache(maxsize=256)
+def _calls(run: Calls) -> tuple[KernelCall, ...]:
+    if not run.rows:
+        return ()
+    (first, last), found = run.ends, []
+    if first and last:
+        step = run.rows - 1
+        found.append(
+            KernelCall((0, step, 2), (0, step - 1, 2), 0)
+            if run.rows > 1
+            else KernelCall((0, 0, 1), (0, 0, 1), 0)
+        )
+    elif first:
+        found.append(KernelCall((0, 0, 1), (0, 0, 2), 0))
+    elif last:
+        found.append(KernelCall((run.rows - 1, 0, 1), (run.keys - 2, 0, 2), 1))
+    inner = run.rows - first - last
+    if inner > 0:
+        found.append(KernelCall((int(first), 1, inner), (run.before + first - 1, 1, 3), 1))
+    return tuple(found)

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_amp._torch import past_threshold, softmax_backward
 from lightning_amp.techniques.device_settings import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun
-from lightning_amp.techniques.hic.attention.precision import computed_in
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
+from lightning_amp.techniques.hic.attention.sizes import computed_in
 
 SELF_SCORE = -5e4
 LEAST_NORM = 1e-12
@@ -29,17 +29,6 @@ class BucketWork:
 
     Matrices meet in `met_in`, but for a run that counts missing rows: bfloat16 has no such score as the logarithm of
     their number, which would be wrong by a per cent.
-
-    Args:
-        alike: Whether the keys are the queries.
-        back: For a backward pass.
-        met_in: The type in which matrices meet; that of the inputs, at least float32, or bfloat16.
-        keep: Keep all weights.
-        kept: Weights that were kept, by run.
-
-    Attributes:
-        at_once: Whether keys are the queries and all their buckets are one run: then rows are turned from the keys'
-            pairs, and gradients back together, which saves operators.
     """
 
     def __init__(
@@ -48,12 +37,12 @@ class BucketWork:
         k: Tensor,
         values: Tensor,
         band: Band,
-        met_in: torch.dtype,
+        met_in: torch.dtype,  # the type in which matrices meet; that of the inputs, at least float32, or bfloat16
         *,
-        alike: bool,
-        back: bool = False,
-        keep: bool = False,
-        kept: Sequence[Tensor] = (),
+        alike: bool,  # whether the keys are the queries
+        back: bool = False,  # for a backward pass
+        keep: bool = False,  # keep all weights
+        kept: Sequence[Tensor] = (),  # weights that were kept, by run
     ) -> None:
         self.band, self._dim, self.scale = band, q.shape[1], q.shape[1] ** -0.5
         self._dtype, self._met_in = computed_in(q.dtype, k.dtype, values.dtype), met_in
@@ -64,6 +53,8 @@ class BucketWork:
         self._before, self._n_places = band.around[0], band.n_key_buckets + sum(band.around)
         # one more place than there are buckets: queries are turned as the rows of the next bucket
         self._rotary = rotary(self._dim, band.window, self._n_places + 1, dtype=self._dtype, like=q)
+        # whether keys are the queries and all their buckets are one run: then rows are turned from the keys' pairs, and
+        # gradients back together, which saves operators
         self.at_once = alike and band.at_once
         self._known = bool(kept)
         runs = band.runs if keep or kept else ()
@@ -194,8 +185,7 @@ class BucketWork:
     ) -> Tensor | None:
         """From the gradient of the turned keys to that of the keys, [M, D], in the memory of the keys.
 
-        Args:
-            add_to: The gradient of queries that are the keys, to which it is added; then there is no other.
+        Of queries that are the keys, it is added to their gradient `add_to` instead.
         """
         slabs = map(self._slabs, (keys, grad, divisors))
         for (place, key), (_, g), (_, divisor) in zip(*slabs, strict=True):
@@ -213,11 +203,7 @@ class BucketWork:
         return self.inside(keys) if add_to is None else None
 
     def _add_rows(self, pairs: Tensor, divisor: Tensor, place: int, rows: Tensor) -> None:
-        """Add buckets of keys in pairs, divided, to the rows [M, D] that they have as channels.
-
-        Args:
-            place: Of the first bucket.
-        """
+        """Add buckets of keys in pairs, from `place` on, divided, to the rows [M, D] that they have as channels."""
         first = (place - self._before) * self.band.window
         n = min(pairs.shape[0] * self.band.window + first, len(rows)) - max(first, 0)
         own, by = (x.view(-1, *x.shape[2:])[max(-first, 0) :][:n] for x in (pairs, divisor))

@@ -1,12 +1,229 @@
-"""Install chunked (S3), fused or sdpa attention in the place of a decoder's local attention."""
+"""Replace a decoder's local attention by chunked (S3), fused or sdpa attention.
 
-from typing import Any
+    S3      rows [a, b) = attend(prepare(q, k, values), a, b), a few buckets at a time, recomputed in the backward pass
+    fused   products of a few rows at a time, and a backward pass by hand (banded_softmax.py)
+    sdpa    one or two calls of torch's fused kernels: few operators, more kept (sdpa.py)
 
-from torch import nn
+S3 equals eager attention bit for bit; in the gradients of keys and values only the order of the sum over chunks
+differs. The probabilities [N, 3w] and the copies of keys and values [W, 3w, D] exist for one chunk only; with `retain`
+(the paper's form) autograd keeps those of every chunk. Every chunk is computed twice, and adds gradients [N, D].
 
-from lightning_amp.techniques.hic.attention.fused import fuse_attention
-from lightning_amp.techniques.hic.attention.rows import ChunkedAttention, FusedAttention, SdpaAttention
-from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
+The others agree with the reference to 1e-15 in float64, output and gradients. In float32 they are closer to the float64
+result than the reference is, which rounds the angles of its positions to float32. fused keeps q, k and values only, and
+computes the scores twice unless it keeps the weights [N, 3w]; sdpa holds no scores, and keeps 3 to 4 tensors [N, D].
+No collectives.
+
+Legend: anchor (N), dim (D), row (of a run of buckets), key (of these rows and their neighbours), w window,
+W = ceil(N / w) buckets.
+"""
+
+import copy
+from functools import partial
+from itertools import product
+from typing import Any, Literal, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_amp.errors import InstallError
+from lightning_amp.shapes import PerAnchor
+from lightning_amp.techniques.checks.cached_check import found_out
+from lightning_amp.techniques.checks.same_function import mismatch
+from lightning_amp.techniques.contract.change import hooks_within
+from lightning_amp.techniques.contract.protocol import BucketedAttention
+from lightning_amp.techniques.hic.attention.banded_softmax import banded_softmax
+from lightning_amp.techniques.hic.attention.sdpa import sdpa_attention
+from lightning_amp.techniques.hic.attention.sizes import check_rows, check_sizes
+from lightning_amp.techniques.hic.rows import ChunkedAttention, FusedAttention, SdpaAttention
+
+Kernel = Literal["products", "sdpa"]
+EXAMPLE_WINDOW = 3
+EXAMPLE_ROWS = (2, 12, 14)
+"""One bucket; whole buckets; the last one cut short."""
+CLOSE = 1e-10
+
+
+def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel = "products") -> nn.Module:
+    """The same attention, computed by hand; `keep` keeps the weights for the backward pass (products only)."""
+    problem = _structure_problem(attention) or found_out(attention, _value_problem)
+    if problem:
+        strategy = "fused" if kernel == "products" else kernel
+        raise InstallError(
+            f"{strategy!r} does not support {type(attention).__name__!r}, which {problem}; only a module that computes"
+            " what LocalAttention(dim, window) does, of all channels, and has no state except its numbers can be"
+            f" replaced: move the rest to its parent, or leave {strategy!r} out (S3 takes any bucketed attention)"
+        )
+    return FusedLocalAttention(
+        cast(Any, attention).dim, cast(Any, attention).window, keep=keep, kernel=kernel
+    )
+
+
+class FusedLocalAttention(nn.Module):
+    """Local attention computed by hand, of buckets of `window` anchors; made by `fuse_attention`."""
+
+    stays_eager = True
+
+    def __init__(self, dim: int, window: int, *, keep: bool = False, kernel: Kernel = "products") -> None:
+        super().__init__()
+        check_sizes("FusedLocalAttention", dim, window)
+        self.dim = dim
+        self.window = window
+        self.keep = keep
+        self.kernel: Kernel = kernel
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        kernel = "" if self.kernel == "products" else f", kernel={self.kernel!r}"
+        return f"dim={self.dim}, window={self.window}" + (", keep=True" if self.keep else "") + kernel
+
+    def n_buckets(self, n: int) -> int:
+        """Buckets that n anchors fill."""
+        return -(-n // self.window)
+
+    def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> tuple[Tensor, ...]:
+        """The three themselves."""
+        check_rows(q, k, values)
+        return q, k, values
+
+    def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row dim"]:
+        """Rows of the buckets [first, last), as far as there are anchors."""
+        q, k, values = state
+        n, w = len(q), self.window
+        begin, end = first * w, min(last * w, n)
+        start, stop = max(begin - w, 0), min(end + w, n)
+        near = slice(start, stop)
+        return fused_rows(
+            q[begin:end],
+            k[near],
+            values[near],
+            window=w,
+            before=begin - start,
+            after=stop - end,
+            keep=self.keep,
+            kernel=self.kernel,
+        )
+
+    def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
+        """Attention over all buckets."""
+        check_rows(q, k, values)
+        return fused_rows(q, k, values, window=self.window, keep=self.keep, kernel=self.kernel)
+
+
+def fused_rows(
+    q: Float[Tensor, "row dim"],  # queries of the own rows, which begin with a whole bucket
+    k: Float[Tensor, "key dim"],  # keys of the rows before, of the own rows and of the rows after
+    values: Float[Tensor, "key dim"],
+    *,
+    window: int,
+    before: int = 0,  # rows before the own ones, whole buckets; 0 where the sequence begins with the own ones
+    # rows after the own ones; 0 where the sequence ends with the own ones. Unless whole buckets, they are all that
+    # follow, and so are the own rows without any after: the rest of a bucket counts as zeros
+    after: int = 0,
+    keep: bool = False,
+    kernel: Kernel = "products",
+) -> Float[Tensor, "row dim"]:
+    """Local attention of a run of buckets, given the keys and values of its neighbours too."""
+    n = len(q)
+    assert len(k) == len(values) == before + n + after, f"{len(k)=} is not {before=} + {n=} + {after=}"
+    assert before % window == 0, f"{before=} is not a number of whole buckets of {window=}"
+    assert after == 0 or n % window == 0, f"{n=} rows end within a bucket of {window=}, and {after=} follow"
+    if kernel == "sdpa":
+        return sdpa_attention(q, k, values, window=window, before=before)
+    return banded_softmax(q, k, values, window=window, before=before, keep=keep)
+
+
+def _structure_problem(attention: nn.Module) -> str:
+    """What keeps a module from being replaced, without computing anything; "" if nothing does."""
+    own = {name: value for name, value in vars(attention).items() if name not in vars(nn.Module())}
+    sizes = {name: getattr(attention, name, None) for name in ("dim", "window")}
+    found = {
+        "the settings": [f"{name}={size!r}" for name, size in sizes.items() if type(size) is not int],
+        "the state": [name for name, _ in (*attention.named_parameters(), *attention.named_buffers())],
+        "the children": [name for name, _ in attention.named_children()],
+        "the hooks": hooks_within(attention),
+        # a function may be the sum over other ranks' channels: it is not tried out
+        "the attributes": [name for name, v in own.items() if callable(v) or isinstance(v, Tensor)],
+    }
+    return " and ".join(f"has {what} {names!r}" for what, names in found.items() if names)
+
+
+def _value_problem(attention: nn.Module) -> str:
+    """Where a module computes something else on small examples; "" if nowhere."""
+    ours = FusedLocalAttention(cast(Any, attention).dim, EXAMPLE_WINDOW)
+    for n, training in product(EXAMPLE_ROWS, (True, False)):
+        # the structure's check has refused state
+        problem = mismatch(attention, ours, partial(_results, n=n, training=training), rtol=CLOSE)
+        if problem:
+            return f"{problem} of {n!r} anchors with window={EXAMPLE_WINDOW!r}"
+    return ""
+
+
+def _results(attention: nn.Module, *, n: int, training: bool) -> dict[str, Tensor]:
+    """Output and gradients in float64 for random anchors, always the same, with small buckets.
+
+    A module for which the size of its buckets does not matter differs.
+    """
+    small = cast(Any, copy.deepcopy(attention).train(training))
+    small.window = EXAMPLE_WINDOW
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn((4, n, small.dim), dtype=torch.float64, generator=generator, device="cpu")
+    inputs = [draw.clone().requires_grad_() for draw in draws[:3]]
+    with torch.enable_grad():
+        out = small(*inputs)
+        q, k, values = torch.autograd.grad(out, inputs, draws[3])
+    return {"output": out.detach(), "gradient of q": q, "gradient of k": k, "gradient of values": values}
+
+
+def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False) -> nn.Module:
+    """The same attention, `buckets` at a time; `retain` keeps what every chunk computes for the backward pass."""
+    kind = type(attention).__name__
+    if not isinstance(attention, BucketedAttention):
+        missing = [name for name in ("n_buckets", "prepare", "attend") if not hasattr(attention, name)]
+        raise InstallError(
+            f"S3 does not support {kind!r}, which lacks {missing!r}; chunks need a module with n_buckets(n),"
+            " prepare(q, k, values) and attend(state, first, last): give it these, or leave S3 out"
+        )
+    names = sorted(attention.state_dict())
+    if names:
+        raise InstallError(
+            f"S3 does not support {kind!r}, which has the state {names!r}; chunking would rename it in checkpoints, so"
+            " only attention without state is allowed: move it to the parent, or leave S3 out"
+        )
+    if isinstance(buckets, bool) or not isinstance(buckets, int) or buckets < 1:
+        raise InstallError(
+            f"S3 got buckets={buckets!r}; a chunk has a whole number of buckets, at least 1: use 1 for the"
+            " least memory"
+        )
+    return ChunkedLocalAttention(attention, buckets=buckets, retain=retain)
+
+
+class ChunkedLocalAttention(nn.Module):
+    """Attention chunk by chunk; made by `chunk_attention`."""
+
+    stays_eager = True
+
+    def __init__(self, inner: nn.Module, *, buckets: int, retain: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.buckets = buckets
+        self.retain = retain
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"buckets={self.buckets}, retain={self.retain}"
+
+    def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
+        """Attention over all buckets, one chunk alive at a time."""
+        inner = cast(BucketedAttention, self.inner)
+        state, n_buckets = inner.prepare(q, k, values), inner.n_buckets(len(q))
+        firsts = range(0, n_buckets, self.buckets)
+        attend = inner.attend
+        if not self.retain:
+            attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+        rows = [attend(state, first, min(first + self.buckets, n_buckets)) for first in firsts]
+        return torch.cat(rows)[: len(q)]
 
 
 def chunked(module: nn.Module, spec: ChunkedAttention, mesh: Any) -> nn.Module:

@@ -2,23 +2,20 @@
 
     R(i): z -> z exp(i f sqrt(-1))      z = a + b sqrt(-1),  a of channel c, b of c + D/2,  f = 10000^(-2c/D)
 
-A turned row times a turned row depends only on the difference of their positions. Turned rows are complex numbers, one
-per pair, because turning is then one product. Their real and imaginary parts one after the other are D channels in
-another order, the same for all rows, and inner products do not mind. Position i = j w + p is turned by the angles of
-p and of j w, one after the other, so that the tables have a row per place in a bucket and a row per bucket.
+Turned rows are complex numbers, one per pair, because turning is then one product. Their real and imaginary parts are D
+channels in another order, the same for all rows, and inner products do not mind. Position i = j w + p is turned by the
+angles of p and of j w, so that the tables have a row per place in a bucket and a row per bucket.
 
-The frequencies are rounded to float32 whatever the dtype, because the reference's are. Positions run along a sequence
-and can be large: an angle is a product of 24 bits and a whole number, which float64 holds exactly up to 2^29 rows, and
-its cosine is rounded once. float64 must exist on the device.
-
-The tables are made once for all attention of the same sizes in a process, 2 (w + W) D numbers, and the last few kept:
-making them takes as many operators as attention itself. Where operators are launched the factors of all rows of some
-buckets are kept too, if they are not many: then a turn is one product.
+The frequencies are rounded to float32 whatever the dtype, because the reference's are. Positions can be large: an angle
+is a product of 24 bits and a whole number, which float64 holds exactly up to 2^29 rows. The tables, 2 (w + W) D
+numbers, are made once for all attention of the same sizes: making them takes as many operators as attention itself.
 
 Legend: bucket (any number of them), row (of a bucket, w or fewer), dim (D), pair (D / 2), w window, W buckets.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from jaxtyping import Complex, Float
@@ -28,20 +25,14 @@ from lightning_amp.techniques.device_settings import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import turned_at_once
 
 ROTARY_BASE = 10000.0
-KEPT_TABLES = 8
-"""Sizes whose tables are kept; a model has one for every decoder, and nodes some more."""
+KEPT = 16
+"""Sizes whose tables, masks and zeros are kept; a model has one for every decoder, and nodes some more."""
 
 
 def rotary(dim: int, window: int, n_buckets: int, *, dtype: torch.dtype, like: Tensor) -> "Rotary":
-    """Tables for a device, new or kept.
-
-    Args:
-        n_buckets: Buckets that have a place, from 0.
-        dtype: Of what is turned, float32 or float64.
-    """
-    # a fake tensor's tables are of no use to a real one, nor to a fake one of another mode
-    made = Rotary if type(like) not in (Tensor, nn.Parameter) else _kept
-    return made(dim, window, n_buckets, dtype, like.device, launches_operators(like))
+    """Tables for a device, new or kept, of `n_buckets` places; what is turned is float32 or float64, `dtype`."""
+    found: Rotary = kept(Rotary, like)(dim, window, n_buckets, dtype, like.device, launches_operators(like))
+    return found
 
 
 class Rotary:
@@ -68,18 +59,12 @@ class Rotary:
     def turn(
         self,
         x: Complex[Tensor, "bucket row pair"],
+        # runs of places that the buckets have, one after the other: the first one, and how many
         *places: tuple[int, int],
-        back: bool = False,
+        back: bool = False,  # turn the other way round
         out: Complex[Tensor, "bucket row pair"] | None = None,
     ) -> None:
-        """Multiply by R(i), or by R(i)^T, in place or into other memory.
-
-        Args:
-            x: Buckets.
-            places: Runs of places that the buckets have, one after the other: the first one, and how many.
-            back: Turn the other way round.
-            out: Where the result goes.
-        """
+        """Multiply by R(i), or by R(i)^T, in place or into other memory."""
         within, part, n_rows = self._within[back], self._part(places, back), x.shape[1]
         out = x if out is None else out
         if not self._at_once(len(x)):
@@ -93,9 +78,9 @@ class Rotary:
         part = self._parts.get((places, back))
         if part is None:
             parts = [self._between[back][place : place + n] for place, n in places]
-            part = parts[0] if len(parts) == 1 else _joined(parts)
-            if self._at_once(len(part)):
-                part = _times(part, self._within[back])
+            with torch.inference_mode(mode=False), torch.no_grad():
+                part = parts[0] if len(parts) == 1 else torch.cat(parts)
+                part = part * self._within[back] if self._at_once(len(part)) else part
             self._parts[places, back] = part
         return part
 
@@ -104,28 +89,21 @@ class Rotary:
         return turned_at_once(n_buckets * n_rows, dim=2 * n_pairs, launched=self._launched)
 
 
-@lru_cache(maxsize=KEPT_TABLES)
-def _kept(
-    dim: int, window: int, n_buckets: int, dtype: torch.dtype, device: torch.device, launched: bool
-) -> Rotary:
+def kept(make: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
+    """`make`, or one that keeps what it makes: a fake tensor is of no use to a real one, nor to another mode."""
+    return make if type(like) not in (Tensor, nn.Parameter) else partial(_kept, make)
+
+
+@lru_cache(maxsize=KEPT)
+def _kept(make: Callable[..., Any], *sizes: Any) -> Any:
     # tables made in inference mode could not be used outside of it
     with torch.inference_mode(mode=False), torch.no_grad():
-        return Rotary(dim, window, n_buckets, dtype, device, launched)
+        return make(*sizes)
 
 
 def forget_kept() -> None:
-    """Make tables anew where they are needed next, as in a new process."""
+    """Make tables, masks and zeros anew where they are needed next, as in a new process."""
     _kept.cache_clear()
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    with torch.inference_mode(mode=False), torch.no_grad():
-        return torch.cat(parts)
-
-
-def _times(part: Tensor, within: Tensor) -> Tensor:
-    with torch.inference_mode(mode=False), torch.no_grad():
-        return part * within
 
 
 def to_pairs(

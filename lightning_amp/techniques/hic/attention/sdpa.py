@@ -5,48 +5,36 @@
 
 Buckets that meet all three of their neighbourhood are one call, in which each is a batch of one head and the keys and
 values of a batch are a view that overlaps with the next one's. The first bucket of the sequence and the last one meet
-two, and are a second call: no key outside the sequence is multiplied or masked, and `own` is the same for all batches
-of a call but for the place of the diagonal. The rows that fill the last bucket are zeros like any others, which are
-attended, as the reference has it. Both calls read `own` from one tensor w (5 w) for all attention of a window in a
-process, kept like the rotation's tables.
+two, and are a second call: no key outside the sequence is multiplied or masked. The rows that fill the last bucket are
+zeros like any others, which are attended, as the reference has it. Both calls read `own` from one tensor w (5 w) for
+all attention of a window in a process.
 
-Gradients of keys come by batch, [bucket, 3 w, D]. Written one after the other these are three slots a bucket, and key
-bucket c gets the slots 3c + 3 (previous of the next), 3c + 1 (own) and 3c - 1 (next of the previous): one sum over a
-view with the stride 2, with zeros at the ends.
-
-torch's kernels are called by name and not through `scaled_dot_product_attention`: that would choose for itself, and
-where it finds no fused kernel it computes with all scores at once. Here a device, a dtype or a number of channels
-without one is refused.
+torch's kernels are called by name and not through `scaled_dot_product_attention`, which computes with all scores at
+once where it finds no fused kernel. Here a device, a dtype or a number of channels without one is refused.
 
 Exact up to rounding, with one difference: the reference replaces the score of a row with itself by -5e4, here it gets
 no weight. The same wherever any other key of the row has a score above -4.9e4, so for |q| < 4.9e4 sqrt(D). A row that
 meets no other key (one anchor, w = 1) has itself alone in both.
 
 Kept for the backward pass: s and r, a norm a key, out by call, one logarithm a row, and the values, filled up where
-the last bucket is cut; banded_softmax.py keeps its inputs. Held at most besides these, in numbers, with M the keys:
+the last bucket is cut. Held at most besides these, in numbers, with M the keys:
 
     forward     out of both calls again, N D
     backward    gradients of rows, keys and values by bucket, N D + 6 M D; those of keys and values one after the other,
                 6 M D; sums, and what is returned, 2 N D + 3 M D
 
-about 22 N D with what is kept. The mask and the rotation's tables, which stay, are in no prediction.
-
-Under autocast to bfloat16 queries, keys and values meet in it, with sums, weights and logarithms in float32; turned,
-normalised and added up they are in float32. Other numbers below float32 are computed with in float32.
-
-Not run on a GPU. Second derivatives are refused by torch.
-
+The mask and the rotation's tables, which stay, are in no prediction. Types are those of banded_softmax.py. Not run on a
+GPU. Second derivatives are refused by torch.
 Legend: row (N), key (M, those of the rows and of the neighbours), dim (D), w window, bucket, slot (of a bucket's keys).
 """
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_amp._torch import (
@@ -57,10 +45,10 @@ from lightning_amp._torch import (
     past_threshold,
 )
 from lightning_amp.errors import InstallError
+from lightning_amp.techniques.hic.attention.bucket_runs import Calls, KernelCall
 from lightning_amp.techniques.hic.attention.bucket_work import LEAST_NORM
-from lightning_amp.techniques.hic.attention.kernel_calls import Calls, KernelCall
-from lightning_amp.techniques.hic.attention.precision import computed_in, met_in
-from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
+from lightning_amp.techniques.hic.attention.rotary import from_pairs, kept, rotary, to_pairs
+from lightning_amp.techniques.hic.attention.sizes import computed_in, met_in
 
 OWN = -1e30
 """Added to the score of a row with itself: no weight, and no infinity that a difference would make no number of."""
@@ -68,28 +56,17 @@ ALIGNED_COLUMNS = 16
 """Of `own` on CUDA: 64 bytes of float32."""
 ALIGNED_BYTES = 16
 """Of a row on CUDA, which its kernel reads at a time."""
-KEPT = 4
-"""Tensors that stay, `own` and zeros; models have one window as a rule."""
 
 
 def sdpa_attention(
-    q: Float[Tensor, "row dim"],
-    k: Float[Tensor, "key dim"],
+    q: Float[Tensor, "row dim"],  # queries; they begin with a whole bucket
+    k: Float[Tensor, "key dim"],  # keys of the rows before, of the queries' rows and of the rows after
     values: Float[Tensor, "key dim"],
     *,
     window: int,
-    before: int,
+    before: int,  # keys before that of the first query, whole buckets
 ) -> Float[Tensor, "row dim"]:
-    """Attention of a run of buckets.
-
-    Args:
-        q: Queries; they begin with a whole bucket.
-        k: Keys of the rows before, of the queries' rows and of the rows after.
-        before: Keys before that of the first query, whole buckets.
-
-    Raises:
-        InstallError: A device, a dtype or a number of channels that torch has no fused kernel for.
-    """
+    """Attention of a run of buckets."""
     dtype = computed_in(q.dtype, k.dtype, values.dtype)
     met = met_in(q, dtype)
     _check(q, met)
@@ -123,8 +100,8 @@ class _Sdpa(torch.autograd.Function):
         own = mask(window, met, q)
         views = [_views(call, run, turned, filled, own) for call in run.calls]
         found = [_attend(*view) for view in views]
-        kept = (x for view, one in zip(views, found, strict=True) for x in (*view, *one))
-        ctx.save_for_backward(turned, divisor, *kept)
+        saved = (x for view, one in zip(views, found, strict=True) for x in (*view, *one))
+        ctx.save_for_backward(turned, divisor, *saved)
         out = _in_order(run, [one[0] for one in found])
         return (out[0] if len(out) == 1 else torch.cat(out)).view(-1, q.shape[1])[: len(q)].to(values.dtype)
 
@@ -135,11 +112,11 @@ class _Sdpa(torch.autograd.Function):
         if not run.rows:
             none = (known and grad.new_zeros(known[0], dtype=known[1]) for known in ctx.inputs)
             return (*none, None, None, None, None)
-        turned, divisor, *kept = ctx.saved_tensors
+        turned, divisor, *saved = ctx.saved_tensors
         grad = _filled(grad, run.rows * run.window, turned.dtype)
-        n, found = len(kept) // len(run.calls), []
+        n, found = len(saved) // len(run.calls), []
         for i, call in enumerate(run.calls):
-            q, k, values, own, *one = kept[i * n : (i + 1) * n]
+            q, k, values, own, *one = saved[i * n : (i + 1) * n]
             found.append(_attend_back(_rows_of(call, run, grad), q, k, values, own, one))
         turned = turned.to(divisor.dtype)
         grads = _together(run, found, turned)
@@ -178,11 +155,7 @@ def _turned(
 def _turned_back(
     grads: Tensor, turned: Tensor, divisor: Tensor, run: Calls, *, alike: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """From gradients of the turned rows and keys, which are changed, to those of the rows and of the keys.
-
-    Args:
-        alike: Whether the keys are the rows, whose gradients are one then.
-    """
+    """From gradients of the turned rows and keys, which are changed, to those of rows and keys (None if alike)."""
     w, dim = turned.shape[1:]
     key, g = turned[run.rows :], grads[run.rows :]
     # what was divided by the least norm is not normalised, so this has no gradient
@@ -215,7 +188,7 @@ def _together(run: Calls, found: list[tuple[Tensor, ...]], like: Tensor) -> Floa
     grads = like.new_empty(run.rows + 2 * run.keys, w, dim)
     dq, *others = ([one[i] for one in found] for i in range(3))
     torch.cat(_in_order(run, dq), out=grads[: run.rows].unsqueeze(1))
-    zeros, bucket = _made(_zeros, dq[0])(w, dim, dq[0].dtype, dq[0].device), (-1, w, dim)
+    zeros, bucket = kept(_zeros, dq[0])(w, dim, dq[0].dtype, dq[0].device), (-1, w, dim)
     around = [zeros[:n] for n in run.around]
     halves = [[around[0], *(x.reshape(bucket) for x in _in_order(run, ones)), around[1]] for ones in others]
     slots = torch.cat([part for half in halves for part in half])
@@ -260,7 +233,7 @@ def _views(call: KernelCall, run: Calls, turned: Tensor, values: Tensor, own: Te
         start = x.storage_offset() + (begin + first) * size
         return x.as_strided((n, 1, met * w, dim), (step * size, met * size, dim, 1), start)
 
-    columns = _columns(w)
+    columns = _aligned(2 * w)
     masked = own.as_strided(
         (n, 1, w, met * w), (0 if call.own else columns, 0, own.shape[1], 1), call.own * columns
     )
@@ -276,18 +249,18 @@ def _attend(q: Tensor, k: Tensor, values: Tensor, own: Tensor) -> tuple[Tensor, 
 
 
 def _attend_back(
-    grad: Tensor, q: Tensor, k: Tensor, values: Tensor, own: Tensor, kept: Sequence[Tensor]
+    grad: Tensor, q: Tensor, k: Tensor, values: Tensor, own: Tensor, saved: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Gradients of rows, keys and values."""
     scale = q.shape[-1] ** -0.5
     if _is_cuda(q):
         wanted = [True, True, True, False]
-        return tuple(attend_on_cuda_back(grad, q, k, values, own, *kept, 0.0, wanted, scale=scale)[:3])
-    return tuple(attend_on_cpu_back(grad, q, k, values, *kept, 0.0, False, attn_mask=own, scale=scale))
+        return tuple(attend_on_cuda_back(grad, q, k, values, own, *saved, 0.0, wanted, scale=scale)[:3])
+    return tuple(attend_on_cpu_back(grad, q, k, values, *saved, 0.0, False, attn_mask=own, scale=scale))
 
 
 def _is_cuda(x: Tensor) -> bool:
-    return x.device.type == "cuda"
+    return x.is_cuda
 
 
 def _check(q: Tensor, dtype: torch.dtype) -> None:
@@ -297,19 +270,18 @@ def _check(q: Tensor, dtype: torch.dtype) -> None:
     if kind == "cuda" and dtype.itemsize <= 4 and dim * dtype.itemsize % ALIGNED_BYTES == 0:
         return
     raise InstallError(
-        f"'sdpa' does not support {dim!r} channels in {dtype!r} on {kind!r}; torch has fused kernels for"
-        f" CPUs, and on CUDA for rows of a multiple of {ALIGNED_BYTES!r} bytes, not of float64: choose"
-        " 'fused', which takes all"
+        f"'sdpa' does not support {dim!r} channels in {dtype!r} on {kind!r}; torch has fused kernels for CPUs, and on"
+        f" CUDA for rows of a multiple of {ALIGNED_BYTES!r} bytes, not of float64: choose 'fused', which takes all"
     )
 
 
 def mask(window: int, dtype: torch.dtype, like: Tensor) -> Float[Tensor, "row column"]:
     """What is added to the scores, new or kept: that of the first bucket, and from an aligned column on all others'."""
-    return _made(_mask, like)(window, dtype, like.device)
+    return cast(Tensor, kept(_mask, like)(window, dtype, like.device))
 
 
 def _mask(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    first, n_columns = _columns(window), _columns(window) + _aligned(3 * window)
+    first, n_columns = _aligned(2 * window), _aligned(2 * window) + _aligned(3 * window)
     own = torch.zeros(window, n_columns, dtype=dtype, device=device)
     # of the first bucket the own keys are the first ones; of others the second w, after `first` columns
     own.as_strided((2, window), (first + window, n_columns + 1)).fill_(OWN)
@@ -319,27 +291,6 @@ def _mask(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _zeros(window: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Four buckets."""
     return torch.zeros(4, window, dim, dtype=dtype, device=device)
-
-
-def _made(make: Callable[..., Tensor], like: Tensor) -> Callable[..., Tensor]:
-    """The function, or one that keeps what it makes; a fake tensor is of no use to a real one, nor to another mode."""
-    return make if type(like) not in (Tensor, nn.Parameter) else partial(_kept, make)
-
-
-@lru_cache(maxsize=KEPT)
-def _kept(make: Callable[..., Tensor], *sizes: Any) -> Tensor:
-    with torch.inference_mode(mode=False), torch.no_grad():
-        return make(*sizes)
-
-
-def forget_kept() -> None:
-    """Make masks and zeros anew where they are needed next, as in a new process."""
-    _kept.cache_clear()
-
-
-def _columns(window: int) -> int:
-    """Columns of the first bucket's mask."""
-    return _aligned(2 * window)
 
 
 def _aligned(n: int) -> int:

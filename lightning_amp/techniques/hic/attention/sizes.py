@@ -1,16 +1,15 @@
-"""Define sizes of attention, the same for the reference and its replacements."""
+"""Check the sizes of attention, and choose the types in which attention by hand computes."""
 
+from functools import lru_cache, reduce
+
+import torch
 from torch import Tensor
 
 from lightning_amp.errors import ModelError
 
 
 def check_sizes(name: str, dim: object, window: object) -> None:
-    """Refuse what is no size of attention.
-
-    Raises:
-        ModelError: A number that is not whole, or too small, or an odd dim.
-    """
+    """Refuse what is no size of attention."""
     if not _whole(dim, least=2) or dim % 2:  # type: ignore[operator]
         raise ModelError(f"{name}(dim={dim!r}): rotary needs an even dim, a whole number; choose 2, 4, ...")
     if not _whole(window, least=1):
@@ -20,11 +19,7 @@ def check_sizes(name: str, dim: object, window: object) -> None:
 
 
 def check_rows(q: Tensor, k: Tensor, values: Tensor) -> None:
-    """Refuse queries, keys and values of different anchors.
-
-    Raises:
-        ModelError: Not as many keys and values as queries.
-    """
+    """Refuse queries, keys and values of different anchors."""
     if not len(q) == len(k) == len(values):
         raise ModelError(
             f"attention was called with {len(q)!r} queries, {len(k)!r} keys and {len(values)!r} "
@@ -34,3 +29,19 @@ def check_rows(q: Tensor, k: Tensor, values: Tensor) -> None:
 
 def _whole(value: object, *, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+@lru_cache
+def computed_in(*dtypes: torch.dtype) -> torch.dtype:
+    """The type of sums and products: float32, or float64 where one is."""
+    # kept, because torch counts the question as an operator
+    return reduce(torch.promote_types, dtypes, torch.float32)
+
+
+def met_in(q: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type in which queries meet keys, and weights values; `dtype` is that of sums."""
+    kind = q.device.type
+    if dtype != torch.float32 or kind == "meta" or not torch.is_autocast_enabled(kind):
+        return dtype
+    # float16 has no number as large as the mask's, and its gradients would have to be scaled
+    return torch.bfloat16 if torch.get_autocast_dtype(kind) == torch.bfloat16 else dtype

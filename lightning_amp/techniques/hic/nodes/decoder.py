@@ -2,12 +2,16 @@
 
     region        own rows of v enter, losses are added up (ranks/sharded_region.py, ranks/anchor_shards.py); v has no
                   others where the graph's vertices are sharded too (graph_encoder.py)
-    attention     local: of the own buckets, with one bucket of rows of each neighbouring rank (halo_attention.py);
-                  full: keys and values of all ranks pass by (ring_attention.py)
+    attention     own buckets that see own ones only: attend(prepare(own q, k, values)); the first and the last own one:
+                  attend(prepare(three buckets, the neighbour's among them)), one bucket of it
+    full          keys and values travel a ring of ranks; no rank has scores [N, N], nor those of more than two ranks
     features      those of the own anchors; the softmax runs over all ranks' features
 
 Everything else of a key works row by row and needs no change, nor does a chained spine. Exact up to the order of the
-sums over ranks. Anchors are sharded in whole buckets, as evenly as they go; with full attention one by one.
+sums over ranks. Anchors are sharded in whole buckets, as evenly as they go; with full attention one by one. Rows travel
+while the inner buckets are attended: `start_exchange` begins to send forward and waits backward, `finish_exchange`
+waits forward and begins to send gradients backward. Under S3, which asks for chunks in any order, rows are waited for
+first.
 
     collectives of a step               forward                      backward
     every stratum, local attention      1 all-to-all  4 w D          1 all-to-all  4 w D      (ends: half of it)
@@ -17,49 +21,223 @@ sums over ranks. Anchors are sharded in whole buckets, as evenly as they go; wit
     the same, v given by its own rows   1 all-reduce  1              1 all-reduce  B D + K
     parameters of the strata                                         in the reduction of gradients, once
 
-The numbers are those that a rank puts in. Under `recompute` those of a forward pass come twice; under `stream` those of
+The numbers are those that a rank puts in; under `recompute` those of a forward pass come twice, under `stream` those of
 the softmax once for every micro-batch. What shrinks to a part of 1 / R: everything of a key, scores, likelihood, and
 time. Parameters stay whole; their gradients are parts (`Change.partial`).
 
-Legend: B cells, N anchors, n own anchors, w anchors of a bucket, D dim, K strata, R ranks.
-Known limits: second derivatives are refused; what a key does besides its children is probed on an example
-(checks/key.py), what a stratum does besides its parts is not; v and its gradient are whole outside of the decoder,
-unless the graph's vertices are sharded too; random draws inside of the strata are each rank's own.
+Legend: B cells, N anchors, n own anchors, w anchors of a bucket, own buckets 0 .. W - 1, D dim, K strata, R ranks;
+before, after: the bucket of the rank before, and after. Known limits: second derivatives are refused; what a key does
+besides its children is probed on an example (checks/key.py), what a stratum does besides its parts is not; random draws
+inside of the strata are each rank's own.
 """
 
 import copy
 import warnings
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.dist.ring_attention import ring_attention
+from lightning_amp.dist.sharded_tensor import computed_in
+from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import InstallError
-from lightning_amp.shapes import FeatureAnchor
+from lightning_amp.shapes import FeatureAnchor, PerAnchor
 from lightning_amp.techniques.checks.key import rows_problem
 from lightning_amp.techniques.checks.reach import full_problem
 from lightning_amp.techniques.checks.same_function import failure
 from lightning_amp.techniques.contract.change import Change, hooks_within
 from lightning_amp.techniques.contract.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder
-from lightning_amp.techniques.hic.features.decoder import ShardedFeatures, features_problem
-from lightning_amp.techniques.hic.nodes.halo_attention import HaloAttention, RingAttention
-from lightning_amp.techniques.hic.nodes.row import DomainParallel
+from lightning_amp.techniques.hic.attention.sizes import check_rows
+from lightning_amp.techniques.hic.features import ShardedFeatures, features_problem
+from lightning_amp.techniques.hic.rows import DomainParallel
+from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.anchor_shards import AnchorShards, shard_anchors
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
+
+
+def start_exchange(
+    rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"]]
+) -> Float[Tensor, "halo two_dim"]:
+    """Send keys and values, side by side, to the neighbours; what is returned is only for `finish_exchange`.
+
+    Every rank must call it. `edges`: the first own bucket for the rank before, the last for the rank after, if there
+    are.
+    """
+    # the last bucket of all may be short, and alone on its rank; autograd wants as many rows back as were sent
+    sent = torch.cat([F.pad(edge, (0, 0, 0, rows.window - len(edge))) for edge in edges])
+    return cast(Tensor, _Start.apply(sent, rows))  # type: ignore[no-untyped-call]
+
+
+def finish_exchange(
+    rows: AnchorShards, under_way: Float[Tensor, "halo two_dim"]
+) -> tuple[Float[Tensor, "before two_dim"], Float[Tensor, "after two_dim"]]:
+    """Keys and values of the bucket before, and of that after; none at an end of the sequence."""
+    received: Tensor = _Finish.apply(under_way, rows)  # type: ignore[no-untyped-call]
+    n_before = rows.window * rows.before
+    return received[:n_before], received[n_before:][: rows.bounds[-1] - rows.own.stop]
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, rows: AnchorShards) -> Tensor:
+        return _exchange(rows, sent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return collectives.wait_for(grad), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, under_way: Tensor, rows: AnchorShards) -> Tensor:
+        ctx.rows = rows
+        return collectives.wait_for(under_way).view_as(under_way)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchange(ctx.rows, grad), None
+
+
+def _exchange(rows: AnchorShards, sent: Tensor) -> Tensor:
+    """A bucket to and from each neighbour; the result is not to be read before it was waited for."""
+    own = rows.mesh.get_local_rank()
+    sizes = [rows.window if abs(rank - own) == 1 else 0 for rank in range(len(rows.sizes))]
+    return collectives.start_all_to_all(rows.mesh, sent, sizes, sizes)
+
+
+State = tuple[Tensor, ...]
+
+
+class HaloAttention(nn.Module):
+    """Bucketed attention of a run of buckets among those of other ranks; made by `share_anchors`."""
+
+    inner: BucketedAttention
+
+    def __init__(self, inner: nn.Module, anchors: AnchorShards) -> None:
+        super().__init__()
+        self.inner = cast(Any, inner)
+        self.anchors = anchors
+        # at an end of the sequence the outer bucket has no other rank's rows to wait for
+        self.inside = range(anchors.before, max(anchors.n_buckets - anchors.after, anchors.before))
+        self.outer = [j for j in range(anchors.n_buckets) if j not in self.inside]
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        own = self.anchors.own
+        return f"anchors [{own.start}, {own.stop}) of {self.anchors.bounds[-1]}, ranks={self.anchors.mesh.size()}"
+
+    def n_buckets(self, n: int) -> int:
+        """Buckets that n anchors fill."""
+        return self.inner.n_buckets(n)
+
+    def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
+        """Attention of all own buckets; the inner ones while the neighbours' rows are under way."""
+        if not self.outer:
+            return cast(Any, self.inner)(q, k, values)  # type: ignore[no-any-return]
+        near = self._near(q, k, values)
+        under_way = self._send(near)
+        inside = self._inside(self.inner.prepare(q, k, values), self.inside) if self.inside else []
+        pieces = self._pieces(near, under_way)
+        return self._in_order(dict(zip(self.outer, pieces, strict=True)), inside)[: len(q)]
+
+    def prepare(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> State:
+        """What `attend` reads: that of the own rows, then that of every outer bucket's surroundings."""
+        own = self.inner.prepare(q, k, values)
+        if not self.outer:
+            return own
+        near = self._near(q, k, values)
+        pieces = self._pieces(near, self._send(near))
+        return tuple(tensor for state in (own, *pieces) for tensor in state)
+
+    def attend(self, state: State, first: int, last: int) -> Float[Tensor, "row dim"]:
+        """Rows of the own buckets [first, last)."""
+        length = len(state) // (1 + len(self.outer))
+        own, *pieces = (state[i : i + length] for i in range(0, len(state), length))
+        asked = {j: piece for j, piece in zip(self.outer, pieces, strict=True) if first <= j < last}
+        buckets = range(max(first, self.inside.start), min(last, self.inside.stop))
+        return self._in_order(asked, self._inside(own, buckets))
+
+    def _inside(self, state: State, buckets: range) -> list[Tensor]:
+        return [self.inner.attend(state, buckets.start, buckets.stop)] if buckets else []
+
+    def _in_order(self, pieces: dict[int, State], inside: list[Tensor]) -> Tensor:
+        """Rows of the outer buckets that are requested, and of those between."""
+        # which bucket of its piece an outer bucket is
+        places = {j: int(j > 0 or self.anchors.before) for j in pieces}
+        rows = {j: self.inner.attend(piece, places[j], places[j] + 1) for j, piece in pieces.items()}
+        first = self.inside.start
+        before, after = ([r for j, r in rows.items() if (j < first) == side] for side in (True, False))
+        return torch.cat([*before, *inside, *after])
+
+    def _near(self, *own: Tensor) -> list[State]:
+        """Own rows of q, k and values around every outer bucket."""
+        w = self.anchors.window
+        around = [slice(max(j - 1, 0) * w, (j + 2) * w) for j in self.outer]
+        return [tuple(rows[part] for rows in own) for part in around]
+
+    def _send(self, near: list[State]) -> Tensor:
+        w, (_, *first), (_, *last) = self.anchors.window, near[0], near[-1]
+        edges = [[x[:w] for x in first]] * self.anchors.before + [[x[-w:] for x in last]] * self.anchors.after
+        return start_exchange(self.anchors, [torch.cat(edge, dim=1) for edge in edges])
+
+    def _pieces(self, near: list[State], under_way: Tensor) -> list[State]:
+        """What `attend` reads of every outer bucket and its neighbours; waits for the neighbours' rows."""
+        before, after = finish_exchange(self.anchors, under_way)
+        none = before[:0]
+        sides = [
+            (before if j == 0 else none, after if j == self.anchors.n_buckets - 1 else none)
+            for j in self.outer
+        ]
+        return [self._piece(own, *side) for own, side in zip(near, sides, strict=True)]
+
+    def _piece(self, own: State, before: Tensor, after: Tensor) -> State:
+        q, k, values = own
+        dim = k.shape[1]
+        # queries of the neighbours' rows are asked by nobody; under autocast, keys and values were sent as one type
+        return self.inner.prepare(
+            F.pad(q, (0, 0, len(before), len(after))),
+            torch.cat((before[:, :dim].to(k.dtype), k, after[:, :dim].to(k.dtype))),
+            torch.cat((before[:, dim:].to(values.dtype), values, after[:, dim:].to(values.dtype))),
+        )
+
+
+class RingAttention(nn.Module):
+    """Attention of the own anchors to all; made by `share_anchors`."""
+
+    def __init__(self, anchors: AnchorShards) -> None:
+        super().__init__()
+        self.anchors = anchors
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        own = self.anchors.own
+        return f"anchors [{own.start}, {own.stop}) of {self.anchors.bounds[-1]}, ranks={self.anchors.mesh.size()}"
+
+    def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
+        """Rows of the own anchors."""
+        check_rows(q, k, values)
+        # autocast does not see the kernels of a block
+        rows = [computed_in(x)[None, None] for x in (q, k, values)]
+        owned = self.anchors.owned
+        axis, scale = axis_of(self.anchors.mesh), q.shape[1] ** -0.5
+        return ring_attention(*rows, axis=axis, rows=owned, columns=owned, scale=scale)[0, 0]
+
 
 ROW_BY_ROW = (nn.LayerNorm, nn.Linear, nn.Identity)
 EXAMPLE_WINDOW = 3
 
 
 def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: DeviceMesh) -> Change:
-    """Shard the anchors of a decoder over the model axis.
-
-    Raises:
-        InstallError: Fewer buckets than ranks, or a part of a stratum that would not see all
-            that it needs.
-    """
+    """Shard the anchors of a decoder over the model axis."""
     found = [_attention(decoder, k) for k in range(len(decoder.strata))]
     attentions = dict(one for one in found if one is not None)
     windows = {_window(decoder, fqn, attention) for fqn, attention in attentions.items()}
@@ -94,7 +272,8 @@ def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | No
     # not named_children: it leaves out a module that has two names
     children = dict(key._modules) if isinstance(key, nn.Module) else {}
     others = [child for name, child in children.items() if name != "attention"]
-    if set(children) != set(ATTENTION_KEY) or not all(map(_is_row_by_row, others)) or _has_state(key):
+    state = children and [*key.parameters(recurse=False), *key.buffers(recurse=False)]
+    if set(children) != set(ATTENTION_KEY) or not all(map(_is_row_by_row, others)) or state:
         raise _refusal(
             decoder,
             f"has {fqn!r} {key!r}",
@@ -130,16 +309,13 @@ def _is_row_by_row(child: nn.Module | None) -> bool:
     return known and not hooks_within(cast(nn.Module, child))
 
 
-def _has_state(key: Any) -> bool:
-    return any(True for _ in (*key.named_parameters(recurse=False), *key.named_buffers(recurse=False)))
-
-
 def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
     """Anchors of a bucket, if attention sees the two neighbouring buckets of a bucket and no others; of full one 1."""
     if not isinstance(attention, BucketedAttention):
         return 1
-    window, buckets = getattr(attention, "window", None), attention
-    if not (isinstance(window, int) and window > 0) or _buckets(buckets, window) != [1, 2]:
+    window: Any = getattr(attention, "window", None)
+    fits = isinstance(window, int) and window > 0
+    if not fits or [attention.n_buckets(n) for n in (window, window + 1)] != [1, 2]:
         raise _refusal(
             decoder, f"has {fqn!r} with window={window!r}", "attention with buckets of `window` anchors"
         )
@@ -166,12 +342,7 @@ def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
             f"has {fqn!r} whose buckets depend on other buckets than their two neighbours, or on their place",
             "attention between neighbouring buckets",
         )
-    return window
-
-
-def _buckets(attention: BucketedAttention, window: int) -> list[int]:
-    """Buckets of so many anchors, and of one more."""
-    return [attention.n_buckets(n) for n in (window, window + 1)]
+    return cast(int, window)
 
 
 def _refusal(decoder: object, found: str, allowed: str) -> InstallError:
@@ -184,9 +355,7 @@ def _refusal(decoder: object, found: str, allowed: str) -> InstallError:
 class AnchorFeatures(ShardedFeatures):
     """The part of a stratum's features that belongs to this rank's anchors; made by `share_anchors`.
 
-    Softmax and scores are those of S2; a rank may own no feature, and takes part all the same. Where the own columns
-    are a run, as when the anchors ascend, they are sliced, which costs nothing; else gathered. `whole`, for `mean`, is
-    an all-gather [B, f] with the most features f of a rank.
+    Where the own columns are a run, as when the anchors ascend, they are sliced, which costs nothing; else gathered.
     """
 
     def __init__(self, feature_anchor: FeatureAnchor, anchors: AnchorShards) -> None:

@@ -1,54 +1,320 @@
 """nodes in the graph encoder: every rank of the model axis holds the vertices of its anchors, and some others.
 
-    embedding      a shard on its owner: values, gradient, optimiser state (sharded_parameter.py)
-    vertices       messages with ghosts, noise of the own rows, sums over ranks (sharded_vertices.py)
-    rows           of the decoder's anchors the own ones, which enter it as they are; of other modalities all of them
-    loc, std       row by row; whole on every rank, a rank's gradients are parts (`Change.partial`)
-
-Exact up to the order of sums. Which vertex lies where: vertex_shards.py.
+    an anchor         its rank under `nodes` (ranks/anchor_shards.py), so that own rows of v enter the decoder
+    another vertex    the rank that most of its edges lead to; ties to the lowest, without edges in runs
+    embedding         a shard on its owner: values, gradient, optimiser state (sharded_parameter.py)
+    loc, std          row by row; whole on every rank, a rank's gradients are parts (`Change.partial`)
 
     collectives of a step               forward                      backward
-    messages over edges                 1 all-to-all  g D            1 all-to-all  g D
-    ends of sampled edges               1 all-reduce  P (2 + m) D    nothing
-    every other modality                1 all-reduce  F_m D          nothing
-    divergence                          1 all-reduce  1              nothing
-    parameters of loc and std           in the reduction of gradients, once
+    propagate: messages over edges      1 all-to-all  g D            1 all-to-all  g D
+    rows: ends of sampled edges         1 all-reduce  P (2 + m) D    nothing: gradients are equal on all ranks
+    rows: every other modality          1 all-reduce  F_m D          nothing
+    mean: divergence                    1 all-reduce  1              nothing
+    noise                               nothing: every rank draws all, some rows at a time, and keeps its own
 
-What shrinks to a part of 1 / R: everything [V, D]. The lists of edges, [E], stay whole: any rank may draw any edge.
+The guidance graph joins genes to bins nearby, so few edges lead from rank to rank. An edge's message is added up where
+its target is; a *ghost* is a source that another rank holds. Exact up to the order in which messages are added. What
+shrinks to a part of 1 / R: everything [V, D]. The lists of edges, [E], stay whole.
 
-Legend: V vertices, D dim, E edges, g ghosts of a rank, P sampled edges with m negatives each, F_m features of another
-modality, R ranks.
-Known limits: second derivatives are refused; encoders are detected by their children (protocol.py), what their
-forward does with these is not checked; who indexes v by vertex and not through the leaves gets other rows.
+Legend: vertex (V), own_vertex (n of this rank), dim (D), edge (E, both directions), end (of an edge), g ghosts of a
+rank, P sampled edges with m negatives each, F_m features of another modality, anchor (N), R ranks. Known limits: second
+derivatives are refused; a call of `rows` takes [ends, D] on every rank; encoders are detected by their children
+(protocol.py), what their forward does with these is not checked.
 """
 
 import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import InstallError
+from lightning_amp.shapes import PerVertex, Scalar
 from lightning_amp.techniques.checks.same_function import mismatch, shown
 from lightning_amp.techniques.contract.change import Change, hooks_of, hooks_within
-from lightning_amp.techniques.contract.protocol import VertexEncoder, is_vertex_encoder
+from lightning_amp.techniques.contract.protocol import Messages, VertexEncoder, is_vertex_encoder
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
-from lightning_amp.techniques.hic.nodes.row import VertexParallel
-from lightning_amp.techniques.hic.nodes.sharded_vertices import OwnRows, ReplicatedRows, SharedVertices
-from lightning_amp.techniques.hic.nodes.vertex_shards import VertexShards, own_edges, shard_vertices
-from lightning_amp.techniques.ranks.anchor_shards import shard_anchors
+from lightning_amp.techniques.hic.rows import VertexParallel
+from lightning_amp.techniques.ranks import collectives
+from lightning_amp.techniques.ranks.anchor_shards import AnchorShards, shard_anchors
+
+Ends = tuple[Int[Tensor, " edge"], Int[Tensor, " edge"]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class VertexShards:
+    """The vertices of all ranks of a mesh axis; a rank's rows are in the order of their ids."""
+
+    mesh: DeviceMesh
+    owner: Int[Tensor, " vertex"]  # rank of every vertex
+    ids: tuple[Int[Tensor, " own_vertex"], ...]  # vertices of every rank
+    place: Int[Tensor, " vertex"]  # row of every vertex on its owner
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def own_ids(self) -> Int[Tensor, " own_vertex"]:
+        """Vertices of this rank."""
+        return self.ids[self.rank]
+
+    def own_place(self, ids: Int[Tensor, " some"]) -> Int[Tensor, " some"]:
+        """Own row of each vertex, -1 of those of other ranks."""
+        return torch.where(self.owner[ids] == self.rank, self.place[ids], -1)
+
+    def own(self, whole: Shaped[Tensor, "vertex ..."]) -> Shaped[Tensor, "own_vertex ..."]:
+        """This rank's rows, as a copy."""
+        return whole[self.own_ids.to(whole.device)]
+
+    def join(self, own: Shaped[Tensor, "own_vertex ..."]) -> Shaped[Tensor, "vertex ..."]:
+        """All rows from every rank's; one all-gather, without gradients."""
+        rows = own.detach()
+        fill = max(map(len, self.ids)) - len(rows)
+        block = collectives.all_gather(self.mesh, F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, fill)))
+        whole = block.new_empty(len(self.owner), *rows.shape[1:])
+        for ids, part in zip(self.ids, block, strict=True):
+            whole[ids.to(whole.device)] = part[: len(ids)]
+        return whole
+
+    def boxes(
+        self, own: Shaped[Tensor, "own_vertex ..."]
+    ) -> Iterator[tuple[tuple[int, ...], Shaped[Tensor, "some ..."]]]:
+        """Runs of adjacent rows of this rank: offsets in the whole tensor, and the rows."""
+        ids = self.own_ids.cpu()
+        ends = (ids.diff() != 1).nonzero().flatten() + 1
+        for run, rows in zip(ids.tensor_split(ends), own.tensor_split(ends), strict=True):
+            if rows.numel():
+                yield (int(run[0]), *[0] * (own.dim() - 1)), rows
+
+
+def shard_vertices(
+    n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " anchor"], ends: Ends
+) -> VertexShards:
+    """Shard the vertices of a graph over the ranks that hold its anchors; edges are in both directions."""
+    twice = int((torch.bincount(ids, minlength=n_vertices) > 1).sum())
+    if twice:
+        raise InstallError(
+            f"nodes does not support a graph in which {twice!r} vertices belong to several of {len(ids)!r}"
+            " anchors, which may lie on two ranks; give every anchor a separate vertex"
+        )
+    ranks = anchors.mesh.size()
+    owner = torch.full((n_vertices,), -1)
+    owner[ids] = torch.repeat_interleave(torch.arange(ranks), torch.tensor(anchors.sizes))
+    others = (owner < 0).nonzero().flatten()
+    source, target = ends
+    # edges are listed in both directions, so that those from an unowned vertex to an anchor are all that vote
+    joined = (owner[source] < 0) & (owner[target] >= 0)
+    votes = torch.bincount(source[joined] * ranks + owner[target[joined]], minlength=n_vertices * ranks)
+    votes = votes.view(n_vertices, ranks)[others]
+    lonely = (votes.sum(1) == 0).nonzero().flatten()
+    # argmax takes the lowest of equals, so that every rank finds the same owners without a collective
+    owner[others] = votes.argmax(1)
+    owner[others[lonely]] = torch.arange(len(lonely)) * ranks // max(1, len(lonely))
+    place = torch.empty_like(owner)
+    found = tuple((owner == rank).nonzero().flatten() for rank in range(ranks))
+    for rows in found:
+        place[rows] = torch.arange(len(rows))
+    return VertexShards(mesh=anchors.mesh, owner=owner, ids=found, place=place)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OwnEdges:
+    """The edges whose target a rank holds, and the rows that ranks send each other for them."""
+
+    # places of these edges in the whole list: between own vertices, then from ghosts
+    edges: Int[Tensor, " own_edge"]
+    n_inner: int  # how many are between own vertices
+    source: Int[Tensor, " own_edge"]  # own row of the source, of a ghost its place among the ghosts
+    target: Int[Tensor, " own_edge"]  # own row of the target
+    sent: Int[Tensor, " sent"]  # own rows that are others' ghosts, in the order of the ranks
+    n_sent: list[int]  # how many go to each rank
+    n_received: list[int]  # ghosts from each rank
+
+
+def own_edges(rows: VertexShards, ends: Ends) -> OwnEdges:
+    """The edges of this rank, of all in both directions; in the host's memory."""
+    (source, target), n, ranks = ends, len(rows.owner), rows.mesh.size()
+    origin, reader = rows.owner[source], rows.owner[target]
+    inner = ((origin == rows.rank) & (reader == rows.rank)).nonzero().flatten()
+    outer = ((origin != rows.rank) & (reader == rows.rank)).nonzero().flatten()
+    cut = origin != reader
+    # sorted by who sends, who receives, and the vertex: every rank lists a pair's rows in one order
+    pairs = torch.unique((origin[cut] * ranks + reader[cut]) * n + source[cut])
+    sender, receiver, vertex = pairs // n // ranks, pairs // n % ranks, pairs % n
+    mine, theirs = sender == rows.rank, receiver == rows.rank
+    # pairs are sorted by sender first, which is the order in which an all-to-all hands out what each rank has sent
+    ghost = torch.full((n,), -1)
+    ghost[vertex[theirs]] = torch.arange(int(theirs.sum()))
+    return OwnEdges(
+        edges=torch.cat((inner, outer)),
+        n_inner=len(inner),
+        source=torch.cat((rows.place[source[inner]], ghost[source[outer]])),
+        target=rows.place[target[torch.cat((inner, outer))]],
+        sent=rows.place[vertex[mine]],
+        n_sent=torch.bincount(receiver[mine], minlength=ranks).tolist(),
+        n_received=torch.bincount(sender[theirs], minlength=ranks).tolist(),
+    )
+
+
+class SharedVertices(nn.Module):
+    """This rank's vertices, in the place of all; buffers lie where `coefficient`, of all edges, does."""
+
+    place: Tensor
+    ids: Tensor
+    source: Tensor
+    target: Tensor
+    coefficient: Tensor
+    sent: Tensor
+
+    def __init__(
+        self, inner: Any, rows: VertexShards, edges: OwnEdges, coefficient: Float[Tensor, " edge"]
+    ) -> None:
+        super().__init__()
+        self.inner = inner
+        self.mesh = rows.mesh
+        self.n_vertices = len(rows.owner)
+        self.n_inner = edges.n_inner
+        self.n_sent, self.n_received = edges.n_sent, edges.n_received
+        device = coefficient.device
+        named = {
+            "place": rows.own_place(torch.arange(self.n_vertices)),
+            "ids": rows.own_ids,
+            "source": edges.source,
+            "target": edges.target,
+            "sent": edges.sent,
+        }
+        for name, values in named.items():
+            self.register_buffer(name, values.to(device), persistent=False)
+        self.register_buffer("coefficient", coefficient[edges.edges.to(device)], persistent=False)
+        # in the host's memory: where a block ends must be known without waiting for the device
+        self.own_ids = rows.own_ids
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"vertices={len(self.own_ids)} of {self.n_vertices}, ghosts={sum(self.n_received)}"
+
+    def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
+        """Sum over edges of coefficient * x[source] at the own targets."""
+        return cast(Tensor, _PropagateShards.apply(x, self))  # type: ignore[no-untyped-call]
+
+    def noise(self, like: PerVertex, generator: torch.Generator | None) -> PerVertex:
+        """The own rows of what one device would draw."""
+        noise, begin = torch.empty_like(like), 0
+        for first, block in self.inner.blocks(self.n_vertices, like, generator):
+            end = int(torch.searchsorted(self.own_ids, first + len(block)))
+            noise[begin:end] = block[self.ids[begin:end] - first]
+            begin = end
+        return noise
+
+    def mean(self, values: Float[Tensor, " own_vertex"]) -> Scalar:
+        """Mean over all ranks' vertices."""
+        return collectives.leave(self.mesh, values.sum()) / self.n_vertices
+
+    def rows(self, v: PerVertex, *ids: Int[Tensor, "*end"]) -> tuple[Tensor, ...]:
+        """Rows of any vertices on every rank, by their ids; each [*end, dim]."""
+        found = replicated_rows(self.mesh, v, self.place[torch.cat([i.reshape(-1) for i in ids])])
+        parts = torch.split(found, [i.numel() for i in ids])
+        return tuple(part.view(*i.shape, v.shape[1]) for part, i in zip(parts, ids, strict=True))
+
+
+class ReplicatedRows(nn.Module):
+    """Rows of the features of a modality, on every rank; `ids` are their vertices."""
+
+    place: Tensor
+
+    def __init__(self, rows: VertexShards, ids: Int[Tensor, " feature"], device: torch.device) -> None:
+        super().__init__()
+        self.mesh = rows.mesh
+        self.register_buffer("place", rows.own_place(ids).to(device), persistent=False)
+
+    def forward(self, v: PerVertex) -> Float[Tensor, "feature dim"]:
+        """Rows of v that the modality's decoder gets."""
+        return replicated_rows(self.mesh, v, self.place)
+
+
+class OwnRows(nn.Module):
+    """Rows of the own anchors, in their order; a view where they follow each other."""
+
+    place: Tensor
+
+    def __init__(self, place: Int[Tensor, " own_anchor"], device: torch.device) -> None:
+        super().__init__()
+        first = int(place[0])
+        self.run = slice(first, first + len(place)) if bool((place.diff() == 1).all()) else None
+        self.register_buffer("place", place.to(device), persistent=False)
+
+    def forward(self, v: PerVertex) -> Float[Tensor, "own_anchor dim"]:
+        """Rows of v that enter the decoder on this rank."""
+        return v[self.place] if self.run is None else v[self.run]
+
+
+def replicated_rows(mesh: DeviceMesh, v: PerVertex, place: Int[Tensor, " row"]) -> Float[Tensor, "row dim"]:
+    """Rows of all ranks on every rank, a result that is replicated; `place` is -1 for what another rank holds."""
+    return cast(Tensor, _Replicated.apply(v, place, mesh))  # type: ignore[no-untyped-call]
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, place: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.n_own, ctx.behind = len(v), "inside"
+        ctx.save_for_backward(place)
+        # a row of another rank is taken as zero here, so that the sum over ranks has every row once
+        own = v[place.clamp_min(0)].masked_fill_((place < 0)[:, None], 0)
+        return collectives.all_reduce(mesh, own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        # no collective: all ranks have computed the same with the rows, so that each has the whole gradient of its own
+        own = grad.masked_fill((place < 0)[:, None], 0)
+        out = grad.new_zeros(ctx.n_own, grad.shape[1])
+        return out.index_add_(0, place.clamp_min(0), own), None, None
+
+
+class _PropagateShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: SharedVertices) -> Tensor:
+        ctx.leaf = leaf
+        under_way = collectives.start_all_to_all(leaf.mesh, x[leaf.sent], leaf.n_received, leaf.n_sent)
+        out = torch.zeros_like(x)
+        inner, outer = slice(0, leaf.n_inner), slice(leaf.n_inner, None)
+        # messages between own vertices are added while the ghosts' rows are under way
+        _add(leaf, out, x, inner)
+        _add(leaf, out, collectives.wait_for(under_way), outer)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        leaf: SharedVertices = ctx.leaf
+        ghosts = grad.new_zeros(sum(leaf.n_received), grad.shape[1])
+        inner, outer = slice(0, leaf.n_inner), slice(leaf.n_inner, None)
+        # first what others wait for: the gradients of their rows
+        _add(leaf, ghosts, grad, outer, back=True)
+        under_way = collectives.start_all_to_all(leaf.mesh, ghosts, leaf.n_sent, leaf.n_received)
+        out = torch.zeros_like(grad)
+        _add(leaf, out, grad, inner, back=True)
+        return out.index_add_(0, leaf.sent, collectives.wait_for(under_way)), None
+
+
+def _add(leaf: SharedVertices, out: Tensor, x: Tensor, edges: slice, *, back: bool = False) -> None:
+    """Add the messages of some own edges, backward from targets to sources."""
+    source, target = leaf.source[edges], leaf.target[edges]
+    ends = {"source": target, "target": source} if back else {"source": source, "target": target}
+    leaf.inner.add_messages(out, x, **ends, coefficient=leaf.coefficient[edges])
 
 
 def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -> Change:
-    """Shard the vertices of a graph over the model axis.
-
-    Args:
-        spec: Which modality's vertices are the decoder's anchors, and the window of its attention.
-
-    Raises:
-        InstallError: No such encoder or modality, or a part of it that would not see all that it needs.
-    """
+    """Shard the vertices of a graph over the model axis, with the anchors of the modality that the spec names."""
     problem = _problem(encoder, spec)
     if problem or not is_vertex_encoder(encoder):
         raise InstallError(

@@ -1,47 +1,92 @@
 """Collect the nonzero counts of a batch in the order of runs of columns, with their places in tables.
 
-A dense matrix is searched for its entries: on an accelerator once for all strata (dense_entries.py), on a CPU in every
-one. `SparseCounts`, which the data module hands out, have them.
+Strata read columns of one tensor. How many of its counts are not zero must be known to make room for them, and to look
+is to wait for the device: so the host looks before the batch is moved (`find_entries`). A tensor that came another way
+is looked through when the first stratum asks, once for the batch. A CPU, which waits for nobody, looks a stratum at a
+time, while its columns are in the cache. `SparseCounts`, which the data module hands out, have their entries.
 
-Known limits: those of dense_entries.py. Without values (meta and fake tensors) entries are spread evenly, and of a
-dense matrix one number in 20 is taken as one.
-
-Legend: entry (M), cell (B), feature (F_k).
+Known limits: what is made of the counts on the device is another tensor, and so are columns chosen by an index; those
+are looked through by every stratum. A change in place is noticed. Without values (meta and fake tensors) entries are
+spread evenly, and of a dense matrix one number in 20 is taken as one. Legend: entry (M), cell (B), feature (F_k, or F
+of all strata).
 """
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int, Num
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_amp._torch import has_no_values
+from lightning_amp._torch import has_no_values, tree_leaves, whole_of
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.techniques.hic.scores.dense_entries import known_entries
+from lightning_amp.techniques.contract.protocol import is_decomposed
+from lightning_amp.techniques.device_settings import launches_operators
+
+_KNOWN: dict[int, tuple["weakref.ref[Tensor]", int, SparseCounts]] = {}
+"""By tensor: itself, how often it was changed in place, its entries; as long as it lives."""
+
+
+def find_entries(before: Any, after: Any, likelihoods: type[nn.Module], module: nn.Module) -> None:
+    """Find the entries of counts that decoders in a module will ask for, if they have such likelihoods.
+
+    `before` is the batch as the loader has left it, `after` the same on the device.
+    """
+    pairs = [
+        (host, moved)
+        for host, moved in zip(tree_leaves(before), tree_leaves(after), strict=True)
+        if isinstance(host, Tensor) and host.dim() == 2 and launches_operators(moved)
+    ]
+    widths = set(_widths(likelihoods, module)) if pairs else set()
+    for host, moved in pairs:
+        if host.shape[1] in widths and host.device.type == "cpu":
+            _remember(moved, SparseCounts.from_dense(host).to(moved.device))
+
+
+def known_entries(x: Num[Tensor, "cell feature"]) -> SparseCounts | None:
+    """The entries of counts, or of some cells and columns of counts; None where they are not known yet."""
+    whole = whole_of(x)
+    if not launches_operators(x) or whole is x or whole.dim() != 2 or whole.stride() != x.stride():
+        return None
+    found = _KNOWN.get(id(whole))
+    if found is None or found[0]() is not whole or found[1] != whole._version:
+        found = _remember(whole, SparseCounts.from_dense(whole))
+    row, column = divmod(int(x.storage_offset() - whole.storage_offset()), int(whole.stride(0)))
+    return found[2][row : row + x.shape[0]][:, column : column + x.shape[1]]
+
+
+def _remember(x: Tensor, counts: SparseCounts) -> tuple["weakref.ref[Tensor]", int, SparseCounts]:
+    key = id(x)
+    _KNOWN[key] = weakref.ref(x, lambda _: _KNOWN.pop(key, None)), x._version, counts
+    return _KNOWN[key]
+
+
+def _widths(likelihoods: type[nn.Module], module: nn.Module) -> Iterable[int]:
+    """Features of the decoders that ask."""
+    for part in module.modules():
+        asks = any(isinstance(leaf, likelihoods) for leaf in part.modules())
+        if asks and is_decomposed(part):
+            yield sum(len(cast(Any, stratum).feature_anchor) for stratum in part.strata)
+
 
 ASSUMED_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entries:
-    """The entries, run by run.
-
-    Attributes:
-        log_factorial: The logarithms of their factorials.
-        ends: One past the last entry of every run.
-        flat: Where they lie in a flat [cell, feature], if that is known.
-    """
+    """The entries, run by run."""
 
     row: Int[Tensor, " entry"]
     column: Int[Tensor, " entry"]
     value: Float[Tensor, " entry"]
-    log_factorial: Float[Tensor, " entry"]
+    log_factorial: Float[Tensor, " entry"]  # the logarithms of their factorials
     runs: Sequence[slice]
-    ends: Sequence[int]
-    flat: Int[Tensor, " entry"] | None = None
+    ends: Sequence[int]  # one past the last entry of every run
+    flat: Int[Tensor, " entry"] | None = None  # where they lie in a flat [cell, feature], if that is known
 
     def own(self, k: int) -> slice:
         """Which entries are those of the k-th run."""
@@ -63,15 +108,15 @@ class Entries:
 def entries(
     x: Num[Tensor, "cell feature"] | SparseCounts, runs: Sequence[slice], *, dtype: torch.dtype
 ) -> Entries:
-    """The entries of a matrix.
-
-    Args:
-        runs: Runs of columns, one after the other, that cover all of them.
-    """
+    """The entries of a matrix, in runs of columns that cover all of them in their order."""
     numbers = x if isinstance(x, Tensor) else x.value
     if has_no_values(numbers):
         n = math.ceil(ASSUMED_SHARE * x.numel()) if numbers is x else len(numbers)
-        return _without_values(numbers, n, x.shape[1], runs, dtype=dtype)
+        # that many entries, spread evenly
+        row, column = numbers.new_empty((2, n), dtype=torch.int64)
+        ends = [n * run.stop // max(x.shape[1], 1) for run in runs]
+        value, log_factorial = numbers.new_empty((2, n), dtype=dtype)
+        return Entries(row=row, column=column, value=value, log_factorial=log_factorial, runs=runs, ends=ends)
     if isinstance(x, SparseCounts):
         return Entries(
             row=x.row,
@@ -91,14 +136,4 @@ def entries(
     column = torch.cat([column + run.start for (_, column), run in zip(found, runs, strict=True)])
     value = x[row, column].to(dtype)
     log_factorial = (value + 1).lgamma_()
-    return Entries(row=row, column=column, value=value, log_factorial=log_factorial, runs=runs, ends=ends)
-
-
-def _without_values(
-    like: Tensor, n: int, width: int, runs: Sequence[slice], *, dtype: torch.dtype
-) -> Entries:
-    """That many entries of as many columns as `width`, spread evenly."""
-    row, column = like.new_empty((2, n), dtype=torch.int64)
-    ends = [n * run.stop // max(width, 1) for run in runs]
-    value, log_factorial = like.new_empty((2, n), dtype=dtype)
     return Entries(row=row, column=column, value=value, log_factorial=log_factorial, runs=runs, ends=ends)

@@ -24,11 +24,7 @@ from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelih
 
 
 def key_first(decode: nn.Module) -> nn.Module:
-    """The same decode, with the keys selected first.
-
-    Raises:
-        InstallError: The module has state, or does not compute (u key^T)[:, feature_anchor].
-    """
+    """The same decode, with the keys selected first."""
     problem = decode_problem(decode)
     if problem:
         raise InstallError(
@@ -40,11 +36,7 @@ def key_first(decode: nn.Module) -> nn.Module:
 
 
 class KeyFirst(nn.Module):
-    """Decode from selected keys; made by `key_first`.
-
-    Whether the feature_anchor are a run of anchors is read once per tensor, because reading waits for the device.
-    Nodes without values (meta and fake tensors) are gathered: that needs more memory than a view, never less.
-    """
+    """Decode from selected keys; made by `key_first`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,16 +9,11 @@
               d / d log_theta = theta (psi(x + theta) - psi(theta) - softplus(r)) - d / d log_mu
 
 `least` is a small number that some add to the probability of a zero before they take its logarithm (HiGLUE's EPS); it
-is found by trying, and 0 for most.
-
-Few operators on all of them: n - softplus(s) and theta sigmoid(r) are terms of both kinds. Where a count is not zero,
-q - n is set to minus infinity, which leaves no additional zero there; what it has besides that is added in its place.
-
-Exact up to rounding, in value and gradients: log p of a zero is not computed with where a count is not zero, so nothing
-cancels.
-No collectives. What shrinks: lgamma and psi are computed only for the counts that are not zero, and of all [B, F_k]
-that the likelihood kept there is one, the gradient of log_mu. Gradients are computed with the value, so that a backward
-pass only scales them; it may run many times. What else is of that size exists for a few columns at a time.
+is found by trying, and 0 for most. n - softplus(s) and theta sigmoid(r) are terms of both kinds. Where a count is not
+zero, q - n is set to minus infinity, which leaves no additional zero there. Exact up to rounding: log p of a zero is
+not computed with where a count is not zero, so nothing cancels. No collectives. What shrinks: lgamma and psi are
+computed only for the counts that are not zero, and of all [B, F_k] that the likelihood kept there is one, the gradient
+of log_mu. Gradients are computed with the value, so that a backward pass only scales them; it may run many times.
 
 In numbers, besides the arguments, with T = 1 or B rows of the tables and M counts that are not zero:
 
@@ -26,13 +21,10 @@ In numbers, besides the arguments, with T = 1 or B rows of the tables and M coun
     held in the forward pass      the same, and the larger of 18 M and 11 M + 3 chunks (6 if T = B)
     held in the backward pass     what was kept and as much again, which is handed on
 
-Inputs below float32 are computed with, and added up, in float32.
-
 Legend: cell (B), own_feature (F_k of one stratum, or those that a rank holds), psi = digamma.
 Known limits: no second derivative, and no gradient of the counts; those of nonzero_counts.py. What a likelihood does
-with other numbers than those of checks/likelihood.py is not seen. Where it refuses counts that are no whole
-numbers, always or as long as torch's distributions check values, so does this one on the CPU; other devices are not
-waited for.
+with other numbers than those of checks/likelihood.py is not seen. Counts that it refuses are refused on the CPU only,
+for other devices are not waited for. Inputs below float32 are computed with, and added up, in float32.
 """
 
 import math
@@ -51,43 +43,28 @@ from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
 from lightning_amp.techniques.autograd.precomputed_gradients import wants_gradients
 from lightning_amp.techniques.checks.cached_check import found_out
 from lightning_amp.techniques.checks.likelihood import likelihood_problem, likelihood_settings
-from lightning_amp.techniques.device_settings import launches_operators, numbers_at_a_time
+from lightning_amp.techniques.device_settings import launches_operators
+from lightning_amp.techniques.hic.rows import sparse_columns
 from lightning_amp.techniques.hic.scores.nonzero_counts import Entries, entries
 
-CACHED, LAUNCHED = 2**16, 2**23
-"""Numbers of a tensor in a chunk: few enough for a CPU's cache, and enough to keep an accelerator busy."""
-LEAST_COLUMNS = 64
-"""Columns of a chunk whose rows are still worth a loop."""
 EXACT = 40.0
 """From here on softplus(x) is x, and a sigmoid 1, to all digits of float64."""
 
 
 def sparse_likelihood(leaf: nn.Module) -> nn.Module:
-    """The same likelihood, whose costs are those of the counts that are not zero.
-
-    Raises:
-        InstallError: The module has state, or leaf(x, log_mu, log_theta, zi_logits) is not the sum of the
-            log-probabilities of a zero-inflated negative binomial.
-    """
+    """The same likelihood, whose costs are those of the counts that are not zero."""
     problem = found_out(leaf, _problem)
     if problem:
         raise InstallError(
-            f"sparse does not support {type(leaf).__name__!r}, which {problem}; only a module without state"
-            " that returns the summed log-probability of zero-inflated negative binomial counts, when"
-            " called as leaf(x, log_mu, log_theta, zi_logits), can be replaced: leave 'sparse' out, as for"
-            " binarized strata"
+            f"sparse does not support {type(leaf).__name__!r}, which {problem}; only a module without state that"
+            " returns the summed log-probability of zero-inflated negative binomial counts, when called as leaf(x,"
+            " log_mu, log_theta, zi_logits), can be replaced: leave 'sparse' out, as for binarized strata"
         )
     return _like(leaf)
 
 
 class SparseZINB(nn.Module):
-    """Zero-inflated negative binomial of counts that are mostly zero; made by `sparse_likelihood`.
-
-    Args:
-        least: What is added to the probability of a zero.
-        whole: Whether other counts than whole numbers from 0 are refused, while torch's distributions do not check
-            values, and while they do.
-    """
+    """Zero-inflated negative binomial of counts that are mostly zero; made by `sparse_likelihood`."""
 
     stays_eager = True
 
@@ -103,12 +80,7 @@ class SparseZINB(nn.Module):
     def forward(
         self, x: OwnCounts | SparseCounts, log_mu: OwnCounts, log_theta: OwnTable, zi_logits: OwnTable
     ) -> Scalar:
-        """Sum over cells and features.
-
-        Raises:
-            ModelError: x has another shape than log_mu, or counts that the likelihood refuses.
-            InstallError: x needs a gradient.
-        """
+        """Sum over cells and features."""
         if tuple(x.shape) != tuple(log_mu.shape):
             raise ModelError(
                 f"a sparse likelihood got counts of the shape {tuple(x.shape)!r} for means of the shape "
@@ -125,11 +97,7 @@ class SparseZINB(nn.Module):
         return cast(Tensor, _WithGradients.apply(x, self, *arguments))  # type: ignore[no-untyped-call]
 
     def check(self, counts: Float[Tensor, " entry"]) -> None:
-        """Refuse what the likelihood in whose place this is refuses.
-
-        Raises:
-            ModelError: Some are no whole numbers from 0.
-        """
+        """Refuse what the likelihood in whose place this is refuses."""
         if not self.whole[values_are_checked()] or launches_operators(counts):
             return
         wrong = counts[~((counts >= 0) & (counts.frac() == 0))]
@@ -160,18 +128,16 @@ class _WithGradients(torch.autograd.Function):
 
 
 def _sum(
-    x: Tensor | SparseCounts,
-    arguments: Sequence[Tensor],
-    form: SparseZINB,
-    gradients: Sequence[Tensor] = (),
+    x: Tensor | SparseCounts, arguments: Sequence[Tensor], form: SparseZINB, gradients: Sequence[Tensor] = ()
 ) -> Tensor:
     """The summed log-probability; fills the gradients if there are any."""
     dtype = _dtype(arguments)
-    runs = _runs(arguments[0])
-    found = entries(x, runs, dtype=dtype)
-    form.check(found.value)
     log_mu, log_theta, zi = arguments
     cells, features = log_mu.shape
+    width = sparse_columns(cells, launched=launches_operators(log_mu))
+    runs = [slice(first, min(first + width, features)) for first in range(0, max(features, 1), width)]
+    found = entries(x, runs, dtype=dtype)
+    form.check(found.value)
     index = found.index(features)
     # r lies where the gradient of log_mu comes to lie
     r = gradients[0] if gradients else torch.empty(log_mu.shape, dtype=dtype, device=log_mu.device)
@@ -200,15 +166,6 @@ def _sum(
     return totals[0] if len(totals) == 1 else torch.stack(totals).sum()
 
 
-def _runs(log_mu: Tensor) -> list[slice]:
-    cells, features = log_mu.shape
-    numbers = numbers_at_a_time(log_mu, cached=CACHED, launched=LAUNCHED)
-    width = max(LEAST_COLUMNS, numbers // max(cells, 1))
-    return [slice(first, min(first + width, features)) for first in range(0, features, width)] or [
-        slice(0, 0)
-    ]
-
-
 def _zeros(
     work: Tensor,
     places: Tensor,
@@ -218,9 +175,9 @@ def _zeros(
     gradients: Sequence[Tensor],
     others: Sequence[Tensor],
 ) -> Tensor:
-    """Terms of some columns: those of zeros, and with them, at their `places` in the flat chunk, those of the others.
+    """Terms of some columns: those of zeros, and at `places` in the flat chunk those of the others.
 
-    Where there are gradients, that of log_mu is put in place of r, all but what the others add to it.
+    The gradient of log_mu takes the place of r, all but what the others add to it.
     """
     theta, zi = tables
     p, softplus, odds = work.unbind()
@@ -265,18 +222,9 @@ def _additional(zi: Tensor, least: float) -> tuple[Tensor, Tensor]:
 
 
 def _others(
-    found: Entries,
-    index: Tensor,
-    r: Tensor,
-    tables: tuple[Tensor, Tensor | None],
-    with_gradients: bool,
+    found: Entries, index: Tensor, r: Tensor, tables: tuple[Tensor, Tensor | None], with_gradients: bool
 ) -> list[Tensor]:
-    """What the counts that are not zero have, besides n - softplus(zi), and the gradients of it.
-
-    Returns:
-        lgamma(x + theta) - lgamma(theta) - lgamma(x + 1) + x log sigmoid(r), its gradient of log_mu, and minus that of
-        log_theta.
-    """
+    """What counts that are not zero add to n - softplus(zi): value, gradient of log_mu, minus that of log_theta."""
     x = found.value
     r = r.view(-1).index_select(0, index)
     theta, gammas = _gammas(x, tables, found.column if len(tables[0]) == 1 else index, with_gradients)
@@ -292,11 +240,7 @@ def _others(
 def _gammas(
     x: Tensor, tables: tuple[Tensor, Tensor | None], place: Tensor, with_gradients: bool
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """theta at its places, and lgamma(x + theta) - lgamma(theta), and perhaps the same of psi.
-
-    Args:
-        tables: log theta, and theta where it is known.
-    """
+    """theta at its places, and lgamma(x + theta) - lgamma(theta), and perhaps the same of psi."""
     functions = (torch.lgamma, torch.digamma)[: 1 + with_gradients]
     log_theta, known_theta = tables
     if log_theta.numel() < len(x) and not launches_operators(x):

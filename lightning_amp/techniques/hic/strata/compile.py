@@ -3,14 +3,11 @@
     key     one graph for all strata, whose anchors are as many
     nll     one graph for all numbers of features and cells
 
-Exact up to rounding: the compiler puts the same operators into fewer kernels. Leaves whose backward pass is written by
-hand (`stays_eager`) run between graphs as they are, and so does a key that `stream` has taken over. Where there are
-none, what has no place in one graph is torch's error; more graphs than expected (`GRAPHS`), after which torch would go
-on without compiling, always are. Where operators only tell their sizes (a simulation) nothing is compiled.
-
-No collectives. mode="reduce-overhead" records what is launched on CUDA as graphs, torch's CUDA graph trees; they own
-the memory of what a stratum returns until the next step, so that `stream` and `recompute`, which run a backward pass
-between two strata, are not supported with it.
+Exact up to rounding. Leaves whose backward pass is written by hand (`stays_eager`) run between graphs as they are, and
+so does a key that `stream` has taken over. Where there are none, what has no place in one graph is torch's error; more
+graphs than expected (`GRAPHS`) always are. Without values (a simulation) nothing is compiled. No collectives.
+mode="reduce-overhead" records CUDA graphs, which own the memory of what a stratum returns until the next step, so that
+`stream` and `recompute`, which run a backward pass between two strata, are not supported with it.
 
 Known limits: what a compiled stratum keeps and needs at most is the compiler's choice, and not predicted; `mean` and
 `spine` are not compiled.
@@ -29,8 +26,8 @@ from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Scalar
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder
-from lightning_amp.techniques.hic.strata.recompute import RecomputedStrata
-from lightning_amp.techniques.hic.strata.rows import CompileStrata
+from lightning_amp.techniques.hic.rows import CompileStrata
+from lightning_amp.techniques.hic.strata.loops import RecomputedStrata
 from lightning_amp.techniques.hic.strata.stream import StreamedStrata
 
 MODES = ("default", "reduce-overhead")
@@ -40,12 +37,7 @@ without gradients, one cell or many; strata that differ in a number, as convolut
 
 
 def compile_strata(decoder: DecomposedDecoder, spec: CompileStrata, mesh: object) -> Change:
-    """Run a decoder's strata through torch.compile.
-
-    Raises:
-        InstallError: An unknown mode, one that the device or another technique does not go with, a stratum without
-            `nll`, or nothing to compile with.
-    """
+    """Run a decoder's strata through torch.compile."""
     device = next(cast(nn.Module, decoder).parameters()).device
     _check_mode(spec.mode, device, cast(Any, decoder).walk)
     if device.type != "meta":
@@ -72,18 +64,12 @@ def compile_strata(decoder: DecomposedDecoder, spec: CompileStrata, mesh: object
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a module runs, or a method of it, through torch.compile.
-
-    Attributes:
-        dynamic: Whether one graph is for all sizes.
-        whole: Whether it is one graph, with nothing in between that runs as it is.
-        graphs: Most of the same code, for other settings and sizes.
-    """
+    """What a module runs, or a method of it, through torch.compile."""
 
     mode: str
-    dynamic: bool
-    whole: bool
-    graphs: int
+    dynamic: bool  # whether one graph is for all sizes
+    whole: bool  # whether it is one graph, with nothing in between that runs as it is
+    graphs: int  # most of the same code, for other settings and sizes
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What the class's `forward` returns."""

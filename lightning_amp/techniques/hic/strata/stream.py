@@ -10,21 +10,17 @@ A chained decoder runs its spine v_0 -> v_1 -> ... forward first, without what h
 s about the root of K. Then its strata from the last to the first: each gets v_{k-1}, computed again from the kept one
 before it, and the gradient of v_k, and hands down that of v_{k-1}.
 
-The cells of a stratum are taken in micro-batches (cell_microbatches.py), so that [B, F_k] exists for one only. Its key
-is run in fewer operators (streamed_key.py).
-
-On a CPU with several threads some strata run side by side, as many as the spec says (thread_pool.py), and so many are
-alive; their gradients are added up in the order of one after the other. Chained, the branches do so, and the spine's
-gradient is carried down between them: its norm and projection are computed once more for that. Two threads on two
-cores: a step is 1.43 to 1.58 times as fast, chained 1.29 to 1.30 times.
+Cells are taken in micro-batches and keys run in fewer operators (streamed_stratum.py). On a CPU with several threads
+some strata run side by side, as many as the spec says (thread_pool.py), and so many are alive; their gradients are
+added up in the order of one after the other. Chained, the branches do so, and the spine's gradient is carried down
+between them. Two threads on two cores: a step is 1.43 to 1.58 times as fast, chained 1.29 to 1.30 times.
 
 Legend: cell (B), anchor (N), dim (D), K strata; own: the strata of this rank under strata parallelism.
 Known limits: no second derivative, and one backward pass per loss; strata see their parameters as copies without hooks,
 whose own hooks run once, in the outer backward pass, where a term made of what a stratum has read or computed is
 refused (autograd/precomputed_gradients.py). Chained strata run, and draw random numbers, from the last on; hooks
-inside a spine run more often, at first without gradients, so that a term of what they keep may be a number; on a GPU
-random numbers on the spine are not noticed. Gradients are those of the sum over cells and features: where float16
-overflows in them, loss scaling cannot help, and a warning says so (bfloat16 does not overflow).
+inside a spine run more often; on a GPU random numbers on the spine are not noticed. Gradients are those of the sum over
+cells and features: where float16 overflows in them, loss scaling cannot help, and a warning says so.
 """
 
 import math
@@ -53,19 +49,13 @@ from lightning_amp.techniques.checks.strata_loop import walk_of
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, LoopTechnique, StratumInputs
 from lightning_amp.techniques.device_settings import launches_operators
-from lightning_amp.techniques.hic.strata.cell_microbatches import in_microbatches
-from lightning_amp.techniques.hic.strata.rows import StreamStrata
-from lightning_amp.techniques.hic.strata.streamed_key import streamed_key
+from lightning_amp.techniques.hic.rows import StreamStrata
+from lightning_amp.techniques.hic.strata.streamed_stratum import in_microbatches, streamed_key
 from lightning_amp.techniques.hic.strata.thread_pool import run_in_order, workers_for
 
 
 def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) -> Change:
-    """Run forward and backward pass of a decoder's strata one after the other.
-
-    Raises:
-        InstallError: The decoder's strata loop, or what a stratum does with its cells, is not the reference's; or
-            `spec.workers` is not positive.
-    """
+    """Run forward and backward pass of a decoder's strata one after the other."""
     if isinstance(spec.workers, bool) or not isinstance(spec.workers, int) or spec.workers < 1:
         raise InstallError(
             f"stream got workers={spec.workers!r}; that many strata run side by side, at least 1"
@@ -84,11 +74,7 @@ def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) 
 
 
 class StreamedStrata(LoopTechnique):
-    """The strata loop that runs each stratum's forward and backward in place; made by `stream_strata`.
-
-    Args:
-        inner: The loop that is run where no gradients are wanted.
-    """
+    """The strata loop that runs each stratum's forward and backward in place; made by `stream_strata`."""
 
     def __init__(self, inner: nn.Module, *, workers: int) -> None:
         super().__init__(inner)
@@ -101,11 +87,7 @@ class StreamedStrata(LoopTechnique):
     def forward(
         self, strata: nn.ModuleList, *latents: Tensor, own: range | None = None, **cells: Tensor
     ) -> Scalar:
-        """Negative log-likelihood summed over cells and features, with its gradients ready.
-
-        Raises:
-            InstallError: A stratum reads a tensor whose gradient would be lost.
-        """
+        """Negative log-likelihood summed over cells and features, with its gradients ready."""
         own = range(len(strata)) if own is None else own
         u, v, log_weights = latents
         inputs = StratumInputs(u, v, log_weights, cells["library"])
@@ -146,7 +128,9 @@ class _Stream:
         own_strata = strata[own.start : own.stop]
         self.ready = {id(p): GradientSum(p, later=later) for p in own_strata.parameters()}
         if later:
-            self.ready |= {id(p): GradientSum(p) for stratum in own_strata for p in _in_runs(stratum)}
+            # of these a stratum has some columns
+            tables = (p for one in own_strata for name, p in one.named_parameters() if name in _runs(one))
+            self.ready |= {id(p): GradientSum(p) for p in tables}
         # of the strata before, only the spine's parameters get gradients: few, so no memory is set aside for all
         before = strata[: own.start].parameters()
         self.ready |= {id(p): GradientSum(p, later=True) for p in before if id(p) not in self.ready}
@@ -239,9 +223,8 @@ class _Stream:
             outputs, grad_outputs = [nll, v_next], [grad_outputs[0], grad_v_next]
         if v_next is not v and not self.chained:
             raise InstallError(
-                f"strata cannot be streamed: stratum {k} returns another v than it got, and no stratum "
-                "has chained=True, so the next one would not get it; set `chained` on strata that "
-                "change v"
+                f"strata cannot be streamed: stratum {k} returns another v than it got, and no stratum has"
+                " chained=True, so the next one would not get it; set `chained` on strata that change v"
             )
         # not needed any more: `outputs` has it where it has a gradient
         del v_next
@@ -343,12 +326,6 @@ def _copies(stratum: nn.Module) -> dict[str, Tensor]:
         for name, p in stratum.named_parameters()
     }
     return {name: copies[id(own)] for name, own in places(stratum).items() if id(own) in copies}
-
-
-def _in_runs(stratum: nn.Module) -> list[nn.Parameter]:
-    """Parameters of which a stratum has some columns."""
-    names = _runs(stratum)
-    return [p for name, p in stratum.named_parameters() if name in names]
 
 
 def _runs(stratum: nn.Module) -> Mapping[str, slice]:

@@ -30,11 +30,7 @@ Result = TypeVar("Result")
 
 
 def workers_for(modules: Iterable[nn.Module], like: Tensor, *, asked: int) -> int:
-    """How many of the modules may run side by side.
-
-    Args:
-        asked: Most that are wanted; there are no more than threads.
-    """
+    """How many of the modules may run side by side: at most `asked`, and no more than threads."""
     parts = [part for module in modules for part in module.modules()]
     alone = (
         like.device.type != "cpu"
@@ -49,16 +45,10 @@ def workers_for(modules: Iterable[nn.Module], like: Tensor, *, asked: int) -> in
 def run_in_order(
     work: Callable[[Item], Result], items: Iterable[Item], take: Callable[[Result], object], *, workers: int
 ) -> None:
-    """Hand what `work` returns for every item to `take`, in the order of the items and in this thread.
+    """Call `take` with what `work` returns for every item, in the order of the items and in this thread.
 
-    Args:
-        work: Run in other threads where there are several workers.
-        items: Drawn in this thread when a worker is about to be free.
-        take: What is done with a result.
-        workers: From `workers_for`.
-
-    Raises:
-        InstallError: Side by side, the work drew random numbers.
+    With several workers (`workers_for`) `work` runs in other threads; an item is drawn when a worker is about to be
+    free.
     """
     if workers == 1:
         for item in items:
@@ -82,9 +72,8 @@ def run_in_order(
         torch.set_num_threads(threads)
     if not torch.equal(drawn, torch.get_rng_state()):
         raise InstallError(
-            f"{workers} strata cannot run at the same time: they draw random numbers, which would "
-            "depend on the order in which they finish; set workers=1 in the plan's rule of "
-            "'stream', or leave 'stream' out"
+            f"{workers} strata cannot run at the same time: they draw random numbers, which would depend on the order"
+            " in which they finish; set workers=1 in the plan's rule of 'stream', or leave 'stream' out"
         )
 
 

@@ -18,14 +18,17 @@ from torch.utils.checkpoint import checkpoint
 from lightning_amp._torch import TorchDispatchMode, softmax_backward
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.models.decoders.local_attention import LocalAttention
-from lightning_amp.models.decoders.stratum_keys import AttentionKey
+from lightning_amp.models.decoders.stratum_keys import AttentionKey, LocalAttention
 from lightning_amp.techniques.contract.protocol import BucketedAttention
 from lightning_amp.techniques.device_settings import settings_of
-from lightning_amp.techniques.hic.attention import banded_softmax, rotary, sdpa
+from lightning_amp.techniques.hic.attention import banded_softmax, rotary
 from lightning_amp.techniques.hic.attention.bucket_runs import RunSizes
-from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention, fuse_attention, fused_rows
-from lightning_amp.techniques.hic.attention.s3_chunked import chunk_attention
+from lightning_amp.techniques.hic.attention.install import (
+    FusedLocalAttention,
+    chunk_attention,
+    fuse_attention,
+    fused_rows,
+)
 
 DIM, WINDOW = 8, 5
 DOUBLE = 8
@@ -54,7 +57,7 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 
 def set_sizes(monkeypatch: pytest.MonkeyPatch, together: int, chunk: int, *, padded: bool = False) -> None:
     sizes = RunSizes(together, chunk, padded=padded)
-    monkeypatch.setattr(banded_softmax, "_sizes", lambda q, window: sizes)
+    monkeypatch.setattr(banded_softmax, "run_sizes", lambda window, launched: sizes)
 
 
 KERNELS = ("products", "sdpa")
@@ -256,7 +259,6 @@ def test_without_gradients_recomputed_and_inside_another_pass(kernel: str) -> No
     fused, leaves = FusedLocalAttention(DIM, WINDOW, kernel=kernel), draw(38)
     expected = results(LocalAttention(DIM, WINDOW), leaves)
     for mode in (torch.inference_mode, torch.no_grad):
-        sdpa._kept.cache_clear()
         with mode():
             assert distance([fused(*leaves)], expected[:1]) <= 1e-12
     again = results(lambda *x: checkpoint(fused, *x, use_reentrant=False), leaves)

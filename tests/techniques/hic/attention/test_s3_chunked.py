@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
-from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedLocalAttention, chunk_attention
+from lightning_amp.models.decoders.stratum_keys import LocalAttention
+from lightning_amp.techniques.hic.attention.install import ChunkedLocalAttention, chunk_attention
 
 DOUBLE = 8
 

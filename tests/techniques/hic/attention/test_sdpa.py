@@ -15,11 +15,11 @@ from lightning_amp._torch import attend_on_cuda, attend_on_cuda_back
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
-from lightning_amp.models.decoders.local_attention import LocalAttention
+from lightning_amp.models.decoders.stratum_keys import LocalAttention
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.simulation.byte_meter import SimulatedMeter
-from lightning_amp.techniques.hic.attention import sdpa
-from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
+from lightning_amp.techniques.hic.attention import rotary, sdpa
+from lightning_amp.techniques.hic.attention.install import FusedLocalAttention
 from tests.techniques.hic.attention.test_fused import DIM, WINDOW, distance, draw, measure, operators, results
 from tests.techniques.sharded_cases import Case, Model, assert_same, make_plan, reference, train
 
@@ -119,13 +119,13 @@ def test_a_decoder_trains_as_on_one_device(case: Case, strategies: tuple[str, ..
 def test_masks_are_made_once_and_not_of_fake_tensors() -> None:
     leaves, mode = draw(4 * WINDOW), FakeTensorMode()
     results(fused(), leaves)
-    before = sdpa._kept.cache_info()
+    before = rotary._kept.cache_info()
     results(fused(), leaves)
     fake = [mode.from_tensor(x.detach()) for x in leaves]
     with mode:
         assert fused()(*fake).shape == (4 * WINDOW, DIM)
-    after = sdpa._kept.cache_info()
-    assert (after.misses, after.hits) == (before.misses, before.hits + 2), "a mask, and zeros"
+    after = rotary._kept.cache_info()
+    assert (after.misses, after.hits) == (before.misses, before.hits + 4), "a mask, zeros, and tables twice"
 
 
 @pytest.mark.parametrize("n", [58, 12, 5])
@@ -134,7 +134,7 @@ def test_cuda_s_kernels_are_called_as_they_are_declared(n: int, monkeypatch: pyt
     called = []
 
     def there(q: Tensor, k: Tensor, values: Tensor, own: Tensor, *args: Any, **kwargs: Any) -> Any:
-        assert own.stride()[:2] in ((0, 0), (sdpa._columns(WINDOW), 0)), "one mask for all buckets"
+        assert own.stride()[:2] in ((0, 0), (sdpa._aligned(2 * WINDOW), 0)), "one mask for all buckets"
         assert all(stride * 4 % sdpa.ALIGNED_BYTES == 0 for stride in own.stride()[:3])
         assert own.storage_offset() * 4 % sdpa.ALIGNED_BYTES == 0
         called.append("there")

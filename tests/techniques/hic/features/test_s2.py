@@ -14,8 +14,8 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import change_of, install
 from lightning_amp.models.decoders.stratified import StrataRegion, StratifiedDecoder
 from lightning_amp.models.decoders.stratum import AllFeatures
-from lightning_amp.techniques.hic.features.decoder import ShardedFeatures, log_softmax, share_features
-from lightning_amp.techniques.hic.features.row import FeatureParallel
+from lightning_amp.techniques.hic.features import ShardedFeatures, log_softmax, share_features
+from lightning_amp.techniques.hic.rows import FeatureParallel
 from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.sharded_cases import (
     Case,

@@ -13,8 +13,8 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError
 from lightning_amp.installing.install import Installed, change_of, install
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.hic.features.row import RowParallelLinear
-from lightning_amp.techniques.hic.features.wide_linear import share_rows
+from lightning_amp.techniques.hic.features import share_rows
+from lightning_amp.techniques.hic.rows import RowParallelLinear
 from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.sharded_cases import differences, fake_mesh, make_plan, model_mesh
 

@@ -13,10 +13,8 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.stratified import Decode
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
-from lightning_amp.techniques.hic.attention.rows import ChunkedAttention
-from lightning_amp.techniques.hic.hidden.decoder import HiddenDecode
-from lightning_amp.techniques.hic.hidden.linear_and_conv import ShardedLayerNorm
-from lightning_amp.techniques.hic.hidden.row import HiddenParallel
+from lightning_amp.techniques.hic.hidden import HiddenDecode, ShardedLayerNorm
+from lightning_amp.techniques.hic.rows import ChunkedAttention, HiddenParallel
 from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirst
 from lightning_amp.techniques.ranks.channel_shards import shard_channels
 from tests.ranks import CountCollectives, run_ranks

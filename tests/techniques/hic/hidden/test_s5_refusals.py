@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
 from lightning_amp.installing.install import change_of, install
-from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import Decode
-from lightning_amp.techniques.hic.hidden.row import HiddenParallel
+from lightning_amp.models.decoders.stratum_keys import LocalAttention
+from lightning_amp.techniques.hic.rows import HiddenParallel
 from tests.techniques.sharded_cases import Case, Model, fake_mesh, make_plan
 
 

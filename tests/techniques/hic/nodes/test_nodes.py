@@ -15,14 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import change_of, install
-from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import StrataRegion, StratifiedDecoder
 from lightning_amp.models.decoders.stratum import AllFeatures
-from lightning_amp.techniques.hic.features.row import FeatureParallel
-from lightning_amp.techniques.hic.nodes.decoder import share_anchors
-from lightning_amp.techniques.hic.nodes.halo_attention import HaloAttention
-from lightning_amp.techniques.hic.nodes.row import DomainParallel
-from lightning_amp.techniques.hic.strata.rows import StrataParallel
+from lightning_amp.models.decoders.stratum_keys import LocalAttention
+from lightning_amp.techniques.hic.nodes.decoder import HaloAttention, share_anchors
+from lightning_amp.techniques.hic.rows import DomainParallel, FeatureParallel, StrataParallel
 from lightning_amp.techniques.ranks.anchor_shards import shard_anchors
 from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.sharded_cases import (

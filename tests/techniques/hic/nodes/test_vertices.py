@@ -22,15 +22,14 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError
 from lightning_amp.installing.install import change_of, install
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.models import graph_vertices as vertices
+from lightning_amp.models import graph_encoder as vertices
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import GraphProfile, Profile
 from lightning_amp.simulation.models_without_values import reference_subject
 from lightning_amp.simulation.simulate import simulate
-from lightning_amp.techniques.hic.nodes.graph_encoder import share_vertices
-from lightning_amp.techniques.hic.nodes.row import VertexParallel
-from lightning_amp.techniques.hic.nodes.vertex_shards import own_edges, shard_vertices
+from lightning_amp.techniques.hic.nodes.graph_encoder import own_edges, shard_vertices, share_vertices
+from lightning_amp.techniques.hic.rows import VertexParallel
 from lightning_amp.techniques.ranks.anchor_shards import shard_anchors
 from tests.lightning.strategy.model_axis_cases import trainer_of
 from tests.planning.profiles import hic, profile, rna

@@ -20,7 +20,7 @@ from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.hic.features.row import FeatureParallel
+from lightning_amp.techniques.hic.rows import FeatureParallel
 from lightning_amp.techniques.ranks.check_region import check_region
 from lightning_amp.techniques.table import targets_of
 from tests.techniques.sharded_cases import Results

@@ -16,7 +16,7 @@ from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.techniques.device_settings import settings_of
-from lightning_amp.techniques.hic.scores import sparse_likelihood as technique
+from lightning_amp.techniques.hic.rows import SPARSE_NUMBERS
 from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB, sparse_likelihood
 from tests.ranks import run_ranks
 from tests.techniques.sharded_cases import (
@@ -38,7 +38,7 @@ CELLS, FEATURES = 7, 150
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(technique, "CACHED", 1)
+    monkeypatch.setattr("lightning_amp.techniques.hic.rows.SPARSE_NUMBERS", 1)
 
 
 def counts(cells: int = CELLS, features: int = FEATURES, mean: float = 0.3) -> Tensor:
@@ -249,7 +249,7 @@ def test_keeps_the_gradients_and_little_else(rows: int, share: float) -> None:
     cells, features = 256, 2000
     x = (torch.rand(cells, features, generator=torch.Generator().manual_seed(0)) < share).float()
     n_entries, gradients = int(x.sum()), 4 * (cells + 2 * rows) * features
-    chunks = (3 if rows == 1 else 6) * technique.CACHED
+    chunks = (3 if rows == 1 else 6) * SPARSE_NUMBERS
     # beside what the docstring counts: the row tables of a chunk, and scalars
     small = 4 * (6 * features + 400)
     by_entry = SparseCounts.from_dense(x)

@@ -11,7 +11,7 @@ from lightning_amp.installing.install import install
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.policies.build_rules import with_speeds
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.techniques.hic.strata.rows import StrataParallel
+from lightning_amp.techniques.hic.rows import StrataParallel
 from tests.planning.profiles import hic, profile, rna
 from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.sharded_cases import Case, Model, differences, make_plan, model_mesh, reference, sharded

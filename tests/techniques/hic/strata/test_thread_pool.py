@@ -20,8 +20,7 @@ from lightning_amp.installing.install import install
 from lightning_amp.planning.memory.peak_model import estimate
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.time.step_seconds import settle
-from lightning_amp.techniques.hic.attention.rows import FusedAttention
-from lightning_amp.techniques.hic.strata.rows import StreamStrata
+from lightning_amp.techniques.hic.rows import FusedAttention, StreamStrata
 from lightning_amp.techniques.hic.strata.thread_pool import run_in_order, workers_for
 from tests.planning.profiles import shape
 from tests.techniques.sharded_cases import (

@@ -1,14 +1,13 @@
-"""Choose variable genes whose promoter is in a Hi-C bin, of the assembly of the contacts.
+"""Read raw RNA counts, choose variable genes whose promoter is in a Hi-C bin, and write the RNA modality.
 
-Refuses a gene annotation of another assembly or species than the contacts.
-
-Lengths are compared: genes are within the chromosomes of their assembly, and the last of many is near the end. If the
-first chromosomes are as long as a human's or a mouse's, ids of genes are compared too.
+Genes of another assembly or species than the contacts are refused. Lengths are compared: genes are within the
+chromosomes of their assembly, and the last of many is near the end. If the first chromosomes are as long as a human's
+or a mouse's, ids of genes are compared too.
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,104 @@ import pandas as pd
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from lightning_amp.data.files.resolution import bare_name, spell_as
-from lightning_amp.data.prepare.guidance_graph import overlap_bins
-from lightning_amp.data.prepare.rna_counts import RnaCounts
+from lightning_amp.data.files.new_hdf5 import new_hdf5, write_annotations
+from lightning_amp.data.files.read_h5ad import fault_of_counts, open_h5ad
+from lightning_amp.data.prepare.gene_positions import overlap_bins
+from lightning_amp.data.prepare.read_scool import bare_name, spell_as
 from lightning_amp.errors import DataError
+
+CELL_COLUMNS = {"celltype": (("celltype", "cell_type"), "Unknown"), "batch": (("batch",), "0")}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RnaCounts:
+    """Raw counts as read."""
+
+    counts: Any  # CSR array of shape [cell, gene], float32
+    obs: pd.DataFrame  # celltype and batch, then all other columns of the file, indexed by cell
+    genes: pd.Index  # symbols, of shape [gene]
+    source: str
+
+
+def read_rna(path: str | Path) -> RnaCounts:
+    """Read raw counts from layers["counts"] of an h5ad, else from X."""
+    from anndata.io import read_elem
+
+    path = Path(path)
+    with open_h5ad(path) as file:
+        place = "layers/counts" if "layers" in file and "counts" in file["layers"] else "X"
+        if place not in file:
+            raise DataError(
+                f"{path}: neither layers['counts'] nor X found; write raw counts into one of them"
+            )
+        others = [f"layers[{name!r}]" for name in file.get("layers", ()) if name != "counts"]
+        others += ["raw.X"] if "raw" in file and place == "X" else []
+        counts = sp.csr_array(read_elem(file[place]))
+        obs, var = read_elem(file["obs"]), read_elem(file["var"])
+    if counts.shape != (len(obs), len(var)):
+        raise DataError(
+            f"{path}: {place} has shape {counts.shape!r}, obs and var {(len(obs), len(var))!r}; rewrite it"
+        )
+    check_raw(counts, obs.index, var.index, where=str(path), place=place, others=others)
+    return RnaCounts(counts.astype(np.float32), _cell_columns(obs), var.index.astype(str), str(path))
+
+
+def check_raw(
+    counts: Any,  # CSR array of shape [cell, feature]
+    cells: pd.Index,  # with features: their names
+    features: pd.Index,
+    *,
+    where: str,  # with place: the file or object, and the place of the counts in it, for messages
+    place: str,
+    feature: str = "gene",  # what a feature is called in messages
+    others: Sequence[str] = (),  # other places of the file or object that may hold the counts, for messages
+) -> None:
+    """Refuse values that are no raw counts, and repeated names."""
+    fault = fault_of_counts(counts.data)
+    if fault:
+        raise DataError(
+            f"{where}: {place} has {fault[0]} values (e.g. {fault[1]!r}), so it holds no raw counts; put raw "
+            "counts into layers['counts'] (scaled or normalised values cannot be used)"
+            + (f"; other matrices of the file are {', '.join(others)}" if others else "")
+        )
+    for names, what in ((cells, "cell"), (features, feature)):
+        if names.has_duplicates:
+            again = names[names.duplicated()].unique().tolist()
+            raise DataError(
+                f"{where}: {what} names are repeated: {again[:3]!r} ({len(again)}); make them unique"
+            )
+
+
+def _cell_columns(obs: pd.DataFrame) -> pd.DataFrame:
+    columns = {}
+    for name, (sources, default) in CELL_COLUMNS.items():
+        source = next((s for s in sources if s in obs), None)
+        found = None if source is None else obs[source].astype(object)
+        columns[name] = (
+            default if found is None else found.where(found.notna(), default).astype(str).to_numpy()
+        )
+    known = pd.DataFrame(columns, index=obs.index.astype(str))
+    return known.join(obs.drop(columns=list(columns), errors="ignore").set_axis(known.index))
+
+
+def write_rna(path: Path, rna: RnaCounts, positions: pd.DataFrame, *, settings: dict[str, Any]) -> None:
+    """Write the RNA modality; cells without a count in the genes kept are dropped and counted.
+
+    Positions are chrom, start, end, strand of the genes in their order; settings go to `uns["amp"]`.
+    """
+    from anndata.io import write_elem
+
+    filled = rna.counts.sum(axis=1) > 0
+    counts = sp.csr_matrix(rna.counts[filled], dtype=np.float32)
+    var = positions.rename(columns={"start": "chromStart", "end": "chromEnd"}).rename_axis(None)
+    var = var[["chrom", "chromStart", "chromEnd", "strand"]].assign(highly_variable=True, in_hic=True)
+    with new_hdf5(path) as (file, _):
+        write_elem(file, "X", counts)
+        write_elem(file, "layers", {"counts": counts})
+        amp = settings | {"schema": 1, "n_dropped_cells": int((~filled).sum())}
+        amp["genes"] = positions.attrs.get("genes", {})
+        write_annotations(file, obs=rna.obs[filled], var=var, uns={"amp": amp})
+
 
 FEW, BEYOND = 3, 0.05
 """Least number and share of genes behind the end of their chromosome that are refused; fewer are left out."""
@@ -37,17 +130,7 @@ REMEDY = (
 
 
 def check_same_assembly(genes: pd.DataFrame, bins: pd.DataFrame, *, annotation: str | Path) -> None:
-    """Refuse genes that cannot be of the assembly of the bins.
-
-    Args:
-        genes: Positions of the annotation's genes, chromosomes in any spelling.
-        bins: chrom, start, end of the bins that are kept.
-        annotation: The file of `genes`, for messages.
-
-    Raises:
-        DataError: Many genes are behind the end of their chromosome, or all end long before it, or ids are of another
-            species.
-    """
+    """Refuse genes, chromosomes in any spelling, that cannot be of the assembly of the bins that are kept."""
     ends = {bare_name(chrom): int(end) for chrom, end in bins.groupby("chrom")["end"].max().items()}
     width = int((bins["end"] - bins["start"]).max())
     chroms = genes["chrom"].map(bare_name)
@@ -109,25 +192,15 @@ N_TREND_BINS = 20
 
 def choose_genes(
     rna: RnaCounts,
-    genes: pd.DataFrame,
-    bins: pd.DataFrame,
+    genes: pd.DataFrame,  # positions of genes, chromosomes in any spelling
+    bins: pd.DataFrame,  # chrom, start, end of the bins that are kept
     *,
-    n_genes: int,
-    annotation: str | Path,
+    n_genes: int,  # how many of the genes on kept chromosomes count as most variable
+    annotation: str | Path,  # the file of `genes`, for messages
 ) -> tuple[RnaCounts, pd.DataFrame]:
     """Return the counts and positions of the most variable genes whose promoter touches a kept bin.
 
     How many genes there were, and are left out for which reason, is in `.attrs["genes"]` of the positions.
-
-    Args:
-        genes: Positions of genes, chromosomes in any spelling.
-        bins: chrom, start, end of the bins that are kept.
-        n_genes: How many of the genes on kept chromosomes count as most variable.
-        annotation: The file of `genes`, for messages.
-
-    Raises:
-        DataError: The annotation is of another assembly than the bins, or the two files share no symbol, or none on the
-            kept chromosomes.
     """
     check_same_assembly(genes, bins, annotation=annotation)
     shared = rna.genes[rna.genes.isin(genes.index)]
@@ -167,9 +240,8 @@ def choose_genes(
 def most_variable(counts: Any, *, n_genes: int) -> NDArray[np.bool_]:
     """Mark the most variable genes of counts [cell, gene], CSR; all expressed ones when there are fewer.
 
-    Counts are normalised to 10,000 a cell and log1p is taken; genes are put by their mean into 20 groups of
-    equal size, and a gene's score is the distance of its log variance from the median of its group. Genes
-    without any count are never marked; equal scores go by gene order.
+    Counts are normalised to 10,000 a cell and log1p is taken; genes are put by their mean into 20 groups of equal size,
+    and a gene's score is the distance of its log variance from the median of its group. Equal scores go by gene order.
     """
     totals = np.maximum(counts.sum(axis=1), 1)
     logged = sp.csr_array(counts, dtype=np.float64, copy=True)

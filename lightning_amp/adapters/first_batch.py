@@ -1,4 +1,4 @@
-"""Compare a foreign decoder with ours at its real size, on the first batch of training and of evaluation.
+"""Compare a foreign decoder with ours at its real size, on the first batches, and detect later changes of it.
 
     copies       both with the same parameters in float64; the real lists, buckets and buffers, no hooks
     compared     every stratum's log-probability, summed; then once more near these parameters, together with its
@@ -6,32 +6,191 @@
                  shows in it; and what the forward changes
     memory       the derivative is taken forward, so that neither keeps activations; ours runs stratum by stratum
 
-Nothing of the module is changed, and no random numbers of the caller are used.
-Known limits: gradients that only a backward pass changes (hooks on tensors) are compared only on the small copy; nor
-is a stratum compared where the module's own result is not finite.
+    snapshot     parameters, children, lists of indices by identity; numbers, texts, buffers and other tensors by value;
+                 no hooks on modules that ours does not run, but those of Lightning and this package, which only look
 
-Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F).
+Parameters that move to a device or change their type keep their identity. What is not the object it was, or was written
+to, is compared once with the values that were kept, rounded as such a change rounds: nothing waits for a device in
+steps between which nothing changed. Nothing of the module is changed, and no random numbers of the caller are used.
+Known limits: gradients that only a backward pass changes (hooks on tensors) are compared only on the small copy; nor is
+a stratum compared where the module's own result is not finite. Changes of classes, inside of attributes of other types
+and of lists, through `tensor.data`, or by less than float32 rounds are not seen. Legend: cell (B), anchor (N), dim (D),
+stratum (K), feature (F).
 """
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder
-from lightning_amp.adapters.forms.adapted_stratum import AdaptedStratum
+from lightning_amp.adapters.forms.adapted_decoder import LISTS, AdaptedDecoder, AdaptedStratum
 from lightning_amp.adapters.forms.multires import MultiResDecoder
-from lightning_amp.adapters.recognise.module_snapshot import Marks
-from lightning_amp.adapters.recognise.small_copy import no_hooks
+from lightning_amp.adapters.lazy_distribution import version
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.errors import AmpError, ModelError
+from lightning_amp.errors import AmpError, InstallError, ModelError
+from lightning_amp.footprint.recompute_state import DEPTH, mark_of
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.checks.same_function import failure
+from lightning_amp.techniques.contract.change import KINDS
+
+SHOWN = 3
+PLAIN = (int, float, str)
+GONE = None
+"""In place of what is not there; a parameter that is None is none."""
+TORCH = frozenset(vars(nn.Module()))
+WATCHERS = ("lightning_amp", "lightning", "pytorch_lightning")
+"""Packages whose hooks change nothing: the check for finite numbers, profilers, summaries."""
+
+
+class Snapshot:
+    """A foreign decoder as it is now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = list(module.named_parameters())
+        self._found, tensors = _found(module)
+        self._tensors = {name: _Kept(tensor) for name, tensor in tensors.items()}
+
+    def check(self, module: nn.Module, decoder: nn.Module) -> None:
+        """Refuse a module that is another one by now."""
+        found, tensors = _found(module)
+        changes = [
+            f"{name!r} {_change(self._found.get(name, GONE), found.get(name, GONE))}"
+            for name in self._found | found
+            if not _same(self._found.get(name, GONE), found.get(name, GONE))
+        ]
+        changes += [
+            f"{name!r} has other values than it had"
+            for name, kept in self._tensors.items()
+            if not kept.is_still(tensors.get(name))
+        ]
+        changes += [f"{name!r} has hooks, which would not run" for name in hooked(module, decoder)]
+        if changes:
+            raise InstallError(
+                f"the decoder {type(module).__name__!r} has changed since the plan was installed:"
+                f" {', '.join(changes[:SHOWN])}{f' and {len(changes) - SHOWN} more' if len(changes) > SHOWN else ''};"
+                " what the plan runs in its place was made before that: make such changes before fit, in `__init__`,"
+                " `configure_model` or `setup`, or train with strategies='S1', which runs the decoder's own forward"
+            )
+
+
+class Marks:
+    """All that a module and those in it hold, also inside of other objects; the lists of indices are left out.
+
+    To be asked again before the module is changed by anyone else.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # other objects could take the place of what is not kept
+        self._kept: list[object] = []
+        self._marks = self._of(module)
+
+    def changed(self, module: nn.Module) -> list[str]:
+        """Names of what is not as it was."""
+        after = self._of(module)
+        return [name for name in self._marks | after if self._marks.get(name) != after.get(name)]
+
+    def _of(self, module: nn.Module) -> dict[str, Any]:
+        seen: dict[int, Any] = {id(child): child for child in module.modules()}
+        found: dict[str, Any] = {}
+        for fqn, child in module.named_modules():
+            own = {name: value for name, value in vars(child).items() if name not in TORCH}
+            for name, value in (own | child._parameters | child._buffers | child._modules).items():
+                if fqn or name not in LISTS:
+                    found[f"{fqn}.{name}" if fqn else name] = value
+        self._kept += [seen, found]
+        return {name: mark_of(value, seen, DEPTH) for name, value in found.items()}
+
+
+class _Kept:
+    """A tensor as it was, which may move to another device or change its type."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values = tensor.detach().cpu().clone()
+        self._object, self._version = tensor, version(tensor)
+
+    def is_still(self, tensor: Tensor | None) -> bool:
+        """Whether this is the tensor, or one of the same values."""
+        if tensor is None:
+            return False
+        if tensor is self._object and version(tensor) == self._version:
+            return True
+        same = torch.equal(
+            _rounded(self._values, tensor.dtype), _rounded(tensor.detach().cpu(), tensor.dtype)
+        )
+        if same:
+            self._object, self._version = tensor, version(tensor)
+        return same
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """As values are that have been of this type, and maybe of float32 before."""
+    if not values.is_floating_point():
+        return values
+    return values.float().to(dtype if dtype.itemsize < torch.float32.itemsize else torch.float32)
+
+
+def _found(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What is known by identity or equality, and tensors that are no parameters."""
+    found: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for fqn, child in module.named_modules(remove_duplicate=False):
+        prefix = f"{fqn}." if fqn else ""
+        for name, value in chain(child._parameters.items(), child._modules.items()):
+            found[prefix + name] = value
+        own = ((name, value) for name, value in vars(child).items() if name not in TORCH)
+        for name, value in chain(child._buffers.items(), own):
+            if isinstance(value, PLAIN):
+                found[prefix + name] = value
+            elif isinstance(value, Tensor):
+                tensors[prefix + name] = value
+    for name in (*LISTS, "res_specs"):
+        # a property may make a new list every time
+        found[name] = vars(module).get(name)
+    return found, tensors
+
+
+def _same(a: object, b: object) -> bool:
+    return a is b or (isinstance(a, PLAIN) and isinstance(b, PLAIN) and a == b)
+
+
+def _change(old: object, new: object) -> str:
+    if old is GONE or new is GONE:
+        return "was added" if old is GONE else "is not there any more"
+    if isinstance(old, PLAIN) and isinstance(new, PLAIN):
+        return f"was {old!r} and is {new!r}"
+    return f"is another {type(new).__name__} than it was"
+
+
+def hooked(module: nn.Module, decoder: nn.Module) -> list[str]:
+    """Names of modules in a foreign decoder with hooks that would not run, for ours does not run these modules.
+
+    These are attention and gated activations, which ours computes, and what is not among the layers that ours shares.
+    """
+    found = {
+        fqn: child
+        for fqn, child in module.named_modules()
+        if fqn and any(not _watches(hook) for kind in KINDS for hook in getattr(child, kind).values())
+    }
+    run = set(decoder.modules()) if found else set()
+    return [fqn for fqn, child in found.items() if child not in run]
+
+
+def _watches(hook: Any) -> bool:
+    source = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return source.split(".")[0] in WATCHERS
+
+
+def no_hooks(module: nn.Module) -> dict[int, Any]:
+    """What deepcopy is to take in place of a module's hooks."""
+    return {id(getattr(child, kind)): OrderedDict() for child in module.modules() for kind in KINDS}
+
 
 CLOSE = 1e-9
 SHOWN = 3
@@ -56,14 +215,10 @@ class FirstBatch:
         self._calls: set[tuple[bool, ...]] = set()
 
     def allow(self, *, usual: int, free: int | None) -> str:
-        """Say how much memory a comparison may take; without this there is none.
+        """Say how much memory a comparison may take, without which there is none; return why there will be none, or "".
 
-        Args:
-            usual: Bytes that the strata take in a step: as many cells are compared as need no more, and two at least.
-            free: Bytes that there are; None if unknown.
-
-        Returns:
-            Why there will be no comparison, "" if there will be one.
+        As many cells are compared as need no more than `usual`, the bytes of the strata in a step, and two at least;
+        `free` are the bytes that there are, None if unknown.
         """
         fixed, each = needed_bytes(self.module, self.plain)
         least = fixed + LEAST_CELLS * each
@@ -74,11 +229,7 @@ class FirstBatch:
         return ""
 
     def look(self, inputs: Inputs, x: Tensor | SparseCounts | None, subset: Any = None) -> None:
-        """Compare for these inputs and counts (None: zeros), if that was allowed and not done for such a call.
-
-        Raises:
-            ModelError: The module computes something else.
-        """
+        """Compare for these inputs and counts (None: zeros), if that was allowed and not done for such a call."""
         call = self.module.training, subset is None
         # derivatives take most of the time, and matter only where there are gradients
         directed = torch.is_grad_enabled()
@@ -148,21 +299,15 @@ def needed_bytes(module: nn.Module, decoder: AdaptedDecoder) -> tuple[int, int]:
 
 
 def difference(
-    module: nn.Module,
-    theirs: Callable[..., Any],
+    module: nn.Module,  # it and `decoder` have the same parameters, which are written to
+    theirs: Callable[..., Any],  # the module's forward
     decoder: AdaptedDecoder,
     inputs: Inputs,
     x: Tensor,
     *,
-    directed: bool,
+    directed: bool,  # compare derivatives too, at parameters that were moved away from their values
 ) -> str:
-    """What differs between a foreign decoder in float64 and ours, as what precedes ours; "" if nothing does.
-
-    Args:
-        module: It and `decoder` have the same parameters, which are written to.
-        theirs: The module's forward.
-        directed: Compare derivatives too, at parameters that were moved away from their values.
-    """
+    """What differs between a foreign decoder in float64 and ours, as what precedes ours; "" if nothing does."""
     for parameter in module.parameters():
         # code may ask whether gradients are enabled; none are needed, so that nothing is kept for them
         parameter.requires_grad_(False)

@@ -1,4 +1,10 @@
-"""Latents of cells or vertices, their noise, the library a cell is decoded with, and terms of the GLUE loss."""
+"""Encode cells as latents u, sample them, and compare their distributions: divergence and alignment.
+
+    x -> log1p(total x / library) -> depth x (Linear, LeakyReLU 0.2, BatchNorm, Dropout) -> h
+    loc = Linear(h)      std = softplus(Linear(h)) + 1e-7
+
+Zero counts stay zero up to the first Linear, which reads only the entries (data/sparse_counts.py).
+"""
 
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -8,11 +14,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lightning_amp.models.keyed_noise import keyed_normal
-from lightning_amp.shapes import Library, PerCell, Scalar
+from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.models.keyed_noise import KeyedDropout, keyed_normal
+from lightning_amp.shapes import Counts, Library, PerCell, Scalar
 
 if TYPE_CHECKING:
     from lightning_amp.data.batch import CellBatch
+
 
 LEAST_LIBRARY = 1e-8
 """Stands in for the library of a cell without counts, whose likelihood is then 1 in the limit."""
@@ -84,9 +92,7 @@ class Discriminator(nn.Module):
 def alignment_loss(discriminator: Discriminator, latents: dict[int, PerCell], *, frozen: bool) -> Scalar:
     """Cross-entropy of the discriminator's guesses: mean over the cells of a modality, then over modalities.
 
-    Args:
-        latents: class of a modality -> latent of its cells.
-        frozen: compute with detached parameters, so that backward reaches the latents only.
+    `latents` are by class of a modality; `frozen` detaches the parameters, so that backward reaches the latents only.
     """
     parameters = {n: p.detach() if frozen else p for n, p in discriminator.named_parameters()}
     total = torch.zeros((), device=next(iter(latents.values())).device)
@@ -94,3 +100,47 @@ def alignment_loss(discriminator: Discriminator, latents: dict[int, PerCell], *,
         logits = torch.func.functional_call(discriminator, parameters, (u,))
         total = total + F.cross_entropy(logits, torch.full((len(u),), label, device=u.device))
     return total / len(latents)
+
+
+ENCODER_LEAK = 0.2
+LEAST_STD = 1e-7
+
+
+class Encoder(nn.Module):
+    """Encoder of one modality; its first layer, which grows with the features, is called `first`."""
+
+    def __init__(
+        self,
+        n_features: int,
+        dim: int,
+        *,
+        hidden_dim: int,
+        hidden_depth: int,
+        dropout: float,  # probability of a zero after each hidden layer
+        # counts are scaled to this many per cell before log1p; None for data that are not counts
+        total: float | None,
+        stream: int,  # first of the `hidden_depth` streams of random numbers that dropout uses
+    ):
+        super().__init__()
+        self.total = total
+        self.first = nn.Linear(n_features, hidden_dim)
+        self.hidden = nn.ModuleList(nn.Linear(hidden_dim, hidden_dim) for _ in range(hidden_depth - 1))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(hidden_dim) for _ in range(hidden_depth))
+        self.dropouts = nn.ModuleList(KeyedDropout(dropout, stream=stream + i) for i in range(hidden_depth))
+        self.loc = nn.Linear(hidden_dim, dim)
+        self.std = nn.Linear(hidden_dim, dim)
+
+    def forward(
+        self, x: Counts | SparseCounts, library: Library, draw: Int[Tensor, " cell"] | None = None
+    ) -> tuple[PerCell, PerCell]:
+        """Mean and standard deviation of u; library must be positive."""
+        h = x
+        if self.total is not None:
+            scale = self.total / library
+            if isinstance(x, SparseCounts):
+                h = x.with_values((x.value * scale[x.row, 0]).log1p())
+            else:
+                h = (x * scale).log1p()
+        for layer, norm, dropout in zip((self.first, *self.hidden), self.norms, self.dropouts, strict=True):
+            h = dropout(norm(F.leaky_relu(layer(h), ENCODER_LEAK)), draw)
+        return self.loc(h), F.softplus(self.std(h)) + LEAST_STD

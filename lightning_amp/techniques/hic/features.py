@@ -1,26 +1,27 @@
-"""S2: every rank decodes the features that it owns, and the softmax runs over all ranks' features.
+"""S2: every rank decodes the features that it owns, and holds their weights of a layer that reads all features.
 
     logit_k[:, own] -> log_softmax over all F_k -> log p(x[:, own]) -> sum over own features -> sum over ranks
 
     log_softmax(x)_f = x_f - log sum over ranks s of exp(L_s)       L_s = logsumexp of rank s's own x, -inf without any
     backward         g_f - softmax(x)_f * (sum over ranks of sum over own f of g_f)
+    layer            y = sum over ranks r of x[:, F^(r)] W[:, F^(r)]^T + bias
 
-The sum over ranks is the loss only because the normaliser is that of all features: softmax over only the own features
-gives another model, silently. Normalisers are gathered, not reduced as a maximum and then a sum: that would be two
-collectives, and [B, R] is small.
-Exact up to the order of the sums. The features of a stratum are sharded in runs of ceil(F_k / R); a rank may have none
-and takes part all the same, for the others wait for it.
+Exact up to the order of the sums. Features are sharded in runs of ceil(F_k / R); a rank may have none and takes part
+all the same, for the others wait for it.
 
     collectives of a step             forward                       backward
     every stratum (not binarized)     1 all-gather [B]              1 all-reduce [B]
     every stratum, with S5            1 reduce-scatter [B, F_k]     1 all-gather [B, F_k]       instead of S5's own
     the whole decoder                 1 all-reduce of the loss      1 all-reduce (ranks/sharded_region.py)
+    the layer                         1 all-reduce [B, h]           1 all-gather [B, F], if x has a gradient
 
-What shrinks to a part of 1 / R: scores, logits and everything of the likelihood, [B, F_k]. Tables stay whole on every
-rank; each rank's gradient is a part that is zero outside the own columns.
+What shrinks to a part of 1 / R: scores, logits and everything of the likelihood, [B, F_k]; of the layer its weight,
+gradient, optimiser state and the columns of x that are kept. Tables stay whole; their gradients are zero outside the
+own columns.
 
-Legend: cell (B), anchor (N), dim (D), stratum_feature (F_k), own_feature (those of this rank), R ranks.
-Known limits: second derivatives are refused; without S5 every rank computes every key.
+Legend: cell (B), anchor (N), dim (D), stratum_feature (F_k), own_feature (those of this rank), hidden (h), R ranks.
+Known limits: second derivatives are refused; without S5 every rank computes every key; in bf16 the ranks' products are
+rounded before they are added; the update of an optimiser must be elementwise, for it sees only the shard.
 """
 
 from typing import Any, cast
@@ -32,29 +33,26 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor, PerCell
 from lightning_amp.techniques.checks.same_function import mismatch
-from lightning_amp.techniques.contract.change import Change
+from lightning_amp.techniques.contract.change import Change, hooks_of, hooks_within
 from lightning_amp.techniques.contract.protocol import (
     FEATURE_METHODS,
     DecomposedDecoder,
     ScattersFeatures,
     has_methods,
 )
-from lightning_amp.techniques.hic.features.row import FeatureParallel
+from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
+from lightning_amp.techniques.hic.rows import FeatureParallel, RowParallelLinear
 from lightning_amp.techniques.ranks import collectives
-from lightning_amp.techniques.ranks.even_runs import own_run, run_length
+from lightning_amp.techniques.ranks.even_runs import Runs, join_runs, own_run, run_length
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
 
 
 def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:
-    """Shard the features of a decoder's strata over the model axis.
-
-    Raises:
-        InstallError: A leaf that would be replaced is missing or
-            is not the reference's.
-    """
+    """Shard the features of a decoder's strata over the model axis."""
     for k, stratum in enumerate(decoder.strata):
         problem = features_problem(stratum)
         if problem:
@@ -194,3 +192,73 @@ class _LogSoftmax(torch.autograd.Function):
 
 def _at_least_float32(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
+
+
+def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> Change:
+    """Shard the input features of a linear layer over the model axis."""
+    problem = _problem(linear)
+    if problem:
+        raise InstallError(
+            f"S2 does not support a layer that {problem}; only a plain nn.Linear can be split by its input"
+            " features: take the layer's rule out of the plan, or leave S2 out"
+        )
+    assert isinstance(linear, nn.Linear), "checked above"
+    shared = SharedLinear(linear, mesh["model"])
+    parts = Runs(mesh=mesh["model"], n=linear.in_features, dim=1)
+    weight = shard_parameter(shared, "weight", linear.get_parameter("weight"), parts=parts)
+    return Change({"": shared}, sharded=[weight])
+
+
+class SharedLinear(nn.Module):
+    """A linear layer with this rank's columns of the weight; made by `share_rows`, which gives it the weight."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        # in the order of nn.Linear: optimisers number parameters by it
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", linear.bias)
+        self.train(linear.training)
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, ranks={self.mesh.size()}"
+
+    def forward(self, x: Float[Tensor, "*cell feature"] | SparseCounts) -> Float[Tensor, "*cell hidden"]:
+        """The layer's output for all features, equal on all ranks."""
+        if isinstance(x, SparseCounts):
+            # not a tensor, but what F.linear takes
+            own = cast(Tensor, x[..., own_run(x.shape[-1], self.mesh)])
+        else:
+            own = cast(Tensor, _TakeColumns.apply(x, self.mesh))  # type: ignore[no-untyped-call]
+        y = collectives.leave(self.mesh, F.linear(own, self.weight))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class _TakeColumns(torch.autograd.Function):
+    """The own columns of x as a copy: a view would keep all of x alive until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh, ctx.n_features, ctx.behind = mesh, x.shape[-1], "outside"
+        return x[..., own_run(x.shape[-1], mesh)].clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return join_runs(grad, ctx.n_features, ctx.mesh, dim=grad.dim() - 1), None
+
+
+def _problem(linear: nn.Module) -> str:
+    if type(linear) is not nn.Linear:
+        return f"is a {type(linear).__name__!r}"
+    if linear._parameters.get("weight") is None:
+        return "computes its weight from other parameters"
+    # on the parameter itself too, which is replaced by the shard
+    found = [*hooks_within(linear), *hooks_of(linear.get_parameter("weight"), "weight")]
+    return f"has {', '.join(found)}" if found else ""

@@ -1,6 +1,4 @@
-"""Define `Diagnosis`, a list of findings, and derive it from a profile.
-
-Derive bottleneck signals from a profile: AMP's three (Zhang et al. 2026, Table 3), then registered ones.
+"""Derive bottleneck signals from a profile: AMP's three (Zhang et al. 2026, Table 3), then registered ones.
 
     HIGH_INPUT_DIMENSIONALITY   n_features >> other modalities                    10 times the next largest
     ATTENTION_DECODER           decoder uses attention                            its keys are built with attention

@@ -1,6 +1,7 @@
-"""Writes contacts of single cells as the Hi-C modality: an h5ad of cells x (stratum, anchor)."""
+"""Number the features of a Hi-C modality, and write the contacts of single cells as an h5ad of them."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,92 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from lightning_amp.data.files.new_hdf5 import new_hdf5, start_matrix, write_annotations
-from lightning_amp.data.prepare.feature_grid import FeatureGrid
+from lightning_amp.data.files.strata_layout import feature_name
 from lightning_amp.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureGrid:
+    """Bins that are kept, and the column of every pair of them."""
+
+    bins: pd.DataFrame  # columns chrom, start, end of the kept bins; the row is the anchor
+    # anchor of each bin of the file, -1 for one left out, of shape [bin of the file]
+    row_of_bin: NDArray[np.int64]
+    # column of (stratum, anchor), -1 where the pair leaves its chromosome, [stratum, anchor]
+    column_of: NDArray[np.int64]
+    n_features: int
+    cis_only: bool  # whether pairs stay on one chromosome
+    left_out: tuple[str, ...]  # chromosomes of the file that are not kept
+
+    @property
+    def n_strata(self) -> int:
+        """Number of strata."""
+        return len(self.column_of)
+
+    def locate(
+        self, bin1: NDArray[np.int64], bin2: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the anchors of both bins (the lower first) and the column of each pixel, -1 for what is not kept,
+        [pixel]."""
+        row1, row2 = self.row_of_bin[bin1], self.row_of_bin[bin2]
+        stratum = row2 - row1
+        kept = (row1 >= 0) & (row2 >= 0) & (stratum < self.n_strata)
+        column = np.full(len(bin1), -1, dtype=np.int64)
+        column[kept] = self.column_of[stratum[kept], row1[kept]]
+        return row1, row2, column
+
+    def var(self) -> pd.DataFrame:
+        """Return the table of features, indexed by their names."""
+        stratum, anchor = np.nonzero(self.column_of >= 0)
+        chrom = pd.Categorical(self.bins["chrom"])
+        start, end = self.bins["start"].to_numpy(), self.bins["end"].to_numpy()
+        partner = anchor + stratum
+        names = map(feature_name, np.asarray(chrom)[anchor], start[anchor], end[anchor], stratum.tolist())
+        return pd.DataFrame(
+            {
+                "chrom": chrom[anchor],
+                "chromStart": start[anchor],
+                "chromEnd": end[anchor],
+                "target_chrom": chrom[partner],
+                "target_chromStart": start[partner],
+                "target_chromEnd": end[partner],
+                "stratum": stratum.astype(np.int32),
+                "anchor": anchor.astype(np.int32),
+                "highly_variable": True,
+            },
+            index=pd.Index(list(names), dtype=object),
+        )
+
+
+def build_grid(
+    bins: pd.DataFrame,  # the file's bin table: chrom, start, end
+    *,
+    strata: int,
+    chromosomes: list[str],
+    # leave out pairs that would cross a chromosome's end; otherwise they count as contacts of the last bins of one
+    # chromosome with the first bins of the next
+    cis_only: bool = True,
+    source: str | Path = "bins",
+) -> FeatureGrid:
+    """Lay out the features of some chromosomes."""
+    keep = bins["chrom"].isin(chromosomes).to_numpy()
+    kept = bins[keep].reset_index(drop=True)
+    sizes = kept["chrom"].value_counts(sort=False)
+    # Beyond the longest chromosome a cis stratum is empty; shorter chromosomes just have fewer pairs.
+    most = int(sizes.max()) if cis_only else len(kept)
+    if not 1 <= strata <= most:
+        raise DataError(
+            f"{source}: {strata!r} strata are not possible; allowed are 1 to {most!r}, the number of bins of the "
+            f"longest chromosome kept ({sizes.idxmax()!r}); ask for fewer or use a finer resolution"
+        )
+    row_of_bin = np.where(keep, np.cumsum(keep) - 1, -1)
+    codes = pd.factorize(kept["chrom"])[0]
+    end = np.searchsorted(codes, codes, side="right") if cis_only else np.full(len(kept), len(kept))
+    exists = np.arange(len(kept)) + np.arange(strata)[:, None] < end
+    column_of = np.where(exists, np.cumsum(exists).reshape(exists.shape) - 1, -1)
+    left_out = tuple(bins["chrom"][~keep].drop_duplicates())
+    return FeatureGrid(kept, row_of_bin, column_of, int(exists.sum()), cis_only, left_out)
+
 
 FLUSH_AT = 4_000_000
 """Pixels that wait in memory until they are added to a sum."""
@@ -20,10 +105,7 @@ APPEND_AT = 1_000_000
 
 
 class Pseudobulk:
-    """Running sum of contact maps over the same bins, in memory that does not grow with the number of cells.
-
-    Pixels wait in a buffer that is added to a sparse matrix when it is full, because an addition is slow.
-    """
+    """Running sum of contact maps over the same bins, in memory that does not grow with the number of cells."""
 
     def __init__(self, n_bins: int) -> None:
         self.n_bins = n_bins
@@ -53,28 +135,19 @@ class Pseudobulk:
 
 def write_hic(
     path: Path,
-    cells: Iterable[tuple[str, pd.DataFrame]],
+    cells: Iterable[tuple[str, pd.DataFrame]],  # name and pixels (bin1_id, bin2_id, count) of each cell
     *,
     grid: FeatureGrid,
-    labels: pd.DataFrame,
+    labels: pd.DataFrame,  # one row for each cell, indexed by the names in `cells`: celltype, batch, read_depth
     min_depth: int,
-    settings: dict[str, Any],
+    settings: dict[str, Any],  # written to `uns["amp"]` with the number of dropped cells
     source: str | Path,
 ) -> Any:
     """Write the Hi-C modality, with a few cells in memory at a time.
 
-    A cell is dropped when it has fewer than `min_depth` contacts on the kept chromosomes (at any distance),
-    or none in the strata. Dropped cells count in no sum. Returns the contacts within chromosomes, summed over the
-    cells kept, as a SciPy COO array [anchor, anchor].
-
-    Args:
-        path: The h5ad to write.
-        cells: Name and pixels (bin1_id, bin2_id, count) of each cell.
-        labels: One row for each cell, indexed by the names in `cells`: celltype, batch, read_depth.
-        settings: Written to `uns["amp"]` with the number of dropped cells.
-
-    Raises:
-        DataError: No cell is left.
+    A cell is dropped when it has fewer than `min_depth` contacts on the kept chromosomes (at any distance), or none in
+    the strata. Returns the contacts within chromosomes, summed over the cells kept, as a SciPy COO array [anchor,
+    anchor].
     """
     bulk = Pseudobulk(len(grid.bins))
     chrom = pd.factorize(grid.bins["chrom"])[0]

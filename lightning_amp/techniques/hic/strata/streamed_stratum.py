@@ -1,30 +1,37 @@
-"""Run the cells of a stratum in micro-batches, forward and backward of one after the other; part of `stream`.
+"""Run a streamed stratum: its cells in micro-batches, its key in fewer operators.
 
     nll(key, u, all cells) = sum over micro-batches of nll(key, u of its cells, its cells)
 
 Exact: every cell's log-likelihood is computed from the key, its own u and its own counts, so values and gradients are
 sums over cells. What shrinks: scores and likelihood [B, F_k] exist for one micro-batch only. The gradient of the key
-[N, D] is made for every micro-batch and added up; that of its rows of u is its own.
+[N, D] is made for every micro-batch and added up. Collectives of the decode and of the softmax (S2, S5, nodes) come
+once for every micro-batch; how many there are depends on the number of cells, which a model group shares. What a
+stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, None.
 
-Collectives of the decode and of the softmax (S2, S5, nodes) come once for every micro-batch, the same on all ranks: how
-many there are depends on the number of cells, which a model group shares.
+    qk, val = p A^T, p B^T         dp = g + dqk A + dval B, the sums inside the products; g is that of attended p
+    key' = [key +] a gelu(b)       da, db = dkey' gelu(b), dkey' a gelu'(b), the two halves of one tensor
 
-What a stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, None.
+A key is run so where it is one of the forms of stratum_keys.py, which is found by trying; hooks on a projection, a
+bias, another class of layer and autocast keep it as it is. Two sums of gradients of p and a copy of that of ff's result
+are not made.
 
 Legend: cell (B), anchor (N), dim (D).
-Known limits: gradients are handed out once (autograd/precomputed_gradients.py). What changes the loss by less than the
+Known limits: gradients are handed out once, second derivatives are refused. What changes the loss by less than the
 tolerance of `check_sum` is not noticed, nor anything in a loss that draws random numbers or is only simulated; hooks
 inside run three times more, and what the stratum counts is counted so often.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from lightning_amp._torch import has_no_values, multiplies_in_tf32
+from lightning_amp._torch import gelu_backward, has_no_values, multiplies_in_tf32
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import PerAnchor, PerCell, Scalar
 from lightning_amp.techniques.autograd.precomputed_gradients import (
@@ -35,18 +42,16 @@ from lightning_amp.techniques.autograd.precomputed_gradients import (
     wants_gradients,
     with_gradients,
 )
+from lightning_amp.techniques.checks.key import attention_form
 from lightning_amp.techniques.checks.same_function import mismatch
+from lightning_amp.techniques.contract.change import KINDS
 
 PER_CELL = ("library", "log_weight")
 """What may need a gradient besides u, of all that has a row for every cell."""
 
 
 def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
-    """The same for some cells at a time.
-
-    Raises:
-        InstallError: The module is not one that hands all cells on, or `size` is not positive.
-    """
+    """The same for some cells at a time."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise InstallError(
             f"stream got cells={size!r}; a micro-batch has a whole number of cells, at least 1"
@@ -55,19 +60,14 @@ def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
     problem = taken or mismatch(sum_over_cells, {"": torch.tensor(63.0)}, _run)
     if problem:
         raise InstallError(
-            f"stream does not support a stratum whose child `sum_over_cells` {problem}; only a module"
-            " without state that returns nll(key, u, **cells) can be replaced: move the rest to the"
-            " stratum, or leave 'stream' out"
+            f"stream does not support a stratum whose child `sum_over_cells` {problem}; only a module without state"
+            " that returns nll(key, u, **cells) can be replaced: move the rest to the stratum, or leave 'stream' out"
         )
     return CellMicrobatches(size, known=getattr(sum_over_cells, "known", True))
 
 
 class CellMicrobatches(nn.Module):
-    """A stratum's cells in micro-batches; made by `in_microbatches`.
-
-    Args:
-        known: Whether the loss is known to be a sum over cells; else that is checked when there are several.
-    """
+    """A stratum's cells in micro-batches; made by `in_microbatches`. Unless `known`, the loss is checked."""
 
     def __init__(self, size: int, *, known: bool = True) -> None:
         super().__init__()
@@ -87,11 +87,7 @@ class CellMicrobatches(nn.Module):
         parameters: Iterable[Tensor],
         **cells: Tensor,
     ) -> Scalar:
-        """Sum over cells of `nll(key, u, **cells)`, one micro-batch alive at a time.
-
-        Raises:
-            InstallError: Something has neither one row per cell nor one for all, or the loss is no sum over cells.
-        """
+        """Sum over cells of `nll(key, u, **cells)`, one micro-batch alive at a time."""
         odd = {name: n for name, value in cells.items() if (n := _n_rows(value)) not in (1, len(u))}
         if odd:
             raise InstallError(
@@ -198,9 +194,6 @@ def check_sum(
 
     A mean over cells, cells that are centred or normalised by each other, and terms that no cell has (a penalty on
     weights) make nll(cells a and b) differ from nll(cell a) + nll(cell b).
-
-    Raises:
-        InstallError: The loss is no sum over cells.
     """
     if has_no_values(u):
         return
@@ -226,3 +219,93 @@ def check_sum(
 def _random_states(device: torch.device) -> list[Tensor]:
     own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *own]
+
+
+def streamed_key(key: nn.Module | None) -> "StreamedKey | None":
+    """What a key runs instead of its class's `forward`; None where that stays."""
+    form = None if key is None or "forward" in vars(key) else attention_form(key)
+    return None if form is None else StreamedKey(*form)
+
+
+@dataclass(frozen=True)
+class StreamedKey:
+    """A key in fewer operators; made by `streamed_key`."""
+
+    projected: bool  # whether it attends to the projected anchors, and not to the normalised ones
+    residual: bool  # whether the gated layer's result is added to its input
+
+    def __call__(self, key: Any, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Key, and the projected anchors."""
+        if not _plain(key, v):
+            found: tuple[Tensor, Tensor] = type(key).forward(key, v)
+            return found
+        p = key.prenorm(v)
+        qk, val, p = _Project.apply(p, key.qk.weight, key.value.weight)  # type: ignore[no-untyped-call]
+        met = val + key.attention(qk, qk, val if self.projected else p)
+        gated = _Gate.apply(key.ff(key.postnorm(met)), met if self.residual else None)  # type: ignore[no-untyped-call]
+        return gated, val
+
+
+def _plain(key: Any, v: Tensor) -> bool:
+    """Whether the projections are products with their weights, and nothing else."""
+    kind = v.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return False
+    return all(
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and "forward" not in vars(layer)
+        and not any(getattr(layer, hooks) for hooks in KINDS)
+        for layer in (key.qk, key.value)
+    )
+
+
+class _Project(torch.autograd.Function):
+    """Both projections of p, and p itself, whose gradients meet in p."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, of_qk: Tensor, of_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(p, of_qk, of_value)
+        return F.linear(p, of_qk), F.linear(p, of_value), p.view_as(p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        p, *weights = ctx.saved_tensors
+        *of_rows, found = grads
+        pairs = [(g, w) for g, w in zip(of_rows, weights, strict=True) if g is not None]
+        for i, (g, weight) in enumerate(pairs if ctx.needs_input_grad[0] else ()):
+            if found is None:
+                found = g @ weight
+            else:
+                # the gradient that came in may be used elsewhere too
+                found = torch.addmm(found, g, weight) if i == 0 else found.addmm_(g, weight)
+        needed = ctx.needs_input_grad[1:]
+        of_weights = (
+            g.T @ p if g is not None and need else None for g, need in zip(of_rows, needed, strict=True)
+        )
+        return found, *of_weights
+
+
+class _Gate(torch.autograd.Function):
+    """The first half of the channels, gated by the GELU of the second half, and added to the key where there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, key: Tensor | None) -> Tensor:
+        a, b = h.chunk(2, dim=-1)
+        gate = F.gelu(b)
+        ctx.save_for_backward(h, gate)
+        return a * gate if key is None else torch.addcmul(key, a, gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        h, gate = ctx.saved_tensors
+        a, b = h.chunk(2, dim=-1)
+        of_h = torch.empty_like(h)
+        of_a, of_b = of_h.chunk(2, dim=-1)
+        torch.mul(grad, gate, out=of_a)
+        torch.mul(grad, a, out=of_b)
+        gelu_backward(of_b, b, grad_input=of_b)
+        return of_h, grad if ctx.needs_input_grad[1] else None

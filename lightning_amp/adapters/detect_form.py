@@ -1,0 +1,372 @@
+"""Detect the form of a decoder by running a small copy of it and comparing it with ours.
+
+    nothing else    its forward changes no attribute, parameter, buffer or child of it, which ours would leave alone
+    least           exp(logits + log theta) for cells without contacts
+    the form        the first whose summed log-probability, and gradients of it by u, v, l and every parameter,
+                    agree to 1e-9 in training and in evaluation; where values are large, those by u, v and l
+    the copy        the same class and settings, all parameters drawn anew in float64, tables and lists of a few
+    anchors, buckets of 3 anchors, the last full or cut short by one, no hooks; every stratum is there
+
+A form has to be known before there is a plan, and large values come long after the first batch. The real lists,
+buckets, buffers and inputs are compared with the first batch (first_batch.py). A comparison that fails shows nothing:
+it is an error, unless its attention has a setting that ours does not have. Nothing of the instance is changed, and no
+random numbers of the caller are used. Every rank finds the same form, for torch's distributions check their values
+meanwhile, whatever an import has set.
+
+Known limits: what a decoder does with values that are still larger, or where its own result is not finite, is not seen.
+Legend: cell (B), anchor (N), dim (D), stratum (K), feature (F), resolution (R).
+"""
+
+import copy
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp.adapters.first_batch import Marks, hooked, no_hooks
+from lightning_amp.adapters.forms.adapted_decoder import LISTS, AdaptedDecoder, Layout, NotDetected, layout_of
+from lightning_amp.adapters.forms.higlue import TABLES, Form, dim_of, forms, make_decoder, read_parts
+from lightning_amp.adapters.forms.multires import bands, make_multires, read_bands, resembles_multires
+from lightning_amp.errors import AmpError, ModelError
+from lightning_amp.techniques.checks.likelihood import checking_values
+from lightning_amp.techniques.checks.same_function import close, failure
+
+OURS = {
+    "causal": False,
+    "look_backward": 1,
+    "look_forward": 1,
+    "exact_windowsize": False,
+    "autopad": True,
+    "shared_qk": True,
+    "use_xpos": False,
+    "scale": None,
+}
+
+
+def attention_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of attention of a decoder, of all resolutions."""
+    several: Any = getattr(module, "attn_layers_by_res", None) or ()
+    return [*getattr(module, "attn_layers", ()), *(layer for layers in several for layer in layers)]
+
+
+def settings_problem(module: nn.Module) -> str:
+    """How the attention of a decoder differs from ours, as the end of a sentence; "" if it has no other settings."""
+    found: dict[str, None] = {}
+    for layer in [] if getattr(module, "use_attn", True) is False else attention_layers(module):
+        for name, ours in OURS.items():
+            value = getattr(layer, name, ours)
+            if value != ours:
+                found[f"{name}={value!r} where ours has {ours!r}"] = None
+        dropout = getattr(getattr(layer, "dropout", None), "p", 0)
+        if dropout:
+            found[f"dropout={dropout!r} where ours has none"] = None
+        if getattr(layer, "rel_pos", layer) is None:
+            found["no rotary positions (`dim`, use_rotary_pos_emb) where ours has them"] = None
+    return f": its attention has {', '.join(found)}" if found else ""
+
+
+WINDOW = 3
+CELLS = 3
+MORE = 11
+"""Anchors beyond the number of strata, at least."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What values are multiplied with, and what is added to two of the tables."""
+
+    where: str = ""  # in words, for a message
+    # whether values are large, so that gradients of parameters are not compared, nor what is not finite
+    large: bool = False
+    short: int = 1  # anchors that the last bucket lacks
+    u: float = 1.0
+    v: float = 1.0
+    counts: float = 1.0
+    layers: float = 1.0
+    log_theta: float = 0.0
+    zi_logits: float = 0.0
+
+    def n_anchors(self, at_least: int) -> int:
+        """N with a last bucket that lacks `short` anchors."""
+        return at_least + -(at_least + self.short) % WINDOW
+
+
+NEAR_ONE = Sizes()
+LARGE = (
+    Sizes(where=" where u is large", large=True, short=0, u=30, counts=30),
+    # additional zeros are so rare here that another small number in their place shows
+    Sizes(
+        where=" where v and weights are large",
+        large=True,
+        v=30,
+        counts=30,
+        layers=5,
+        log_theta=2,
+        zi_logits=-30,
+    ),
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Small:
+    """A small copy and what it is run on."""
+
+    module: nn.Module
+    layout: Layout
+    sizes: Sizes
+    inputs: tuple[Tensor, Tensor, Tensor]
+    b: Tensor
+    counts: Tensor
+
+    def run(self, *, training: bool = True) -> Any:
+        """What the copy returns."""
+        u, v, l = self.inputs  # noqa: E741
+        return self.module.train(training)(u, v, self.b, l)
+
+    def x(self, *, binarized: bool) -> Tensor:
+        """Data that the copy may have been made for."""
+        return (self.counts > 0).double() if binarized else self.counts
+
+
+def small_copy(module: nn.Module, layout: Layout, sizes: Sizes) -> Small:
+    """A small copy of a decoder, which is left as it is, with the decoder's layout."""
+    n_strata = len(layout.nodes)
+    n_anchors = sizes.n_anchors(n_strata + MORE)
+    # three or four of the anchors that have a pair at this distance, up to the last one
+    nodes = [torch.arange(k % 2, n_anchors - k, 4) for k in range(n_strata)]
+    nodes[0] = torch.arange(n_anchors)
+    few = layout_of(nodes, layout.listed_in)
+    columns = [torch.arange(*run) for run in few.columns]
+    memo: dict[int, Any] = {}
+    for name in LISTS:
+        value = getattr(module, name)
+        lists = columns if name == few.listed_in else few.nodes
+        memo[id(value)] = [_like(rows, one) for rows, one in zip(lists, value, strict=True)]
+    copied, *values = _drawn(module, memo, sizes, n_anchors=n_anchors, n_features=few.n_features)
+    return Small(copied, few, sizes, *values)
+
+
+def small_multires(module: Any, _: Layout, sizes: Sizes) -> Small:
+    """A small copy of a module, which is left as it is."""
+    memo: dict[int, Any] = {}
+    specs: list[Any] = []
+    anchors, features = 0, 0
+    for i, (spec, band) in enumerate(zip(module.res_specs, bands(module), strict=True)):
+        own = copy.copy(spec)
+        n = sizes.n_anchors(spec.n_strata + MORE + i * WINDOW)
+        whole = torch.ones(spec.n_strata, n, dtype=torch.bool)
+        if bool((band < 0).any()):
+            whole[:, 2] = False
+            whole &= torch.arange(n) < n - torch.arange(spec.n_strata)[:, None]
+        columns = torch.arange(features, features + int(whole.sum()))
+        places = torch.full(whole.shape, -1)
+        places[whole] = columns
+        own.n_anchors, own.anchor_offset = n, anchors
+        own.band_idx, own.feat_idx = places.flatten().numpy(), columns.numpy()
+        memo[id(getattr(module, f"band_idx_{i}"))] = places
+        feat_idx = getattr(module, f"feat_idx_{i}", None)
+        memo |= {} if feat_idx is None else {id(feat_idx): columns}
+        specs.append(own)
+        anchors, features = anchors + n, features + len(columns)
+    memo[id(module.res_specs)] = specs
+    copied, *values = _drawn(module, memo, sizes, n_anchors=anchors, n_features=features)
+    return Small(copied, read_bands(copied), sizes, *values)
+
+
+def _drawn(
+    module: nn.Module, memo: dict[int, Any], sizes: Sizes, *, n_anchors: int, n_features: int
+) -> tuple[Any, ...]:
+    """A copy with parameters drawn anew and `memo` in place of its lists, and what it is run on: u, v, l; b; counts."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    drawn: dict[int, Any] = {}
+    for name, parameter in module.named_parameters():
+        shape = (len(parameter), n_features) if name in TABLES else parameter.shape
+        drawn[id(parameter)] = nn.Parameter(_scaled(normal(*shape), name, sizes))
+    for buffer in module.buffers():
+        dtype = torch.float64 if buffer.is_floating_point() else buffer.dtype
+        drawn[id(buffer)] = buffer.detach().cpu().to(dtype, copy=True)
+    copied = copy.deepcopy(module, no_hooks(module) | drawn | memo)
+    for layer in attention_layers(copied):
+        cast(Any, layer).window_size = WINDOW
+    dim, resolutions = dim_of(module), len(getattr(module, "res_specs", "1"))
+    u = (sizes.u * dim**-0.5 * normal(CELLS, dim)).requires_grad_()
+    v = (sizes.v * normal(n_anchors, dim)).requires_grad_()
+    counts = sizes.counts * torch.poisson(normal(CELLS, n_features).square(), generator=generator)
+    l = (counts.sum(1, keepdim=True) * torch.arange(1, resolutions + 1) + 1).requires_grad_()  # noqa: E741
+    b = torch.arange(CELLS) % len(cast(Any, module).scale_lin)
+    return copied, (u, v, l), b, counts
+
+
+def _scaled(values: Tensor, name: str, sizes: Sizes) -> Tensor:
+    """Values of the size that keeps products near 1, and LayerNorm's weights apart from 0."""
+    if name in TABLES:
+        return 0.5 * values + {"log_theta": sizes.log_theta, "zi_logits": sizes.zi_logits}.get(name, 0.0)
+    if values.dim() < 2:
+        return 0.5 * values + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
+    return sizes.layers * values / math.sqrt(values.shape[-1])
+
+
+def _like(rows: Tensor, example: Any) -> Any:
+    """Indices of the type that the decoder has them in."""
+    if isinstance(example, Tensor):
+        return rows
+    return rows.tolist() if isinstance(example, list | tuple) else rows.numpy()
+
+
+CLOSE = 1e-9
+TOTAL = "log-probability"
+FAR = f"has another {TOTAL} than any of our forms"
+SHOWN = 3
+
+
+class _Family(NamedTuple):
+    """How decoders of one kind are read, copied small, and made of our parts."""
+
+    read: Callable[[nn.Module], Layout]
+    small: Callable[[nn.Module, Layout, Sizes], Small]
+    forms: Callable[[nn.Module, Form], Iterator[Form]]
+    make: Callable[[nn.Module, Layout, Form], AdaptedDecoder]
+
+
+ONE_RESOLUTION = _Family(read_parts, small_copy, forms, make_decoder)
+SEVERAL = _Family(read_bands, small_multires, lambda _, seen: iter([seen]), make_multires)
+
+
+class _Case(NamedTuple):
+    """What a form of ours has to compute too."""
+
+    small: Small
+    training: bool
+    x: Tensor
+    expected: dict[str, Tensor]
+
+
+@checking_values(True)
+def adapted(module: nn.Module) -> AdaptedDecoder:
+    """Our decoder for a foreign one."""
+    try:
+        # a library's warning says nothing of the module, also where warnings are errors
+        with warnings.catch_warnings(action="ignore"):
+            return _adapted(module)
+    except AmpError:
+        raise
+    except Exception as error:
+        if problem := settings_problem(module):
+            raise NotDetected(f"fails in the comparison with {failure(error)}{problem}") from error
+        raise ModelError(
+            f"the decoder {type(module).__name__!r} has the parts of HiGLUE's, and fails where it is compared with"
+            f" ours, with {failure(error)}: repair that, or name techniques that change no decoder, such as"
+            " strategies='S1', under which it is trained as any other module"
+        ) from error
+
+
+def _adapted(module: nn.Module) -> AdaptedDecoder:
+    family = SEVERAL if resembles_multires(module) else ONE_RESOLUTION
+    layout = family.read(module)
+    if "forward" in vars(module) or module._compiled_call_impl is not None:
+        raise NotDetected("has a forward that is set on the instance, or was compiled")
+    try:
+        inspect.signature(module.forward).bind("u", "v", "b", "l")
+    except TypeError as error:
+        raise NotDetected(f"has a forward that does not take u, v, b and l: {error}") from error
+    decoder = family.make(module, layout, _form_of(family, module, layout))
+    names = hooked(module, decoder)
+    if names:
+        raise NotDetected(f"has hooks on modules of it, {names[:SHOWN]!r}, which would not run")
+    return decoder
+
+
+def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        small = family.small(module, layout, NEAR_ONE)
+        marks = Marks(small.module)
+        kind = _kind_of(small.run())
+        binarized = issubclass(kind, torch.distributions.Bernoulli)
+        seen = Form(kind=kind, least=0.0 if binarized else _least(small))
+        cases = [_case(small, seen, training=training) for training in (True, False)]
+        names = marks.changed(small.module)
+        if names:
+            raise NotDetected(f"changes its attributes {names[:SHOWN]!r} in forward, which ours would not")
+        for sizes in LARGE:
+            # the copy's distribution may refuse what comes of large values
+            with suppress(ValueError):
+                cases.append(_case(family.small(module, layout, sizes), seen))
+        problems = []
+        for form in family.forms(small.module, seen):
+            problems.append(_problem(family, cases, form))
+            if not problems[-1]:
+                return form
+    # the form that comes furthest says most
+    near = [problem for problem in problems if problem != FAR] or problems
+    found = near[0] if near else "has parts of which none of our forms is made"
+    raise NotDetected(found + settings_problem(module))
+
+
+def _kind_of(given: object) -> type:
+    """The class of what a decoder returns."""
+    kind = type(given)
+    counts = issubclass(kind, torch.distributions.NegativeBinomial)
+    if issubclass(kind, torch.distributions.Bernoulli) or (
+        counts and {"zi_logits", "total_count", "logits"} <= set(inspect.signature(kind).parameters)
+    ):
+        return kind
+    raise NotDetected(
+        f"returns {kind.__name__!r}, and not a Bernoulli, or a NegativeBinomial that is made from zi_logits,"
+        " total_count and logits"
+    )
+
+
+def _least(small: Small) -> float:
+    """What is added to means: all that is left of them in cells without contacts."""
+    u, v, l = small.inputs  # noqa: E741
+    with torch.no_grad():
+        given = small.module(u, v, small.b, 0 * l)
+        means = (given.logits + cast(Any, small.module).log_theta[small.b]).exp()
+    if not torch.allclose(means, means[:1, :1], rtol=CLOSE, atol=0):
+        raise NotDetected("returns different means for cells without contacts")
+    return float(f"{float(means[0, 0]):.12g}")
+
+
+def _case(small: Small, seen: Form, *, training: bool = True) -> _Case:
+    x = small.x(binarized=seen.binarized)
+    total = small.run(training=training).log_prob(x).sum()
+    return _Case(small, training, x, dict(_results(small, total)))
+
+
+def _problem(family: _Family, cases: Sequence[_Case], form: Form) -> str:
+    """Where a form differs from the copies first; "" if nowhere."""
+    try:
+        for small, training, x, expected in cases:
+            sizes, (u, v, l) = small.sizes, small.inputs  # noqa: E741
+            ours = family.make(small.module.train(training), small.layout, form)
+            total = -ours.nll(u, v, batch=small.b, library=ours.library(u, l), x=x)
+            for name, found in _results(small, total):
+                unknown = not expected[name].isfinite().all()
+                if sizes.large and unknown:
+                    continue
+                if unknown or not close(found, expected[name], rtol=CLOSE):
+                    return f"has another {name} than any of our forms{sizes.where}"
+    except NotDetected as error:
+        return str(error)
+    return ""
+
+
+def _results(small: Small, total: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The log-probability, and its gradients by name."""
+    yield TOTAL, total.detach()
+    named = dict(zip(("u", "v", "l"), small.inputs, strict=True))
+    if not small.sizes.large:
+        named |= dict(small.module.named_parameters())
+    grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+    for (name, value), grad in zip(named.items(), grads, strict=True):
+        yield f"gradient of {name}", torch.zeros_like(value) if grad is None else grad

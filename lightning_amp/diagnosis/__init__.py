@@ -1,1 +1,0 @@
-"""Profile -> Diagnosis: signals with their evidence."""

@@ -1,0 +1,300 @@
+"""S5: the hidden dimension of a decoder is sharded over the model axis; the strata run in step on all of them.
+
+    region                     own channels of u and v enter (ranks/sharded_region.py)
+    prenorm, postnorm          own channels from own channels, normalised over all (dist/normalise.py)
+    qk, value, ff              y[:, I_r] = sum_q x[:, I_q] W[I_r, I_q]^T + bias[I_r], summed in blocks, one per receiver
+    pairs                      y[I_r] = conv(x[I_r], weight[I_r]) + bias[I_r]: channels do not meet
+    attention                  scores of the own channels are summed, values stay (the model's `shard`); or keys and
+                               values are gathered first
+    decode                     scores of the own channels are summed; with S2 only for the rank's own features
+
+Everything else of a stratum works on single numbers and needs no change. Exact up to the order of sums over ranks.
+Outputs of 2 D channels (gate and value of a GEGLU) give both of every own channel, so that halving works on a part too.
+
+Collectives of one stratum with attention, and the numbers that a rank puts in; C chunks under S3, else 1:
+
+                  forward                            backward                           S3 recomputes, in backward
+    prenorm       all-gather         2 N + 1         all-reduce         2 N
+    qk            reduce-scatter     R N d           all-gather         N d
+    value         reduce-scatter     R N d           all-gather         N d
+    key norms     all-reduce         N               all-reduce         N
+    scores        C x all-reduce     3 w P in all    C x all-reduce     3 w P in all    C x all-reduce, 3 w P in all
+    postnorm      all-gather         2 N + 1         all-reduce         2 N
+    ff            reduce-scatter     2 R N d         all-gather         2 N d
+    decode        all-reduce         B F_k
+    together      7 + C              of which        6 + C                              + C
+
+The form "paper" has no postnorm. With `gather`, key norms and scores need none, and attention one all-gather (2 N d)
+and one reduce-scatter (2 R N d). With S2, decode has a reduce-scatter and an all-gather. Stratum 0 and strata with a
+convolution have those of decode only. The region adds one all-gather of (B + N) d in the backward pass.
+The paper's Table 5 counts 9 all-reduces forward where these are 8, and an all-reduce of a Linear's products moves twice
+what the reduce-scatter moves.
+
+What shrinks to 1/R: all [N, D] and [N, 2 D] tensors that are kept for the backward pass. What does not: the
+probabilities [P, 3 w] of eager attention and all that belongs to features. Parameters stay whole; gradients of the
+keys' parameters are parts (`Change.partial`).
+
+Known limits: no second derivative. A part of a key that is not detected by name and structure is refused; what a key
+does besides its children is probed on an example (checks/key.py), what a stratum does besides its parts is not. Legend:
+B cells, N anchors, P = N padded to whole buckets of w, D dim, d channels of a rank, I_r those of rank r, F_k features
+of stratum k, R ranks.
+"""
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_amp.dist.normalise import normalised
+from lightning_amp.dist.splits import axis_of
+from lightning_amp.errors import InstallError
+from lightning_amp.shapes import Counts, FeatureAnchor, OwnCounts
+from lightning_amp.techniques.checks.decode import decode_problem
+from lightning_amp.techniques.checks.key import channels_problem
+from lightning_amp.techniques.checks.same_function import shown
+from lightning_amp.techniques.contract.change import Change
+from lightning_amp.techniques.contract.protocol import (
+    ATTENTION_KEY,
+    CONVOLUTION_KEY,
+    BucketedAttention,
+    DecomposedDecoder,
+    ShardableAttention,
+)
+from lightning_amp.techniques.hic.rows import HiddenParallel
+from lightning_amp.techniques.ranks import collectives
+from lightning_amp.techniques.ranks.channel_shards import Channels, gather_channels, shard_channels
+from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
+
+
+class _Sharded(nn.Module):
+    """A layer of which the own channels are computed; it shares the state, hooks and mode of the whole layer."""
+
+    def __init__(self, whole: nn.Module, channels: Channels) -> None:
+        # not a copy: optimisers and hooks know the whole layer's parameters
+        self.__dict__.update(whole.__dict__)
+        self.channels = channels
+
+
+class ShardedLinear(_Sharded, nn.Linear):
+    """The own channels of a Linear's output, from those of its input; it shares the layer's state."""
+
+    def forward(self, input: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row own_out"]:
+        """Own channels of every group of D outputs, one group after the other."""
+        columns = self.channels.select(self.weight).T
+        blocks = torch.cat([self.channels.blocks(group) for group in self._groups(columns)], dim=-1)
+        products = torch.bmm(input.expand(len(blocks), *input.shape), blocks)
+        own = collectives.scatter(self.channels.mesh, products)
+        width, widest = self.channels.width, self.channels.widest
+        if width < widest:
+            # blocks are padded to the widest rank's channels
+            own = torch.cat([group[:, :width] for group in torch.split(own, widest, dim=-1)], dim=-1)
+        if self.bias is None:
+            return own
+        return own + torch.cat([self.channels.select(group) for group in self._groups(self.bias)])
+
+    def _groups(self, values: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(values, self.channels.dim, dim=-1)
+
+
+class ShardedConv1d(_Sharded, nn.Conv1d):
+    """The own channels of a depthwise convolution, padded with zeros, whose state it shares."""
+
+    def forward(self, input: Float[Tensor, "batch own_dim anchor"]) -> Float[Tensor, "batch own_dim to"]:
+        """Convolve the own channels."""
+        weight = self.channels.select(self.weight.movedim(0, -1)).movedim(-1, 0)
+        bias = None if self.bias is None else self.channels.select(self.bias)
+        return F.conv1d(input, weight, bias, self.stride, self.padding, self.dilation, self.channels.width)
+
+
+class ShardedLayerNorm(_Sharded, nn.LayerNorm):
+    """The own channels of a LayerNorm's output, from those of its input; it shares the layer's state."""
+
+    def forward(self, input: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row own_dim"]:
+        """Normalise over all ranks' channels."""
+        tables = (self.weight, self.bias)
+        # as rows, of one dim more
+        weight, bias = (None if t is None else self.channels.select(t)[None] for t in tables)
+        axes = (axis_of(self.channels.mesh),)
+        return normalised(input, weight, bias, dims=(1,), axes=axes, eps=self.eps)
+
+
+CHANNELWISE = (nn.Identity, nn.LeakyReLU, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU)
+"""Layers without parameters that work on single numbers."""
+
+
+def share_key(key: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> dict[str, nn.Module]:
+    """New children of a key, by name; `gather`: attention reads the keys and values of all channels."""
+    # not named_children: it leaves out a module that has two names
+    children = {name: child for name, child in key._modules.items() if child is not None}
+    own = [name for name, _ in (*key.named_parameters(recurse=False), *key.named_buffers(recurse=False))]
+    if set(children) not in (set(ATTENTION_KEY), set(CONVOLUTION_KEY)) or own:
+        raise refusal(
+            fqn,
+            f"is {type(key).__name__!r} with the children {list(children)!r} and the state {own!r}",
+            f"the children {ATTENTION_KEY!r} or {CONVOLUTION_KEY!r}, and no state except theirs",
+        )
+    swaps: dict[str, nn.Module] = {}
+    dim = channels.dim
+    for name, child in cast(dict[str, Any], children).items():
+        # not isinstance: a subclass may compute something else
+        path, kind = f"{fqn}.{name}", type(child)
+        if name == "attention":
+            swaps |= _share_attention(child, path, channels, gather=gather)
+        elif name in ("prenorm", "postnorm"):
+            if kind is nn.LayerNorm and child.normalized_shape == (dim,):
+                swaps[path] = ShardedLayerNorm(child, channels)
+            elif kind is not nn.Identity:
+                raise refusal(path, f"is {shown(child)}", f"nn.LayerNorm({dim}) or nn.Identity()")
+        elif name == "pairs":
+            sizes = [getattr(child, size, None) for size in ("in_channels", "out_channels", "groups")]
+            if kind is not nn.Conv1d or sizes != [dim] * 3 or child.padding_mode != "zeros":
+                allowed = f"a depthwise nn.Conv1d of {dim} channels, padded with zeros"
+                raise refusal(path, f"is {shown(child)}", allowed)
+            swaps[path] = ShardedConv1d(child, channels)
+        elif name == "activation":
+            if kind not in CHANNELWISE:
+                raise refusal(path, f"is {shown(child)}", f"one of {[one.__name__ for one in CHANNELWISE]!r}")
+        else:
+            shape = (dim, 2 * dim if name == "ff" else dim)
+            if kind is not nn.Linear or (child.in_features, child.out_features) != shape:
+                raise refusal(path, f"is {shown(child)}", f"nn.Linear{shape!r}")
+            swaps[path] = ShardedLinear(child, channels)
+    # any two ranks have other channels, and these two have the same ones for every rank that asks
+    problem = channels_problem(key, channels.dim, channels.of(0), channels.of(channels.mesh.size() - 1))
+    if problem:
+        raise refusal(
+            fqn,
+            f"is {type(key).__name__!r} and {problem}",
+            "a key without hooks that computes with its children and with elementwise functions only",
+        )
+    return swaps
+
+
+def refusal(fqn: str, found: str, allowed: str) -> InstallError:
+    """The error for a part that cannot be sharded."""
+    return InstallError(
+        f"S5 cannot shard the channels of {fqn!r}, which {found}; allowed is {allowed}: change it, or leave S5 out"
+    )
+
+
+def _share_attention(
+    attention: nn.Module, fqn: str, channels: Channels, *, gather: bool
+) -> dict[str, nn.Module]:
+    """The outermost attention that can be sharded; S3 may have wrapped it."""
+    found = [(name, m) for name, m in attention.named_modules() if isinstance(m, ShardableAttention)]
+    if not found or not channels.paired:
+        raise refusal(
+            fqn,
+            f"is {shown(attention)} with D={channels.dim!r}",
+            "attention with n_buckets, prepare, attend and shard(pairs, total), for an even D",
+        )
+    name, inner = found[0]
+    total = partial(collectives.total, channels.mesh)
+    path = f"{fqn}.{name}" if name else fqn
+    if gather:
+        return {path: GatheredAttention(attention.get_submodule(name), channels)}
+    return {path: inner.shard(channels.pairs, total)}
+
+
+OwnCells = Float[Tensor, "cell own_dim"]
+OwnChannels = Float[Tensor, "anchor own_dim"]
+
+
+class GatheredAttention(nn.Module):
+    """Bucketed attention over all channels that returns the own ones: the paper's form without S4.
+
+    Forward one all-gather of queries-and-keys and values, 2 N d numbers per rank, backward one reduce-scatter of 2 R N
+    d; no scores are summed. The gathered tensors [2 N, D] stay for the backward pass, which is what the form is
+    measured for.
+    """
+
+    inner: BucketedAttention
+
+    def __init__(self, inner: nn.Module, channels: Channels) -> None:
+        super().__init__()
+        self.inner = cast(Any, inner)
+        self.channels = channels
+
+    def n_buckets(self, n: int) -> int:
+        """Buckets that n anchors fill."""
+        return self.inner.n_buckets(n)
+
+    def prepare(self, q: OwnChannels, k: OwnChannels, values: OwnChannels) -> tuple[Tensor, ...]:
+        """What `attend` reads, from all ranks' channels."""
+        parts = [q, values] if q is k else [q, k, values]
+        whole = torch.split(gather_channels(self.channels, torch.cat(parts)), len(q))
+        return self.inner.prepare(whole[0], whole[-2], whole[-1])
+
+    def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Float[Tensor, "row own_dim"]:
+        """Own channels of the rows of the buckets [first, last)."""
+        return self.channels.select(self.inner.attend(state, first, last))
+
+    def forward(self, q: OwnChannels, k: OwnChannels, values: OwnChannels) -> OwnChannels:
+        """Attention over all buckets at once."""
+        return self.attend(self.prepare(q, k, values), 0, self.n_buckets(len(q)))[: len(q)]
+
+
+class HiddenDecode(nn.Module):
+    """A decode whose inner products are summed over the ranks' channels."""
+
+    def __init__(self, inner: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.inner = inner
+        self.mesh = mesh
+
+    def forward(self, u: OwnCells, key: OwnChannels, feature_anchor: FeatureAnchor) -> Counts:
+        """Scores of all features, replicated."""
+        return collectives.leave(self.mesh, self.inner(u, key, feature_anchor))
+
+    def scatter(self, u: OwnCells, key: OwnChannels, feature_anchor: FeatureAnchor, run: int) -> OwnCounts:
+        """Scores of the features [rank * run, (rank + 1) * run); `feature_anchor` are those of all features."""
+        ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
+        assert ranks * run >= len(feature_anchor), (
+            f"{ranks!r} runs of {run!r} do not hold {len(feature_anchor)!r} features"
+        )
+        part = cast(Tensor, self.inner(u, key, feature_anchor))
+        filled = F.pad(part, (0, ranks * run - len(feature_anchor))).view(len(part), ranks, run)
+        own = collectives.scatter(self.mesh, filled.movedim(1, 0))
+        return own[:, : max(0, min(run, len(feature_anchor) - rank * run))]
+
+
+def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceMesh) -> Change:
+    """Shard the hidden dimension of a decoder over the model axis."""
+    channels = shard_channels(decoder.dim, mesh["model"])
+    swaps: dict[str, nn.Module] = {
+        "region": share_region(decoder, SharedRegion(channels.mesh, ("S5",), channels=channels))
+    }
+    parameters: list[nn.Parameter] = []
+    for k, stratum in enumerate(decoder.strata):
+        fqn = f"strata.{k}"
+        swaps[f"{fqn}.decode"] = _share_decode(stratum, fqn, channels)
+        key = getattr(stratum, "key", "missing")
+        if not (key is None or isinstance(key, nn.Module)):
+            raise refusal(
+                f"{fqn}.key", f"is {shown(key)}", "a module, or None where the anchors are the keys"
+            )
+        if key is not None:
+            swaps |= share_key(key, f"{fqn}.key", channels, gather=spec.gather)
+            parameters += key.parameters()
+    return Change(swaps, partial=parameters)
+
+
+def _share_decode(stratum: nn.Module, fqn: str, channels: Channels) -> HiddenDecode:
+    decode = getattr(stratum, "decode", "missing")
+    if isinstance(decode, HiddenDecode):
+        problem = "which was sharded before"
+    elif isinstance(decode, nn.Module):
+        problem = decode_problem(decode)
+    else:
+        problem = "no module"
+    if problem or not isinstance(decode, nn.Module):
+        raise refusal(
+            f"{fqn}.decode",
+            f"is {shown(decode)}, {problem}",
+            "a module without state for which decode(u, key, feature_anchor) is (u @ key.T)[:, feature_anchor]",
+        )
+    return HiddenDecode(decode, channels.mesh)

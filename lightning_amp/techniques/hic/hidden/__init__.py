@@ -1,1 +1,0 @@
-"""S5, hidden-dimension parallel: channels of the keys."""
