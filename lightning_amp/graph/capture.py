@@ -39,7 +39,15 @@ from lightning_amp._torch import (
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.forward_overrides import hooked
 from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
-from lightning_amp.graph.guards import OPAQUE, PLAIN, described, settings_of, signature, state_of
+from lightning_amp.graph.guards import (
+    OPAQUE,
+    PLAIN,
+    described,
+    first_change,
+    settings_of,
+    signature,
+    state_of,
+)
 from lightning_amp.graph.rewrites import REWRITES
 
 HOOKS = (
@@ -246,9 +254,8 @@ def _copied(values: Sequence[Any]) -> dict[int, Any]:
 
 
 def _refuse_change(before: Any, after: Any) -> None:
-    changed = [new[0] for old, new in zip(before[0], after[0], strict=False) if old != new]
-    if changed or len(before[0]) != len(after[0]):
-        raise CannotCapture(f"its forward changes the attribute {(changed or ['?'])[0]!r}")
+    if before[0] != after[0]:
+        raise CannotCapture(f"its forward changes the attribute {first_change(before[0], after[0])!r}")
     if before[1] != after[1] or any(map(_unequal, before[2], after[2])):
         raise CannotCapture("its forward draws from Python's or NumPy's random numbers")
 

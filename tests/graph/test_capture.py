@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Captures
-from lightning_amp.graph.guards import signature
+from lightning_amp.graph.guards import signature, state_of
 from tests.any_module import NAMES, make
 from tests.graph.calls import calls_of
 from tests.graph.same_outcome import difference
@@ -363,6 +363,30 @@ def test_what_objects_hold_is_a_guard() -> None:
     more.seen[0] = 7.0
     assert as_it_is()
     assert len(captures.all) == 4
+
+
+class Remembers(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self._seen = [x.shape]
+        return self.layer(x)
+
+
+def test_what_a_forward_keeps_under_a_private_name_is_no_guard() -> None:
+    captures, block = Captures(), Remembers()
+    assert captures.of(block, (x_of(),), {}).reason == ""
+    block(x_of())
+    captures.of(block, (x_of(),), {})
+    assert len(captures.all) == 1
+
+
+def test_parameters_and_buffers_have_the_names_and_the_order_of_torch() -> None:
+    one = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    block = nn.ModuleDict({"first": one, "again": one, "other": nn.ModuleList([nn.Linear(2, 2), None])})
+    block["other"][0].weight = one[0].weight
+    right = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    found = state_of(block)
+    assert list(found) == list(right)
+    assert all(found[name] is tensor for name, tensor in right.items())
 
 
 @pytest.mark.parametrize(

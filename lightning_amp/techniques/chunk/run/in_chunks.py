@@ -48,6 +48,7 @@ class InChunks:
     ) -> None:
         self._budget_bytes, self.train, self._policy, self._rates = budget_bytes, train, policy, rates
         self.known: dict[Any, Planned] = {}
+        self._last: tuple[Any, Planned] | None = None
         self.fqn = ""
 
     def installed_at(self, fqn: str, plans: dict[Any, Planned]) -> None:
@@ -75,10 +76,13 @@ class InChunks:
         """
         own = plain(module)
         call = signature(own, args, kwargs)
-        key = self._budget_bytes, self.train, call
-        if key not in self.known:
-            self.known[key] = self._plan(own, args, kwargs, call)
-        return self.known[key]
+        # most calls are as the last one; to compare a key takes less than its hash
+        if self._last is None or self._last[0] != call:
+            key = self._budget_bytes, self.train, call
+            if key not in self.known:
+                self.known[key] = self._plan(own, args, kwargs, call)
+            self._last = call, self.known[key]
+        return self._last[1]
 
     def _plan(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> Planned:
         with unseen(), no_part_of_the_step():
@@ -127,7 +131,7 @@ class InChunks:
         return planned
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "known": {}}
+        return {**vars(self), "known": {}, "_last": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InChunks":
         twin = copy.copy(self)
