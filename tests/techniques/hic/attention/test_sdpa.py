@@ -8,20 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 from benchmarks.kernels.count_operators import OperatorCounter
 from lightning_amp._torch import attend_on_cuda, attend_on_cuda_back
 from lightning_amp.errors import InstallError
-from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.local_attention import LocalAttention
-from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.simulation.byte_meter import SimulatedMeter
 from lightning_amp.techniques.hic.attention import sdpa
 from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
 from tests.techniques.hic.attention.test_fused import DIM, WINDOW, distance, draw, measure, operators, results
-from tests.techniques.sharded_cases import Case, Model, assert_same, make_plan, reference, train
 
 FLOAT = 4
 
@@ -90,42 +84,6 @@ def test_memory_is_as_documented() -> None:
     meta = [x.detach().to("meta").requires_grad_() for x in leaves]
     fused(dim, w)(*meta)
     assert measure(fused(dim, w), meta, grad.to("meta")) == (kept, forward, backward)
-
-
-@pytest.mark.parametrize(("n", "window"), [(230, 24), (24, 24), (40, 24)])
-def test_a_simulation_sees_what_is_held(n: int, window: int) -> None:
-    found = []
-    for live, device in ((LiveBytes(), "cpu"), (SimulatedMeter(), "meta")):
-        leaves = [x.detach().to(device).requires_grad_() for x in draw(n, dtype=torch.float32)]
-        with live:
-            out = fused(DIM, window)(*leaves)
-            out.backward(torch.empty_like(out))
-        found.append(live.peak)
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(
-    ("case", "strategies"),
-    [(Case(anchors=25), ("sdpa",)), (Case(anchors=5, chained=True), ("S4", "sdpa", "sparse", "stream"))],
-)
-def test_a_decoder_trains_as_on_one_device(case: Case, strategies: tuple[str, ...]) -> None:
-    model = Model(case)
-    plan = Plan.from_json(make_plan(strategies, 1).to_json())
-    installed = install(model, plan)
-    assert isinstance(model.decoder.strata[1].get_submodule("key.attention"), FusedLocalAttention)
-    assert_same(train(model, 3, installed), reference(case))
-
-
-def test_masks_are_made_once_and_not_of_fake_tensors() -> None:
-    leaves, mode = draw(4 * WINDOW), FakeTensorMode()
-    results(fused(), leaves)
-    before = sdpa._kept.cache_info()
-    results(fused(), leaves)
-    fake = [mode.from_tensor(x.detach()) for x in leaves]
-    with mode:
-        assert fused()(*fake).shape == (4 * WINDOW, DIM)
-    after = sdpa._kept.cache_info()
-    assert (after.misses, after.hits) == (before.misses, before.hits + 2), "a mask, and zeros"
 
 
 @pytest.mark.parametrize("n", [58, 12, 5])

@@ -195,27 +195,6 @@ def test_counts_of_one_stratum_and_the_border(
     assert (dict(first.counts), dict(second.counts)) == (forward, backward)
 
 
-def test_bytes_sent_by_one_stratum_and_the_border() -> None:
-    ranks, n, d, padded, w, cells = 3, 23, 4, 25, 5, 4
-    model = installed(Case(distances=(1,)), ("S3", "S5"), fake_mesh(rank=0, ranks=ranks))
-    features = model.decoder.n_features
-    with CountCollectives() as first:
-        loss = model()
-    with CountCollectives() as second:
-        loss.backward()
-    scores = 3 * w * padded
-    assert first.sent == {
-        "_allgather_base_": 8 * 2 * (2 * n + 1),
-        "reduce_scatter_tensor": 8 * 4 * ranks * n * d,
-        "all_reduce": 8 * (n + scores + cells * features),
-    }
-    assert second.sent == {
-        "all_gather_into_tensor": 8 * (4 * n * d + (cells + n) * d),
-        "allreduce_": 8 * 2 * 2 * n,
-        "all_reduce": 8 * (n + 2 * scores),
-    }
-
-
 def kept_bytes(mesh: DeviceMesh | None, n_strata: int, variant: Any) -> int:
     """Bytes alive after the forward pass."""
     strata = tuple(range(1, n_strata + 1))

@@ -348,37 +348,3 @@ def test_scores_of_all_cells_never_exist() -> None:
     case = replace(FIVE, anchors=400, window=4, dim=4, cells=64, n_batches=1)
     whole, blocks = (peak(case, ("S4", "stream"), cells) for cells in (64, 4))
     assert blocks < 0.35 * whole
-
-
-@pytest.mark.parametrize(
-    ("strategy", "name"), [("stream", "sum_over_cells"), ("stream", "walk"), ("recompute", "walk")]
-)
-def test_what_a_decoder_does_in_its_own_way_is_not_replaced(strategy: str, name: str) -> None:
-    class Own(nn.Module):
-        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            return torch.zeros(())
-
-    model = Model(FIVE)
-    holder = model.decoder if name == "walk" else model.decoder.strata[1]
-    setattr(holder, name, Own())
-    with pytest.raises(InstallError, match=f"child `{name}` .*for a small example"):
-        install(model, make_plan((strategy,), 1))
-    delattr(holder, name)
-    with pytest.raises(InstallError, match=f"child `{name}` is None"):
-        install(model, make_plan((strategy,), 1))
-
-
-def test_gradients_share_no_memory() -> None:
-    """They are added to and scaled in place: autograd hands one tensor, or one number, to several inputs."""
-    a, b, c = (leaf(torch.ones(3, 2), needed=True) for _ in range(3))
-    found = gradients([(a + b).sum() + (2 * c).sum()], [a, b, c], [None])
-    for grad in found:
-        grad.mul_(torch.arange(6.0).view(3, 2))
-    wanted = torch.arange(6.0).view(3, 2)
-    assert [g.tolist() for g in found] == [wanted.tolist(), wanted.tolist(), (2 * wanted).tolist()]
-
-
-def test_stream_is_installed_once() -> None:
-    model = installed(FIVE, "stream")
-    with pytest.raises(InstallError, match="which another technique has put there"):
-        install(model, make_plan(("recompute",), 1))
