@@ -141,16 +141,6 @@ def test_one_block_is_called_twice_in_a_step(kind: type[nn.Module]) -> None:
     same(Net(shared, nasty.Plain(), shared), names=["blocks.0", "blocks.1"])
 
 
-def test_blocks_in_another_order_than_they_stand_in() -> None:
-    class Backwards(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            for k in (2, 0, 1, 0):
-                x = self.blocks[k](x)
-            return x
-
-    same(Backwards(nasty.Dropout(), nasty.Plain(), nasty.BatchNorm()))
-
-
 class Nested(nn.Module):
     """Tensors in and out in every way."""
 
@@ -227,12 +217,6 @@ def without_gradient(net: nn.Module, x: Tensor) -> Tensor:
 def test_every_way_to_differentiate(loss: Loss) -> None:
     torch.manual_seed(0)
     same(Net(nasty.Dropout(), nasty.BatchNorm(), nasty.Dropout()), loss)
-
-
-def test_a_frozen_trunk_is_not_kept_at_all() -> None:
-    net = Net(nasty.Plain(), nasty.Dropout(), nasty.Plain())
-    net.blocks[:2].requires_grad_(False)
-    same(net, without_gradient)
 
 
 def test_copies_and_pickles_are_blocks_of_their_own() -> None:

@@ -165,10 +165,6 @@ CASES = {
     "text, causal parts": Case(
         Text, _text, {"sequence_dim": {"ids": 1, "labels": -1}, "sequence_sizes": "causal"}
     ),
-    "text, recompute": Case(
-        Text, _text, {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,recompute"}
-    ),
-    "text, fsdp": Case(Text, _text, {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,fsdp"}),
     "text, fsdp, recompute": Case(
         Text, _text, {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,recompute,fsdp"}
     ),

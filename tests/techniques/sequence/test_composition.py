@@ -33,13 +33,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16-mixed": {"precision": "bf16-mixed"},
     "averaged weights": {"precision": "64-true", "averages": True},
     "by hand": {"precision": "64-true", "by_hand": True},
-    "fsdp, accumulated and clipped": {
-        "accumulate_grad_batches": 2,
-        "gradient_clip_val": 0.1,
-        "precision": "64-true",
-        "strategies": "sequence,fsdp",
-    },
-    "fsdp, bf16-mixed": {"precision": "bf16-mixed", "strategies": "sequence,fsdp"},
     "fsdp, by hand": {"precision": "64-true", "by_hand": True, "strategies": "sequence,fsdp"},
 }
 

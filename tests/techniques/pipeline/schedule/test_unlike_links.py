@@ -140,16 +140,6 @@ def test_little_is_sent_where_the_link_is_slow() -> None:
     assert (cut(1.0, 1.0).ends, cut(1.0, 1.0).total) == ((3, 4, 6), 6.0)
 
 
-def test_equal_links_give_the_cut_of_one() -> None:
-    rng = random.Random(0)
-    for _ in range(50):
-        forward, backward, on, back = ([rng.uniform(50, 100) for _ in range(9)] for _ in range(4))
-        one = cut_pipeline(forward, backward, 4, send_forward=on, send_backward=back)
-        rows = {"send_forward": [on] * 4, "send_backward": [back] * 4}
-        assert cut_pipeline(forward, backward, 4, **rows, micro_batches=8) == one
-        assert cut_pipeline(forward, backward, 4, **rows) == one
-
-
 def test_the_time_of_a_step_is_that_of_its_schedule() -> None:
     instance = draw(random.Random(3))
     on, back = instance.sends()
