@@ -260,9 +260,7 @@ def test_an_argument_that_ours_does_not_know_is_refused() -> None:
         ((u, v, b), {}),
         ((u, v, b), {"b": b}),
     ]:
-        with pytest.raises(
-            InstallError, match=r"was called with . arguments.*allowed are \('u',.*strategies='S1'"
-        ):
+        with pytest.raises(InstallError, match="was called with . arguments.*allowed are"):
             module.decoder(*given, **named)
 
 

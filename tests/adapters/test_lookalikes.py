@@ -93,9 +93,7 @@ def test_a_refusal_with_the_first_batch_comes_before_a_step() -> None:
     for strategies in ("S1,stream", "S1,fused"):
         module = foreign(changing("Crowded", u=lambda self, u: u * 1.001 if len(u) == 6 else u), LONG)
         before = {name: value.clone() for name, value in module.decoder.state_dict().items()}
-        with pytest.raises(
-            ModelError, match=r"another log-probability in the strata .* on the first batch of 6"
-        ):
+        with pytest.raises(ModelError, match="another log-probability in the strata .* on the first batch"):
             foreign_cases.trained(module, foreign_cases.batches(LONG)[:2], strategies)
         state = module.decoder.state_dict()
         assert all(torch.equal(before[name], value) for name, value in state.items())

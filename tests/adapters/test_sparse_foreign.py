@@ -128,9 +128,7 @@ def test_refuses_the_counts_that_the_likelihood_refuses(kind: type, wrong: float
     with pytest.raises(ValueError, match="within the support"):
         leaf(x, *given)
     for form in (x, entries):
-        with pytest.raises(
-            ModelError, match="allowed are whole numbers from 0: pass the counts as they were"
-        ):
+        with pytest.raises(ModelError, match="allowed are whole numbers from 0: pass the counts as they"):
             sparse(form, *given)
 
 

@@ -75,9 +75,7 @@ def handed(**options: Any) -> Tensor:
 
 def test_strata_that_hand_something_on_say_so() -> None:
     handed(chained=True).backward()
-    with pytest.raises(
-        InstallError, match="stratum 0 returns another v than it got, and no stratum has chained=True"
-    ):
+    with pytest.raises(InstallError, match="stratum 0 returns another v than it got, and no stratum has"):
         handed(chained=False)
 
 

@@ -96,10 +96,7 @@ OF_CHANNELS = "and has a 'forward' that returns other values for some of the cha
         (Normalised, OF_CHANNELS),
         (OtherSpine, OF_CHANNELS.replace("forward", "spine")),
         (Dropped, OF_CHANNELS),
-        (
-            ReadsWeight,
-            "and has a 'forward' that fails on an example, with stand-ins for its children, with AttributeError.*",
-        ),
+        (ReadsWeight, "and has a 'forward' that fails on an example, with stand-ins for its children, with"),
     ],
 )
 def test_s5_refuses_keys_that_mix_channels(kind: type[nn.Module], message: str, mesh: DeviceMesh) -> None:

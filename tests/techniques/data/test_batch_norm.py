@@ -245,9 +245,7 @@ def test_a_layer_that_computes_something_else_is_refused_and_nothing_changes(kin
         share_batch_statistics(model, ALONE)
     model[1] = nn.BatchNorm1d(2)
     model[1].forward = model[0].forward
-    with pytest.raises(
-        InstallError, match="share_batch_statistics cannot change how '1' runs, whose `forward` is"
-    ):
+    with pytest.raises(InstallError, match="share_batch_statistics cannot change how '1' runs, whose"):
         share_batch_statistics(model, ALONE)
     assert "forward" not in vars(model[0])
 

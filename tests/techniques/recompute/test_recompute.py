@@ -295,9 +295,7 @@ def test_what_is_changed_between_the_passes_is_refused() -> None:
     loss = mean(net, x)
     with torch.no_grad():
         net.blocks[0].a.bias.add_(1)
-    with pytest.raises(
-        InstallError, match=r"blocks.0 \(Plain\) cannot be computed again .*'a.bias' has been changed"
-    ):
+    with pytest.raises(InstallError, match=r"blocks.0 \(Plain\) cannot be computed again .*'a.bias' has"):
         loss.backward()
     y = x + 0
     loss = (net.blocks[0](y) ** 2).mean()
@@ -331,9 +329,7 @@ def test_what_the_first_step_writes_into_an_object_is_judged_by_the_results() ->
     same(Net(Configured(), nasty.Plain()), classify)
     net = Net(Configured(), nasty.Plain()).double()
     recompute(net)
-    with pytest.raises(
-        InstallError, match=r"support blocks.0 \(Configured\), which cannot .*: its second pass gives other"
-    ):
+    with pytest.raises(InstallError, match=r"support blocks.0 \(Configured\), which cannot .*: its second"):
         train(net, rescale)
 
 

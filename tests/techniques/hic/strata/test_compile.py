@@ -165,9 +165,7 @@ def test_refuses_to_train_without_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("No working C++ compiler found")
 
     monkeypatch.setattr(torch, "compile", broken)
-    with pytest.raises(
-        InstallError, match=r"an addition: No working C\+\+ compiler found; .* leave 'compile' out"
-    ):
+    with pytest.raises(InstallError, match=r"an addition: No working C\+\+ compiler found; .* leave"):
         installed(TWO, ())
 
 
