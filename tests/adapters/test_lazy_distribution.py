@@ -86,19 +86,6 @@ def test_gradients_are_made_only_where_they_were_enabled_all_the_time() -> None:
         installed.undo()
 
 
-def test_a_sum_that_was_made_stays_what_it_was() -> None:
-    module, given, x = example(BASE)
-    adapt(module)
-    log_prob = module.decoder(*given).log_prob(x)
-    before = log_prob.mean()
-    with torch.no_grad():
-        module.decoder.bias.add_(1.0)
-        after = log_prob.mean()
-    assert torch.equal(before, after)
-    assert before.requires_grad
-    assert not after.requires_grad
-
-
 def thaw(module: Foreign, given: Given, x: Tensor) -> None:
     module.decoder.bias.requires_grad_(True)
 
@@ -137,16 +124,6 @@ def test_a_change_between_call_and_sum_is_refused() -> None:
         for reduced in (Tensor.mean, lambda y: y.sum(1)):
             with pytest.raises(InstallError, match=f"since its call.*{said}.*strategies='S1'"):
                 reduced(log_prob)
-
-
-def test_what_is_frozen_does_not_matter_without_gradients() -> None:
-    module, given, x = example(BASE)
-    adapt(module)
-    with torch.no_grad():
-        log_prob = module.decoder(*given).log_prob(x)
-    thaw(module, given, x)
-    module.decoder.requires_grad_(False)
-    assert torch.isfinite(log_prob.mean())
 
 
 def without_attention(decoder: Decoder) -> None:
@@ -377,14 +354,6 @@ def test_what_is_changed_in_place_or_watched_is_refused() -> None:
             pytest.raises(InstallError, match=f"'{name}' is not supported on log_prob.*would be lost"),
         ):
             change(log_prob)
-
-
-def test_no_cells_have_no_mean() -> None:
-    module, (u, v, b, l), x = example(BASE)  # noqa: E741
-    adapt(module)
-    none = module.decoder(u[:0], v, b[:0], l[:0]).log_prob(x[:0])
-    assert none.mean().isnan()
-    assert none.sum() == 0
 
 
 def test_a_log_probability_compares_as_a_tensor_does() -> None:

@@ -1,7 +1,6 @@
 """Claim: a captured block computes what the block computes, or stays as it is for a reason that is named."""
 
 import copy
-import logging
 import random
 import threading
 from typing import Any
@@ -10,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Captures
-from lightning_amp.graph.guards import signature
 from tests.any_module import NAMES, make
 from tests.graph.calls import calls_of
 from tests.graph.same_outcome import difference
@@ -98,11 +95,6 @@ class Nested(Base):
         return {"a": (y, [y.sum(), None, 3]), "b": None if more is None else more["y"] * y}
 
 
-class Shared(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(F.gelu(self.layer(x)))
-
-
 class ByValue(Base):
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) if x.sum() > 0 else x
@@ -145,11 +137,6 @@ class Outside(Base):
         return self.layer(x) * self.scale[0].to(x.dtype)
 
 
-class Constant(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * torch.tensor(3.0 if self.flag else 4.0, dtype=x.dtype)
-
-
 class Hooked(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -182,21 +169,13 @@ def x_of(rows: int = 3) -> Tensor:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
-@pytest.mark.parametrize("kind", [Base, Flag, InPlace, Buffer, Nested, Shared, Constant])
+@pytest.mark.parametrize("kind", [Base, Flag, InPlace, Buffer, Nested])
 def test_nasty_blocks_are_captured_exactly(kind: type[Base]) -> None:
     """Gradients that are None included: `unused` has none."""
     found = Captures().of(kind(), (x_of().detach(),), {})
     assert found.reason == ""
     assert difference(kind(), by_graph, (x_of(),)) == ""
     assert found.changed == {InPlace: ("input 0",), Buffer: ("count",)}.get(kind, ())
-
-
-def test_nested_arguments_and_results_keep_their_form() -> None:
-    block = Nested()
-    assert difference(block, by_graph, (x_of(),), {"more": {"y": x_of()}}) == ""
-    found = Captures().run(block, x_of(), more={"y": x_of()})
-    assert list(found) == ["a", "b"]
-    assert found["a"][1][1:] == [None, 3]
 
 
 @pytest.mark.parametrize(
@@ -223,17 +202,6 @@ def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[Base], reason: s
         block.calls -= 1
     random.seed(0)
     assert torch.equal(Captures().run(block, x_of()), right)
-
-
-def test_a_forward_that_fails_is_a_reason_and_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    class Fails(Base):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) + x.new_zeros(3, 5)
-
-    with caplog.at_level(logging.ERROR):
-        found = Captures().of(Fails(), (x_of(),), {})
-    assert "its forward cannot run on fake tensors: RuntimeError" in found.reason
-    assert not caplog.records
 
 
 def test_an_attribute_named_to_is_a_reason() -> None:
@@ -304,21 +272,6 @@ class Settings:
 
     def __init__(self) -> None:
         self.scale, self.inner, self.seen = 2.0, {"deep": [self]}, np.zeros(2)
-
-
-def test_what_an_object_says_of_its_class_is_not_asked_for() -> None:
-    """A configuration of transformers looks that up in Python, a hundred times in every call of a module."""
-
-    class Asked(Settings):
-        def __getattribute__(self, name: str) -> Any:
-            asked.append(name)
-            return super().__getattribute__(name)
-
-    asked, block = list[str](), Base()
-    block.settings = Asked()
-    asked.clear()
-    signature(block, (x_of(),), {})
-    assert "__class__" not in asked
 
 
 class Told(Base):
