@@ -247,41 +247,30 @@ SMALL: dict[Any, str] = {
     attending("FilledInFront", in_front): VALUE,
     attending("CutOff", cut_off): VALUE,
     changing("Scaled", u=lambda self, u: u + (u - u.detach())): "another gradient of u",
-    changing(
-        "Leaving", v=aux, settings=lambda self: setattr(self, "aux", 0.0)
-    ): "changes its attributes ['aux']",
-    changing(
-        "Collecting", key=collects, settings=lambda self: setattr(self, "losses", {"keys": []})
-    ): "changes its attributes ['losses'] in forward",
+    changing("Leaving", v=aux, settings=lambda self: setattr(self, "aux", 0.0)): "changes its attributes ['aux']",
+    changing("Collecting", key=collects, settings=lambda self: setattr(self, "losses",
+        {"keys": []})): "changes its attributes ['losses'] in forward",
     changing("Counting", v=counts, settings=with_calls): "changes its attributes ['calls'] in forward",
-    changing(
-        "Remembering", v=remembers, settings=lambda self: setattr(self, "seen", SimpleNamespace(cells=0))
-    ): "changes its attributes ['seen', 'ff_activations.0.gates'] in forward",
+    changing("Remembering", v=remembers, settings=lambda self: setattr(self, "seen",
+        SimpleNamespace(cells=0))): "changes its attributes ['seen', 'ff_activations.0.gates'] in forward",
     Hooked: "hooks on modules of it, ['softmax']",
     Poissonian: "returns 'Poisson'",
     Timed: "has a forward that does not take u, v, b and l: missing a required argument: 't'",
-}
+}  # fmt: skip
 STRUCTURES: dict[str, Any] = {
-    "columns in neither": lambda self: setattr(
-        self, "strata_masks", [rows[::-1] for rows in self.strata_masks]
-    ),
+    "columns in neither": lambda self: setattr(self, "strata_masks", [rows[::-1] for rows in self.strata_masks]),
     "other numbers of anchors than of columns": lambda self: self.strata_masks.pop(),
     "without indices": lambda self: setattr(self, "feature_masks", [torch.ones(4, dtype=torch.bool)] * 4),
-    "and not a list with one list of indices per": lambda self: setattr(
-        self, "feature_masks", torch.arange(4)
-    ),
+    "and not a list with one list of indices per": lambda self: setattr(self, "feature_masks", torch.arange(4)),
     "cannot be read as lists of indices": lambda self: setattr(self, "feature_masks", [["a"]] * 4),
     "has one stratum only": lambda self: vars(self).update(vars(Decoder(Copy(strata=1)).double())),
     "has 4 strata and lists of [3, 4] layers": lambda self: self.ff_layers.append(nn.Linear(1, 1)),
     "hooks on modules of": lambda self: self.attn_layers[1].register_forward_hook(lambda *_: None),
-    "forward that is set on the instance": lambda self: setattr(
-        self, "forward", lambda *given: Decoder.forward(self, *given)
-    ),
+    "forward that is set on the instance": lambda self: setattr(self, "forward",
+        lambda *given: Decoder.forward(self, *given)),
     "not a table of": lambda self: setattr(self, "bias", nn.Parameter(self.bias[:, 1:])),
-    "neither the lists of layers": lambda self: [
-        delattr(self, name) for name in ("value_layers", "key_convs")
-    ],
-}
+    "neither the lists of layers": lambda self: [delattr(self, name) for name in ("value_layers", "key_convs")],
+}  # fmt: skip
 SMALL |= {changing("Structure", settings=change): said for said, change in STRUCTURES.items()}
 LARGE = {
     changing("Clamped", key=lambda self, key: key.clamp(-20, 20)): "where v and weights are large",

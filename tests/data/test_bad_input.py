@@ -123,21 +123,15 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
     "other HDF5": (lambda f: {"hic": f.rna}, r"rna\.h5ad: expected a \.scool, found an HDF5 file with \['X'"),
     "no cells": (lambda f: edit(f.hic, lambda h: h["cells"].clear()), r"cells\.scool: the \.scool has no"),
     "variable bins": (variable_bins, r"cells\.scool: the bins are of variable width \(found \[999000"),
-    "bins left out": (
-        lambda f: write_scool(f.hic, {"cell": make_pixels(0, 19)}, make_bins().drop(index=5)),
-        r"cells\.scool: the bins are of variable width .* or leave some out",
-    ),
+    "bins left out": (lambda f: write_scool(f.hic, {"cell": make_pixels(0, 19)}, make_bins().drop(index=5)),
+        r"cells\.scool: the bins are of variable width .* or leave some out"),
     "two assemblies": (two_assemblies, r"cell 'cell_2' has 20 bins on chromosomes \['chr1', 'chr2'\], which"),
     "fractional contacts": (lambda f: one_cell(f, count=0.5), r"cells\.scool: cell 'odd' has a fractional"),
     "pixel outside": (lambda f: edit(f.hic, wrong_pixel), r"'cell_2' has a pixel of bins \(\d+, -1\); bin1"),
-    "square storage": (
-        lambda f: edit(f.hic, lambda h: h["cells/cell_1"].attrs.update({"storage-mode": "square"})),
-        r"'cell_1' has storage-mode 'square'",
-    ),
-    "names equal without resolution": (
-        lambda f: write_scool(f.hic, {"a.1mb": make_pixels(0), "a": make_pixels(1)}),
-        r"the cells 'a' and 'a\.1mb' have the same name 'a'",
-    ),
+    "square storage": (lambda f: edit(f.hic, lambda h: h["cells/cell_1"].attrs.update({"storage-mode": "square"})),
+        r"'cell_1' has storage-mode 'square'"),
+    "names equal without resolution": (lambda f: write_scool(f.hic, {"a.1mb": make_pixels(0), "a": make_pixels(1)}),
+        r"the cells 'a' and 'a\.1mb' have the same name 'a'"),
     "min_depth too high": (only("min_depth", 10**6), r"no cell is left of 6: min_depth=1000000 contacts"),
     "strata 0": (only("strata", 0), r"strata=0 is too small; at least 1"),
     "strata above bins": (only("strata", 13), r"cells\.scool: 13 strata are not possible; allowed are 1 to"),
@@ -146,29 +140,20 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
     "unknown chromosome": (only("chromosomes", ["1", "chr9"]), r"cells\.scool: .*\['chr9'\] are not in the"),
     "rna no h5ad": (lambda f: {"rna": f.hic}, r"an h5ad has groups 'obs' and 'var', found \['bins', 'cells'"),
     "rna scaled": (lambda f: write_rna(f.rna, rna_counts().toarray() - 1.5), r"rna\.h5ad: X has negative"),
-    "rna counts in another place": (
-        lambda f: (
-            write_rna(f.rna, rna_counts() * 0.3, layer=rna_counts())
-            or edit(f.rna, lambda h: h["layers"].move("counts", "raw_counts"))
-        ),
-        r"rna\.h5ad: X has fractional values .*; other matrices of the file are layers\['raw_counts'\]",
-    ),
+    "rna counts in another place": (lambda f: (write_rna(f.rna, rna_counts() * 0.3, layer=rna_counts()) or edit(f.rna,
+        lambda h: h["layers"].move("counts", "raw_counts"))),
+        r"rna\.h5ad: X has fractional values .*; other matrices of the file are layers\['raw_counts'\]"),
     "rna without X": (lambda f: edit(f.rna, lambda h: h.pop("X")), r"rna\.h5ad: neither layers\['counts'\]"),
-    "rna of another shape": (
-        lambda f: edit(f.rna, lambda h: h["X"].attrs.update({"shape": [8, 13]})),
-        r"rna\.h5ad: X has shape \(8, 13\), obs and var \(8, 12\)",
-    ),
+    "rna of another shape": (lambda f: edit(f.rna, lambda h: h["X"].attrs.update({"shape": [8, 13]})),
+        r"rna\.h5ad: X has shape \(8, 13\), obs and var \(8, 12\)"),
     "rna empty": (lambda f: write_rna(f.rna, sp.csr_matrix((8, 12))), r"rna\.h5ad: of 10 genes .* none is"),
     "rna repeated cells": (lambda f: repeat(f.rna, "obs_names"), r"rna\.h5ad: cell names are repeated"),
-    "no gene matches": (
-        lambda f: write_rna(f.rna, rna_counts(), genes=[f"ENSG{i}" for i in range(12)]),
-        r"rna\.h5ad: none of its 12 genes is in .*genes\.bed; found e\.g\. \['ENSG0'.* and \['G0'.*set var_names",
-    ),
+    "no gene matches": (lambda f: write_rna(f.rna, rna_counts(), genes=[f"ENSG{i}" for i in range(12)]),
+        r"rna\.h5ad: none of its 12 genes is in .*genes\.bed; found e\.g\. \['ENSG0'.* and \['G0'.*set var_names"),
     "genes elsewhere": (lambda f: lines(f.genes, "chrUn\t0\t9\tG0\n"), r"rna\.h5ad: of 1 genes .* in a bin"),
-    "genes of another assembly": (
-        lambda f: lines(f.genes, "".join(f"chr1\t{90 + i}000000\t{90 + i}000009\tG{i}\n" for i in range(3))),
-        r"genes\.bed: .*3 of 3 are behind the end of their chromosome, such as 'G0' at 90,000,000 of chromosome 1",
-    ),
+    "genes of another assembly": (lambda f: lines(f.genes,
+        "".join(f"chr1\t{90 + i}000000\t{90 + i}000009\tG{i}\n" for i in range(3))),
+        r"genes\.bed: .*3 of 3 are behind the end of their chromosome, such as 'G0' at 90,000,000 of chromosome 1"),
     "genes absent": (lambda f: f.genes.unlink(), r"genes\.bed: expected the gene annotation, found nothing"),
     "genes of another kind": (lambda f: {"genes": f.labels}, r"labels\.tsv: .*allowed: \.gtf, \.bed"),
     "bed of text": (lambda f: lines(f.genes, "#c\nchr1\tone\t9\tG0\n"), r"genes\.bed: line 2 is malformed"),
@@ -176,15 +161,13 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
     "labels without cell": (lambda f: lines(f.labels, "name\tdepth\na\t1\n"), r"labels\.tsv: no column"),
     "labels repeated": (lambda f: lines(f.labels, "cell\na\na.1mb\n"), r"labels\.tsv: cells are listed more"),
     "labels of text": (lambda f: lines(f.labels, "cell\tdepth\na\tdeep\n"), r"labels\.tsv: depth 'deep' of"),
-    "labels incomplete": (
-        lambda f: lines(f.labels, "cell\n" + "\n".join(CELLS[:4])),
-        r"labels\.tsv: 2 of 6 cells have no label, e\.g\. \['cell_11', 'cell_12'\].* may be empty",
-    ),
+    "labels incomplete": (lambda f: lines(f.labels, "cell\n" + "\n".join(CELLS[:4])),
+        r"labels\.tsv: 2 of 6 cells have no label, e\.g\. \['cell_11', 'cell_12'\].* may be empty"),
     "output a file": (lambda f: f.out.touch(), r"out: expected a directory to write, found a file"),
     "output occupied": (lambda f: occupied(f, "hic"), r"out: the output exists and holds \['hic'\]"),
     "output foreign": (lambda f: occupied(f, "thesis.tex") or {"overwrite": True}, "out: does not overwrite"),
     "output below nothing": (lambda f: {"out": f.out / "a" / "b"}, r"b: cannot write there \(No such file"),
-}
+}  # fmt: skip
 
 
 def listing(root: Path) -> list[Path]:

@@ -126,16 +126,13 @@ def test_one_modality_needs_no_graph(copy: Path) -> None:
         module(copy)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 0}, r"batch_size=0 is not supported"),
-        ({"val_fraction": 1.0}, r"val_fraction=1.0 is not supported; it is a share of the cells in \[0, 1\)"),
-        ({"modalities": ["hic", "atac"]}, r"modalities=\['hic', 'atac'\] is not supported, found \['hic'"),
-        ({"pin_memory": "yes"}, "pin_memory='yes' is not supported; allowed are True, False and 'auto'"),
-        ({"setting": "other"}, r"no file of setting 'other'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"batch_size": 0}, r"batch_size=0 is not supported"),
+    ({"val_fraction": 1.0}, r"val_fraction=1.0 is not supported; it is a share of the cells in \[0, 1\)"),
+    ({"modalities": ["hic", "atac"]}, r"modalities=\['hic', 'atac'\] is not supported, found \['hic'"),
+    ({"pin_memory": "yes"}, "pin_memory='yes' is not supported; allowed are True, False and 'auto'"),
+    ({"setting": "other"}, r"no file of setting 'other'"),
+])  # fmt: skip
 def test_bad_arguments_are_refused(root: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         module(root, **options)
@@ -173,14 +170,11 @@ def test_the_counts_layer_is_preferred_to_x(tmp_path: Path) -> None:
     np.testing.assert_array_equal(CellTable(path, "rna").rows(np.arange(2))["x"], COUNTS)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (-1, r"X: found negative values, e.g. -1.0; raw counts are needed"),
-        (0.5, r"X: found fractional values, e.g. 0.5; raw counts are needed"),
-        (np.nan, r"X: found missing or infinite values, e.g. nan"),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), [
+    (-1, r"X: found negative values, e.g. -1.0; raw counts are needed"),
+    (0.5, r"X: found fractional values, e.g. 0.5; raw counts are needed"),
+    (np.nan, r"X: found missing or infinite values, e.g. nan"),
+])  # fmt: skip
 def test_matrices_that_are_no_counts_are_refused(tmp_path: Path, value: float, message: str) -> None:
     spoilt = COUNTS.copy()
     spoilt[1, 1] = value

@@ -201,29 +201,17 @@ WRONG: dict[str, tuple[Any, str]] = {
     "genes alone": (lambda p: p.given(hic=None), "genes build a graph between rna and hic, which needs both"),
     "no object": (lambda p: p.given(rna=p.rna.to_df()), "rna: an AnnData is needed, found 'DataFrame'"),
     "no counts": (lambda p: p.given(hic=without_counts(p.hic)), r"hic: neither layers\['counts'\] nor X"),
-    "no place of bins": (
-        lambda p: p.given(hic=with_var(p.hic, lambda var: var.drop(columns=["chromStart"]))),
-        r"hic\.var: \['chrom', 'chromStart', 'chromEnd'\] say .* missing are \['chromStart'\]",
-    ),
-    "other bins": (
-        lambda p: p.given(hic=with_var(p.hic, lambda var: var.assign(chromStart=var["chromStart"] + 5))),
-        "the bin named 'chr1:0-1000000' is at 'chr1:5-1000000' by chrom",
-    ),
-    "no strata": (
-        lambda p: p.given(hic=with_var(p.hic, lambda v: v[["chrom"]].set_axis(map(str, range(len(v)))))),
-        r"^hic\.var: feature name '0' does not parse",
-    ),
-    "strand": (
-        lambda p: p.given(
-            genes=pd.DataFrame({"chrom": "chr1", "start": [5], "end": 9, "strand": "-1"}, index=["G0"])
-        ),
-        r"genes: row 'G0' is malformed \(strand '-1'",
-    ),
-    "no position": (
-        lambda p: p.given(genes=pd.DataFrame({"chrom": [None], "start": 5, "end": 9}, index=["G0"])),
-        "genes: none of its 1 rows has a position",
-    ),
-}
+    "no place of bins": (lambda p: p.given(hic=with_var(p.hic, lambda var: var.drop(columns=["chromStart"]))),
+        r"hic\.var: \['chrom', 'chromStart', 'chromEnd'\] say .* missing are \['chromStart'\]"),
+    "other bins": (lambda p: p.given(hic=with_var(p.hic, lambda var: var.assign(chromStart=var["chromStart"] + 5))),
+        "the bin named 'chr1:0-1000000' is at 'chr1:5-1000000' by chrom"),
+    "no strata": (lambda p: p.given(hic=with_var(p.hic, lambda v: v[["chrom"]].set_axis(map(str, range(len(v)))))),
+        r"^hic\.var: feature name '0' does not parse"),
+    "strand": (lambda p: p.given(genes=pd.DataFrame({"chrom": "chr1", "start": [5], "end": 9, "strand": "-1"},
+        index=["G0"])), r"genes: row 'G0' is malformed \(strand '-1'"),
+    "no position": (lambda p: p.given(genes=pd.DataFrame({"chrom": [None], "start": 5, "end": 9}, index=["G0"])),
+        "genes: none of its 1 rows has a position"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -76,14 +76,11 @@ def test_genes_are_expressed_where_their_bins_have_more_short_contacts(
         assert linked_correlation(demo) >= 0.5
 
 
-@pytest.mark.parametrize(
-    ("sizes", "text"),
-    [
-        ({"cells": 0}, "cells=0 is too small; at least 1"),
-        ({"chromosomes": 9, "bins": 8}, "chromosomes=9 do not fit in bins=8; each needs a bin"),
-        ({"strata": 61}, "synthetic bins: 61 strata are not possible; allowed are 1 to 60"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "text"), [
+    ({"cells": 0}, "cells=0 is too small; at least 1"),
+    ({"chromosomes": 9, "bins": 8}, "chromosomes=9 do not fit in bins=8; each needs a bin"),
+    ({"strata": 61}, "synthetic bins: 61 strata are not possible; allowed are 1 to 60"),
+])  # fmt: skip
 def test_impossible_sizes_are_refused(tmp_path: Path, sizes: dict[str, Any], text: str) -> None:
     with pytest.raises(DataError, match=text):
         synthesize(tmp_path / "out", **sizes)

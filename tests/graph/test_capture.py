@@ -178,19 +178,16 @@ def test_nasty_blocks_are_captured_exactly(kind: type[Base]) -> None:
     assert found.changed == {InPlace: ("input 0",), Buffer: ("count",)}.get(kind, ())
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (ByValue, "its forward cannot run on fake tensors: .*DataDependent|GuardOnDataDependent"),
-        (Counting, "its forward changes the attribute 'calls'"),
-        (Chance, "its forward draws from Python's or NumPy's random numbers"),
-        (Custom, "the autograd Function 'Twice', whose backward is its own"),
-        (Outside, "uses a tensor that is neither an argument nor a parameter nor a buffer"),
-        (Hooked, r"its submodule 'layer' has hooks \(forward_hooks\)"),
-        (TensorHook, "its forward calls 'register_hook' of a tensor, which is Python"),
-        (Compiled, "its submodule 'inner' is compiled"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "reason"), [
+    (ByValue, "its forward cannot run on fake tensors: .*DataDependent|GuardOnDataDependent"),
+    (Counting, "its forward changes the attribute 'calls'"),
+    (Chance, "its forward draws from Python's or NumPy's random numbers"),
+    (Custom, "the autograd Function 'Twice', whose backward is its own"),
+    (Outside, "uses a tensor that is neither an argument nor a parameter nor a buffer"),
+    (Hooked, r"its submodule 'layer' has hooks \(forward_hooks\)"),
+    (TensorHook, "its forward calls 'register_hook' of a tensor, which is Python"),
+    (Compiled, "its submodule 'inner' is compiled"),
+])  # fmt: skip
 def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[Base], reason: str) -> None:
     block = kind()
     found = Captures().of(block, (x_of(),), {})
@@ -217,17 +214,14 @@ def test_a_branch_that_changes_is_captured_again() -> None:
     assert len(captures.all) == 2
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda block: (block.eval(), x_of()),
-        lambda block: (block, x_of(5)),
-        lambda block: (block.double(), x_of().double()),
-        lambda block: (block, x_of().detach()),
-        lambda block: (block, x_of(4).t()),
-        lambda block: (block.requires_grad_(False), x_of()),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda block: (block.eval(), x_of()),
+    lambda block: (block, x_of(5)),
+    lambda block: (block.double(), x_of().double()),
+    lambda block: (block, x_of().detach()),
+    lambda block: (block, x_of(4).t()),
+    lambda block: (block.requires_grad_(False), x_of()),
+])  # fmt: skip
 def test_every_guard_asks_for_another_graph(change: Any) -> None:
     captures, block = Captures(), Base()
     captures.of(block, (x_of(),), {})
@@ -318,15 +312,12 @@ def test_what_objects_hold_is_a_guard() -> None:
     assert len(captures.all) == 4
 
 
-@pytest.mark.parametrize(
-    ("block", "more", "reason"),
-    [
-        (Writes(), Settings(), "its forward changes what an argument of type 'Settings' holds"),
-        (Writes(), {"x": 1}, "its forward changes a list or a dictionary that it is called with"),
-        (WritesOwn(), Settings(), "its forward changes the attribute 'settings'"),
-        (Base(), threading.Lock(), "it is called with a 'lock', which cannot be copied"),
-    ],
-)
+@pytest.mark.parametrize(("block", "more", "reason"), [
+    (Writes(), Settings(), "its forward changes what an argument of type 'Settings' holds"),
+    (Writes(), {"x": 1}, "its forward changes a list or a dictionary that it is called with"),
+    (WritesOwn(), Settings(), "its forward changes the attribute 'settings'"),
+    (Base(), threading.Lock(), "it is called with a 'lock', which cannot be copied"),
+])  # fmt: skip
 def test_what_a_forward_writes_into_objects_is_a_reason_and_a_capture_writes_nothing(
     block: Any, more: Any, reason: str
 ) -> None:

@@ -90,15 +90,12 @@ def refuse(kind: type[nn.Module], message: str, share: Callable[[nn.Module], obj
 OF_CHANNELS = "and has a 'forward' that returns other values for some of the channels than for all of them"
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Normalised, OF_CHANNELS),
-        (OtherSpine, OF_CHANNELS.replace("forward", "spine")),
-        (Dropped, OF_CHANNELS),
-        (ReadsWeight, "and has a 'forward' that fails on an example, with stand-ins for its children, with"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "message"), [
+    (Normalised, OF_CHANNELS),
+    (OtherSpine, OF_CHANNELS.replace("forward", "spine")),
+    (Dropped, OF_CHANNELS),
+    (ReadsWeight, "and has a 'forward' that fails on an example, with stand-ins for its children, with"),
+])  # fmt: skip
 def test_s5_refuses_keys_that_mix_channels(kind: type[nn.Module], message: str, mesh: DeviceMesh) -> None:
     refuse(kind, message, lambda decoder: share_hidden(decoder, HiddenParallel(), mesh))
 

@@ -145,15 +145,12 @@ def test_refuses_one_device_and_what_is_no_decoder_or_shared_already(technique: 
         install(model, make_plan((technique,), 2), mesh)
 
 
-@pytest.mark.parametrize(
-    ("technique", "case", "ranks", "message"),
-    [
-        ("S5", Case(dim=8), 5, "5 ranks on the model axis and D=8, which has 4 pairs of channels"),
-        ("nodes", Case(key="convolution"), 2, "has 'strata.1.key' ConvolutionKey"),
-        ("nodes", Case(anchors=9, window=3), 4, "N=9 anchors fill 3 buckets of 3"),
-        ("nodes", Case(distances=(0,)), 2, r"has buckets of \[\] anchors; allowed is strata with attention"),
-    ],
-)
+@pytest.mark.parametrize(("technique", "case", "ranks", "message"), [
+    ("S5", Case(dim=8), 5, "5 ranks on the model axis and D=8, which has 4 pairs of channels"),
+    ("nodes", Case(key="convolution"), 2, "has 'strata.1.key' ConvolutionKey"),
+    ("nodes", Case(anchors=9, window=3), 4, "N=9 anchors fill 3 buckets of 3"),
+    ("nodes", Case(distances=(0,)), 2, r"has buckets of \[\] anchors; allowed is strata with attention"),
+])  # fmt: skip
 def test_refuses_sizes_that_cannot_be_shared(technique: str, case: Case, ranks: int, message: str) -> None:
     with pytest.raises(InstallError, match=f"(?s){technique} .*{message}"):
         install(Model(case), make_plan((technique,), ranks), fake_mesh(rank=0, ranks=ranks))

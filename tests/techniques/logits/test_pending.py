@@ -61,25 +61,21 @@ IN_CHUNKS: dict[str, Step] = {
     "ignored": lambda h, x, y: entropy(h(x), torch.where(y > some, y, -100)),
     "smoothed": lambda h, x, y: entropy(h(x), torch.where(y > some, y, -100), label_smoothing=0.1),
     "weighted": lambda h, x, y: entropy(h(x), torch.where(y > some, y, -100), weight=weights),
-    "loss of rows": lambda h, x, y: (
-        (F.cross_entropy(h(x).mT.mT.transpose(1, 2), y) ** 2)
-        + F.cross_entropy(h(x).transpose(1, 2), y, reduction="none").square().mean()
-    ),
+    "loss of rows": lambda h, x,
+        y: ((F.cross_entropy(h(x).mT.mT.transpose(1, 2), y) ** 2) + F.cross_entropy(h(x).transpose(1, 2), y,
+        reduction="none").square().mean()),
     "sum": lambda h, x, y: entropy(h(x), y, reduction="sum"),
     "probabilities": lambda h, x, y: F.cross_entropy(h(x).flatten(0, 1), soft.view(36, WORDS)),
     "rows by a mask": lambda h, x, y: F.cross_entropy(h(x[y > 20]), y[y > 20]),
     "accuracy": lambda h, x, y: entropy(z := h(x), y) * (1 + (z.argmax(-1) == y).double().mean()),
     "two losses": lambda h, x, y: entropy(z := h(x), y) + entropy(z[:, 1:], y[:, :-1]),
     "and probabilities": lambda h, x, y: entropy(z := h(x), y) * (1 + z.detach().softmax(-1).max()),
-    "of a teacher": lambda h, x, y: (
-        entropy(h(x), y) * (1 + no_grad(lambda: h(x + 1)).detach().max() * 0)
-        + entropy(no_grad(lambda: h(x + 1)), y)
-    ),
-    "of a teacher in inference": lambda h, x, y: (
-        entropy(h(x), y) + float(inferred(lambda: entropy(h(x + 1), y)))
-    ),
+    "of a teacher": lambda h, x,
+        y: (entropy(h(x), y) * (1 + no_grad(lambda: h(x + 1)).detach().max() * 0) + entropy(no_grad(lambda: h(x + 1)),
+        y)),
+    "of a teacher in inference": lambda h, x, y: (entropy(h(x), y) + float(inferred(lambda: entropy(h(x + 1), y)))),
     "metrics first": lambda h, x, y: (no_grad(lambda: h(x).sum()) + 1) * entropy(h(x), y),
-}
+}  # fmt: skip
 WHOLE: dict[str, Step] = {
     "metrics of the same": lambda h, x, y: [z := h(x), no_grad(lambda: z.softmax(-1)), entropy(z, y)][-1],
     "another loss": lambda h, x, y: h(x).square().mean(),

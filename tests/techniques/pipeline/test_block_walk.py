@@ -146,19 +146,16 @@ def penalty(net: Net, x: Tensor) -> Tensor:
     return torch.autograd.grad(plain(net, x).sum(), x, create_graph=True)[0]
 
 
-@pytest.mark.parametrize(
-    ("walk", "told"),
-    [
-        (by_row, r"block 0 of 'blocks' is called inside a function that torch.func \(vmap"),
-        (penalty, r"computes gradients \(torch.autograd.grad, as for a gradient penalty\)"),
-        (reads_other, "that the block before it does not return"),
-        (backwards, "block 3 of 'blocks' where block 0 was next"),
-        (twice, "block 0 of 'blocks' where block 1 was next"),
-        (too_few, "called 2 of the 4 blocks"),
-        (writes, "writes a value of another rank"),
-        (asks, "needs values that another rank computed"),
-    ],
-)
+@pytest.mark.parametrize(("walk", "told"), [
+    (by_row, r"block 0 of 'blocks' is called inside a function that torch.func \(vmap"),
+    (penalty, r"computes gradients \(torch.autograd.grad, as for a gradient penalty\)"),
+    (reads_other, "that the block before it does not return"),
+    (backwards, "block 3 of 'blocks' where block 0 was next"),
+    (twice, "block 0 of 'blocks' where block 1 was next"),
+    (too_few, "called 2 of the 4 blocks"),
+    (writes, "writes a value of another rank"),
+    (asks, "needs values that another rank computed"),
+])  # fmt: skip
 def test_a_step_that_cannot_be_cut_is_refused(walk: Callable[[Net, Tensor], Tensor], told: str) -> None:
     with pytest.raises(InstallError, match=told):
         through(walk, (3, 4))

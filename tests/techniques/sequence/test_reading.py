@@ -195,13 +195,9 @@ REFUSED: dict[str, tuple[type[OwnGenes], dict[str, Any], type[Exception], str]] 
     "no technique": (OwnGenes, {"strategies": "S1"}, ShardError, "no technique of this run splits"),
     "without sizes": (WithoutSizes, NAMED, ShardError, "from_local was called without sizes before the fit"),
     "not handed over": (NotHandedOver, NAMED, DataError, "hands over lightning_amp.as_sharded"),
-    "before the plan": (
-        Before,
-        {**NAMED, "model_parallel_size": "auto"},
-        ShardError,
-        "own_part was called before a plan is made",
-    ),
-}
+    "before the plan": (Before, {**NAMED, "model_parallel_size": "auto"}, ShardError,
+        "own_part was called before a plan is made"),
+}  # fmt: skip
 
 
 def refused(rank: int, ranks: int, path: str) -> dict[str, tuple[str, str]]:

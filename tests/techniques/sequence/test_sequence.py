@@ -194,26 +194,14 @@ REFUSED: dict[str, tuple[Callable[[], Case], dict[str, Any], type[Exception], st
     "no dim": (lambda: CASES["noise"], {"sequence_dim": {"batch": 3}}, ShardError, "dim 3 of 'batch'"),
     "sizes": (lambda: CASES["noise"], {"sequence_sizes": [4, 4]}, ShardError, "one size per rank"),
     "grid": (lambda: CASES["noise"], {"sequence_grid": "2x1"}, PlanError, "one dim requires none"),
-    "chunk": (
-        lambda: CASES["text"],
-        {"strategies": "sequence,chunk"},
-        PlanError,
-        "chunk and sequence cannot be together: .* a rank holds less with recompute and fsdp, and with more ranks",
-    ),
+    "chunk": (lambda: CASES["text"], {"strategies": "sequence,chunk"}, PlanError,
+        "chunk and sequence cannot be together: .* a rank holds less with recompute and fsdp, and with more ranks"),
     "pipeline": (lambda: CASES["text"], {"strategies": "sequence,pipeline"}, PlanError, "pipeline"),
-    "an operator": (
-        lambda: Case(Recurrent, CASES["noise"].batch, CASES["noise"].options),
-        {},
-        ShardError,
-        "lstm' in 'Recurrent', .*test_sequence.py",
-    ),
-    "a loss that is no number": (
-        lambda: Case(PerPosition, CASES["noise"].batch, CASES["noise"].options),
-        {},
-        ShardError,
-        "a loss is a number",
-    ),
-}
+    "an operator": (lambda: Case(Recurrent, CASES["noise"].batch, CASES["noise"].options), {}, ShardError,
+        "lstm' in 'Recurrent', .*test_sequence.py"),
+    "a loss that is no number": (lambda: Case(PerPosition, CASES["noise"].batch, CASES["noise"].options), {},
+        ShardError, "a loss is a number"),
+}  # fmt: skip
 
 
 def refused(rank: int, ranks: int) -> dict[str, tuple[str, str]]:

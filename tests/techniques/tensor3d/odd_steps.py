@@ -134,24 +134,17 @@ def _loss(call: Any, target: Any = None, by_rows: bool = False) -> Any:
 
 LOSSES = {
     "a conditional random field": odd(SEQ, _crf, a=lin(8, 5), move=par(5, 5)),
-    "a branch on values": odd(
-        X, lambda m, x: m.b(m.a(x)) if m.a(x).mean() > 0 else m.b(-m.a(x)), True, a=lin(6, 8), b=lin(8, 3)
-    ),
-    "a branch on a weight": odd(
-        X, lambda m, x: m.b(m.a(x) * (1 + (m.a.weight.sum() > 0).item())), a=lin(6, 8), b=lin(8, 3)
-    ),
-    "cross-entropy with rows left out": _loss(
-        lambda h, y: F.cross_entropy(h, y, ignore_index=2), words(most=5), True
-    ),
+    "a branch on values": odd(X, lambda m, x: m.b(m.a(x)) if m.a(x).mean() > 0 else m.b(-m.a(x)), True, a=lin(6, 8),
+        b=lin(8, 3)),
+    "a branch on a weight": odd(X, lambda m, x: m.b(m.a(x) * (1 + (m.a.weight.sum() > 0).item())), a=lin(6, 8),
+        b=lin(8, 3)),
+    "cross-entropy with rows left out": _loss(lambda h, y: F.cross_entropy(h, y, ignore_index=2), words(most=5), True),
     "binary cross-entropy": _loss(lambda h, y: F.binary_cross_entropy_with_logits(h, y.sigmoid())),
     "pairs of rows": _loss(_info_nce, by_rows=True),
-    "best class only": _loss(
-        lambda h, y: (h.max(-1).values - h[torch.arange(len(h)), y]).mean(), words(most=5)
-    ),
-    "accuracy in the weight of the loss": _loss(
-        lambda h, y: F.cross_entropy(h, y) * (1 + (h.argmax(-1) == y).double().mean()), words(most=5), True
-    ),
-}
+    "best class only": _loss(lambda h, y: (h.max(-1).values - h[torch.arange(len(h)), y]).mean(), words(most=5)),
+    "accuracy in the weight of the loss": _loss(lambda h,
+        y: F.cross_entropy(h, y) * (1 + (h.argmax(-1) == y).double().mean()), words(most=5), True),
+}  # fmt: skip
 
 
 def _scaled_output() -> nn.Module:
@@ -221,40 +214,20 @@ def _init(m: Any) -> None:
 AROUND = {
     "a hook that scales an output": odd(X, lambda m, x: m.net(x), net=_scaled_output),
     "a backward hook that clamps": odd(X, lambda m, x: m.net(x), True, net=_clamped_backward),
-    "metrics and logs": odd(
-        both(X, words(most=3)),
-        _measured,
-        True,
-        net=two(),
-        accuracy=lambda: torchmetrics.Accuracy("multiclass", num_classes=3),
-    ),
-    "a checkpointed block": around(
-        {}, lambda m, x: m.last(checkpoint(m.net, x, use_reentrant=False)), last=lin(3, 2)
-    ),
-    "a reentrant checkpoint": around(
-        {}, lambda m, x: m.last(checkpoint(m.net, x.requires_grad_(), use_reentrant=True)), last=lin(3, 2)
-    ),
+    "metrics and logs": odd(both(X, words(most=3)), _measured, True, net=two(),
+        accuracy=lambda: torchmetrics.Accuracy("multiclass", num_classes=3)),
+    "a checkpointed block": around({}, lambda m, x: m.last(checkpoint(m.net, x, use_reentrant=False)), last=lin(3, 2)),
+    "a reentrant checkpoint": around({}, lambda m, x: m.last(checkpoint(m.net, x.requires_grad_(), use_reentrant=True)),
+        last=lin(3, 2)),
     "a layer frozen in the step": around({}, _frozen_in_step),
     "an adversary held fixed": around({}, _adversary, judge=lin(3, 1)),
-    "a step that returns a dictionary": odd(
-        X,
-        lambda m, x: x,
-        True,
-        hooks={"training_step": _dictionary, "on_train_batch_end": _look},
-        net=two(),
-    ),
-    "clipping by hand in a hook": around(
-        {
-            "on_before_optimizer_step": lambda m, opt: (
-                nn.utils.clip_grad_norm_(m.parameters(), 0.05) is None or None
-            )
-        }
-    ),
+    "a step that returns a dictionary": odd(X, lambda m, x: x, True,
+        hooks={"training_step": _dictionary, "on_train_batch_end": _look}, net=two()),
+    "clipping by hand in a hook": around({"on_before_optimizer_step": lambda m,
+        opt: (nn.utils.clip_grad_norm_(m.parameters(), 0.05) is None or None)}),
     "groups of an optimiser and a schedule": around({"configure_optimizers": _groups}),
     "rates by norms": around({"configure_optimizers": _by_norm}),
     "values drawn at the start of the fit": around({"on_fit_start": _init}),
-    "a layer made in configure_model": around(
-        {"configure_model": lambda m: setattr(m, "extra", nn.Linear(3, 3).double())},
-        lambda m, x: m.extra(m.net(x)),
-    ),
-}
+    "a layer made in configure_model": around({"configure_model": lambda m: setattr(m, "extra",
+        nn.Linear(3, 3).double())}, lambda m, x: m.extra(m.net(x))),
+}  # fmt: skip

@@ -216,16 +216,12 @@ REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     "a write": (Writing, (2, 1, 1), {}, "'clamp_'.*Writing"),
     "a write by way of data": (WritingData, (1, 1, 2), {}, "'clamp_'.*WritingData"),
     "compiled": (Compiled, (2, 1, 1), {}, "torch.compile was applied"),
-    "values": (
-        WithoutValues,
-        (1, 1, 2),
-        {"options": {"strategies": "S1", "tensor_grid": None}},
-        "this plan shards none",
-    ),
+    "values": (WithoutValues, (1, 1, 2), {"options": {"strategies": "S1", "tensor_grid": None}},
+        "this plan shards none"),
     "some values": (Mixed, (2, 1, 1), {}, "'net.weight' is on the device 'meta', and 'more.weight' is not"),
     "no reset": (NoReset, (2, 1, 1), {}, "'the module' .NoReset. has tensors .* no method reset_parameters"),
     "averages": (Small, (2, 1, 1), {"callbacks": [EMAWeightAveraging()]}, "it averages whole parameters"),
-}
+}  # fmt: skip
 
 
 def refused(rank: int, ranks: int) -> dict[str, tuple[str, str]]:

@@ -435,20 +435,17 @@ def hooked() -> LocalAttention:
     return attention
 
 
-@pytest.mark.parametrize(
-    ("attention", "found"),
-    [
-        (nn.Linear(2, 2), r"'Linear', which has the settings \['dim=None', 'window=None'\]"),
-        (with_attribute("scale", nn.Parameter(torch.ones(1))), r"has the state \['scale'\]"),
-        (with_attribute("drop", nn.Dropout(0.1)), r"has the children \['drop'\]"),
-        (hooked(), r"has the hooks \['forward_hooks'\]"),
-        (Dropping(DIM, WINDOW), "returns output .* for a small example of 2 anchors with window=3"),
-        (Unpadded(DIM, WINDOW), "returns output .* of 2 anchors"),
-        (Stopping(DIM, WINDOW), "returns gradient of k .* of 2 anchors"),
-        (Alone(DIM, 100), "returns output .* of 12 anchors with window=3"),
-        (Failing(DIM, WINDOW), "fails on a small example with ValueError: not today"),
-    ],
-)
+@pytest.mark.parametrize(("attention", "found"), [
+    (nn.Linear(2, 2), r"'Linear', which has the settings \['dim=None', 'window=None'\]"),
+    (with_attribute("scale", nn.Parameter(torch.ones(1))), r"has the state \['scale'\]"),
+    (with_attribute("drop", nn.Dropout(0.1)), r"has the children \['drop'\]"),
+    (hooked(), r"has the hooks \['forward_hooks'\]"),
+    (Dropping(DIM, WINDOW), "returns output .* for a small example of 2 anchors with window=3"),
+    (Unpadded(DIM, WINDOW), "returns output .* of 2 anchors"),
+    (Stopping(DIM, WINDOW), "returns gradient of k .* of 2 anchors"),
+    (Alone(DIM, 100), "returns output .* of 12 anchors with window=3"),
+    (Failing(DIM, WINDOW), "fails on a small example with ValueError: not today"),
+])  # fmt: skip
 def test_refuses_other_modules(attention: nn.Module, found: str) -> None:
     training, state = attention.training, torch.random.get_rng_state()
     with pytest.raises(InstallError, match=f"'fused' does not support .*{found}.*leave 'fused' out"):

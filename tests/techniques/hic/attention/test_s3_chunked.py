@@ -67,16 +67,10 @@ def test_keeps_no_probabilities_and_lowers_the_peak() -> None:
     assert peak_chunked < peak / 4
 
 
-@pytest.mark.parametrize(
-    ("attention", "message"),
-    [
-        (nn.Linear(2, 2), r"S3 does not support 'Linear', which lacks \['n_buckets', 'prepare', 'attend'\]"),
-        (
-            ChunkedLocalAttention(nn.Identity(), buckets=1, retain=False),
-            "S3 does not support 'ChunkedLocalAttention'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("attention", "message"), [
+    (nn.Linear(2, 2), r"S3 does not support 'Linear', which lacks \['n_buckets', 'prepare', 'attend'\]"),
+    (ChunkedLocalAttention(nn.Identity(), buckets=1, retain=False), "S3 does not support 'ChunkedLocalAttention'"),
+])  # fmt: skip
 def test_refuses_other_modules(attention: nn.Module, message: str) -> None:
     with pytest.raises(InstallError, match=message):
         chunk_attention(attention, buckets=1)

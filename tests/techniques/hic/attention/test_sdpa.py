@@ -112,15 +112,12 @@ def test_cuda_s_kernels_are_called_as_they_are_declared(n: int, monkeypatch: pyt
     assert called == ["there"] * (len(called) // 2) + ["back"] * (len(called) // 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dim", "dtype"),
-    [
-        ("cuda", 8, torch.float64),
-        ("cuda", 6, torch.float32),
-        ("cuda", 12, torch.bfloat16),
-        ("mps", 8, torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("kind", "dim", "dtype"), [
+    ("cuda", 8, torch.float64),
+    ("cuda", 6, torch.float32),
+    ("cuda", 12, torch.bfloat16),
+    ("mps", 8, torch.float32),
+])  # fmt: skip
 def test_refuses_what_has_no_kernel(kind: str, dim: int, dtype: torch.dtype) -> None:
     device: Any = SimpleNamespace(device=SimpleNamespace(type=kind), shape=(3, dim))
     with pytest.raises(InstallError, match=f"support {dim} channels .* on '{kind}'.*choose 'fused'"):

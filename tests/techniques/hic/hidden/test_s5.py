@@ -162,28 +162,15 @@ FORWARD = {"all_reduce": 1 + CHUNKS + 1, "reduce_scatter_tensor": 3, "_allgather
 BACKWARD = {"allreduce_": 2, "all_reduce": 1 + 2 * CHUNKS, "all_gather_into_tensor": 3 + 1}
 
 
-@pytest.mark.parametrize(
-    ("case", "strategies", "gather", "forward", "backward"),
-    [
-        (Case(), ("S3", "S5"), False, FORWARD, BACKWARD),
-        (Case(), ("S5",), False, FORWARD | {"all_reduce": 3}, BACKWARD | {"all_reduce": 2}),
-        (
-            Case(variant="paper"),
-            ("S5",),
-            False,
-            FORWARD | {"all_reduce": 3, "_allgather_base_": 1},
-            BACKWARD | {"allreduce_": 1, "all_reduce": 2},
-        ),
-        (
-            Case(),
-            ("S3", "S5"),
-            True,
-            FORWARD | {"all_reduce": 1, "all_gather_into_tensor": 1},
-            {"allreduce_": 2, "all_gather_into_tensor": 3 + 1, "reduce_scatter_tensor": 1},
-        ),
-        (Case(key="convolution"), ("S5",), False, {"all_reduce": 1}, {"all_gather_into_tensor": 1}),
-    ],
-)
+@pytest.mark.parametrize(("case", "strategies", "gather", "forward", "backward"), [
+    (Case(), ("S3", "S5"), False, FORWARD, BACKWARD),
+    (Case(), ("S5",), False, FORWARD | {"all_reduce": 3}, BACKWARD | {"all_reduce": 2}),
+    (Case(variant="paper"), ("S5",), False, FORWARD | {"all_reduce": 3, "_allgather_base_": 1},
+        BACKWARD | {"allreduce_": 1, "all_reduce": 2}),
+    (Case(), ("S3", "S5"), True, FORWARD | {"all_reduce": 1, "all_gather_into_tensor": 1},
+        {"allreduce_": 2, "all_gather_into_tensor": 3 + 1, "reduce_scatter_tensor": 1}),
+    (Case(key="convolution"), ("S5",), False, {"all_reduce": 1}, {"all_gather_into_tensor": 1}),
+])  # fmt: skip
 def test_counts_of_one_stratum_and_the_border(
     case: Case, strategies: tuple[str, ...], gather: bool, forward: dict[str, int], backward: dict[str, int]
 ) -> None:

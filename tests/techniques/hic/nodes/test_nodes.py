@@ -183,18 +183,12 @@ class Order(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("rank", "forward", "backward"),
-    [
-        (0, ["send", "softmax 2", "wait", "softmax 1"], ["softmax 1", "send", "softmax 2", "wait"]),
-        (
-            1,
-            ["send", "softmax 1", "wait", "softmax 1", "softmax 1"],
-            ["softmax 1", "softmax 1", "send", "softmax 1", "wait"],
-        ),
-        (2, ["send", "softmax 2", "wait", "softmax 1"], ["softmax 1", "send", "softmax 2", "wait"]),
-    ],
-)
+@pytest.mark.parametrize(("rank", "forward", "backward"), [
+    (0, ["send", "softmax 2", "wait", "softmax 1"], ["softmax 1", "send", "softmax 2", "wait"]),
+    (1, ["send", "softmax 1", "wait", "softmax 1", "softmax 1"],
+        ["softmax 1", "softmax 1", "send", "softmax 1", "wait"]),
+    (2, ["send", "softmax 2", "wait", "softmax 1"], ["softmax 1", "send", "softmax 2", "wait"]),
+])  # fmt: skip
 def test_inner_buckets_are_attended_while_rows_are_under_way(
     rank: int, forward: list[str], backward: list[str]
 ) -> None:

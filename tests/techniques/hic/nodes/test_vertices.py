@@ -239,16 +239,13 @@ class Doubled(vertices.AllVertices):
         return tuple(2 * v[i] for i in ids)
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (hooked, "has embedding.backward_hooks, which would see a part"),
-        (lambda e: e.register_forward_hook(lambda *_: None), "has forward_hooks, which"),
-        (lambda e: setattr(e, "vertices", Doubled()), "that returns rows"),
-        (lambda e: e.rows.pop("hic"), r"has the modalities \['rna'\], not 'hic'"),
-        (lambda e: delattr(e, "vertices"), "is not supported"),
-    ],
-)
+@pytest.mark.parametrize(("change", "text"), [
+    (hooked, "has embedding.backward_hooks, which would see a part"),
+    (lambda e: e.register_forward_hook(lambda *_: None), "has forward_hooks, which"),
+    (lambda e: setattr(e, "vertices", Doubled()), "that returns rows"),
+    (lambda e: e.rows.pop("hic"), r"has the modalities \['rna'\], not 'hic'"),
+    (lambda e: delattr(e, "vertices"), "is not supported"),
+])  # fmt: skip
 def test_refuses_encoders_that_would_not_see_all(change: Callable[[Any], object], text: str) -> None:
     encoder = make(Graph()).graph_encoder
     change(encoder)

@@ -303,16 +303,13 @@ def test_refuses_what_differs_for_small_and_large_numbers(leaf: nn.Module) -> No
         sparse_likelihood(leaf)
 
 
-@pytest.mark.parametrize(
-    ("leaf", "message"),
-    [
-        (nn.Identity(), r"'Identity', which takes \['input'\], where counts with many zeros have \['x'"),
-        (Stateful(), r"'Stateful', which has the state \['weight'\]"),
-        (Scaled(), "'Scaled', which returns value .* for a small example; only a module without state"),
-        (Detached(), "'Detached', which returns gradient of log_theta .* for a small example.*leave"),
-        (OneRow(), "'OneRow', which returns value"),
-    ],
-)
+@pytest.mark.parametrize(("leaf", "message"), [
+    (nn.Identity(), r"'Identity', which takes \['input'\], where counts with many zeros have \['x'"),
+    (Stateful(), r"'Stateful', which has the state \['weight'\]"),
+    (Scaled(), "'Scaled', which returns value .* for a small example; only a module without state"),
+    (Detached(), "'Detached', which returns gradient of log_theta .* for a small example.*leave"),
+    (OneRow(), "'OneRow', which returns value"),
+])  # fmt: skip
 def test_refuses_what_is_no_plain_likelihood(leaf: nn.Module, message: str) -> None:
     with pytest.raises(InstallError, match=f"(?s){message}"):
         sparse_likelihood(leaf)

@@ -45,13 +45,10 @@ CASES: dict[str, tuple[Case, tuple[str, ...]]] = {
     "S3": (FIVE, ("S3",)),
     "S4, sdpa, sparse": (FIVE, ("S4", "sdpa", "sparse")),
     "all": (FIVE, ("S4", "fused", "sparse", "stream")),
-    "all, one row, chained": (
-        replace(FIVE, chained=True, n_batches=1, variant="paper"),
-        ("fused", "sparse", "stream"),
-    ),
+    "all, one row, chained": (replace(FIVE, chained=True, n_batches=1, variant="paper"), ("fused", "sparse", "stream")),
     "recompute, binarized": (replace(FIVE, binarized=True, chained=True), ("S4", "fused", "recompute")),
     "convolution": (replace(FIVE, key="convolution"), ("S4",)),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -93,15 +93,12 @@ def test_a_slow_rank_has_fewer_strata() -> None:
     assert ends(0.5, 1.0) == "3,9"
 
 
-@pytest.mark.parametrize(
-    ("strategies", "message"),
-    [
-        ("S5,strata", "S5 and strata cannot be together: both split the decoder"),
-        ("nodes,strata", "nodes and strata cannot be together"),
-        ("S3,fused", "S3 and fused cannot be together"),
-        ("recompute,stream", "recompute and stream cannot be together"),
-    ],
-)
+@pytest.mark.parametrize(("strategies", "message"), [
+    ("S5,strata", "S5 and strata cannot be together: both split the decoder"),
+    ("nodes,strata", "nodes and strata cannot be together"),
+    ("S3,fused", "S3 and fused cannot be together"),
+    ("recompute,stream", "recompute and stream cannot be together"),
+])  # fmt: skip
 def test_contradicting_strategies_are_refused(strategies: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan(profile(hic(), rna()), devices=2, strategies=strategies)

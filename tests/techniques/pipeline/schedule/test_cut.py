@@ -157,24 +157,21 @@ def test_it_keeps_up_with_many_layers() -> None:
 GOOD: dict[str, Any] = {"forward": [1, 2], "backward": [1, 2], "n_stages": 2}
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"n_stages": 0}, "n_stages=0 is not supported; allowed is a whole number of 1 or more"),
-        ({"forward": []}, "forward got 0 numbers; allowed are one or more"),
-        ({"forward": "12"}, "forward='12' is not supported; allowed is a list of numbers"),
-        ({"forward": [1, nan]}, r"forward\[1\]=nan is not supported; allowed are numbers from 0"),
-        ({"forward": [1, True]}, r"forward\[1\]=True is not supported"),
-        ({"backward": [-1, 1]}, r"backward\[0\]=-1 is not supported; allowed are numbers from 0"),
-        ({"send_forward": [1, 1, 1]}, "send_forward got 3 numbers; allowed are 2"),
-        ({"speeds": [1]}, "speeds got 1 numbers; allowed are 2"),
-        ({"speeds": [1, 0]}, r"speeds\[1\]=0 is not supported; allowed are numbers above 0"),
-        ({"layer_bytes": [[1, 1]], "stage_bytes": 1}, "layer_bytes got 1 rows; allowed are"),
-        ({"layer_bytes": np.array(4), "stage_bytes": 4}, "layer_bytes=4 is not supported; allowed is a list"),
-        ({"stage_bytes": 4}, "stage_bytes=4 requires layer_bytes"),
-        ({"layer_bytes": [1, 3], "stage_bytes": 2}, "hold the first 1 layers and no more: allow more bytes"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"n_stages": 0}, "n_stages=0 is not supported; allowed is a whole number of 1 or more"),
+    ({"forward": []}, "forward got 0 numbers; allowed are one or more"),
+    ({"forward": "12"}, "forward='12' is not supported; allowed is a list of numbers"),
+    ({"forward": [1, nan]}, r"forward\[1\]=nan is not supported; allowed are numbers from 0"),
+    ({"forward": [1, True]}, r"forward\[1\]=True is not supported"),
+    ({"backward": [-1, 1]}, r"backward\[0\]=-1 is not supported; allowed are numbers from 0"),
+    ({"send_forward": [1, 1, 1]}, "send_forward got 3 numbers; allowed are 2"),
+    ({"speeds": [1]}, "speeds got 1 numbers; allowed are 2"),
+    ({"speeds": [1, 0]}, r"speeds\[1\]=0 is not supported; allowed are numbers above 0"),
+    ({"layer_bytes": [[1, 1]], "stage_bytes": 1}, "layer_bytes got 1 rows; allowed are"),
+    ({"layer_bytes": np.array(4), "stage_bytes": 4}, "layer_bytes=4 is not supported; allowed is a list"),
+    ({"stage_bytes": 4}, "stage_bytes=4 requires layer_bytes"),
+    ({"layer_bytes": [1, 3], "stage_bytes": 2}, "hold the first 1 layers and no more: allow more bytes"),
+])  # fmt: skip
 def test_it_refuses(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         cut_pipeline(**GOOD | changed)

@@ -139,16 +139,13 @@ def test_times_of_stages_are_those_of_the_cut() -> None:
         assert times.send_forward[-1] == times.send_backward[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (("zb", 2, 2, 1), "schedule='zb' is not supported; allowed are 'gpipe', '1f1b', 'interleaved'"),
-        (("1f1b", 0, 2, 1), "devices=0 is not supported; allowed is a whole number of 1 or more"),
-        (("1f1b", 2, 2.5, 1), r"micro_batches=2\.5 is not supported"),
-        (("gpipe", 2, 2, 2), "schedule='gpipe' got 2 stages on a device"),
-        (("interleaved", 4, 9, 2), "9 micro-batches on 4 devices, which are 2 rounds of unequal length"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "message"), [
+    (("zb", 2, 2, 1), "schedule='zb' is not supported; allowed are 'gpipe', '1f1b', 'interleaved'"),
+    (("1f1b", 0, 2, 1), "devices=0 is not supported; allowed is a whole number of 1 or more"),
+    (("1f1b", 2, 2.5, 1), r"micro_batches=2\.5 is not supported"),
+    (("gpipe", 2, 2, 2), "schedule='gpipe' got 2 stages on a device"),
+    (("interleaved", 4, 9, 2), "9 micro-batches on 4 devices, which are 2 rounds of unequal length"),
+])  # fmt: skip
 def test_it_refuses_a_schedule(asked: tuple, message: str) -> None:
     name, devices, micro_batches, stages = asked
     with pytest.raises(PlanError, match=message):
