@@ -95,6 +95,11 @@ class Nested(Base):
         return {"a": (y, [y.sum(), None, 3]), "b": None if more is None else more["y"] * y}
 
 
+class Shared(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(nn.functional.gelu(self.layer(x)))
+
+
 class ByValue(Base):
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) if x.sum() > 0 else x
@@ -169,7 +174,7 @@ def x_of(rows: int = 3) -> Tensor:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
-@pytest.mark.parametrize("kind", [Base, Flag, InPlace, Buffer, Nested])
+@pytest.mark.parametrize("kind", [Base, Flag, InPlace, Buffer, Nested, Shared])
 def test_nasty_blocks_are_captured_exactly(kind: type[Base]) -> None:
     """Gradients that are None included: `unused` has none."""
     found = Captures().of(kind(), (x_of().detach(),), {})
