@@ -138,10 +138,6 @@ def another_layer(decoder: Decoder) -> None:
     decoder.value_layers[0] = nn.Linear(12, 12, bias=False).double()
 
 
-def assigned(decoder: Decoder) -> None:
-    decoder.load_state_dict({k: v.clone() for k, v in decoder.state_dict().items()}, assign=True)
-
-
 def pruned(decoder: Decoder) -> None:
     prune.l1_unstructured(decoder.value_layers[0], "weight", amount=0.5)  # type: ignore[no-untyped-call]
 
@@ -158,14 +154,6 @@ def annealed(decoder: Any) -> None:
     decoder.temperature.mul_(0.9)
 
 
-def annealed_anew(decoder: Any) -> None:
-    decoder.temperature = decoder.temperature * 0.9
-
-
-def annealed_without(decoder: Any) -> None:
-    del decoder.temperature
-
-
 def shifted(decoder: Any) -> None:
     decoder.shift += 0.1
 
@@ -174,29 +162,16 @@ def watched(decoder: Any) -> None:
     decoder.softmax.register_forward_pre_hook(lambda *_: None)
 
 
-def norm_set(decoder: Decoder) -> None:
-    decoder.prenorm_layers[0].eps = 0.1
-
-
-def other_lists(decoder: Decoder) -> None:
-    decoder.feature_masks = [rows[::-1] for rows in decoder.feature_masks]
-
-
 CHANGES: dict[Any, str] = {
     without_attention: "'use_attn' was True and is False",
     another_window: "'attn_layers.1.window_size' was 5 and is 3",
     another_layer: "'value_layers.0' is another Linear",
-    assigned: "'scale_lin' is another Parameter than it was.*more",
     pruned: "'value_layers.0.weight' is not there any more.*'value_layers.0.weight_orig' was added",
     hooked: "'attn_layers.0' has hooks",
-    other_lists: "'feature_masks' is another list",
     dropping: r"'dropout\.p' was 0\.0 and is 0\.5",
     annealed: "'temperature' has other values than it had",
-    annealed_anew: "'temperature' has other values than it had",
-    annealed_without: "'temperature' has other values than it had",
     shifted: "'shift' has other values than it had",
     watched: "'softmax' has hooks, which would not run",
-    norm_set: r"'prenorm_layers\.0\.eps' was 1e-05 and is 0\.1",
 }
 
 
@@ -210,8 +185,7 @@ def test_a_decoder_that_is_changed_later_is_refused() -> None:
         with pytest.raises(InstallError, match=f"'Fuller' has changed.*{said}.*strategies='S1'"):
             module.decoder(*given)
         found.undo()
-        if change is not annealed_without:
-            module.decoder(*given)
+        module.decoder(*given)
 
 
 def test_hooks_on_a_layer_run_until_a_technique_replaces_it() -> None:

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_amp.data import sparse_counts, sparse_product
+from lightning_amp.data import sparse_product
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
-from lightning_amp.data.sparse_counts import SparseCounts, _copies_by_itself
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
@@ -36,7 +36,6 @@ from lightning_amp.models.decoders.per_feature import NBDecoder
 from lightning_amp.models.glue import GLUE
 from lightning_amp.techniques.hic.features.row import RowParallelLinear
 from lightning_amp.techniques.hic.features.wide_linear import share_rows
-from tests.lightning.strategy.model_axis_cases import trainer_of
 from tests.ranks import run_ranks
 from tests.techniques.sharded_cases import (
     Case,
@@ -281,11 +280,6 @@ def over_ranks(rank: int, ranks: int, data_dir: Path) -> list[str]:
             wrong += [f"{strategies}: {line}" for line in differences(found, expected)]
     wrong += [f"wide layer: {line}" for line in wide_layer(mesh)]
 
-    def make(**options: Any) -> pl.Trainer:
-        return trainer_of(rank, ranks, use_distributed_sampler=True, **options)
-
-    found, expected = (fitted(data_dir, sparse=sparse, make=make) for sparse in (True, False))
-    wrong += [f"reference model: {line}" for line in other_results(found, expected)]
     x = counts()
     x[2, 1] += rank
     batch = {"x": SparseCounts.from_dense(x)}
@@ -326,25 +320,6 @@ def kinds(data: SingleCellDataModule, modality: str = "hic") -> set[type]:
         data.predict_dataloader(),
     )
     return {type(batch[modality]["x"]) for loader in loaders for batch in loader if modality in batch}
-
-
-def test_the_data_module_builds_no_dense_hic(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = next(iter(module(root, sparse=False).test_dataloader()))
-    data = module(root, sparse=True)
-    assert kinds(data) == {SparseCounts}
-    assert kinds(data, "rna") == {Tensor}
-    found = next(iter(data.test_dataloader()))
-    same(found["hic"]["x"], expected["hic"]["x"])
-    assert found["hic"]["x"].dtype == torch.float32
-    assert all(
-        torch.equal(found["hic"][name], expected["hic"][name]) for name in ("library", "index", "draw")
-    )
-
-    def forbidden(*_: Any) -> None:
-        raise AssertionError("a dense matrix was built")
-
-    monkeypatch.setattr(sparse.csr_matrix, "toarray", forbidden)
-    next(iter(module(root, sparse=True, modalities=["hic"]).train_dataloader()))
 
 
 def test_auto_is_sparse_where_it_pays_and_the_model_takes_it(
@@ -454,24 +429,3 @@ def test_other_data_are_refused(root: Path) -> None:
         SingleCellDataModule(root, sparse="yes")  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"sparse=True is for 'hic'; loaded are \['rna'\]"):
         module(root, sparse=True, modalities=["rna"])
-
-
-def test_pinned_counts_are_copied_beside_the_processor(monkeypatch) -> None:
-    pinned = SimpleNamespace(device=torch.device("cpu"), is_pinned=lambda: True)
-    plain = SimpleNamespace(device=torch.device("cpu"), is_pinned=lambda: False)
-    gpu = torch.device("cuda", 0)
-    assert _copies_by_itself(pinned, gpu)
-    assert not _copies_by_itself(pinned, torch.device("cpu"))
-    assert not _copies_by_itself(plain, gpu)
-    counts = SparseCounts.from_dense(torch.eye(3))
-    asked = []
-    to = Tensor.to
-
-    def copied(self: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
-        asked.append(non_blocking)
-        return to(self, *args, **kwargs)
-
-    monkeypatch.setattr(sparse_counts, "_copies_by_itself", lambda tensor, device: True)
-    monkeypatch.setattr(Tensor, "to", copied)
-    assert torch.equal(counts.to("cpu").row, counts.row)
-    assert asked == [True] * 3

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import ModelError
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.graph_encoder import GraphEncoder
-from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs, inputs_from
+from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs
 from lightning_amp.models.latent import alignment_loss
 from tests.any_module import QUIET
 
@@ -258,27 +257,6 @@ def test_imputed_contacts_are_expected_contacts():
     assert model.impute("rna", batch()["rna"]).shape == (8, N_GENES)
 
 
-def test_networks_come_from_the_data_module(tmp_path):
-    from lightning_amp.data.loading.datamodule import SingleCellDataModule
-
-    synthesize(tmp_path / "data", cells=12, bins=12, strata=3, genes=8, chromosomes=1, depth=300)
-    data = SingleCellDataModule(tmp_path / "data", batch_size=4)
-    model = GLUE(**SMALL)
-    trainer(tmp_path, max_epochs=1).fit(model, datamodule=data)
-    assert model.inputs.strata.n_anchors == 12
-    assert [len(s.feature_anchor) for s in model.decoders["hic"].strata] == [12, 11, 10]
-    assert [s.distance for s in model.decoders["hic"].strata] == [0, 1, 2]
-    assert model.inputs.graph.n_vertices == len(data.graph.vertices)
-    names = data.graph.vertices[model.inputs.modalities["hic"].vertices]
-    assert list(names) == list(data.layout.anchor_names)
-    alone = SingleCellDataModule(tmp_path / "data", modalities=["hic"])
-    alone.setup()
-    alone.graph = None
-    graph = inputs_from(alone).graph
-    assert graph.n_vertices == 12
-    assert (graph.source == graph.target).all()
-
-
 def test_propagation_is_the_normalised_adjacency():
     graph = inputs().graph
     encoder = GraphEncoder(
@@ -302,25 +280,6 @@ def test_propagation_is_the_normalised_adjacency():
     (found,) = torch.autograd.grad(loc.sin().sum(), encoder.embedding)
     (expected,) = torch.autograd.grad(encoder.loc(h).sin().sum(), encoder.embedding)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_edges_are_drawn_by_weight_and_scored():
-    # one edge of a thousand times the weight of the other, which is negative; v tells their terms apart
-    encoder = GraphEncoder(
-        3,
-        2,
-        source=torch.tensor([0, 1]),
-        target=torch.tensor([1, 2]),
-        weight=torch.tensor([1.0, 1e-9]),
-        sign=torch.tensor([1.0, -1.0]),
-    )
-    v = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 0.0]])
-    found = encoder.nll(v, n_positive=20_000, negatives=2)
-    log_sigmoid = torch.nn.functional.logsigmoid
-    positive = log_sigmoid(torch.tensor(2.0))  # <v_0, v_1>, from either end
-    scores = torch.tensor([1.0, 2.0, 0.0, 2.0, 4.0, 0.0])  # of vertex 0, then 1, with any vertex
-    expected = -(positive + log_sigmoid(-scores).mean()) / 2
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)
 
 
 def test_cells_without_counts_add_nothing_and_stay_finite():

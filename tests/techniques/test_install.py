@@ -96,17 +96,6 @@ def test_two_rules_on_one_module_are_refused() -> None:
         install(model, replace(made, rules=(*made.rules, made.rules[-1])))
 
 
-def test_the_shape_of_a_module_is_read_from_its_structure() -> None:
-    shape = describe(Model(), batch_size=5)
-    assert shape.decoder is not None
-    assert shape.decoder.fqn == "decoders.hic"
-    assert (shape.decoder.anchors, shape.decoder.dim, shape.decoder.window) == (ANCHORS, DIM, 16)
-    assert shape.decoder.features == (60, 59, 58, 57)
-    assert shape.decoder.distances == (0, 1, 2, 3)
-    assert describe(nn.Linear(3, 4), batch_size=5).decoder is None
-    assert describe(nn.Linear(3, 4), batch_size=5).parameter_bytes == 64
-
-
 def test_the_wide_layers_are_those_outside_the_decoder() -> None:
     model = Model()
     features = sum(len(stratum.feature_anchor) for stratum in model.decoders["hic"].strata)

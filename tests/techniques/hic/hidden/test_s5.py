@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.stratified import Decode
-from lightning_amp.models.decoders.stratum_keys import AttentionKey
 from lightning_amp.techniques.hic.attention.rows import ChunkedAttention
 from lightning_amp.techniques.hic.hidden.decoder import HiddenDecode
 from lightning_amp.techniques.hic.hidden.linear_and_conv import ShardedLayerNorm
@@ -52,17 +51,6 @@ def installed(case: Case, strategies: Sequence[str], mesh: DeviceMesh, gather: b
     return model
 
 
-class OwnKey(AttentionKey):
-    """Keeps to the protocol: beside its children, functions of single numbers."""
-
-    def forward(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        p = self.prenorm(v)
-        q, val = self.qk(p), self.value(v).tanh()
-        key = p + self.attention(q, q, val).exp()
-        a, gate = self.ff(self.postnorm(key)).chunk(2, dim=-1)
-        return key * a - gate.cos(), val
-
-
 def train_all(rank: int, world_size: int) -> None:
     """All cases on this rank, compared with one device."""
     mesh = model_mesh(world_size)
@@ -91,7 +79,6 @@ def check_layers_with_other_settings(mesh: DeviceMesh) -> None:
         key.postnorm = nn.LayerNorm(10, bias=False)  # type: ignore[union-attr]
         key.value = nn.Linear(10, 10)  # type: ignore[union-attr]
         key.ff = nn.Linear(10, 20)  # type: ignore[union-attr]
-        model.decoder.strata[2].key.__class__ = OwnKey  # type: ignore[union-attr]
         return model.double()
 
     model = altered()

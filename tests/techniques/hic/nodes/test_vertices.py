@@ -10,20 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_amp.costs.model_shape import reference_shape
-from lightning_amp.data.loading.datamodule import SingleCellDataModule
-from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError
 from lightning_amp.installing.install import change_of, install
-from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models import graph_vertices as vertices
-from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import GraphProfile, Profile
 from lightning_amp.simulation.models_without_values import reference_subject
@@ -32,7 +27,6 @@ from lightning_amp.techniques.hic.nodes.graph_encoder import share_vertices
 from lightning_amp.techniques.hic.nodes.row import VertexParallel
 from lightning_amp.techniques.hic.nodes.vertex_shards import shard_vertices
 from lightning_amp.techniques.ranks.anchor_shards import shard_anchors
-from tests.lightning.strategy.model_axis_cases import trainer_of
 from tests.planning.profiles import hic, profile, rna
 from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.hic.nodes.vertex_cases import (
@@ -57,21 +51,18 @@ CASES: dict[str, tuple[Graph, tuple[str, ...]]] = {
     "in order": (Graph(in_order=True), ("S4", "nodes", "recompute")),
     "ours, wide layers too": (Graph(seed=1), ("S2", *OURS)),
 }
-TRAINED = "S1,S2,S4,fused,sparse,nodes,stream"
 
 
-def body(
-    rank: int, world_size: int, expected: dict[str, Results], data_dir: Path, folder: Path
-) -> tuple[dict[str, list[str]], dict[str, Any]]:
+def body(rank: int, world_size: int, expected: dict[str, Results]) -> dict[str, list[str]]:
     mesh = model_mesh(world_size)
     vertices.ROWS_AT_A_TIME = 8
-    if world_size == 3:
-        nothing_is_whole(mesh)
-    found = {
-        name: differences(train(CASES[name][0], mesh, CASES[name][1]), e) for name, e in expected.items()
-    }
-    vertices.ROWS_AT_A_TIME = 65_536
-    return found, fitted(rank, world_size, data_dir, folder) if world_size == 2 else {}
+    nothing_is_whole(mesh)
+    try:
+        return {
+            name: differences(train(CASES[name][0], mesh, CASES[name][1]), e) for name, e in expected.items()
+        }
+    finally:
+        vertices.ROWS_AT_A_TIME = 65_536
 
 
 @pytest.fixture(scope="module")
@@ -84,62 +75,8 @@ def expected() -> dict[str, Results]:
 
 @pytest.mark.ranks
 def test_three_ranks_train_what_one_device_trains(expected: dict[str, Results], tmp_path: Path) -> None:
-    for found, _ in run_ranks(body, 3, tmp_path, expected, tmp_path, tmp_path, timeout=120):
+    for found in run_ranks(body, 3, tmp_path, expected, timeout=120):
         assert found == {name: [] for name in expected}
-
-
-@pytest.mark.ranks
-def test_a_run_of_lightning_on_two_ranks(expected: dict[str, Results], tmp_path: Path) -> None:
-    data_dir, few = tmp_path / "data", {"alone": expected["alone"]}
-    synthesize(data_dir, cells=12, rna_cells=10, bins=30, strata=3, genes=20, seed=2)
-    one = fitted(0, 1, data_dir, tmp_path / "one")
-    ranks = run_ranks(body, 2, tmp_path, few, data_dir, tmp_path / "two", timeout=120)
-    assert [found for found, _ in ranks] == [{"alone": []}] * 2
-    checkpoints = [torch.load(tmp_path / name / "after.ckpt", weights_only=False) for name in ("one", "two")]
-    for name, state in checkpoints[0]["state_dict"].items():
-        torch.testing.assert_close(checkpoints[1]["state_dict"][name], state, rtol=1e-9, atol=1e-11)
-    for _, found in ranks:
-        assert list(found["values"]) == list(one["values"])
-        assert differences(found["values"], one["values"], rtol=1e-9) == []
-        assert found["sharded"] == ["decoders.hic.region", "graph_encoder.vertices"]
-        torch.testing.assert_close(found["val_loss"], one["val_loss"], rtol=1e-10, atol=0)
-    resumed = fitted(0, 1, data_dir, tmp_path / "again", resume=str(tmp_path / "two" / "after.ckpt"))
-    whole = fitted(0, 1, data_dir, tmp_path / "whole", resume=str(tmp_path / "one" / "after.ckpt"))
-    assert differences(resumed["values"], whole["values"], rtol=1e-9) == []
-
-
-def fitted(rank: int, ranks: int, data_dir: Path, folder: Path, resume: str | None = None) -> dict[str, Any]:
-    """Two epochs, or one more from a checkpoint."""
-    seed_everything(3)
-    strategy = AMPStrategy(strategies=TRAINED, model_parallel_size=ranks) if ranks > 1 else AMPStrategy()
-    trainer = trainer_of(rank, ranks, strategy, max_epochs=3 if resume else 2, gradient_clip_val=None)
-    model = Watched(latent_dim=6, hidden_dim=5, window=5, edges_per_step=16, align_burnin=2)
-    trainer.fit(model, SingleCellDataModule(data_dir, batch_size=6, val_fraction=0.25), ckpt_path=resume)
-    trainer.save_checkpoint(folder / "after.ckpt")
-    return {
-        "values": {name: value.double() for name, value in model.state_dict().items()},
-        "val_loss": trainer.callback_metrics["val_loss"],
-        "sharded": model.seen,
-    }
-
-
-class Watched(GLUE):
-    """Notes what of it is shared while it trains, and steps that are not rounding."""
-
-    seen: list[str]
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        optimizers = super().configure_optimizers()
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["eps"] = 1e-4
-        return optimizers
-
-    def on_train_start(self) -> None:
-        modules = (self.decoders["hic"].region, self.graph_encoder.vertices)
-        names = ("decoders.hic.region", "graph_encoder.vertices")
-        self.seen = [
-            name for name, m in zip(names, modules, strict=True) if type(m).__name__.startswith("Shared")
-        ]
 
 
 class Rows(TorchDispatchMode):

@@ -258,12 +258,6 @@ def test_without_values_memory_is_counted_for_one_count_in_20(rows: int) -> None
         assert SparseZINB()(fake, fake, fake[:1], fake[:1]).shape == ()
 
 
-class Stateful(ZINB):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-
 class Scaled(ZINB):
     def forward(self, *given: Any) -> Tensor:
         return 2 * super().forward(*given)
@@ -272,11 +266,6 @@ class Scaled(ZINB):
 class Detached(ZINB):
     def forward(self, x: Any, log_mu: Tensor, log_theta: Tensor, zi_logits: Tensor) -> Tensor:
         return super().forward(x, log_mu, log_theta.detach() + 0 * log_theta, zi_logits)
-
-
-class OneRow(ZINB):
-    def forward(self, x: Any, log_mu: Tensor, log_theta: Tensor, zi_logits: Tensor) -> Tensor:
-        return super().forward(x, log_mu, log_theta[:1], zi_logits[:1])
 
 
 class Clamped(ZINB):
@@ -305,10 +294,8 @@ def test_refuses_what_differs_for_small_and_large_numbers(leaf: nn.Module) -> No
 
 @pytest.mark.parametrize(("leaf", "message"), [
     (nn.Identity(), r"'Identity', which takes \['input'\], where counts with many zeros have \['x'"),
-    (Stateful(), r"'Stateful', which has the state \['weight'\]"),
     (Scaled(), "'Scaled', which returns value .* for a small example; only a module without state"),
     (Detached(), "'Detached', which returns gradient of log_theta .* for a small example.*leave"),
-    (OneRow(), "'OneRow', which returns value"),
 ])  # fmt: skip
 def test_refuses_what_is_no_plain_likelihood(leaf: nn.Module, message: str) -> None:
     with pytest.raises(InstallError, match=f"(?s){message}"):

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,16 +19,12 @@ from lightning_amp.techniques.hic.strata.rows import CompileStrata, StreamStrata
 from tests.adapters import foreign_cases
 from tests.adapters.higlue_shaped import Copy
 from tests.models import unit_cases
-from tests.ranks import run_ranks
 from tests.techniques.sharded_cases import (
     Case,
     Model,
     assert_same,
-    differences,
     make_plan,
-    model_mesh,
     reference,
-    sharded,
     train,
 )
 
@@ -41,13 +36,10 @@ pytestmark = [
 TWO = Case(distances=(1, 3))
 FIVE = Case(distances=(0, 1, 3, 4, 5))
 CASES: dict[str, tuple[Case, tuple[str, ...]]] = {
-    "S4": (FIVE, ("S4",)),
-    "S3": (FIVE, ("S3",)),
     "S4, sdpa, sparse": (FIVE, ("S4", "sdpa", "sparse")),
     "all": (FIVE, ("S4", "fused", "sparse", "stream")),
     "all, one row, chained": (replace(FIVE, chained=True, n_batches=1, variant="paper"), ("fused", "sparse", "stream")),
     "recompute, binarized": (replace(FIVE, binarized=True, chained=True), ("S4", "fused", "recompute")),
-    "convolution": (replace(FIVE, key="convolution"), ("S4",)),
 }  # fmt: skip
 
 
@@ -106,20 +98,6 @@ def test_decoders_and_units_written_elsewhere() -> None:
         expected = foreign_cases.trained(make(), batches, None)
         found = foreign_cases.trained(make(), batches, "S1,stream,compile")
         assert foreign_cases.differences(found, expected) <= 1e-10
-
-
-def strata_over_ranks(rank: int, world_size: int) -> list[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = sharded(FIVE, ("fused", "sparse", "compile", "strata"), model_mesh(world_size))
-    return differences(found, reference(FIVE))
-
-
-@pytest.mark.ranks
-@pytest.mark.exhaustive
-@pytest.mark.release
-def test_beside_strata_over_ranks(tmp_path) -> None:
-    assert run_ranks(strata_over_ranks, 2, tmp_path, timeout=250) == [[], []]
 
 
 class Scaled(nn.Module):
