@@ -194,10 +194,7 @@ def test_a_full_disk_under_any_layer_of_training(
 
 
 def test_what_verify_keeps_for_the_ranks(tmp_path: Path) -> None:
-    with (
-        pytest.raises(DataError, match="cannot write .*one.pt'.*TMPDIR says"),
-        file_limit(2000),
-    ):
+    with pytest.raises(DataError, match="cannot write .*one.pt'.*TMPDIR says"), file_limit(2000):
         _keep([torch.zeros(5000)], tmp_path / "one.pt")
     assert names_in(tmp_path) == []
     _keep([torch.arange(5000)], tmp_path / "one.pt")

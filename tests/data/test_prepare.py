@@ -14,10 +14,7 @@ import scipy.sparse as sp
 
 from lightning_amp.cli.main import main
 from lightning_amp.data.files.graphml import count_graph, read_graph
-from lightning_amp.data.files.resolution import (
-    choose_chromosomes,
-    strip_resolution,
-)
+from lightning_amp.data.files.resolution import choose_chromosomes, strip_resolution
 from lightning_amp.data.prepare.gene_positions import promoters, read_genes
 from lightning_amp.data.prepare.guidance_graph import overlap_bins
 from lightning_amp.data.prepare.prepare import prepare

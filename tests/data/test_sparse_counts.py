@@ -57,12 +57,7 @@ CASES = {
     "convolution": Case(key="convolution", n_batches=1),
 }
 ALONE = ((), ("stream",), ("recompute",), ("S3", "S4", "stream"), ("S4", "sparse"), ("sparse", "stream"))
-TOGETHER = (
-    ("S2", "S5"),
-    ("S2", "sparse", "stream"),
-    ("stream", "strata"),
-    ("nodes", "sparse", "stream"),
-)
+TOGETHER = (("S2", "S5"), ("S2", "sparse", "stream"), ("stream", "strata"), ("nodes", "sparse", "stream"))
 
 
 def counts(cells: int = CELLS, features: int = FEATURES, *, rate: float = 0.2, seed: int = 0) -> Tensor:

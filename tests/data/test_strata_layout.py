@@ -46,11 +46,7 @@ def same(first: FeatureLayout, second: FeatureLayout) -> None:
 def test_names_alone_give_strata_and_anchors(tmp_path: Path) -> None:
     names, _, _ = single_resolution()
     layout = read_layout(write_var(tmp_path / "hic.h5ad", names))
-    assert outline(layout) == [
-        (0, None, (0, 6)),
-        (1, None, (6, 11)),
-        (2, None, (11, 15)),
-    ]
+    assert outline(layout) == [(0, None, (0, 6)), (1, None, (6, 11)), (2, None, (11, 15))]
     assert [s.anchors.tolist() for s in layout.strata] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 3]]
     assert list(layout.anchor_names) == names[:6]
     assert (layout.n_anchors, layout.n_strata, layout.n_features) == (6, 3, 15)

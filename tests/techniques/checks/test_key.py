@@ -106,10 +106,7 @@ def test_nodes_refuses_keys_that_mix_rows(kind: type[nn.Module], mesh: DeviceMes
     refuse(kind, message, lambda decoder: share_anchors(decoder, DomainParallel(), mesh))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kinds"),
-    [("S5", [RowMean, Shifted]), ("nodes", [Normalised])],
-)
+@pytest.mark.parametrize(("strategy", "kinds"), [("S5", [RowMean, Shifted]), ("nodes", [Normalised])])
 def test_each_takes_what_the_other_refuses(
     strategy: str, kinds: list[type[nn.Module]], mesh: DeviceMesh
 ) -> None:

@@ -164,7 +164,7 @@ RESUMED: dict[str, Any] = {
 
 BF16: dict[str, Any] = {"precision": "bf16-mixed", "dtype": torch.float32}
 SAMPLES: dict[str, tuple[Case, Any, list[Sizes]]] = {
-    "gpt": (CASES["gpt"], {"sequence_dim": {"batch": 1}}, [(1, 2, 2)]),
+    "gpt": (CASES["gpt"], {"sequence_dim": {"batch": 1}}, [(1, 2, 2)])
 }
 BY_HAND: list[Sizes] = [(2, 1, 2)]
 

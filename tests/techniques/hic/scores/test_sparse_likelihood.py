@@ -17,15 +17,7 @@ from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.scores import sparse_likelihood as technique
 from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB, sparse_likelihood
-from tests.techniques.sharded_cases import (
-    Case,
-    Model,
-    assert_same,
-    install,
-    make_plan,
-    reference,
-    train,
-)
+from tests.techniques.sharded_cases import Case, Model, assert_same, install, make_plan, reference, train
 
 CELLS, FEATURES = 7, 150
 """With the chunks of `small_chunks`, two whole runs of columns and a shorter one."""

@@ -19,14 +19,7 @@ from lightning_amp.techniques.hic.strata.rows import CompileStrata, StreamStrata
 from tests.adapters import foreign_cases
 from tests.adapters.higlue_shaped import Copy
 from tests.models import unit_cases
-from tests.techniques.sharded_cases import (
-    Case,
-    Model,
-    assert_same,
-    make_plan,
-    reference,
-    train,
-)
+from tests.techniques.sharded_cases import Case, Model, assert_same, make_plan, reference, train
 
 # torch's own, of what it looks at while it compiles
 pytestmark = [

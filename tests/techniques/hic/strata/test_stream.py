@@ -92,8 +92,7 @@ def with_a_learned_library(model: Model) -> None:
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("strategy", ["stream", "recompute"])
 @pytest.mark.parametrize(
-    "run",
-    [accumulate, twice_in_one_loss, with_frozen_parts, with_frozen_anchors, with_a_learned_library],
+    "run", [accumulate, twice_in_one_loss, with_frozen_parts, with_frozen_anchors, with_a_learned_library]
 )
 def test_in_a_training_loop(run: Callable[[Model], Any], strategy: str, chained: bool) -> None:
     compare(run, replace(FIVE, chained=chained), strategy)
