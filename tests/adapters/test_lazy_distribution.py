@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_amp.adapters.adapt import adapt
-from lightning_amp.adapters.lazy_distribution import LazyLogProb
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.lightning.steps.training_step import FiniteCheck
 from lightning_amp.techniques.contract.protocol import find_decoders
@@ -328,22 +327,6 @@ def test_what_is_changed_in_place_or_watched_is_refused() -> None:
             pytest.raises(InstallError, match=f"'{name}' is not supported on log_prob.*would be lost"),
         ):
             change(log_prob)
-
-
-def test_a_log_probability_compares_as_a_tensor_does() -> None:
-    module, given, x = example(BASE)
-    expected = module.decoder(*given).log_prob(x)
-    adapt(module)
-    found = module.decoder(*given).log_prob(x)
-    assert isinstance(found, LazyLogProb)
-    assert {found: 1}[found] == 1
-    with torch.no_grad():
-        for a in (found == expected, expected == found, ~(found != expected), torch.eq(found, expected)):
-            assert isinstance(a, Tensor)
-            assert a.shape == x.shape
-            assert a.all()
-        with pytest.raises(RuntimeError, match="ambiguous"):
-            bool(found)
 
 
 def test_rows_that_the_tables_do_not_have_are_refused() -> None:

@@ -100,19 +100,6 @@ def test_evaluation_takes_every_cell_once_in_order() -> None:
     assert present == [[["hic", "rna"]] * 3] * 3 + [[["hic"]] * 3] * 2  # rna has run out, on all ranks alike
 
 
-def test_draws_differ_between_cells_steps_and_modalities() -> None:
-    rows = np.arange(2000)
-    keys = draw_keys(1, "hic", rows)
-    assert keys.dtype == np.int64
-    assert 0 <= keys.min() < 2**25 < 2**31 - 2**25 < keys.max() < 2**31
-    assert len(set(keys.tolist())) > 1990
-    assert abs(np.corrcoef(keys[:-1], keys[1:])[0, 1]) < 0.1
-    for other in (draw_keys(2, "hic", rows), draw_keys(1, "rna", rows)):
-        assert abs(np.corrcoef(keys, other)[0, 1]) < 0.1
-    np.testing.assert_array_equal(draw_keys(1, "hic", rows[::-1]), keys[::-1])
-    assert draw_keys(1, "hic", np.array([3, 4])).tolist() == keys[3:5].tolist()
-
-
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(DataError, match=r"modalities without cells: \['rna'\] of \['hic', 'rna'\]"):
         StepSampler({"hic": depths(3), "rna": depths(0)}, 2)

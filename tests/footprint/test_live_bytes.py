@@ -148,30 +148,6 @@ def test_fake_and_meta_tensors_count_as_real_ones(order: str, checkpointed: bool
     assert live.current == real.current == 0
 
 
-def test_wrappers_count_by_their_parts() -> None:
-    class Wrapper(Tensor):
-        @staticmethod
-        def __new__(cls, inner: Tensor) -> "Wrapper":
-            return Tensor._make_wrapper_subclass(cls, (1000,), dtype=inner.dtype)
-
-        def __init__(self, inner: Tensor) -> None:
-            self.inner = inner
-
-        def __tensor_flatten__(self) -> tuple[list[str], None]:
-            return ["inner"], None
-
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return cls(func(*(a.inner if isinstance(a, cls) else a for a in args)))
-
-    wrapped = Wrapper(torch.ones(3))
-    with LiveBytes() as live:
-        doubled = wrapped * 2
-        assert live.current == 12, "the part of 3 elements, not the 1000 that the wrapper claims"
-        del doubled
-        assert live.current == 0
-
-
 def test_shapes_that_a_wrapper_looks_for_on_fake_tensors_take_no_memory() -> None:
     with fake_world(MeshShape(data=1, model=2), rank=0) as mesh:
         x, y = (distribute_tensor(torch.ones(1000), mesh["model"], [Shard(0)]) for _ in range(2))

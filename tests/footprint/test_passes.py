@@ -94,39 +94,6 @@ class Dropping(Tied):
         return F.dropout(x, 0.5)
 
 
-class Again(torch.autograd.Function):
-    """exp(x w') w, of which nothing is kept: its backward pass makes a graph, and goes through it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return (x @ w.T).exp() @ w
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-        total = torch.zeros_like(w)
-        with torch.enable_grad():
-            found = (x @ w.T).exp() @ w
-        of_x, of_w = torch.autograd.grad(found, (x, w), grad)
-        return of_x, total.add_(of_w)
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(5 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Again.apply(x, self.w)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Returning(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.ModuleList(Twice() for _ in range(BLOCKS))
-
-
 class Wide(Tied):
     def __init__(self) -> None:
         super().__init__()
@@ -207,26 +174,6 @@ def test_what_is_made_beside_the_blocks_is_of_every_stage_that_reads_it() -> Non
     again = stage_bytes(computed_again(step, [2]), 2, 3, to_the_end=False)
     assert again.gradients == third.gradients
     assert again.kept >= 5 * row
-
-
-def test_a_graph_of_the_backward_pass_is_there_until_it_is_gone_through() -> None:
-    step, hidden = found(Returning, 8), 4 * 8 * 5 * WIDTH
-    back = [
-        (int(birth), int(held))
-        for birth, held, n_bytes in zip(step.birth, step.held, step.n_bytes, strict=True)
-        if n_bytes == hidden and step.segment[birth] == 1
-    ]
-    # x w', its exponential, and, when that is read for the last time, the gradients of both
-    _, exponential, of_exponential, _ = sorted(back)
-    assert exponential[1] > of_exponential[0]
-    assert exponential[1] < np.flatnonzero(step.segment == 1)[-1]
-    # no block keeps what its backward pass makes
-    assert all(step.birth[storage] < step.first[-1] for storage in step.uses[:, 0])
-    # the weight's gradient is made first, and handed out with all others at the end
-    (weight,) = (row for row in step.gradients if row[2] == 1)
-    assert weight[1] == 4 * 5 * WIDTH * WIDTH
-    assert weight[0] < exponential[0]
-    assert weight[3] > exponential[1]
 
 
 def test_all_chunks_count_where_some_are_run() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.count_operators import OperatorCounter
 from lightning_amp._torch import attend_on_cuda, attend_on_cuda_back
 from lightning_amp.errors import InstallError
 from lightning_amp.models.decoders.local_attention import LocalAttention
@@ -53,20 +52,6 @@ def test_autocast_to_bfloat16(n: int) -> None:
     assert not any("bmm" in name for name in names)
     with torch.autocast("cpu", torch.float16):
         assert distance(results(fused(16, 40), single), expected) <= 1e-6, "float16 is left alone"
-
-
-@pytest.mark.parametrize(("n", "most"), [(5 * WINDOW + 2, 30), (5 * WINDOW, 27)])
-def test_few_operators_and_none_that_makes_scores_or_waits(n: int, most: int) -> None:
-    leaves = draw(n, dtype=torch.float32)
-    names = operators(fused(), leaves)
-    assert sum("bmm" in name or "softmax" in name for name in names) == 0
-    assert names.count("_scaled_dot_product_flash_attention_for_cpu") == 2
-    with OperatorCounter() as counter:
-        out = fused()(*leaves)
-        out.backward(torch.ones_like(out.detach()))
-    # of these one makes the ones, and three hand gradients to leaves
-    assert counter.kernels - 4 <= most
-    assert not counter.host_syncs
 
 
 def test_memory_is_as_documented() -> None:

@@ -63,13 +63,6 @@ def test_a_key_is_the_same(projected: bool, residual: bool, handed_on: bool) -> 
     same(values(run, key, handed_on=handed_on), plain)
 
 
-@pytest.mark.parametrize("frozen", ["qk.weight", "value.weight", "ff.weight"])
-def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
-    key = key_of(False, True)
-    key.get_parameter(frozen).requires_grad_(False)
-    same(values(streamed_key(key), key), values(type(key).forward, key))
-
-
 class Scaled(AttentionKey):
     def forward(self, v: Tensor) -> tuple[Tensor, Tensor]:
         key, val = super().forward(v)

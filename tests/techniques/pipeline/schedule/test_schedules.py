@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 import networkx
 import pytest
 
-from lightning_amp import PlanError, cut_pipeline
+from lightning_amp import PlanError
 from lightning_amp.techniques.pipeline.schedule.schedules import (
     SCHEDULES,
     Order,
@@ -124,19 +124,6 @@ def test_micro_batches_in_flight() -> None:
     orders = schedule("interleaved", 4, 8, stages_per_device=2)
     changes = [[-1 if step.backward else 1 for step in order] for order in orders]
     assert [max(accumulate(one)) for one in changes] == [11, 9, 7, 5]
-
-
-def test_times_of_stages_are_those_of_the_cut() -> None:
-    rng = random.Random(3)
-    forward, backward, on, back = ([rng.uniform(1, 2) for _ in range(12)] for _ in range(4))
-    sends = {"send_forward": on, "send_backward": back}
-    for speeds in (None, [1, 0.05, 0.5, 0.01, 1, 0.01]):
-        cut = cut_pipeline(forward, backward, 6 if speeds else 4, speeds=speeds, **sends)
-        times = StageTimes.of(cut.ends, forward, backward, speeds=speeds, **sends)
-        assert max(times.forward + times.send_forward) == pytest.approx(cut.rho_forward)
-        assert max(times.backward + times.send_backward) == pytest.approx(cut.rho_backward)
-        assert len(times.forward) == sum(a < b for a, b in pairwise((0, *cut.ends)))
-        assert times.send_forward[-1] == times.send_backward[0] == 0
 
 
 @pytest.mark.parametrize(("asked", "message"), [
