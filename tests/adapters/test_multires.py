@@ -272,26 +272,16 @@ def test_what_only_a_real_batch_shows_is_refused_with_it(monkeypatch: pytest.Mon
             fit(KINDS[kind], "S1,stream")
 
 
-def windows(decoder: Any) -> None:
-    decoder.attn_layers_by_res[0][1].window_size = 7
-
-
-def shuffled(decoder: Any) -> None:
-    decoder.band_idx_0 = decoder.band_idx_0.flip(1)
-
-
-def hooked(decoder: Any) -> None:
-    decoder.attn_layers_by_res[1][1].register_forward_hook(lambda *_: None)
-
-
 DIFFERENT: dict[Callable[..., Any], str] = {
     Padded: "has another",
     Other: "its attention has causal=True where ours has False, look_forward=0 where ours has 1",
     FirstOnly: "has another log-probability",
     Leaving: "changes its attributes ['aux'] in forward",
-    windows: "attention with windows of",
-    shuffled: "whose columns do not follow each other from 0 on",
-    hooked: "has hooks on modules of it",
+    lambda d: setattr(d.attn_layers_by_res[0][1], "window_size", 7): "attention with windows of",
+    lambda d: setattr(
+        d, "band_idx_0", d.band_idx_0.flip(1)
+    ): "whose columns do not follow each other from 0 on",
+    lambda d: d.attn_layers_by_res[1][1].register_forward_hook(lambda *_: None): "has hooks on modules of it",
 }
 
 

@@ -73,14 +73,16 @@ class Base(nn.Module):
         return self.layer(x).relu()
 
 
-class Flag(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if self.flag else x * 2
+def of(name: str, forward: Any) -> Any:
+    """A block with another forward."""
+    return type(name, (Base,), {"forward": forward, "__module__": __name__})
 
 
-class InPlace(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mul_(2))
+Flag = of("Flag", lambda m, x: m.layer(x) if m.flag else x * 2)
+InPlace = of("InPlace", lambda m, x: m.layer(x.mul_(2)))
+Shared = of("Shared", lambda m, x: m.layer(nn.functional.gelu(m.layer(x))))
+ByValue = of("ByValue", lambda m, x: m.layer(x) if x.sum() > 0 else x)
+Chance = of("Chance", lambda m, x: m.layer(x) if random.random() < 0.5 else x)
 
 
 class Buffer(Base):
@@ -95,25 +97,10 @@ class Nested(Base):
         return {"a": (y, [y.sum(), None, 3]), "b": None if more is None else more["y"] * y}
 
 
-class Shared(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(nn.functional.gelu(self.layer(x)))
-
-
-class ByValue(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if x.sum() > 0 else x
-
-
 class Counting(Base):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.layer(x) * self.calls
-
-
-class Chance(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if random.random() < 0.5 else x
 
 
 class Twice(torch.autograd.Function):

@@ -105,19 +105,15 @@ class Weighted(Chromosome):
         return super().nll(v, u, **cells) * (weight if mask is None else weight * mask)
 
 
-class Centred(Chromosome):
-    def nll(self, v: Tensor, u: Tensor, **cells: Tensor) -> Tensor:
-        return super().nll(v, u - u.mean(0), **cells)
+def unit(name: str, nll: Any) -> type[Chromosome]:
+    return type(name, (Chromosome,), {"nll": nll})
 
 
-class Penalised(Chromosome):
-    def nll(self, v: Tensor, u: Tensor, **cells: Tensor) -> Tensor:
-        return super().nll(v, u, **cells) + self.gate.weight.square().sum()
-
-
-class Noisy(Chromosome):
-    def nll(self, v: Tensor, u: Tensor, **cells: Tensor) -> Tensor:
-        return super().nll(v, u + torch.rand_like(u), **cells)
+Centred = unit("Centred", lambda m, v, u, **cells: Chromosome.nll(m, v, u - u.mean(0), **cells))
+Penalised = unit(
+    "Penalised", lambda m, v, u, **cells: Chromosome.nll(m, v, u, **cells) + m.gate.weight.square().sum()
+)
+Noisy = unit("Noisy", lambda m, v, u, **cells: Chromosome.nll(m, v, u + torch.rand_like(u), **cells))
 
 
 class Remembering(Chromosome):

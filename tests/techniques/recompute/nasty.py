@@ -1,6 +1,7 @@
 """Blocks whose second forward pass would be another than the first, if nobody looked after it."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,9 +24,15 @@ class Plain(nn.Module):
         return x + self.b(torch.tanh(self.a(x)))
 
 
-class Dropout(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), 0.3, self.training) + torch.rand_like(x)
+def of(name: str, forward: Callable[[Any, Tensor], Tensor]) -> Any:
+    """A block with another forward."""
+    return type(name, (Plain,), {"forward": forward, "__module__": __name__})
+
+
+Dropout = of("Dropout", lambda m, x: F.dropout(Plain.forward(m, x), 0.3, m.training) + torch.rand_like(x))
+PythonRandom = of("PythonRandom", lambda m, x: Plain.forward(m, x) * random.random())
+NumpyRandom = of("NumpyRandom", lambda m, x: Plain.forward(m, x) * float(np.random.rand()))
+InPlaceInput = of("InPlaceInput", lambda m, x: Plain.forward(m, x.mul_(2)))
 
 
 class BatchNorm(Plain):
@@ -88,16 +95,6 @@ class PlainTensor(Plain):
         return super().forward(x) * self.scale
 
 
-class PythonRandom(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * random.random()
-
-
-class NumpyRandom(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * float(np.random.rand())
-
-
 class SideLoss(Plain):
     """Leaves a part of the loss in an attribute, as mixtures of experts do."""
 
@@ -123,9 +120,7 @@ class Scale(torch.autograd.Function):
         return grad * ctx.sign * ctx.factor + 0 * x, None
 
 
-class Custom(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return Scale.apply(super().forward(x), 0.7)
+Custom = of("Custom", lambda m, x: Scale.apply(Plain.forward(m, x), 0.7))
 
 
 class Frozen(Plain):
@@ -184,11 +179,6 @@ EXACT = (
 )  # fmt: skip
 
 
-class InPlaceInput(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mul_(2))
-
-
 class Remembers(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -232,13 +222,11 @@ class ChangesParameter(Plain):
 
 
 GENERATOR = torch.Generator()
-
-
-class GlobalGenerator(Plain):
-    """Draws where nobody can see it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * torch.rand(x.shape, generator=GENERATOR, dtype=x.dtype)
+GlobalGenerator = of(
+    "GlobalGenerator",
+    lambda m, x: Plain.forward(m, x) * torch.rand(x.shape, generator=GENERATOR, dtype=x.dtype),
+)
+"""Draws where nobody can see it."""
 
 
 class Hooked(Plain):
