@@ -12,6 +12,7 @@ from lightning_amp.installing.install import change_of, install
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratified import Decode, StrataRegion
 from lightning_amp.models.decoders.stratum import AllFeatures
+from lightning_amp.techniques.hic.attention.fused import fuse_attention
 from tests.techniques.sharded_cases import TARGETS, Case, Model, fake_mesh, make_plan
 
 
@@ -154,3 +155,53 @@ def test_refuses_one_device_and_what_is_no_decoder_or_shared_already(technique: 
 def test_refuses_sizes_that_cannot_be_shared(technique: str, case: Case, ranks: int, message: str) -> None:
     with pytest.raises(InstallError, match=f"(?s){technique} .*{message}"):
         install(Model(case), make_plan((technique,), ranks), fake_mesh(rank=0, ranks=ranks))
+
+
+class Dropping(LocalAttention):
+    def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Tensor:
+        return nn.functional.dropout(super().attend(state, first, last), 0.1, self.training)
+
+
+class Stopping(LocalAttention):
+    """Another gradient."""
+
+    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        return super().forward(q, k.detach() + 0 * k, values)
+
+
+class Alone(LocalAttention):
+    """Another function where there is more than one bucket."""
+
+    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        buckets = zip(*(x.split(self.window) for x in (q, k, values)), strict=True)
+        return torch.cat([super(Alone, self).forward(*bucket) for bucket in buckets])
+
+
+def with_attribute(name: str, value: object) -> LocalAttention:
+    attention = LocalAttention(8, 5)
+    setattr(attention, name, value)
+    return attention
+
+
+def hooked() -> LocalAttention:
+    attention = LocalAttention(8, 5)
+    attention.register_forward_hook(lambda module, args, out: None)
+    return attention
+
+
+@pytest.mark.parametrize(("attention", "found"), [
+    (nn.Linear(2, 2), r"'Linear', which has the settings \['dim=None', 'window=None'\]"),
+    (with_attribute("scale", nn.Parameter(torch.ones(1))), r"has the state \['scale'\]"),
+    (with_attribute("drop", nn.Dropout(0.1)), r"has the children \['drop'\]"),
+    (hooked(), r"has the hooks \['forward_hooks'\]"),
+    (Dropping(8, 5), "returns output .* for a small example of 2 anchors with window=3"),
+    (Stopping(8, 5), "returns gradient of k .* of 2 anchors"),
+    (Alone(8, 100), "returns output .* of 12 anchors with window=3"),
+])  # fmt: skip
+def test_fused_attention_refuses_other_modules(attention: nn.Module, found: str) -> None:
+    training, state = attention.training, torch.random.get_rng_state()
+    with pytest.raises(InstallError, match=f"'fused' does not support .*{found}.*leave 'fused' out"):
+        fuse_attention(attention)
+    assert attention.training == training
+    if not isinstance(attention, Dropping):
+        assert torch.equal(torch.random.get_rng_state(), state)

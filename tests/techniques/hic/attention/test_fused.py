@@ -16,7 +16,6 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp._torch import TorchDispatchMode, softmax_backward
-from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.local_attention import LocalAttention
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
@@ -373,56 +372,6 @@ def test_state_dict_copies_and_undo() -> None:
         assert (module(v)[0] - expected).norm() <= 1e-5 * expected.norm()
     key.attention = eager
     assert torch.equal(key(v)[0], expected)
-
-
-class Dropping(LocalAttention):
-    def attend(self, state: tuple[Tensor, ...], first: int, last: int) -> Tensor:
-        return nn.functional.dropout(super().attend(state, first, last), 0.1, self.training)
-
-
-class Stopping(LocalAttention):
-    """Another gradient."""
-
-    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
-        return super().forward(q, k.detach() + 0 * k, values)
-
-
-class Alone(LocalAttention):
-    """Another function where there is more than one bucket."""
-
-    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
-        buckets = zip(*(x.split(self.window) for x in (q, k, values)), strict=True)
-        return torch.cat([super(Alone, self).forward(*bucket) for bucket in buckets])
-
-
-def with_attribute(name: str, value: object) -> LocalAttention:
-    attention = LocalAttention(DIM, WINDOW)
-    setattr(attention, name, value)
-    return attention
-
-
-def hooked() -> LocalAttention:
-    attention = LocalAttention(DIM, WINDOW)
-    attention.register_forward_hook(lambda module, args, out: None)
-    return attention
-
-
-@pytest.mark.parametrize(("attention", "found"), [
-    (nn.Linear(2, 2), r"'Linear', which has the settings \['dim=None', 'window=None'\]"),
-    (with_attribute("scale", nn.Parameter(torch.ones(1))), r"has the state \['scale'\]"),
-    (with_attribute("drop", nn.Dropout(0.1)), r"has the children \['drop'\]"),
-    (hooked(), r"has the hooks \['forward_hooks'\]"),
-    (Dropping(DIM, WINDOW), "returns output .* for a small example of 2 anchors with window=3"),
-    (Stopping(DIM, WINDOW), "returns gradient of k .* of 2 anchors"),
-    (Alone(DIM, 100), "returns output .* of 12 anchors with window=3"),
-])  # fmt: skip
-def test_refuses_other_modules(attention: nn.Module, found: str) -> None:
-    training, state = attention.training, torch.random.get_rng_state()
-    with pytest.raises(InstallError, match=f"'fused' does not support .*{found}.*leave 'fused' out"):
-        fuse_attention(attention)
-    assert attention.training == training
-    if not isinstance(attention, Dropping):
-        assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_the_backward_pass_of_a_softmax_writes_only_where_numbers_follow_each_other() -> None:
