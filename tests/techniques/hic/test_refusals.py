@@ -89,6 +89,8 @@ REFUSED = [
     ("S2", "strata.1.features", Weighted(), "a leaf `features` that has the state ['weight']"),
     ("S2", "strata.1.features", DoubledFeatures(), "returns own tensor"),
     ("S2", "strata.0.features", FailingFeatures(), "stratum 0 has a leaf `features` that fails"),
+    ("S2", "strata.0.features", None, "whose stratum 0 has features"),
+    ("S2", "strata.1.feature_anchor", None, "stratum 1 has no buffer `feature_anchor`"),
     ("S2", "region", Weights(), "has the state ['table']"),
     ("S2", "region", Scaling(), "child `region` returns its arguments unchanged: False"),
     ("nodes", "strata.0.features", DoubledFeatures(), "that returns own tensor"),
@@ -134,7 +136,7 @@ def test_refuses_parts_that_compute_something_else(
     assert dict(model.named_modules()) == before
 
 
-@pytest.mark.parametrize("technique", ["S2", "S5", "nodes"])
+@pytest.mark.parametrize("technique", ["S2", "S5", "nodes", "strata"])
 def test_refuses_one_device_and_what_is_no_decoder_or_shared_already(technique: str) -> None:
     model, spec, mesh = Model(Case(dim=8)), TARGETS[technique][1], fake_mesh(rank=0, ranks=2)
     with pytest.raises(InstallError, match=f"{technique} requires several devices, found no mesh"):
@@ -142,8 +144,20 @@ def test_refuses_one_device_and_what_is_no_decoder_or_shared_already(technique: 
     with pytest.raises(InstallError, match=f"{technique} does not support 'Linear', which is no decomposed"):
         change_of(nn.Linear(2, 2), spec, mesh, strategy=technique)
     install(model, make_plan((technique,), 2), mesh)
-    with pytest.raises(InstallError, match="shared already|sharded before|with window=None"):
+    with pytest.raises(InstallError, match="shared already|sharded before|split already|with window=None"):
         install(model, make_plan((technique,), 2), mesh)
+
+
+PLACEMENTS = [("S2", "strata"), ("nodes", "S2"), ("nodes", "S5"), ("nodes", "strata"), ("S5", "strata")]
+
+
+@pytest.mark.parametrize(("one", "other"), [*PLACEMENTS, *(pair[::-1] for pair in PLACEMENTS)])
+def test_refuses_a_second_placement(one: str, other: str) -> None:
+    """Two ways to split a decoder add up to another loss, without an error by themselves."""
+    model, mesh = Model(Case()), fake_mesh(rank=0, ranks=2)
+    install(model, make_plan((one,), 2), mesh)
+    with pytest.raises(InstallError):
+        install(model, make_plan((other,), 2), mesh)
 
 
 @pytest.mark.parametrize(("technique", "case", "ranks", "message"), [

@@ -67,7 +67,14 @@ def test_keeps_no_probabilities_and_lowers_the_peak() -> None:
     assert peak_chunked < peak / 4
 
 
+def with_state() -> LocalAttention:
+    attention = LocalAttention(8, 10)
+    attention.scale = nn.Parameter(torch.ones(1))
+    return attention
+
+
 @pytest.mark.parametrize(("attention", "message"), [
+    (with_state(), r"has the state \['scale'\].*leave S3 out"),
     (nn.Linear(2, 2), r"S3 does not support 'Linear', which lacks \['n_buckets', 'prepare', 'attend'\]"),
     (ChunkedLocalAttention(nn.Identity(), buckets=1, retain=False), "S3 does not support 'ChunkedLocalAttention'"),
 ])  # fmt: skip

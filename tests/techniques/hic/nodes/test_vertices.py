@@ -179,6 +179,7 @@ class Doubled(vertices.AllVertices):
 @pytest.mark.parametrize(("change", "text"), [
     (hooked, "has embedding.backward_hooks, which would see a part"),
     (lambda e: e.register_forward_hook(lambda *_: None), "has forward_hooks, which"),
+    (lambda e: setattr(e, "loc", nn.Sequential(e.loc)), "has loc='Sequential', and not nn.Linear"),
     (lambda e: setattr(e, "vertices", Doubled()), "that returns rows"),
     (lambda e: e.rows.pop("hic"), r"has the modalities \['rna'\], not 'hic'"),
     (lambda e: delattr(e, "vertices"), "is not supported"),
