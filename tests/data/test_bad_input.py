@@ -167,6 +167,12 @@ PREPARE: dict[str, tuple[Callable[[Files], Any], str]] = {
     "output occupied": (lambda f: occupied(f, "hic"), r"out: the output exists and holds \['hic'\]"),
     "output foreign": (lambda f: occupied(f, "thesis.tex") or {"overwrite": True}, "out: does not overwrite"),
     "output below nothing": (lambda f: {"out": f.out / "a" / "b"}, r"b: cannot write there \(No such file"),
+    "scool without bins": (lambda f: edit(f.hic, lambda h: h.pop("bins")), r"has no \['bins/chrom', 'bins/start'"),
+    "cell without pixels": (lambda f: edit(f.hic, lambda h: h.pop("cells/cell_2/pixels")), r"'cell_2' has no \['pix"),
+    "bed of 3 columns": (lambda f: lines(f.genes, "chr1\t1\t9\n"),
+        r"genes\.bed: line 1 .*fewer than 4 .*'chr1\\t1\\t9'"),
+    "bed reversed": (lambda f: lines(f.genes, "chr1\t9\t1\tG0\n"), r"line 1 .*position 9-1 is empty or negative"),
+    "labels empty": (lambda f: lines(f.labels, ""), r"labels\.tsv: the labels are no tab-separated table"),
 }  # fmt: skip
 
 

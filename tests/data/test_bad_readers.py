@@ -132,6 +132,13 @@ READERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "graph: no weight": (lambda p: read_graph(given(p / "g.graphml", edges(weight=""))),
         r"edge 1 goes from 'a' to 'b' with weight None and sign '1'; .* two finite numbers"),
     "resolution": (lambda p: parse_resolution("0kb"), r"resolution '0kb' is not a bin width"),
+    "layout: bin twice": (lambda p: read_layout(changed(p / "h.h5ad", twice)),
+        r"h\.h5ad: the bin 'chr1:0-5' is listed twice"),
+    "layout: anchor twice": (lambda p: read_layout(var_file(p / "h.h5ad", ["x", "y"], stratum=[0, 0], anchor=[1, 1])),
+        r"h\.h5ad: stratum 0 lists a bin twice"),
+    "gtf: no name": (lambda p: read_genes(given(p / "g.gtf", "chr1\ts\tgene\t1\t2\t.\t+\t.\tnote\n")),
+        r"g\.gtf: line 1 is malformed \(neither gene_name nor gene_id\)"),
+    "graph: empty": (lambda p: read_graph(given(p / "g.graphml", "<graphml/>")), r"g\.graphml: the graph has no vert"),
 }  # fmt: skip
 
 

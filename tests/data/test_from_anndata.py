@@ -211,6 +211,9 @@ WRONG: dict[str, tuple[Any, str]] = {
         index=["G0"])), r"genes: row 'G0' is malformed \(strand '-1'"),
     "no position": (lambda p: p.given(genes=pd.DataFrame({"chrom": [None], "start": 5, "end": 9}, index=["G0"])),
         "genes: none of its 1 rows has a position"),
+    "order": (lambda p: p.given(hic=p.hic[:, ::-1]), r"hic\.var: expected stratum 0, found stratum"),
+    "no columns": (lambda p: p.given(genes=p.rna.var),
+        r"genes: a table with chrom, .* missing are \['chrom', 'start', 'end'\]"),
 }  # fmt: skip
 
 
