@@ -25,16 +25,9 @@ from tests.techniques.sharded_cases import make_plan, model_mesh
 STEPS = 5
 PLANS = {
     1: ("S1,S4,fused,sparse,stream", "S1,S3,S4,stream", "S1,fused,recompute", "S1,sparse,recompute"),
-    2: (
-        "S1,S2,S3,stream",
-        "S1,S2,fused,recompute",
-        "S1,S3,S4,S5",
-        "S1,S2,S5,stream",
-        "S1,fused,sparse,stream,strata",
-        "S1,S4,nodes,stream",
-        "S1,fused,nodes",
-    ),
-}
+    2: ("S1,S2,S3,stream", "S1,S2,fused,recompute", "S1,S3,S4,S5", "S1,S2,S5,stream", "S1,fused,sparse,stream,strata",
+        "S1,S4,nodes,stream", "S1,fused,nodes"),
+}  # fmt: skip
 """Every placement, kind of attention and way of keeping activations once at least."""
 Found = dict[str, Any]
 

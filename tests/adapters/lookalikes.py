@@ -77,12 +77,6 @@ def in_front(self: Any, layer: Any, qk: Tensor, p: Tensor) -> Tensor:
     return layer(qk[None], qk[None], p[None])[0][n:]  # type: ignore[no-any-return]
 
 
-def cut_off(self: Any, layer: Any, qk: Tensor, p: Tensor) -> Tensor:
-    """Rows that fill no bucket are left as they are."""
-    n = len(p) - len(p) % layer.window_size
-    return torch.cat([layer(qk[None, :n], qk[None, :n], p[None, :n])[0], p[n:]])
-
-
 def masked(off: int) -> Any:
     """Of the last rows so many are not attended to."""
 
@@ -111,21 +105,6 @@ class InEvaluation(Decoder):
         return super().shares(u) * (1.0 if self.training else 1.001)
 
 
-class BufferForParameter(Decoder):
-    """The numbers of a parameter, and no gradient of it."""
-
-    def key(self, k: int, v: Tensor) -> tuple[Tensor, Tensor]:
-        key, v = super().key(k, v)
-        if k:
-            layer = self.ff_layers[k - 1]
-            key = (
-                key
-                - F.linear(key, layer.weight[: len(key[0])])
-                + F.linear(key, layer.weight[: len(key[0])].detach())
-            )
-        return key, v
-
-
 class Uneven(Decoder):
     """Adds another number to every cell's mean."""
 
@@ -151,20 +130,10 @@ class NotANumber(Decoder):
         return NaNs(given.zi_logits, given.total_count, given.logits)
 
 
-class Timed(Decoder):
-    def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Tensor, t: Tensor) -> Any:  # noqa: E741
-        return super().forward(u, v, b, l + t)
-
-
 def aux(self: Any, v: Tensor) -> Tensor:
     """A loss of its own, for the training step to add."""
     self.aux = v.square().mean()
     return v
-
-
-def collects(self: Any, key: Tensor) -> Tensor:
-    self.losses["keys"].append(key.square().mean())
-    return key
 
 
 def counts(self: Any, v: Tensor) -> Tensor:
@@ -212,11 +181,6 @@ class Hooked(Softmax):
         self.softmax.register_forward_pre_hook(lambda _, args: (args[0] / 3,))
 
 
-def causal(self: Any) -> None:
-    for layer in self.attn_layers:
-        layer.causal, layer.look_forward = True, 0
-
-
 def not_padded(self: Any) -> None:
     for layer in self.attn_layers:
         layer.autopad = False
@@ -233,59 +197,37 @@ SMALL: dict[Any, str] = {
     Uneven: "different means for cells without contacts",
     changing("Biased", key=lambda self, key: key + 1e-6): VALUE,
     InEvaluation: VALUE,
-    BufferForParameter: "another gradient of ff_layers.0.weight",
     changing("Dropping", key=lambda self, key: F.dropout(key, 0.1, self.training)): VALUE,
-    changing("DroppingCells", u=lambda self, u: F.dropout(u, 0.1, self.training)): VALUE,
-    changing("Causal", settings=causal): VALUE,
     changing("NotPadded", settings=not_padded): "autopad=False where ours has True",
-    attending("MaskOfOnes", masked(0)): "has",
     attending("MaskOffByOne", masked(1)): "has",
     attending("LastRow", filled(lambda rows, n: rows[-1:].expand(n, -1))): VALUE,
-    attending("FirstRow", filled(lambda rows, n: rows[:1].expand(n, -1))): VALUE,
     attending("Mirrored", filled(lambda rows, n: rows.flip(0)[:n])): VALUE,
-    attending("Ones", filled(lambda rows, n: torch.ones_like(rows[:1]).expand(n, -1))): VALUE,
     attending("FilledInFront", in_front): VALUE,
-    attending("CutOff", cut_off): VALUE,
     changing("Scaled", u=lambda self, u: u + (u - u.detach())): "another gradient of u",
-    changing(
-        "Leaving", v=aux, settings=lambda self: setattr(self, "aux", 0.0)
-    ): "changes its attributes ['aux']",
-    changing(
-        "Collecting", key=collects, settings=lambda self: setattr(self, "losses", {"keys": []})
-    ): "changes its attributes ['losses'] in forward",
+    changing("Leaving", v=aux, settings=lambda self: setattr(self, "aux", 0.0)): "changes its attributes ['aux']",
     changing("Counting", v=counts, settings=with_calls): "changes its attributes ['calls'] in forward",
-    changing(
-        "Remembering", v=remembers, settings=lambda self: setattr(self, "seen", SimpleNamespace(cells=0))
-    ): "changes its attributes ['seen', 'ff_activations.0.gates'] in forward",
+    changing("Remembering", v=remembers, settings=lambda self: setattr(self, "seen",
+        SimpleNamespace(cells=0))): "changes its attributes ['seen', 'ff_activations.0.gates'] in forward",
     Hooked: "hooks on modules of it, ['softmax']",
     Poissonian: "returns 'Poisson'",
-    Timed: "has a forward that does not take u, v, b and l: missing a required argument: 't'",
-}
+}  # fmt: skip
 STRUCTURES: dict[str, Any] = {
-    "columns in neither": lambda self: setattr(
-        self, "strata_masks", [rows[::-1] for rows in self.strata_masks]
-    ),
+    "columns in neither": lambda self: setattr(self, "strata_masks", [rows[::-1] for rows in self.strata_masks]),
     "other numbers of anchors than of columns": lambda self: self.strata_masks.pop(),
     "without indices": lambda self: setattr(self, "feature_masks", [torch.ones(4, dtype=torch.bool)] * 4),
-    "and not a list with one list of indices per": lambda self: setattr(
-        self, "feature_masks", torch.arange(4)
-    ),
+    "and not a list with one list of indices per": lambda self: setattr(self, "feature_masks", torch.arange(4)),
     "cannot be read as lists of indices": lambda self: setattr(self, "feature_masks", [["a"]] * 4),
     "has one stratum only": lambda self: vars(self).update(vars(Decoder(Copy(strata=1)).double())),
     "has 4 strata and lists of [3, 4] layers": lambda self: self.ff_layers.append(nn.Linear(1, 1)),
     "hooks on modules of": lambda self: self.attn_layers[1].register_forward_hook(lambda *_: None),
-    "forward that is set on the instance": lambda self: setattr(
-        self, "forward", lambda *given: Decoder.forward(self, *given)
-    ),
+    "forward that is set on the instance": lambda self: setattr(self, "forward",
+        lambda *given: Decoder.forward(self, *given)),
     "not a table of": lambda self: setattr(self, "bias", nn.Parameter(self.bias[:, 1:])),
-    "neither the lists of layers": lambda self: [
-        delattr(self, name) for name in ("value_layers", "key_convs")
-    ],
-}
+    "neither the lists of layers": lambda self: [delattr(self, name) for name in ("value_layers", "key_convs")],
+}  # fmt: skip
 SMALL |= {changing("Structure", settings=change): said for said, change in STRUCTURES.items()}
 LARGE = {
     changing("Clamped", key=lambda self, key: key.clamp(-20, 20)): "where v and weights are large",
-    changing("ClampedAnchors", v=lambda self, v: v.clamp(-10, 10)): "where v and weights are large",
     changing("ClampedCells", u=lambda self, u: u.clamp(-5, 5)): "where u is large",
     changing("Clipping", u=clips): "another gradient of u than any of our forms where",
 }

@@ -4,7 +4,6 @@ Two and four ranks train once under every placement and every way of keeping act
 from one device.
 """
 
-import copy
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from lightning_amp.installing.describe_module import describe, with_unsupported
 from lightning_amp.installing.install import install
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.decoders.stratum import ZINB
-from lightning_amp.techniques.contract.protocol import find_decoders, named_parts, part
+from lightning_amp.techniques.contract.protocol import find_decoders
 from tests.adapters import foreign_cases
 from tests.adapters.foreign_cases import every_plan, everything, example, trained
 from tests.adapters.higlue_shaped import Copy, Foreign
@@ -158,45 +157,6 @@ def test_its_forward_comes_back_after_the_run_and_where_nothing_was_installed() 
     found.undo()
     found.undo()
     assert "forward" not in vars(module.decoder)
-
-
-def test_names_lead_to_our_decoder() -> None:
-    module = Foreign(BASE)
-    own = dict(module.named_modules())
-    found = adapt(module)
-    ours = module.decoder.forward.decoder  # type: ignore[attr-defined]
-    names = dict(named_parts(module))
-    assert names["decoder"] is ours
-    assert names["decoder.strata.1.key.attention"] is ours.strata[1].key.attention
-    assert names["encoder"] is module.encoder
-    assert "decoder.key_layers" not in names
-    assert part(module, "decoder.strata.1.key") is ours.strata[1].key
-    assert part(module, "") is module
-    assert dict(module.named_modules()) == own, "nothing was registered"
-    shape = describe(module, batch_size=4).decoder
-    assert shape is not None
-    assert (shape.fqn, shape.anchors, shape.dim, shape.window, shape.attention) == (
-        "decoder",
-        23,
-        12,
-        5,
-        True,
-    )
-    assert shape.features == tuple(map(len, BASE.nodes()))
-    assert shape.n_batches == 2
-    found.undo()
-    assert dict(named_parts(module)) == own
-
-
-def test_a_copy_of_the_module_computes_with_its_own_parameters() -> None:
-    module, given, x = example(BASE)
-    adapt(module)
-    other = copy.deepcopy(module)
-    with torch.no_grad():
-        other.decoder.scale_lin.add_(1.0)
-        a, b = (one.decoder(*given).log_prob(x).mean() for one in (module, other))
-    assert other.decoder.forward.decoder.strata[0].scale is other.decoder.scale_lin  # type: ignore[attr-defined]
-    assert a != b
 
 
 def test_a_stream_hands_a_stratum_its_own_columns_of_the_tables() -> None:

@@ -9,8 +9,11 @@ import torch
 from torch import nn
 from torchmetrics import MetricTracker, SumMetric
 
+from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.consistency.replicas import _print_of
 from lightning_amp.lightning.steps.cells import GatherOver, count_cells, count_replicas_once
+from tests.data.test_sparse_counts import CELLS, counts
 
 ROWS = [torch.ones(2), torch.ones(3)]
 KINDS: dict[str, Any] = {
@@ -37,10 +40,6 @@ def test_rows_of_any_length_are_cells() -> None:
         assert count_cells({"x": KINDS[kind](1.0), "y": torch.ones(2, 4), "z": torch.ones(())}) == 2
 
 
-def test_values_that_are_nowhere_are_not_compared() -> None:
-    assert _print_of(torch.ones(3, device="meta")) != _print_of(torch.ones(4, device="meta"))
-
-
 def test_copies_of_metrics_are_given_back_too() -> None:
     axis: Any = SimpleNamespace(size=lambda: 2)
     mesh: Any = {"data": SimpleNamespace(), "model": axis}
@@ -59,3 +58,20 @@ def test_copies_of_metrics_are_given_back_too() -> None:
     axis.size = lambda: 1
     count_replicas_once(module, mesh)
     assert left.dist_sync_fn is None, "of a run on another mesh"
+
+
+def test_what_reads_a_batch_reads_sparse_counts() -> None:
+    x = SparseCounts.from_dense(counts())
+    assert count_cells({"hic": {"x": x}}) == CELLS
+    assert count_cells([x, torch.zeros(CELLS, 2)]) == CELLS
+    assert count_cells([x, torch.zeros(2)]) is None
+    live = LiveBytes()
+    live.watch([{"hic": {"x": x}}])
+    assert live.current == sum(tensor.nbytes for tensor in x.tensors()) == 24 * len(x.value)
+    before = _print_of({"x": x})
+    x[:, :3]
+    assert _print_of({"x": x}) == before, "whatever was looked up of it"
+    for part in ("row", "column", "value"):
+        other = SparseCounts.from_dense(counts())
+        getattr(other, part)[3] += 1
+        assert _print_of({"x": other}) != before, part

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
-from lightning_amp.data.files.directory import DataDirectory, find, write_aside
+from lightning_amp.data.files.directory import find, write_aside
 from lightning_amp.data.files.graphml import count_graph, read_graph
 from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import read_layout
@@ -89,12 +89,6 @@ def test_a_one_way_edge_of_a_directed_graph_stays(tmp_path: Path) -> None:
     assert found.sign.tolist().count(-1.0) == 1
 
 
-def test_modalities_are_optional(tmp_path: Path) -> None:
-    found = find(touch(tmp_path, "atac/any name.h5ad"))
-    assert found == DataDirectory(tmp_path, atac=tmp_path / "atac" / "any name.h5ad")
-    assert list(found.modalities) == ["atac"]
-
-
 def test_a_setting_chooses_among_several(tmp_path: Path) -> None:
     names = [f"{m}/{m}_{s}.h5ad" for m in ("hic", "rna") for s in ("A_1", "B_1")]
     touch(
@@ -119,15 +113,6 @@ def test_a_graph_of_another_setting_is_not_taken(tmp_path: Path) -> None:
         find(tmp_path, setting="A")
 
 
-def test_a_directory_appears_only_when_complete(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with write_aside(out) as aside:
-        (aside / "hic").mkdir()
-        assert not out.exists()
-    assert (out / "hic").is_dir()
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_interrupted_directory_leaves_the_old_one(tmp_path: Path, error: type[BaseException]) -> None:
     touch(tmp_path, "out/hic/old")
@@ -141,17 +126,3 @@ def test_an_interrupted_directory_leaves_the_old_one(tmp_path: Path, error: type
         work()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "hic" / "old").exists()
-
-
-def test_overwriting_replaces_the_whole_directory(tmp_path: Path) -> None:
-    touch(tmp_path, "out/hic/old")
-    with write_aside(tmp_path / "out", overwrite=True) as aside:
-        touch(aside, "hic/new")
-    assert [p.name for p in tmp_path.rglob("*")] == ["out", "hic", "new"]
-
-
-def test_an_empty_directory_may_be_written_to(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with write_aside(tmp_path / "out") as aside:
-        touch(aside, "hic/new")
-    assert (tmp_path / "out" / "hic" / "new").exists()

@@ -24,7 +24,6 @@ from lightning_amp.data.files import new_hdf5 as module
 from lightning_amp.data.files.new_hdf5 import new_hdf5, write_scool
 from lightning_amp.data.files.write_results import write_embedding
 from lightning_amp.data.prepare.prepare import prepare
-from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
 from lightning_amp.verification.training_run import _keep
 from tests.data.tiny_data import Files, make_bins, make_pixels, write_all
@@ -43,13 +42,6 @@ sys.exit(main())
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
     return write_all(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("full") / "data"
-    synthesize(out, cells=24, bins=30, strata=3, genes=20, seed=1)
-    return out
 
 
 def limited(limit: int, words: list[Any], **options: Any) -> "subprocess.CompletedProcess[str]":
@@ -183,36 +175,6 @@ def test_embeddings_are_written_in_full_or_not_at_all(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.obsm["X_amp"], embedding)
 
 
-@pytest.mark.full
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("limit", "words"),
-    [
-        (5000, ["simulate", "DATA", "--batch-size", "8", "--plot", "memory.png"]),
-        (1000, ["demo", "--out", "demo"]),
-    ],
-)
-def test_files_of_other_commands(tmp_path: Path, data_dir: Path, limit: int, words: list[str]) -> None:
-    (tmp_path / "memory.png").write_text("old")
-    ran = limited(limit, [str(data_dir) if word == "DATA" else word for word in words], cwd=tmp_path)
-    assert is_one_message(ran), (ran.returncode, ran.stderr[-2000:])
-    assert (tmp_path / "memory.png").read_text() == "old"
-    assert not [name for name in names_in(tmp_path) if "partial" in name]
-
-
-def test_standard_output_on_a_full_disk(data_dir: Path) -> None:
-    with Path("/dev/full").open("w") as full:
-        ran = subprocess.run(
-            [sys.executable, "-m", "lightning_amp", "plan", str(data_dir)],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert is_one_message(ran), (ran.returncode, ran.stderr)
-    assert "No space left on device" in ran.stderr
-
-
 @pytest.mark.parametrize("verb", ["fit", "predict"])
 def test_a_full_disk_under_any_layer_of_training(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -231,10 +193,7 @@ def test_a_full_disk_under_any_layer_of_training(
 
 
 def test_what_verify_keeps_for_the_ranks(tmp_path: Path) -> None:
-    with (
-        pytest.raises(DataError, match="cannot write .*one.pt'.*TMPDIR says"),
-        file_limit(2000),
-    ):
+    with pytest.raises(DataError, match="cannot write .*one.pt'.*TMPDIR says"), file_limit(2000):
         _keep([torch.zeros(5000)], tmp_path / "one.pt")
     assert names_in(tmp_path) == []
     _keep([torch.arange(5000)], tmp_path / "one.pt")

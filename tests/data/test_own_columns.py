@@ -45,21 +45,6 @@ def write(folder: Path, layout: str, counts: np.ndarray) -> Path:
     return path
 
 
-def test_indices_are_narrow_and_of_one_type(tmp_path: Path, counts: np.ndarray) -> None:
-    """scipy copies all indices of a mixed pair for each batch, 30 times as slow at 73 million entries."""
-    path = write(tmp_path, "csr", counts)
-
-    def widen(file: Any) -> None:
-        ends = file["X/indptr"][:].astype(np.int64)
-        del file["X/indptr"]
-        file["X/indptr"] = ends
-
-    edit(path, widen)
-    table = CellTable(path, "rna")
-    assert table.counts.indptr.dtype == table.counts.indices.dtype == np.int32
-    np.testing.assert_array_equal(table.counts.toarray(), counts)
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_own_columns_are_those_of_the_matrix(
     tmp_path: Path, counts: np.ndarray, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,5 @@
 """Layouts and headers are read from any of the encodings in use, alike, fast, and without the matrix."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,19 +14,6 @@ from anndata.io import write_elem
 
 from lightning_amp.data.files.read_h5ad import read_header
 from lightning_amp.data.files.strata_layout import FeatureLayout, feature_name, read_layout
-
-# The peak is read from /proc: getrusage would show the one of the process that started this one.
-MEASURE = """
-import pathlib, sys, time
-import anndata
-from lightning_amp.data.files.strata_layout import read_layout
-before = time.process_time()
-layout = read_layout(sys.argv[1])
-spent = time.process_time() - before
-peak = pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
-print(layout.n_features, spent, int(peak) / 1024)
-print(sorted({"torch"} & set(sys.modules)))
-"""
 
 
 def write_var(path: Path, names: list[str], columns: dict[str, Any] | None = None) -> Path:
@@ -61,11 +46,7 @@ def same(first: FeatureLayout, second: FeatureLayout) -> None:
 def test_names_alone_give_strata_and_anchors(tmp_path: Path) -> None:
     names, _, _ = single_resolution()
     layout = read_layout(write_var(tmp_path / "hic.h5ad", names))
-    assert outline(layout) == [
-        (0, None, (0, 6)),
-        (1, None, (6, 11)),
-        (2, None, (11, 15)),
-    ]
+    assert outline(layout) == [(0, None, (0, 6)), (1, None, (6, 11)), (2, None, (11, 15))]
     assert [s.anchors.tolist() for s in layout.strata] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 3]]
     assert list(layout.anchor_names) == names[:6]
     assert (layout.n_anchors, layout.n_strata, layout.n_features) == (6, 3, 15)
@@ -96,13 +77,6 @@ def test_columns_and_names_give_the_same_layout(tmp_path: Path) -> None:
     same(by_name, read_layout(write_var(tmp_path / "text.h5ad", names, columns)))
 
 
-def test_bins_left_out_of_a_stratum_keep_their_anchors(tmp_path: Path) -> None:
-    layout = read_layout(
-        write_var(tmp_path / "hic.h5ad", ["HLA:1:0-5", "HLA:1:5-10", "HLA:1:10-15", "HLA:1:5-10-1"])
-    )
-    assert layout.strata[1].anchors.tolist() == [1]
-
-
 @pytest.mark.parametrize("encode", [list, pd.Categorical], ids=["strings", "categorical"])
 def test_several_resolutions_are_numbered_one_after_another(
     tmp_path: Path, encode: Callable[[Any], Any]
@@ -129,27 +103,6 @@ def test_several_resolutions_are_numbered_one_after_another(
     assert list(layout.anchor_names) == ["chr1:0-9", "chrM:0-3", "chr1:0-5", "chr1:5-9", "chrM:0-3"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("columns", "limit_s"), [(True, 2), (False, 4)], ids=["columns", "names"])
-def test_a_million_features_take_seconds_and_little_memory(
-    tmp_path: Path, columns: bool, limit_s: float
-) -> None:
-    n, strata = 42_000, 32
-    bins = [f"chr1:{i * 5000}-{i * 5000 + 5000}" for i in range(n)]
-    names = bins + [f"{name}-{k}" for k in range(1, strata) for name in bins[: n - k]]
-    found = {"stratum": np.repeat(np.arange(strata), n - np.arange(strata))} if columns else {}
-    if columns:
-        found["anchor"] = np.concatenate([np.arange(n - k) for k in range(strata)])
-    path = write_var(tmp_path / "hic.h5ad", names, found)
-    run = subprocess.run([sys.executable, "-c", MEASURE, path], capture_output=True, text=True, check=True)
-    sizes, modules = run.stdout.splitlines()
-    n_features, seconds, mebibytes = map(float, sizes.split())
-    assert n_features == len(names) == 1_343_504
-    assert seconds < limit_s
-    assert mebibytes < 300
-    assert modules == "[]"
-
-
 def write_table(path: Path, counts: Any, *, layer: Any = None, obs: dict[str, Any] | None = None) -> Path:
     frame = pd.DataFrame(obs or {}, index=[f"c{i}" for i in range(counts.shape[0])])
     table = anndata.AnnData(
@@ -169,14 +122,6 @@ def test_header_counts_without_reading_the_matrix(tmp_path: Path) -> None:
     header = read_header(write_table(tmp_path / "layer.h5ad", dense - 0.5, layer=sp.csr_matrix(dense)))
     assert (header.n_nonzero, header.has_counts_layer, header.depth) == (3, True, None)
     assert read_header(write_table(tmp_path / "dense.h5ad", dense)).n_nonzero is None
-
-
-def test_header_prefers_contacts_kept_over_labels(tmp_path: Path) -> None:
-    obs = {"read_depth": [9.0, 9.0], "depth": [1.0, 2.0]}
-    header = read_header(
-        write_table(tmp_path / "x.h5ad", sp.csr_matrix(np.eye(2, dtype=np.float32)), obs=obs)
-    )
-    assert header.depth.tolist() == [1.0, 2.0]
 
 
 def test_nullable_text_columns_and_indices_are_read(tmp_path: Path) -> None:

@@ -76,11 +76,8 @@ def ways() -> dict[str, Chained]:
         "residual": chained(p(), p(), p(), p()),
         "shared with the next": chained(Two(), Two(), nn.Dropout(0.2), Two()),
         "in place": chained(p(), nn.ReLU(inplace=True), p()),
-        "views": chained(nn.Flatten(), p(), nn.Identity(), nn.Unflatten(1, (nasty.DIM,)), p()),
-        "frozen": chained(p().requires_grad_(False), p(), p()),
         "called twice": chained(p(), p(), order=(0, 1, 0)),
         "a custom Function": chained(p(), nasty.Custom(), p()),
-        "a gradient inside": chained(p(), nasty.GradientInside(), p()),
         "inner memory": chained(nasty.SideLoss(), nasty.BatchNorm(), nasty.SideLoss()),
     }
 

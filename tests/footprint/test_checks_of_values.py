@@ -9,13 +9,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributions import (
     Bernoulli,
-    Beta,
     Categorical,
     Dirichlet,
     Distribution,
-    Gamma,
-    Laplace,
-    NegativeBinomial,
     Normal,
     Poisson,
     kl_divergence,
@@ -55,11 +51,7 @@ def of(made: Callable[[Tensor], Distribution], value: Tensor = COUNTS) -> Callab
 INSIDE = COUNTS.clamp(0.1, 0.9)
 LIKELIHOODS = {
     "poisson": of(lambda x: Poisson(x.exp(), validate_args=True)),
-    "negative binomial": of(lambda x: NegativeBinomial(x.exp(), logits=x, validate_args=True)),
     "bernoulli": of(lambda x: Bernoulli(logits=x, validate_args=True), (COUNTS > 0).float()),
-    "gamma": of(lambda x: Gamma(x.exp(), x.exp(), validate_args=True), COUNTS + 1),
-    "beta": of(lambda x: Beta(x.exp(), x.exp(), validate_args=True), INSIDE),
-    "laplace": of(lambda x: Laplace(x, x.exp(), validate_args=True)),
     "categorical": of(lambda x: Categorical(logits=x, validate_args=True), COUNTS[:, 0]),
     "dirichlet": of(lambda x: Dirichlet(x.exp(), validate_args=True), INSIDE / INSIDE.sum(-1, keepdim=True)),
 }

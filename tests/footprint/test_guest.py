@@ -122,11 +122,3 @@ def test_a_warning_that_is_given_once_in_a_place_is_as_before() -> None:
         warn("said before")
         warn("said by a guest")
     assert [str(one.message) for one in warned] == ["said before", "said by a guest"]
-
-
-def test_what_a_library_puts_into_another_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    # transformers have put it there, if another test has imported them
-    monkeypatch.delattr(logging.Logger, "warning_once", raising=False)
-    with as_guest():
-        monkeypatch.setattr(logging.Logger, "warning_once", print, raising=False)
-    assert logging.Logger.warning_once is print  # type: ignore[attr-defined]

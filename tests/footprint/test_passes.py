@@ -94,61 +94,6 @@ class Dropping(Tied):
         return F.dropout(x, 0.5)
 
 
-class Remembering(Conditioned):
-    """The same, which the loss does not read."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        when = self.scale(torch.tanh(self.time(batch)))
-        x = self.embed(batch)
-        for k, block in enumerate(self.net):
-            x = block(x + when if k == 2 else x)
-        wide = x.repeat(1, 20)
-        return F.mse_loss(wide, batch.repeat(1, 20))
-
-
-class Returned(Tied):
-    """Returns what it has predicted beside its loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = batch
-        for block in self.net:
-            x = block(x)
-        return {"loss": F.mse_loss(x, batch), "rounded": x.round(), "batch": batch, "of_block": x}
-
-
-class Again(torch.autograd.Function):
-    """exp(x w') w, of which nothing is kept: its backward pass makes a graph, and goes through it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return (x @ w.T).exp() @ w
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-        total = torch.zeros_like(w)
-        with torch.enable_grad():
-            found = (x @ w.T).exp() @ w
-        of_x, of_w = torch.autograd.grad(found, (x, w), grad)
-        return of_x, total.add_(of_w)
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(5 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Again.apply(x, self.w)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Returning(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.ModuleList(Twice() for _ in range(BLOCKS))
-
-
 class Wide(Tied):
     def __init__(self) -> None:
         super().__init__()
@@ -229,47 +174,6 @@ def test_what_is_made_beside_the_blocks_is_of_every_stage_that_reads_it() -> Non
     again = stage_bytes(computed_again(step, [2]), 2, 3, to_the_end=False)
     assert again.gradients == third.gradients
     assert again.kept >= 5 * row
-
-
-def test_a_variable_of_the_step_is_there_with_its_graph_while_what_follows_the_blocks_runs() -> None:
-    step, row = found(Remembering, 8), 4 * 8 * WIDTH
-    assert len(step.needs[BLOCKS]) == 0
-    # of a rank that runs the block which reads it, the vector and the hidden layer
-    with_it, without = rest_bytes(step, rank=[2, BLOCKS]), rest_bytes(step, rank=[BLOCKS])
-    assert with_it.forward - without.forward == row + 4 * row
-    assert with_it.silent - without.silent == row
-    assert with_it.backward == without.backward
-
-
-def test_what_a_step_returns_is_there_until_it_ends() -> None:
-    step, row = found(Returned, 8), 4 * 8 * WIDTH
-    # a mean of losses has the memory of all of them on a CPU; what a block returns is counted as that
-    assert [int(step.n_bytes[place]) for place in step.returned] == [row, row]
-    last = stage_bytes(step, 2, 3, to_the_end=True)
-    assert last.returned == 2 * row
-    assert last.kept == stage_bytes(step, 2, 3, to_the_end=False).kept + 2 * row
-    assert stage_bytes(step, 0, 1, to_the_end=True).returned == 0
-    assert rest_bytes(step).returned == 2 * row
-
-
-def test_a_graph_of_the_backward_pass_is_there_until_it_is_gone_through() -> None:
-    step, hidden = found(Returning, 8), 4 * 8 * 5 * WIDTH
-    back = [
-        (int(birth), int(held))
-        for birth, held, n_bytes in zip(step.birth, step.held, step.n_bytes, strict=True)
-        if n_bytes == hidden and step.segment[birth] == 1
-    ]
-    # x w', its exponential, and, when that is read for the last time, the gradients of both
-    _, exponential, of_exponential, _ = sorted(back)
-    assert exponential[1] > of_exponential[0]
-    assert exponential[1] < np.flatnonzero(step.segment == 1)[-1]
-    # no block keeps what its backward pass makes
-    assert all(step.birth[storage] < step.first[-1] for storage in step.uses[:, 0])
-    # the weight's gradient is made first, and handed out with all others at the end
-    (weight,) = (row for row in step.gradients if row[2] == 1)
-    assert weight[1] == 4 * 5 * WIDTH * WIDTH
-    assert weight[0] < exponential[0]
-    assert weight[3] > exponential[1]
 
 
 def test_all_chunks_count_where_some_are_run() -> None:

@@ -1,7 +1,6 @@
 """Claim: a captured block computes what the block computes, or stays as it is for a reason that is named."""
 
 import copy
-import logging
 import random
 import threading
 from typing import Any
@@ -10,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Captures
-from lightning_amp.graph.guards import signature, state_of
 from tests.any_module import NAMES, make
 from tests.graph.calls import calls_of
 from tests.graph.same_outcome import difference
@@ -76,14 +73,16 @@ class Base(nn.Module):
         return self.layer(x).relu()
 
 
-class Flag(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if self.flag else x * 2
+def of(name: str, forward: Any) -> Any:
+    """A block with another forward."""
+    return type(name, (Base,), {"forward": forward, "__module__": __name__})
 
 
-class InPlace(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mul_(2))
+Flag = of("Flag", lambda m, x: m.layer(x) if m.flag else x * 2)
+InPlace = of("InPlace", lambda m, x: m.layer(x.mul_(2)))
+Shared = of("Shared", lambda m, x: m.layer(nn.functional.gelu(m.layer(x))))
+ByValue = of("ByValue", lambda m, x: m.layer(x) if x.sum() > 0 else x)
+Chance = of("Chance", lambda m, x: m.layer(x) if random.random() < 0.5 else x)
 
 
 class Buffer(Base):
@@ -98,25 +97,10 @@ class Nested(Base):
         return {"a": (y, [y.sum(), None, 3]), "b": None if more is None else more["y"] * y}
 
 
-class Shared(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(F.gelu(self.layer(x)))
-
-
-class ByValue(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if x.sum() > 0 else x
-
-
 class Counting(Base):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.layer(x) * self.calls
-
-
-class Chance(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if random.random() < 0.5 else x
 
 
 class Twice(torch.autograd.Function):
@@ -143,11 +127,6 @@ class Outside(Base):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * self.scale[0].to(x.dtype)
-
-
-class Constant(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * torch.tensor(3.0 if self.flag else 4.0, dtype=x.dtype)
 
 
 class Hooked(Base):
@@ -182,7 +161,7 @@ def x_of(rows: int = 3) -> Tensor:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
-@pytest.mark.parametrize("kind", [Base, Flag, InPlace, Buffer, Nested, Shared, Constant])
+@pytest.mark.parametrize("kind", [Base, Flag, InPlace, Buffer, Nested, Shared])
 def test_nasty_blocks_are_captured_exactly(kind: type[Base]) -> None:
     """Gradients that are None included: `unused` has none."""
     found = Captures().of(kind(), (x_of().detach(),), {})
@@ -191,27 +170,16 @@ def test_nasty_blocks_are_captured_exactly(kind: type[Base]) -> None:
     assert found.changed == {InPlace: ("input 0",), Buffer: ("count",)}.get(kind, ())
 
 
-def test_nested_arguments_and_results_keep_their_form() -> None:
-    block = Nested()
-    assert difference(block, by_graph, (x_of(),), {"more": {"y": x_of()}}) == ""
-    found = Captures().run(block, x_of(), more={"y": x_of()})
-    assert list(found) == ["a", "b"]
-    assert found["a"][1][1:] == [None, 3]
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (ByValue, "its forward cannot run on fake tensors: .*DataDependent|GuardOnDataDependent"),
-        (Counting, "its forward changes the attribute 'calls'"),
-        (Chance, "its forward draws from Python's or NumPy's random numbers"),
-        (Custom, "the autograd Function 'Twice', whose backward is its own"),
-        (Outside, "uses a tensor that is neither an argument nor a parameter nor a buffer"),
-        (Hooked, r"its submodule 'layer' has hooks \(forward_hooks\)"),
-        (TensorHook, "its forward calls 'register_hook' of a tensor, which is Python"),
-        (Compiled, "its submodule 'inner' is compiled"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "reason"), [
+    (ByValue, "its forward cannot run on fake tensors: .*DataDependent|GuardOnDataDependent"),
+    (Counting, "its forward changes the attribute 'calls'"),
+    (Chance, "its forward draws from Python's or NumPy's random numbers"),
+    (Custom, "the autograd Function 'Twice', whose backward is its own"),
+    (Outside, "uses a tensor that is neither an argument nor a parameter nor a buffer"),
+    (Hooked, r"its submodule 'layer' has hooks \(forward_hooks\)"),
+    (TensorHook, "its forward calls 'register_hook' of a tensor, which is Python"),
+    (Compiled, "its submodule 'inner' is compiled"),
+])  # fmt: skip
 def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[Base], reason: str) -> None:
     block = kind()
     found = Captures().of(block, (x_of(),), {})
@@ -223,17 +191,6 @@ def test_what_a_graph_would_get_wrong_stays_as_it_is(kind: type[Base], reason: s
         block.calls -= 1
     random.seed(0)
     assert torch.equal(Captures().run(block, x_of()), right)
-
-
-def test_a_forward_that_fails_is_a_reason_and_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    class Fails(Base):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) + x.new_zeros(3, 5)
-
-    with caplog.at_level(logging.ERROR):
-        found = Captures().of(Fails(), (x_of(),), {})
-    assert "its forward cannot run on fake tensors: RuntimeError" in found.reason
-    assert not caplog.records
 
 
 def test_an_attribute_named_to_is_a_reason() -> None:
@@ -249,17 +206,14 @@ def test_a_branch_that_changes_is_captured_again() -> None:
     assert len(captures.all) == 2
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda block: (block.eval(), x_of()),
-        lambda block: (block, x_of(5)),
-        lambda block: (block.double(), x_of().double()),
-        lambda block: (block, x_of().detach()),
-        lambda block: (block, x_of(4).t()),
-        lambda block: (block.requires_grad_(False), x_of()),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda block: (block.eval(), x_of()),
+    lambda block: (block, x_of(5)),
+    lambda block: (block.double(), x_of().double()),
+    lambda block: (block, x_of().detach()),
+    lambda block: (block, x_of(4).t()),
+    lambda block: (block.requires_grad_(False), x_of()),
+])  # fmt: skip
 def test_every_guard_asks_for_another_graph(change: Any) -> None:
     captures, block = Captures(), Base()
     captures.of(block, (x_of(),), {})
@@ -306,21 +260,6 @@ class Settings:
         self.scale, self.inner, self.seen = 2.0, {"deep": [self]}, np.zeros(2)
 
 
-def test_what_an_object_says_of_its_class_is_not_asked_for() -> None:
-    """A configuration of transformers looks that up in Python, a hundred times in every call of a module."""
-
-    class Asked(Settings):
-        def __getattribute__(self, name: str) -> Any:
-            asked.append(name)
-            return super().__getattribute__(name)
-
-    asked, block = list[str](), Base()
-    block.settings = Asked()
-    asked.clear()
-    signature(block, (x_of(),), {})
-    assert "__class__" not in asked
-
-
 class Told(Base):
     """Reads an object of its own, and one that it is given."""
 
@@ -365,39 +304,12 @@ def test_what_objects_hold_is_a_guard() -> None:
     assert len(captures.all) == 4
 
 
-class Remembers(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        self._seen = [x.shape]
-        return self.layer(x)
-
-
-def test_what_a_forward_keeps_under_a_private_name_is_no_guard() -> None:
-    captures, block = Captures(), Remembers()
-    assert captures.of(block, (x_of(),), {}).reason == ""
-    block(x_of())
-    captures.of(block, (x_of(),), {})
-    assert len(captures.all) == 1
-
-
-def test_parameters_and_buffers_have_the_names_and_the_order_of_torch() -> None:
-    one = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    block = nn.ModuleDict({"first": one, "again": one, "other": nn.ModuleList([nn.Linear(2, 2), None])})
-    block["other"][0].weight = one[0].weight
-    right = {**dict(block.named_parameters()), **dict(block.named_buffers())}
-    found = state_of(block)
-    assert list(found) == list(right)
-    assert all(found[name] is tensor for name, tensor in right.items())
-
-
-@pytest.mark.parametrize(
-    ("block", "more", "reason"),
-    [
-        (Writes(), Settings(), "its forward changes what an argument of type 'Settings' holds"),
-        (Writes(), {"x": 1}, "its forward changes a list or a dictionary that it is called with"),
-        (WritesOwn(), Settings(), "its forward changes the attribute 'settings'"),
-        (Base(), threading.Lock(), "it is called with a 'lock', which cannot be copied"),
-    ],
-)
+@pytest.mark.parametrize(("block", "more", "reason"), [
+    (Writes(), Settings(), "its forward changes what an argument of type 'Settings' holds"),
+    (Writes(), {"x": 1}, "its forward changes a list or a dictionary that it is called with"),
+    (WritesOwn(), Settings(), "its forward changes the attribute 'settings'"),
+    (Base(), threading.Lock(), "it is called with a 'lock', which cannot be copied"),
+])  # fmt: skip
 def test_what_a_forward_writes_into_objects_is_a_reason_and_a_capture_writes_nothing(
     block: Any, more: Any, reason: str
 ) -> None:

@@ -100,22 +100,19 @@ def test_every_flow_of_the_eight_modules(name: str) -> None:
         assert checked > 0
 
 
-@pytest.mark.parametrize(
-    ("function", "args", "groups"),
-    [
-        (lambda x: x.sum(1), (0,), 1),
-        (lambda x: x.sum(), (0,), 3),
-        (lambda x, y: torch.bmm(x, y), (0, 1), 1),
-        (lambda x, w: F.linear(x, w), (0, 3), 1),
-        (lambda x, w, b: F.linear(x, w, b), (0, 3, 4), 0),
-        (lambda x, y: torch.einsum("bij,bjk->ik", x, y), (0, 1), 2),
-        (lambda x, w: F.conv1d(x, w), (0, 5), 1),
-        (lambda x, z: F.l1_loss(x, z, reduction="sum"), (0, 0), 3),
-        (lambda x, z: F.mse_loss(x, z), (0, 0), 0),
-        (lambda x, t: F.cross_entropy(x, t, reduction="sum"), (0, 6), 2),
-        (lambda x, t: F.cross_entropy(x, t), (0, 6), 0),
-    ],
-)
+@pytest.mark.parametrize(("function", "args", "groups"), [
+    (lambda x: x.sum(1), (0,), 1),
+    (lambda x: x.sum(), (0,), 3),
+    (lambda x, y: torch.bmm(x, y), (0, 1), 1),
+    (lambda x, w: F.linear(x, w), (0, 3), 1),
+    (lambda x, w, b: F.linear(x, w, b), (0, 3, 4), 0),
+    (lambda x, y: torch.einsum("bij,bjk->ik", x, y), (0, 1), 2),
+    (lambda x, w: F.conv1d(x, w), (0, 5), 1),
+    (lambda x, z: F.l1_loss(x, z, reduction="sum"), (0, 0), 3),
+    (lambda x, z: F.mse_loss(x, z), (0, 0), 0),
+    (lambda x, t: F.cross_entropy(x, t, reduction="sum"), (0, 6), 2),
+    (lambda x, t: F.cross_entropy(x, t), (0, 6), 0),
+])  # fmt: skip
 def test_results_of_pieces_add_up_where_a_rule_says_so(function: Any, args: Any, groups: int) -> None:
     given = [
         [X, Y, S, torch.randn(2, 8), torch.randn(2), torch.randn(2, 6, 3), torch.randint(6, (4, 8))][k]
@@ -136,43 +133,32 @@ def test_results_of_pieces_add_up_where_a_rule_says_so(function: Any, args: Any,
 X, Y, S = torch.randn(4, 6, 8), torch.randn(4, 8, 2), torch.randn(4, 4)
 
 
-@pytest.mark.parametrize(
-    ("function", "args", "dims"),
-    [
-        (lambda x: torch.cat([x, x * 2], 1), (X,), (((0, 0), (1, 0)), (), ((0, 2), (1, 2)))),
-        (
-            lambda x: torch.stack([x, x * 2], 1),
-            (X,),
-            (((0, 0), (1, 0)), (), ((0, 1), (1, 1)), ((0, 2), (1, 2))),
-        ),
-        (lambda x: x.select(1, 2), (X,), (((0, 0),), ((0, 2),))),
-        (lambda x: x.sum(1), (X,), (((0, 0),), ((0, 2),))),
-        (lambda x: x.mean((0, -1), keepdim=True), (X,), ((), ((0, 1),), ())),
-        (lambda x: x.sum(), (X,), ()),
-        (lambda x: x.softmax(-1), (X,), (((0, 0),), ((0, 1),), ())),
-        (lambda x: x.cumsum(1), (X,), (((0, 0),), (), ((0, 2),))),
-        (lambda x, y: torch.bmm(x, y), (X, Y), (((0, 0), (1, 0)), ((0, 1),), ((1, 2),))),
-        (lambda x, y: torch.matmul(x, y), (X, Y[0]), (((0, 0),), ((0, 1),), ((1, 1),))),
-        (lambda x, y: torch.matmul(x, y), (X, Y[0, :, 0]), (((0, 0),), ((0, 1),))),
-        (lambda x, y: torch.einsum("bij,bjk->kbi", x, y), (X, Y), (((1, 2),), ((0, 0), (1, 0)), ((0, 1),))),
-        (lambda x: x + torch.ones_like(x)[:, :1], (X,), (((0, 0), (1, 0)), ((0, 1),), ((0, 2), (1, 2)))),
-        (lambda x: x.reshape(4, 6, 2, 4), (X,), (((0, 0),), ((0, 1),), ((0, 2),), ())),
-        (lambda x: x.flatten(1), (X,), (((0, 0),), ((0, 1),))),
-        (lambda x: x.reshape(8, 24), (X,), (((0, 0),), ())),
-        (lambda x: x.permute(2, 0, 1), (X,), (((0, 2),), ((0, 0),), ((0, 1),))),
-        (lambda x: x.unsqueeze(1).expand(4, 2, 6, 8), (X,), (((0, 0),), (), ((0, 2),), ((0, 3),))),
-        (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), (X,), None),
-        (lambda x: F.max_pool1d(x, 2), (X,), (((0, 0),), ((0, 1),), ())),
-        (lambda x: F.batch_norm(x, None, None, training=True), (X,), ((), ((0, 1),), ())),
-        (lambda x, w: F.conv1d(x, w, padding=1), (X, torch.randn(4, 6, 3)), (((0, 0),), ((1, 0),), ())),
-        (lambda x, w: F.conv1d(x, w, groups=2), (X, torch.randn(4, 3, 3)), (((0, 0),), (), ())),
-        (
-            lambda w, i: F.embedding(i, w),
-            (S, torch.zeros(6, 2, dtype=torch.long)),
-            (((1, 0),), ((1, 1),), ((0, 1),)),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("function", "args", "dims"), [
+    (lambda x: torch.cat([x, x * 2], 1), (X,), (((0, 0), (1, 0)), (), ((0, 2), (1, 2)))),
+    (lambda x: torch.stack([x, x * 2], 1), (X,), (((0, 0), (1, 0)), (), ((0, 1), (1, 1)), ((0, 2), (1, 2)))),
+    (lambda x: x.select(1, 2), (X,), (((0, 0),), ((0, 2),))),
+    (lambda x: x.sum(1), (X,), (((0, 0),), ((0, 2),))),
+    (lambda x: x.mean((0, -1), keepdim=True), (X,), ((), ((0, 1),), ())),
+    (lambda x: x.sum(), (X,), ()),
+    (lambda x: x.softmax(-1), (X,), (((0, 0),), ((0, 1),), ())),
+    (lambda x: x.cumsum(1), (X,), (((0, 0),), (), ((0, 2),))),
+    (lambda x, y: torch.bmm(x, y), (X, Y), (((0, 0), (1, 0)), ((0, 1),), ((1, 2),))),
+    (lambda x, y: torch.matmul(x, y), (X, Y[0]), (((0, 0),), ((0, 1),), ((1, 1),))),
+    (lambda x, y: torch.matmul(x, y), (X, Y[0, :, 0]), (((0, 0),), ((0, 1),))),
+    (lambda x, y: torch.einsum("bij,bjk->kbi", x, y), (X, Y), (((1, 2),), ((0, 0), (1, 0)), ((0, 1),))),
+    (lambda x: x + torch.ones_like(x)[:, :1], (X,), (((0, 0), (1, 0)), ((0, 1),), ((0, 2), (1, 2)))),
+    (lambda x: x.reshape(4, 6, 2, 4), (X,), (((0, 0),), ((0, 1),), ((0, 2),), ())),
+    (lambda x: x.flatten(1), (X,), (((0, 0),), ((0, 1),))),
+    (lambda x: x.reshape(8, 24), (X,), (((0, 0),), ())),
+    (lambda x: x.permute(2, 0, 1), (X,), (((0, 2),), ((0, 0),), ((0, 1),))),
+    (lambda x: x.unsqueeze(1).expand(4, 2, 6, 8), (X,), (((0, 0),), (), ((0, 2),), ((0, 3),))),
+    (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), (X,), None),
+    (lambda x: F.max_pool1d(x, 2), (X,), (((0, 0),), ((0, 1),), ())),
+    (lambda x: F.batch_norm(x, None, None, training=True), (X,), ((), ((0, 1),), ())),
+    (lambda x, w: F.conv1d(x, w, padding=1), (X, torch.randn(4, 6, 3)), (((0, 0),), ((1, 0),), ())),
+    (lambda x, w: F.conv1d(x, w, groups=2), (X, torch.randn(4, 3, 3)), (((0, 0),), (), ())),
+    (lambda w, i: F.embedding(i, w), (S, torch.zeros(6, 2, dtype=torch.long)), (((1, 0),), ((1, 1),), ((0, 1),))),
+])  # fmt: skip
 def test_rules_by_hand(function: Any, args: Any, dims: Any) -> None:
     table, _ = check(Op(function), args)
     last = [row for row in table.rows if row.kind == OPERATOR][-1]

@@ -90,17 +90,14 @@ def test_a_loss_in_chunks(name: str, reduction: str) -> None:
         assert found.error(replace(region, n_chunks=4)) == "", region
 
 
-@pytest.mark.parametrize(
-    ("loss", "given"),
-    [
-        (F.cross_entropy, (X[0], CLASSES[0])),
-        (F.cross_entropy, (X[0], SHARE[0])),
-        (F.cross_entropy, (X, CLASSES.clamp(max=-100))),
-        (F.triplet_margin_loss, (IMAGE, IMAGE * 2, IMAGE.exp())),
-        (F.cosine_embedding_loss, (X[:1], Y, SIGN[:, 0])),
-        (lambda x: x.mean(), (X,)),
-    ],
-)
+@pytest.mark.parametrize(("loss", "given"), [
+    (F.cross_entropy, (X[0], CLASSES[0])),
+    (F.cross_entropy, (X[0], SHARE[0])),
+    (F.cross_entropy, (X, CLASSES.clamp(max=-100))),
+    (F.triplet_margin_loss, (IMAGE, IMAGE * 2, IMAGE.exp())),
+    (F.cosine_embedding_loss, (X[:1], Y, SIGN[:, 0])),
+    (lambda x: x.mean(), (X,)),
+])  # fmt: skip
 def test_other_means(loss: Loss, given: Any) -> None:
     """One sample, none that counts, and more dims than rows."""
     block = Op(lambda *args: loss(*args).nan_to_num(nan=7.0))

@@ -16,14 +16,11 @@ from tests.graph.test_flow import Op
 from tests.techniques.chunk.small_blocks import x_of
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, y: F.mse_loss(x.exp(), y.exp()),
-        lambda x, y: [a.exp() for a in torch.broadcast_tensors(x.sin(), y[:1].sin())],
-        lambda x, y: [a.exp() for a in torch.meshgrid(x[0].sin(), y[1].sin(), indexing="xy")],
-    ],
-)
+@pytest.mark.parametrize("function", [
+    lambda x, y: F.mse_loss(x.exp(), y.exp()),
+    lambda x, y: [a.exp() for a in torch.broadcast_tensors(x.sin(), y[:1].sin())],
+    lambda x, y: [a.exp() for a in torch.meshgrid(x[0].sin(), y[1].sin(), indexing="xy")],
+])  # fmt: skip
 def test_several_views_of_several_tensors_are_apart(function: Callable[..., Any]) -> None:
     """Their memory was looked for in an argument that has none of it."""
     block, given = Op(function), (x_of(4, 6), x_of(4, 6, seed=1))

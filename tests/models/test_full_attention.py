@@ -8,7 +8,7 @@ import torch
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
-from lightning_amp.models.decoders.stratum_keys import AttentionKey, FullAttention
+from lightning_amp.models.decoders.stratum_keys import FullAttention
 
 
 def inputs(n: int, dim: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -39,12 +39,6 @@ def test_no_scores_of_all_anchors_are_held() -> None:
             FullAttention()(*rows).sum().backward()
         # the output and its gradient, of every input one, sums of weights; scores would be 187 tensors
         assert live.peak < 7 * tensor, device
-
-
-def test_parameters_are_those_of_local_attention() -> None:
-    full, local = AttentionKey(6, None), AttentionKey(6, 5)
-    full.load_state_dict(local.state_dict())
-    assert isinstance(full.attention, FullAttention)
 
 
 def test_what_has_no_kernel_or_no_window_is_refused() -> None:

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import ModelError
-from lightning_amp.models.decoders.likelihoods import PLAIN_DECODERS
 from lightning_amp.models.glue import GLUE
-from lightning_amp.models.graph_encoder import AllVertices, GraphEncoder
-from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs, inputs_from
-from lightning_amp.models.latents import alignment_loss, normal_kl
+from lightning_amp.models.graph_encoder import GraphEncoder
+from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs
+from lightning_amp.models.latents import alignment_loss
 from tests.any_module import QUIET
 
 pytestmark = [
@@ -140,17 +138,6 @@ def test_gradient_of_a_batch_is_the_cell_weighted_mean_over_its_parts(gradient, 
         torch.testing.assert_close(3 / 8 * a + 5 / 8 * b, e, rtol=1e-9, atol=1e-14)
 
 
-def test_the_adversary_moves_encoders_but_not_the_discriminator():
-    model = GLUE(**SMALL).build(inputs())
-    generator_gradient(model, batch())
-    assert all(p.grad is None for p in model.discriminator.parameters())
-    discriminator_gradient(model, batch())
-    assert all(p.grad is None for p in model.encoders.parameters())
-    shown = model.shown(batch(), model.latents(batch()))
-    alignment_loss(model.discriminator, shown, frozen=True).backward()
-    assert all(encoder.first.weight.grad.any() for encoder in model.encoders.values())
-
-
 def test_loss_is_the_sum_of_its_terms():
     weights = {"lam_data": 1.5, "lam_kl": 0.7, "lam_graph": 0.3, "lam_align": 0.4}
     model = GLUE(**SMALL, **weights, modality_weights={"rna": 2.0}).build(inputs())
@@ -162,33 +149,10 @@ def test_loss_is_the_sum_of_its_terms():
     torch.testing.assert_close(t["loss"], 1.5 * data + 0.3 * graph - 0.4 * t["alignment"])
 
 
-def test_draw_keys_decide_the_noise():
-    model = GLUE(**SMALL).build(inputs())
-    cells_of = batch()
-    latents, again = model.latents(cells_of), model.latents(cells_of)
-    assert torch.equal(latents["hic"].sample, again["hic"].sample)
-    assert not torch.equal(latents["hic"].sample, latents["hic"].loc)
-    cells_of["hic"]["draw"] = cells_of["hic"]["draw"] + 1
-    assert not torch.equal(model.latents(cells_of)["hic"].sample, latents["hic"].sample)
-
-
 def test_pretraining_and_single_modalities_have_no_adversary():
     for model in (GLUE(**SMALL, stage="pretrain").build(inputs()), GLUE(**SMALL).build(inputs(("rna",)))):
         cells_of = {m: c for m, c in batch().items() if m in model.encoders}
         assert model.shown(cells_of, model.latents(cells_of)) == {}
-
-
-def test_burn_in_noise_fades(monkeypatch):
-    model = GLUE(**SMALL, align_burnin=4).build(inputs())
-    latents = model.latents(batch())
-    noise = []
-    for epoch in (0, 2, 4, 9):
-        monkeypatch.setattr(GLUE, "current_epoch", epoch)
-        noise.append(model.shown(batch(), latents)[0] - latents["hic"].sample)
-    torch.testing.assert_close(noise[1], noise[0] / 2)
-    assert noise[0].std().item() == pytest.approx(1.5, rel=0.3)
-    assert not noise[2].any()
-    assert not noise[3].any()
 
 
 def test_validation_weighs_cells_and_draws_nothing(tmp_path):
@@ -293,27 +257,6 @@ def test_imputed_contacts_are_expected_contacts():
     assert model.impute("rna", batch()["rna"]).shape == (8, N_GENES)
 
 
-def test_networks_come_from_the_data_module(tmp_path):
-    from lightning_amp.data.loading.datamodule import SingleCellDataModule
-
-    synthesize(tmp_path / "data", cells=12, bins=12, strata=3, genes=8, chromosomes=1, depth=300)
-    data = SingleCellDataModule(tmp_path / "data", batch_size=4)
-    model = GLUE(**SMALL)
-    trainer(tmp_path, max_epochs=1).fit(model, datamodule=data)
-    assert model.inputs.strata.n_anchors == 12
-    assert [len(s.feature_anchor) for s in model.decoders["hic"].strata] == [12, 11, 10]
-    assert [s.distance for s in model.decoders["hic"].strata] == [0, 1, 2]
-    assert model.inputs.graph.n_vertices == len(data.graph.vertices)
-    names = data.graph.vertices[model.inputs.modalities["hic"].vertices]
-    assert list(names) == list(data.layout.anchor_names)
-    alone = SingleCellDataModule(tmp_path / "data", modalities=["hic"])
-    alone.setup()
-    alone.graph = None
-    graph = inputs_from(alone).graph
-    assert graph.n_vertices == 12
-    assert (graph.source == graph.target).all()
-
-
 def test_propagation_is_the_normalised_adjacency():
     graph = inputs().graph
     encoder = GraphEncoder(
@@ -337,69 +280,6 @@ def test_propagation_is_the_normalised_adjacency():
     (found,) = torch.autograd.grad(loc.sin().sum(), encoder.embedding)
     (expected,) = torch.autograd.grad(encoder.loc(h).sin().sum(), encoder.embedding)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_propagation_in_pieces(monkeypatch):
-    source, target = torch.randint(20, (2, 101))
-    coefficient, x = torch.rand(101, dtype=torch.float64), torch.rand(20, 3, dtype=torch.float64)
-
-    def propagate(x):
-        return AllVertices().propagate(x, lambda: (source, target, coefficient))
-
-    whole = propagate(x)
-    monkeypatch.setattr("lightning_amp.models.graph_encoder.EDGES_AT_A_TIME", 10)
-    torch.testing.assert_close(propagate(x), whole)
-    assert torch.autograd.gradcheck(propagate, (x.requires_grad_(),))
-
-
-def test_edges_are_drawn_by_weight_and_scored():
-    # one edge of a thousand times the weight of the other, which is negative; v tells their terms apart
-    encoder = GraphEncoder(
-        3,
-        2,
-        source=torch.tensor([0, 1]),
-        target=torch.tensor([1, 2]),
-        weight=torch.tensor([1.0, 1e-9]),
-        sign=torch.tensor([1.0, -1.0]),
-    )
-    v = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 0.0]])
-    found = encoder.nll(v, n_positive=20_000, negatives=2)
-    log_sigmoid = torch.nn.functional.logsigmoid
-    positive = log_sigmoid(torch.tensor(2.0))  # <v_0, v_1>, from either end
-    scores = torch.tensor([1.0, 2.0, 0.0, 2.0, 4.0, 0.0])  # of vertex 0, then 1, with any vertex
-    expected = -(positive + log_sigmoid(-scores).mean()) / 2
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)
-
-
-@pytest.mark.parametrize("name", list(PLAIN_DECODERS))
-def test_plain_decoders(name):
-    torch.manual_seed(0)
-    decoder = PLAIN_DECODERS[name](5, 2).double()
-    for parameter in decoder.parameters():
-        torch.nn.init.normal_(parameter)
-    u, v = torch.randn(3, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
-    x = torch.tensor([[0, 1, 2, 3, 0]] * 3, dtype=torch.float64)
-    arguments = {"batch": torch.tensor([0, 1, 1]), "library": x.sum(1, keepdim=True)}
-    loss = decoder(u, v, x=x, **arguments)
-    total = 0.0
-    location = decoder.mean(u, v, **arguments)
-    for c, b in enumerate(arguments["batch"]):
-        linear = (
-            torch.stack([u[c] @ v[f] for f in range(5)]) * decoder.scale[b].exp().log1p() + decoder.bias[b]
-        )
-        if decoder.counts:
-            linear = linear.softmax(0).log() + arguments["library"][c].log()
-        torch.testing.assert_close(location[c], linear.exp() if decoder.counts else linear)
-        rows = [decoder.get_parameter(t)[b] for t in decoder.tables]
-        total = total - type(decoder).likelihood(x[c], linear, *rows).sum()
-    torch.testing.assert_close(loss, total / 15, rtol=1e-12, atol=0)
-
-
-def test_normal_kl():
-    loc, std = torch.randn(4, 3), torch.rand(4, 3) + 0.1
-    prior = torch.distributions.Normal(0, 1)
-    expected = torch.distributions.kl_divergence(torch.distributions.Normal(loc, std), prior).sum(1).mean()
-    torch.testing.assert_close(normal_kl(loc, std), expected)
 
 
 def test_cells_without_counts_add_nothing_and_stay_finite():

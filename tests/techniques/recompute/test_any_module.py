@@ -56,9 +56,3 @@ def test_eight_modules_train_to_the_same_numbers(name: str) -> None:
         assert len(found) == len(expected) > 3 * STEPS
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
-
-
-def test_dropout_is_on_in_what_is_compared() -> None:
-    """Else random numbers could be drawn anew."""
-    module, _ = make("gene_transformer")
-    assert module.blocks[0].dropout > 0

@@ -117,27 +117,6 @@ class Run(pl.LightningModule):
         return torch.optim.RMSprop(self.parameters(), lr=2e-3)
 
 
-@pytest.mark.filterwarnings("ignore:.*by the plan, made for another batch")
-def test_a_plan_file_is_carried_out(tmp_path: Path) -> None:
-    plan = beside(DECODER["one"])
-    plan = replace(plan, rules=tuple(replace(rule, fqn=f"model.{rule.fqn}") for rule in plan.rules))
-    (tmp_path / "plan.json").write_text(plan.to_json())
-    runs, strategy = {}, AMPStrategy(plan=tmp_path / "plan.json")
-    for name, given in {"plain": "auto", "amp": strategy}.items():
-        runs[name] = Run()
-        trainer_of(given, max_steps=2).fit(runs[name], DataLoader(torch.zeros(4, 1), batch_size=2))  # type: ignore[arg-type]
-    assert strategy.plan is not None
-    assert "model.encoders.0, model.encoders.3, model.encoders.1, model.encoders.3 save" in str(
-        strategy.plan.notes
-    )
-    # a gradient that is zero but for rounding has no digits of its own
-    found, expected = (
-        {name: parameter.detach() for name, parameter in runs[run].named_parameters()}
-        for run in ("amp", "plain")
-    )
-    assert differences(found, expected) == []
-
-
 def by_name(rank: int, ranks: int, asked: str) -> dict[str, Any]:
     """A run by names of strategies and its second step's bytes; the parameters that both runs leave."""
     runs, strategy, meter = {}, AMPStrategy(strategies=asked), Meter()
@@ -163,28 +142,6 @@ def test_by_name_all_blocks_outside_run_again(tmp_path: Path, asked: str, ranks:
         assert plan.axes.activations == ("stream" if "stream" in asked else "retain")
         assert plan.predicted_peak_bytes == pytest.approx(found["measured"], rel=0.05)
         assert found["differences"] == []
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-def test_by_name_blocks_outside_run_in_chunks(tmp_path: Path) -> None:
-    for found in run_ranks(by_name, 2, tmp_path, "S4,stream,strata,chunk", timeout=200):
-        plan = found["plan"]
-        chunked = {rule.fqn for rule in plan.rules if rule.strategy == "chunk"}
-        assert chunked
-        assert chunked <= set(ENCODERS)
-        assert plan.axes.activations == "stream"
-        assert plan.predicted_peak_bytes == pytest.approx(found["measured"], rel=0.05)
-        assert found["differences"] == []
-
-
-@pytest.mark.full
-def test_by_name_chunks_that_take_no_less_than_blocks_that_run_again_are_refused() -> None:
-    with pytest.raises(PlanError, match="no block takes less .* in chunks than where it runs again"):
-        trainer_of(AMPStrategy(strategies="S4,stream,recompute,chunk"), max_steps=2).fit(
-            Run(),
-            DataLoader(torch.zeros(4, 1), batch_size=2),  # type: ignore[arg-type]
-        )
 
 
 class NoEncoders(Run):

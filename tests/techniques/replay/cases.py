@@ -88,19 +88,6 @@ def heads_and_slices() -> tuple[Any, ...]:
 
 
 @case
-def masks_and_indices() -> tuple[Any, ...]:
-    w = weight(8, 8)
-
-    def step() -> Tensor:
-        h = rows(5, 8) @ w
-        h = h.masked_fill(h > 0, 0.5)[torch.tensor([0, 2, 2, 4])]
-        h = h.index_add(0, torch.tensor([0, 1]), h[:2])
-        return h[h > 0.1].sum() + torch.where(h > 0, h, h * h).sum()
-
-    return step, [w]
-
-
-@case
 def random_numbers() -> tuple[Any, ...]:
     w = weight(8, 8)
 
@@ -127,32 +114,6 @@ def recurrent() -> tuple[Any, ...]:
         return lstm(rows(5, 3, 8))[0].square().sum() + torch.stack(found).cumsum(0).square().sum()
 
     return step, [*lstm.parameters(), *cell.parameters()]
-
-
-@case
-def transformer() -> tuple[Any, ...]:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
-    mask = torch.tensor([[False] * 4 + [True]] * 3)
-
-    def step() -> Tensor:
-        return layer(layer(rows(3, 5, 8)), src_key_padding_mask=mask).square().sum()
-
-    return step, list(layer.parameters())
-
-
-@case
-def convolutions() -> tuple[Any, ...]:
-    one, two = nn.Conv2d(1, 4, 3, padding=1).double(), nn.ConvTranspose2d(4, 2, 2, 2).double()
-    norm = nn.GroupNorm(2, 4).double()
-
-    def step() -> Tensor:
-        h = norm(one(rows(2, 1, 8, 8)))
-        pooled, places = functional.max_pool2d(h, 2, return_indices=True)
-        y = two(functional.avg_pool2d(functional.max_unpool2d(pooled, places, 2), 2))
-        larger = functional.interpolate(y, scale_factor=2, mode="bilinear")
-        return larger.square().sum() + functional.pixel_shuffle(h, 2).sum()
-
-    return step, [*one.parameters(), *two.parameters(), *norm.parameters()]
 
 
 class Exponential(torch.autograd.Function):
@@ -271,43 +232,6 @@ def lists_of_tensors() -> tuple[Any, ...]:
 
 
 @case
-def one_weight_in_several_forms() -> tuple[Any, ...]:
-    w = weight(8, 8)
-
-    def step() -> Tensor:
-        h = functional.linear(functional.linear(rows(4, 8), w).tanh(), w.t())
-        return functional.linear(h, w[:4]).square().sum() + w.norm()
-
-    return step, [w]
-
-
-@case
-def sorting() -> tuple[Any, ...]:
-    w = weight(8, 8)
-
-    def step() -> Tensor:
-        h = torch.einsum("bi,ij,kj->bk", rows(4, 8), w, w).cumsum(1).sort(1)[0]
-        values, places = h.topk(3, 1)
-        h = h.scatter_add(1, places, values * values).cummax(1)[0]
-        return h.logsumexp(1).sum() + torch.cdist(h, h).sum()
-
-    return step, [w]
-
-
-@case
-def embeddings() -> tuple[Any, ...]:
-    table, bag = nn.Embedding(20, 8, padding_idx=0).double(), nn.EmbeddingBag(20, 8).double()
-    words = torch.tensor([[0, 3, 5], [7, 7, 1]])
-
-    def step() -> Tensor:
-        logits = (table(words) + bag(words)[:, None]).flatten(0, 1) @ table.weight.t()
-        smooth = functional.cross_entropy(logits, words.flatten(), label_smoothing=0.1, ignore_index=0)
-        return smooth + functional.nll_loss(logits.log_softmax(1), words.flatten())
-
-    return step, [*table.parameters(), *bag.parameters()]
-
-
-@case
 def normalised_weights() -> tuple[Any, ...]:
     parametrized: Any = nn.utils.parametrizations
     layer = parametrized.spectral_norm(parametrized.weight_norm(nn.Linear(8, 8))).double()
@@ -351,20 +275,6 @@ def transforms() -> tuple[Any, ...]:
     def step() -> Tensor:
         each: Tensor = torch.vmap(lambda x: (x @ w).sin().sum())(rows(4, 8))
         return each.square().sum()
-
-    return step, [w]
-
-
-@case
-def decompositions() -> tuple[Any, ...]:
-    w = weight(8, 8)
-
-    def step() -> Tensor:
-        h = rows(8, 8) @ w
-        values, _ = torch.linalg.eigh(h @ h.t() + torch.eye(8, dtype=DOUBLE))
-        _, r = torch.linalg.qr(h)
-        solved = torch.linalg.solve(r, h[:, :1])
-        return values.log().sum() + r.diagonal().abs().log().sum() + solved.sum()
 
     return step, [w]
 

@@ -162,26 +162,16 @@ def _genes() -> tuple[Tensor, Tensor, Tensor]:
 
 CASES = {
     "text": Case(Text, _text, {"sequence_dim": {"ids": 1, "labels": 1}}),
-    "text, causal parts": Case(
-        Text, _text, {"sequence_dim": {"ids": 1, "labels": -1}, "sequence_sizes": "causal"}
-    ),
-    "text, recompute": Case(
-        Text, _text, {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,recompute"}
-    ),
-    "text, fsdp": Case(Text, _text, {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,fsdp"}),
-    "text, fsdp, recompute": Case(
-        Text, _text, {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,recompute,fsdp"}
-    ),
+    "text, causal parts": Case(Text, _text, {"sequence_dim": {"ids": 1, "labels": -1}, "sequence_sizes": "causal"}),
+    "text, fsdp, recompute": Case(Text, _text, {"sequence_dim": {"ids": 1, "labels": 1},
+        "strategies": "sequence,recompute,fsdp"}),
     "padded": Case(Padded, _genes, {"sequence_dim": {"0": 1, "1": 1}}),
     "padded, auto": Case(Padded, _genes, {"sequence_dim": "auto"}),
-    "picture": Case(
-        Picture,
-        lambda: torch.randn(2, 2, 12, 8).double(),
-        {"sequence_dim": {"batch": 2}, "sequence_sizes": [8, 4]},
-    ),
+    "picture": Case(Picture, lambda: torch.randn(2, 2, 12, 8).double(),
+        {"sequence_dim": {"batch": 2}, "sequence_sizes": [8, 4]}),
     "noise": Case(Noisy, lambda: torch.randn(4, 9, 3).double(), {"sequence_dim": {"batch": 1}}),
     "one sample": Case(Noisy, lambda: torch.randn(1, 9, 3).double(), {"sequence_dim": {"batch": 1}}),
-}
+}  # fmt: skip
 WIDE = Case(
     lambda: Text(1024),
     _text,

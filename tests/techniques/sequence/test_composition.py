@@ -20,28 +20,13 @@ from tests.techniques.sequence.cases import CASES, Text
 from tests.techniques.sequence.test_sequence import QUIET
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "accumulated and clipped": {
-        "accumulate_grad_batches": 2,
-        "gradient_clip_val": 0.1,
-        "precision": "64-true",
-    },
-    "clipped by value": {
-        "gradient_clip_val": 1e-3,
-        "gradient_clip_algorithm": "value",
-        "precision": "64-true",
-    },
+    "accumulated and clipped": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "precision": "64-true"},
+    "clipped by value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value", "precision": "64-true"},
     "bf16-mixed": {"precision": "bf16-mixed"},
     "averaged weights": {"precision": "64-true", "averages": True},
     "by hand": {"precision": "64-true", "by_hand": True},
-    "fsdp, accumulated and clipped": {
-        "accumulate_grad_batches": 2,
-        "gradient_clip_val": 0.1,
-        "precision": "64-true",
-        "strategies": "sequence,fsdp",
-    },
-    "fsdp, bf16-mixed": {"precision": "bf16-mixed", "strategies": "sequence,fsdp"},
     "fsdp, by hand": {"precision": "64-true", "by_hand": True, "strategies": "sequence,fsdp"},
-}
+}  # fmt: skip
 
 
 class ByHand(Text):

@@ -162,11 +162,7 @@ def on_ranks(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     named = {"sequence_dim": {"x": 1}}
     found["own"] = trained(Autoencoder(), OwnGenes(path), rank, ranks, **named)
     found["by hand"] = trained(Autoencoder(), ByHand(path), rank, ranks, **named)
-    found["auto"] = trained(Autoencoder(), OwnGenes(path), rank, ranks)
     found["whole"] = trained(Autoencoder(), WholeGenes(path), rank, ranks, **named)
-    found["recompute"] = trained(
-        Autoencoder(), OwnGenes(path), rank, ranks, **named, strategies="sequence,recompute"
-    )
     data = SingleCellDataModule(f"{folder}/data", batch_size=4)
     found["ours"] = trained(OnRna(40), data, rank, ranks, sequence_dim={"rna.x": 1})
     found["ours"]["columns"] = data.tables["rna"].counts.shape[1], data.tables["hic"].columns
@@ -197,23 +193,11 @@ def test_parts_that_ranks_have_read_train_as_whole_rows_do(tmp_path: Path) -> No
 NAMED = {"sequence_dim": {"x": 1}}
 REFUSED: dict[str, tuple[type[OwnGenes], dict[str, Any], type[Exception], str]] = {
     "no technique": (OwnGenes, {"strategies": "S1"}, ShardError, "no technique of this run splits"),
-    "policy": (OwnGenes, {"strategies": None}, ShardError, "no technique of this run splits"),
-    "grid": (
-        OwnGenes,
-        {"sequence_dim": {"x": [0, 1]}, "sequence_grid": "1x2"},
-        ShardError,
-        "'x' of the batch is split over another axis",
-    ),
-    "by hand, no technique": (ByHand, {"strategies": "S1"}, ShardError, "no technique of this run splits"),
     "without sizes": (WithoutSizes, NAMED, ShardError, "from_local was called without sizes before the fit"),
     "not handed over": (NotHandedOver, NAMED, DataError, "hands over lightning_amp.as_sharded"),
-    "before the plan": (
-        Before,
-        {**NAMED, "model_parallel_size": "auto"},
-        ShardError,
-        "own_part was called before a plan is made",
-    ),
-}
+    "before the plan": (Before, {**NAMED, "model_parallel_size": "auto"}, ShardError,
+        "own_part was called before a plan is made"),
+}  # fmt: skip
 
 
 def refused(rank: int, ranks: int, path: str) -> dict[str, tuple[str, str]]:

@@ -5,14 +5,13 @@ A row of a table has parts, which become attributes, and a function of the modul
 """
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 
 ROWS = 4
 """Rows of a batch, over all ranks."""
@@ -122,16 +121,6 @@ def _tied(first: nn.Module, second: nn.Module) -> nn.ModuleList:
     return nn.ModuleList([first, second])
 
 
-def _functional(m: Any, x: Tensor) -> Tensor:
-    weights = {name: value * 1.5 for name, value in m.net.named_parameters()}
-    return torch.func.functional_call(m.net, weights, (x,))
-
-
-def _by_name(m: Any, x: Tensor) -> Tensor:
-    own = dict(m.named_parameters())
-    return F.linear(F.linear(x, own["net.0.weight"]), m.get_parameter("net.2.weight"), own["net.2.bias"])
-
-
 def _experts(m: Any, x: Tensor) -> Tensor:
     best, which = m.router(x).softmax(-1).topk(2, -1)
     out = torch.zeros_like(x)
@@ -143,65 +132,20 @@ def _experts(m: Any, x: Tensor) -> Tensor:
 
 WEIGHTS = {
     "two layers": odd(X, lambda m, x: m.net(x), net=two()),
-    "tied weights": odd(
-        X, lambda m, x: m.pair[1](m.pair[0](x).tanh()), pair=lambda: _tied(lin(6, 6)(), lin(6, 6)())
-    ),
-    "tied table": odd(
-        TOKENS,
-        lambda m, x: F.cross_entropy(m.pair[1](m.pair[0](x[:, :-1])).mT, x[:, 1:]),
-        pair=lambda: _tied(nn.Embedding(9, 6), lin(6, 9, bias=False)()),
-    ),
-    "tied transposed": odd(
-        X, lambda m, x: F.linear(m.net(x).relu(), m.net.weight.t(), m.back), net=lin(6, 9), back=par(6)
-    ),
+    "tied table": odd(TOKENS, lambda m, x: F.cross_entropy(m.pair[1](m.pair[0](x[:, :-1])).mT, x[:, 1:]),
+        pair=lambda: _tied(nn.Embedding(9, 6), lin(6, 9, bias=False)())),
     "slices of a weight": odd(X, lambda m, x: F.linear(F.linear(x, m.w[:4, :6]), m.w[4:, :4]), w=par(9, 6)),
-    "weights in a row": odd(
-        X, lambda m, x: F.linear(x, torch.cat([m.q.weight, m.k.weight])), q=lin(6, 3), k=lin(6, 4)
-    ),
-    "masked weight": odd(
-        X,
-        lambda m, x: m.b(F.linear(x, m.a.weight * m.mask)),
-        a=lin(6, 8),
-        b=lin(8, 2),
-        mask=lambda: nn.Buffer((torch.rand(8, 6) > 0.5).double()),
-    ),
     "weight norm": odd(X, lambda m, x: m.net(x), net=lambda: parametrizations.weight_norm(lin(6, 8)())),
     "spectral norm": odd(X, lambda m, x: m.net(x), net=lambda: parametrizations.spectral_norm(lin(6, 8)())),
-    "pruned weight": odd(
-        X,
-        lambda m, x: m.b(m.a(x)),
-        a=lambda: prune.random_unstructured(lin(6, 8)(), "weight", 0.4),
-        b=lin(8, 2),
-    ),
-    "merged LoRA": odd(
-        X,
-        lambda m, x: F.linear(x, m.base.weight + m.b @ m.a),
-        base=lambda: lin(6, 8)().requires_grad_(False),
-        a=par(2, 6),
-        b=par(8, 2),
-    ),
-    "weights made by a net": odd(
-        X,
-        lambda m, x: F.linear(x, m.maker(x.mean(0)).view(8, 6), m.bias),
-        True,
-        maker=lin(6, 48),
-        bias=par(8),
-    ),
-    "functional call": odd(X, _functional, net=two()),
-    "parameters by name": odd(X, _by_name, net=two()),
-    "decay with a tied weight": odd(
-        X,
-        lambda m, x: m.pair[1](m.pair[0](x)).square().mean() + sum(p.square().sum() for p in m.parameters()),
-        pair=lambda: _tied(lin(6, 6)(), lin(6, 6)()),
-    ),
-    "a sparse mixture of experts": odd(
-        X, _experts, router=lin(6, 3), experts=lambda: nn.ModuleList([two(6, 8, 6)() for _ in range(3)])
-    ),
-    "a scripted layer": odd(
-        X, lambda m, x: m.b(m.a(x)), a=lambda: torch.jit.script(lin(6, 8)()), b=lin(8, 3)
-    ),
+    "merged LoRA": odd(X, lambda m, x: F.linear(x, m.base.weight + m.b @ m.a),
+        base=lambda: lin(6, 8)().requires_grad_(False), a=par(2, 6), b=par(8, 2)),
+    "weights made by a net": odd(X, lambda m, x: F.linear(x, m.maker(x.mean(0)).view(8, 6), m.bias), True,
+        maker=lin(6, 48), bias=par(8)),
+    "a sparse mixture of experts": odd(X, _experts, router=lin(6, 3),
+        experts=lambda: nn.ModuleList([two(6, 8, 6)() for _ in range(3)])),
+    "a scripted layer": odd(X, lambda m, x: m.b(m.a(x)), a=lambda: torch.jit.script(lin(6, 8)()), b=lin(8, 3)),
     "a lazy layer": odd(X, lambda m, x: m.b(m.a(x)), a=lambda: nn.LazyLinear(8), b=lin(8, 3)),
-}
+}  # fmt: skip
 
 
 def _teacher(m: Any, x: Tensor) -> Tensor:
@@ -222,11 +166,6 @@ def _unit(m: Any, *_: Any) -> None:
         m.net[0].weight.div_(m.net[0].weight.norm())
 
 
-def _made_in_step(m: Any, x: Tensor) -> Tensor:
-    m.more = nn.Parameter(torch.ones(3, dtype=x.dtype))
-    return m.net(x) * m.more
-
-
 def _queue(m: Any, x: Tensor) -> Tensor:
     h = m.net(x)
     found = h @ m.queue.clone().T
@@ -241,47 +180,18 @@ def _running(m: Any, x: Tensor) -> Tensor:
 
 
 KEPT = {
-    "a weight in a list": around(
-        {"on_fit_start": lambda m: m.held.append(m.w)},
-        lambda m, x: m.net(x) * m.held[0].sum(),
-        w=par(6),
-        held=lambda: [],
-    ),
-    "two parameters in one memory": odd(
-        X,
-        lambda m, x: m.two(m.one(x).tanh()),
-        one=lin(6, 6),
-        two=lin(6, 6),
-        hooks={"setup": lambda m, stage: setattr(m.two.weight, "data", m.one.weight.data)},
-    ),
-    "a view kept of a parameter": around(
-        {"setup": lambda m, stage: setattr(m, "first", m.net[2].weight.data[:2])},
-        lambda m, x: m.net(x)[:, :2] + F.linear(m.net[0](x), m.first),
-    ),
-    "a teacher that follows": around(
-        {"on_train_batch_end": _follow}, _teacher, teacher=lambda: two()().requires_grad_(False)
-    ),
-    "a teacher that sees other features": around(
-        {"on_train_batch_end": _follow},
-        _teacher,
-        teacher=lambda: two()().requires_grad_(False),
-        before=lin(6, 6),
-    ),
-    "a copy made before the fit": around(
-        {"setup": lambda m, stage: setattr(m, "teacher", deepcopy(m.net).requires_grad_(False))}, _teacher
-    ),
+    "a teacher that follows": around({"on_train_batch_end": _follow}, _teacher,
+        teacher=lambda: two()().requires_grad_(False)),
+    "a teacher that sees other features": around({"on_train_batch_end": _follow}, _teacher,
+        teacher=lambda: two()().requires_grad_(False), before=lin(6, 6)),
     "a weight of norm 1 after a step": around({"on_train_batch_end": _unit}),
-    "a layer thawed after a step": around(
-        {"on_train_batch_start": lambda m, *_: m.net[0].requires_grad_(m.global_step > 0) and None}
-    ),
-    "a parameter made in the step": around({}, _made_in_step),
+    "a layer thawed after a step": around({"on_train_batch_start": lambda m,
+        *_: m.net[0].requires_grad_(m.global_step > 0) and None}),
     "a queue of features": odd(X, _queue, True, net=two(), queue=buf(5, 3)),
     "a running mean, assigned": odd(X, _running, True, a=lin(6, 8), b=lin(8, 3), mean=buf(8)),
-    "an empty and an unused parameter": around(
-        {}, lambda m, x: torch.cat([m.net(x), x @ m.none], 1), none=par(6, 0), idle=lin(7, 5)
-    ),
-    "a gradient-free norm": around({}, lambda m, x: m.net(x) / m.net[0].weight.detach().norm()),
-}
+    "an empty and an unused parameter": around({}, lambda m, x: torch.cat([m.net(x), x @ m.none], 1), none=par(6, 0),
+        idle=lin(7, 5)),
+}  # fmt: skip
 
 
 def _rotary(x: Tensor) -> Tensor:
@@ -326,60 +236,22 @@ def _attends(drawn: bool = False, given: Mapping[str, Any] | None = None, **of: 
 
 
 LAYERS = {
-    "layer norm over split features": odd(
-        SEQ,
-        lambda m, x: m.c(m.n(m.b(m.a(x)))),
-        a=lin(8, 8),
-        b=lin(8, 7),
-        n=lambda: nn.LayerNorm(7),
-        c=lin(7, 3),
-    ),
+    "layer norm over split features": odd(SEQ, lambda m, x: m.c(m.n(m.b(m.a(x)))), a=lin(8, 8), b=lin(8, 7),
+        n=lambda: nn.LayerNorm(7), c=lin(7, 3)),
     "LSTM": odd(SEQ, lambda m, x: m.net(x)[0], net=lambda: nn.LSTM(8, 6, batch_first=True)),
     "GRU cells": odd(SEQ, _cells, cell=lambda: nn.GRUCell(8, 6), out=lin(6, 3)),
-    "attention with padding": _attends(
-        given={"key_padding_mask": lambda x: torch.arange(5).expand(len(x), 5) > 2}
-    ),
-    "attention with a mask": _attends(
-        given={"attn_mask": lambda x: torch.ones(5, 5, dtype=torch.bool).triu(1)}
-    ),
-    "attention with more keys": _attends(add_bias_kv=True, add_zero_attn=True),
+    "attention with a mask": _attends(given={"attn_mask": lambda x: torch.ones(5, 5, dtype=torch.bool).triu(1)}),
     "attention dropout": _attends(drawn=True, dropout=0.4),
-    "attention with rotation and a trained bias": odd(
-        SEQ, _heads, qkv=lin(8, 24), bias=par(2, 7, 7), out=lin(8, 8)
-    ),
-    "embedding with padding": odd(
-        TOKENS, lambda m, x: m.out(m.net(x)), net=lambda: nn.Embedding(9, 6, padding_idx=2), out=lin(6, 3)
-    ),
-    "embedding of bounded norm": odd(
-        TOKENS, lambda m, x: m.out(m.net(x)), net=lambda: nn.Embedding(9, 6, max_norm=1.0), out=lin(6, 3)
-    ),
-    "bag of embeddings": odd(
-        TOKENS, lambda m, x: m.out(m.net(x)), net=lambda: nn.EmbeddingBag(9, 6, padding_idx=0), out=lin(6, 3)
-    ),
-    "depthwise and pointwise": odd(
-        IMAGE, lambda m, x: m.b(m.a(x)), a=conv(4, 4, 3, groups=4, padding=1), b=conv(4, 8, 1)
-    ),
-    "circular and transposed convolutions": odd(
-        IMAGE,
-        lambda m, x: m.b(m.a(x)),
+    "attention with rotation and a trained bias": odd(SEQ, _heads, qkv=lin(8, 24), bias=par(2, 7, 7), out=lin(8, 8)),
+    "embedding of bounded norm": odd(TOKENS, lambda m, x: m.out(m.net(x)), net=lambda: nn.Embedding(9, 6, max_norm=1.0),
+        out=lin(6, 3)),
+    "bag of embeddings": odd(TOKENS, lambda m, x: m.out(m.net(x)), net=lambda: nn.EmbeddingBag(9, 6, padding_idx=0),
+        out=lin(6, 3)),
+    "circular and transposed convolutions": odd(IMAGE, lambda m, x: m.b(m.a(x)),
         a=conv(4, 6, 3, dilation=2, padding=2, padding_mode="circular"),
-        b=lambda: nn.ConvTranspose2d(6, 4, 2, groups=2),
-    ),
-    "a U-Net's skips": odd(
-        IMAGE,
-        _skips,
-        one=conv(4, 6, 3, padding=1),
-        norm=lambda: nn.GroupNorm(3, 6),
-        two=conv(6, 9, 3, padding=1),
-        up=lambda: nn.ConvTranspose2d(9, 5, 2, 2),
-        out=conv(11, 2, 1),
-    ),
-    "unfolded patches": odd(IMAGE, lambda m, x: m.b(m.a(F.unfold(x, 3).mT)), a=lin(36, 8), b=lin(8, 3)),
+        b=lambda: nn.ConvTranspose2d(6, 4, 2, groups=2)),
+    "a U-Net's skips": odd(IMAGE, _skips, one=conv(4, 6, 3, padding=1), norm=lambda: nn.GroupNorm(3, 6),
+        two=conv(6, 9, 3, padding=1), up=lambda: nn.ConvTranspose2d(9, 5, 2, 2), out=conv(11, 2, 1)),
     "messages on a graph": odd(SEQ, _message, edge=lin(16, 8), node=lin(8, 3)),
-    "dropout of features": odd(
-        SEQ, lambda m, x: m.b(F.dropout(m.a(x), 0.3)), drawn=True, a=lin(8, 10), b=lin(10, 3)
-    ),
-    "PReLU of features": odd(
-        X, lambda m, x: m.b(m.p(m.a(x))), a=lin(6, 8), p=lambda: nn.PReLU(8), b=lin(8, 2)
-    ),
-}
+    "dropout of features": odd(SEQ, lambda m, x: m.b(F.dropout(m.a(x), 0.3)), drawn=True, a=lin(8, 10), b=lin(10, 3)),
+}  # fmt: skip

@@ -23,24 +23,9 @@ from tests.techniques.tensor3d.odd_modules import (
 )
 
 
-class Clamped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.clamp(-0.02, 0.02)
-
-
 def _hooked(m: Any, x: Tensor) -> Tensor:
     x = m.a(x)
     x.register_hook(lambda g: g / (g.norm() + 1))
-    return m.c(m.b(x.tanh()).tanh() + x)
-
-
-def _limited(m: Any, x: Tensor) -> Tensor:
-    x = Clamped.apply(m.a(x))
     return m.c(m.b(x.tanh()).tanh() + x)
 
 
@@ -74,10 +59,6 @@ def _penalty(m: Any, x: Tensor) -> Tensor:
     return (grad.norm(dim=-1) - 1).square().mean()
 
 
-def _jacobian(m: Any, x: Tensor) -> Tensor:
-    return torch.func.vmap(torch.func.jacrev(lambda row: m.b(m.a(row).tanh())))(x)
-
-
 def _written(m: Any, x: Tensor) -> Tensor:
     h = m.a(x).clone()
     h[:, 2] = 0
@@ -86,31 +67,17 @@ def _written(m: Any, x: Tensor) -> Tensor:
     return m.b(h)
 
 
-def _complex(m: Any, x: Tensor) -> Tensor:
-    z = torch.complex(m.a(x), m.c(x))
-    return m.b((z * z.conj().roll(1, -1)).real + z.abs())
-
-
 VALUES = {
-    "softmax and running sums": of_features(lambda h: h.softmax(-1) + h.cumsum(-1)),
     "sorted features": of_features(lambda h: h.sort(-1).values),
-    "chosen features": of_features(lambda h: h[:, [1, 0, 3, 2, 7, 6, 5, 4]]),
-    "interleaved features": of_features(lambda h: h.view(-1, 2, 4).mT.flatten(1)),
     "standardised features": of_features(lambda h: (h - h.mean(-1, keepdim=True)) / (h.std(-1) + 1)[:, None]),
-    "masked features": of_features(lambda h: h.masked_fill(h < 0, -1.0).clamp(max=2.0)),
-    "Fourier transform over features": of_features(lambda h: torch.fft.fft(h).real),
     "greatest features": of_features(lambda h: h.topk(3, -1).values, 3),
-    "centred over rows": of_features(lambda h: h - h.mean(0), by_rows=True),
     "a number of the host": of_features(lambda h: h * float(h.detach().mean()), by_rows=True),
     "written features": odd(X, _written, a=lin(6, 8), b=lin(8, 3)),
-    "complex features": odd(X, _complex, a=lin(6, 8), b=lin(8, 3), c=lin(6, 8)),
     "a fixed point": odd(X, _fixed_point, True, a=lin(6, 6), b=lin(6, 3)),
     "a variational autoencoder": odd(X, _vae, drawn=True, encoder=lin(6, 10), decoder=lin(5, 6)),
     "vector quantisation": odd(X, _vq, a=lin(6, 4), b=lin(4, 6), book=lambda: nn.Embedding(7, 4)),
     "a gradient penalty": odd(X, _penalty, a=lin(6, 8), b=lin(8, 3)),
-    "a Jacobian by torch.func": odd(X, _jacobian, a=lin(6, 8), b=lin(8, 3)),
     "a hook that normalises a gradient": odd(X, _hooked, True, a=lin(6, 8), b=lin(8, 8), c=lin(8, 3)),
-    "a Function that clamps a gradient": odd(X, _limited, True, a=lin(6, 8), b=lin(8, 8), c=lin(8, 3)),
 }
 
 
@@ -134,30 +101,13 @@ def _loss(call: Any, target: Any = None, by_rows: bool = False) -> Any:
 
 LOSSES = {
     "a conditional random field": odd(SEQ, _crf, a=lin(8, 5), move=par(5, 5)),
-    "a branch on values": odd(
-        X, lambda m, x: m.b(m.a(x)) if m.a(x).mean() > 0 else m.b(-m.a(x)), True, a=lin(6, 8), b=lin(8, 3)
-    ),
-    "a branch on a weight": odd(
-        X, lambda m, x: m.b(m.a(x) * (1 + (m.a.weight.sum() > 0).item())), a=lin(6, 8), b=lin(8, 3)
-    ),
-    "cross-entropy with rows left out": _loss(
-        lambda h, y: F.cross_entropy(h, y, ignore_index=2), words(most=5), True
-    ),
-    "binary cross-entropy": _loss(lambda h, y: F.binary_cross_entropy_with_logits(h, y.sigmoid())),
+    "a branch on values": odd(X, lambda m, x: m.b(m.a(x)) if m.a(x).mean() > 0 else m.b(-m.a(x)), True, a=lin(6, 8),
+        b=lin(8, 3)),
+    "cross-entropy with rows left out": _loss(lambda h, y: F.cross_entropy(h, y, ignore_index=2), words(most=5), True),
     "pairs of rows": _loss(_info_nce, by_rows=True),
-    "best class only": _loss(
-        lambda h, y: (h.max(-1).values - h[torch.arange(len(h)), y]).mean(), words(most=5)
-    ),
-    "accuracy in the weight of the loss": _loss(
-        lambda h, y: F.cross_entropy(h, y) * (1 + (h.argmax(-1) == y).double().mean()), words(most=5), True
-    ),
-}
-
-
-def _scaled_output() -> nn.Module:
-    net = two()()
-    net[0].register_forward_hook(lambda module, given, out: out * 2)
-    return net
+    "accuracy in the weight of the loss": _loss(lambda h,
+        y: F.cross_entropy(h, y) * (1 + (h.argmax(-1) == y).double().mean()), words(most=5), True),
+}  # fmt: skip
 
 
 def _clamped_backward() -> nn.Module:
@@ -173,13 +123,6 @@ def _measured(m: Any, batch: Any) -> Tensor:
     m.log("accuracy", m.accuracy, on_step=False, on_epoch=True)
     m.log_dict({"confidence": logits.softmax(-1).amax(-1).mean(), "weight": m.net[0].weight.norm()})
     return F.cross_entropy(logits, y)
-
-
-def _frozen_in_step(m: Any, x: Tensor) -> Tensor:
-    m.net[0].requires_grad_(False)
-    found = m.net(x)
-    m.net[0].requires_grad_(True)
-    return found
 
 
 def _adversary(m: Any, x: Tensor) -> Tensor:
@@ -207,54 +150,17 @@ def _groups(m: Any) -> Any:
     return [opt], [torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)]
 
 
-def _by_norm(m: Any) -> Any:
-    groups = [{"params": [p], "lr": 0.05 * float(p.detach().norm())} for p in m.parameters()]
-    return torch.optim.SGD(groups, 0.05)
-
-
-def _init(m: Any) -> None:
-    torch.manual_seed(1)
-    for p in m.parameters():
-        nn.init.normal_(p, std=0.3)
-
-
 AROUND = {
-    "a hook that scales an output": odd(X, lambda m, x: m.net(x), net=_scaled_output),
     "a backward hook that clamps": odd(X, lambda m, x: m.net(x), True, net=_clamped_backward),
-    "metrics and logs": odd(
-        both(X, words(most=3)),
-        _measured,
-        True,
-        net=two(),
-        accuracy=lambda: torchmetrics.Accuracy("multiclass", num_classes=3),
-    ),
-    "a checkpointed block": around(
-        {}, lambda m, x: m.last(checkpoint(m.net, x, use_reentrant=False)), last=lin(3, 2)
-    ),
-    "a reentrant checkpoint": around(
-        {}, lambda m, x: m.last(checkpoint(m.net, x.requires_grad_(), use_reentrant=True)), last=lin(3, 2)
-    ),
-    "a layer frozen in the step": around({}, _frozen_in_step),
+    "metrics and logs": odd(both(X, words(most=3)), _measured, True, net=two(),
+        accuracy=lambda: torchmetrics.Accuracy("multiclass", num_classes=3)),
+    "a checkpointed block": around({}, lambda m, x: m.last(checkpoint(m.net, x, use_reentrant=False)), last=lin(3, 2)),
+    "a reentrant checkpoint": around({}, lambda m, x: m.last(checkpoint(m.net, x.requires_grad_(), use_reentrant=True)),
+        last=lin(3, 2)),
     "an adversary held fixed": around({}, _adversary, judge=lin(3, 1)),
-    "a step that returns a dictionary": odd(
-        X,
-        lambda m, x: x,
-        True,
-        hooks={"training_step": _dictionary, "on_train_batch_end": _look},
-        net=two(),
-    ),
-    "clipping by hand in a hook": around(
-        {
-            "on_before_optimizer_step": lambda m, opt: (
-                nn.utils.clip_grad_norm_(m.parameters(), 0.05) is None or None
-            )
-        }
-    ),
+    "a step that returns a dictionary": odd(X, lambda m, x: x, True,
+        hooks={"training_step": _dictionary, "on_train_batch_end": _look}, net=two()),
     "groups of an optimiser and a schedule": around({"configure_optimizers": _groups}),
-    "rates by norms": around({"configure_optimizers": _by_norm}),
-    "values drawn at the start of the fit": around({"on_fit_start": _init}),
-    "a layer made in configure_model": around(
-        {"configure_model": lambda m: setattr(m, "extra", nn.Linear(3, 3).double())},
-        lambda m, x: m.extra(m.net(x)),
-    ),
-}
+    "a layer made in configure_model": around({"configure_model": lambda m: setattr(m, "extra",
+        nn.Linear(3, 3).double())}, lambda m, x: m.extra(m.net(x))),
+}  # fmt: skip

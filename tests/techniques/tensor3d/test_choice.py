@@ -28,7 +28,6 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.tensor3d.grid_seconds import (
     DryRun,
     Message,
-    factorings,
     grid_cost,
     one_bandwidth,
     ranked,
@@ -154,10 +153,6 @@ def test_the_roles_of_axes_decide_which_sends_between_nodes() -> None:
     assert steps.ranks == 8
 
 
-def test_all_factorings_are_ranked() -> None:
-    assert [len(list(factorings(n))) for n in (1, 2, 4, 8, 32)] == [1, 4, 10, 20, 56]
-
-
 def test_a_step_that_can_be_run_on_no_grid_says_why() -> None:
     module = Narrow()
     module.norm = nn.SyncBatchNorm(4)
@@ -245,24 +240,3 @@ def test_the_fastest_of_the_first_grids_is_found_by_training(
     assert main([*words, "--overwrite", "--steps", "2"]) == 2
     assert "which leaves nothing to compare" in capsys.readouterr().err
     assert main(words) == 2
-
-
-@IGNORED
-@pytest.mark.exhaustive
-@pytest.mark.release
-def test_the_command_line_plans_a_grid(deep: str, capsys: Any) -> None:
-    words = ["plan", "--config", deep, "--devices", "2", "--strategies", "tensor3d"]
-    assert main(words) == 0
-    text = capsys.readouterr().out
-    assert "3 grids compared: (1, 1, 2) takes least time for a batch" in text
-    assert max(map(len, text.splitlines())) <= 80
-    assert main([*words, "--tensor-grid", "1,2,1", "--format", "json"]) == 0
-    plan = Plan.from_json(capsys.readouterr().out)
-    assert (plan.mesh.data, plan.mesh.model) == (1, 2)
-    assert plan.rules[-1].spec.grid == "1x2x1"  # type: ignore[attr-defined]
-    assert main([*words, "--tensor-grid", "1,x,1"]) == 2
-    assert "allowed are three whole numbers of ranks" in capsys.readouterr().err
-    assert main([*words, "--model-parallel-size", "2"]) == 2
-    assert "give tensor_grid=(x, y, z), of which it is x * y" in capsys.readouterr().err
-    assert main([*words, "--tensor-grid", "3,1,1"]) == 2
-    assert "a grid of 3 ranks was given for 2 ranks" in capsys.readouterr().err

@@ -43,19 +43,12 @@ QUIET = {
 REFUSED = {
     "a scripted layer": "is a ScriptModule",
     "a lazy layer": "must have its shape before training starts",
-    "a weight in a list": "by a reference to the parameter",
-    "two parameters in one memory": "are two with one memory",
-    "a view kept of a parameter": "is a view of the parameter",
     "a teacher that sees other features": "calls 'add_' on the parameter",
     "a weight of norm 1 after a step": "calls 'linalg_vector_norm' on the parameter",
     "a running mean, assigned": "a file would hold one rank's part",
     "embedding of bounded norm": "it writes into a copy",
     "a gradient penalty": "a backward pass was begun by",
-    "a Jacobian by torch.func": "inside a transform of torch.func",
-    "a Function that clamps a gradient": "autograd Functions do not see parts",
     "a backward hook that clamps": "autograd Functions do not see parts",
-    "clipping by hand in a hook": "calls 'linalg_vector_norm' on the parameter",
-    "values drawn at the start of the fit": "calls 'normal_' on the parameter",
 }
 """Part of the message; where features are not split, some of them are exact."""
 REFUSED_ON_TWO_AXES = {

@@ -25,7 +25,6 @@ from lightning_amp.dist._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, forc
 from lightning_amp.dist.splits import Sent
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.techniques.ranks.agreement import Agreement
-from lightning_amp.techniques.ranks.collectives import reduce_scatter
 from lightning_amp.techniques.tensor3d.grid import Grid, grid_mesh
 from lightning_amp.techniques.tensor3d.in_step import InStep
 from lightning_amp.techniques.tensor3d.layouts import written
@@ -33,7 +32,7 @@ from lightning_amp.techniques.tensor3d.parameters import GridParameter
 from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
 from lightning_amp.techniques.tensor3d.row import OVERLAP, TensorParallel3D
 from lightning_amp.techniques.tensor3d.units import GridUnits
-from tests.ranks import CountCollectives, run_ranks
+from tests.ranks import run_ranks
 
 ALL = OVERLAP.split(",")
 MIB = 2**20
@@ -142,22 +141,17 @@ SAVED: dict[str, Any] = {
 
 # by step and by place in z
 ALIKE: dict[str, dict[str, Any]] = {
-    "once": {"takes": lambda step, z: step == 1},
     "every other": {"takes": lambda step, z: step % 2 == 0},
     "in the backward pass": {"detaches": lambda step, z: step == 1},
 }
 UNLIKE: dict[str, dict[str, Any]] = {
     "first": {"takes": lambda step, z: z == 1},
-    "later": {"takes": lambda step, z: (step, z) == (1, 1)},
     "later in the backward pass": {"detaches": lambda step, z: (step, z) == (1, 1)},
-    "first in the backward pass": {"detaches": lambda step, z: z == 1},
 }
 SAME = "under tensor3d all ranks use the same .*"
 UNLIKE_WORDS = {
     "first": SAME + "rank 0 gathers 'one.* rank 2 gathers 'two.0",
-    "later": SAME + "rank 0 ends the backward pass.* rank 2 gathers 'two.0",
     "later in the backward pass": SAME + "rank 0 ends the backward pass.* rank 2 adds up",
-    "first in the backward pass": SAME + "rank 0 adds up.* rank 2 adds up",
 }
 
 
@@ -298,9 +292,6 @@ def on_ranks(rank: int, ranks: int) -> dict[str, Any]:
     for names in ("", OVERLAP):
         run = OnGrid(ranks, grid, Net, words, torch.float32, overlap=names)
         found[f"bf16 {names}"] = run.trained(autocast)
-    mesh, block = init_device_mesh("cpu", (ranks,)), torch.arange(ranks * 3).view(ranks, 3)
-    with CountCollectives() as sent:
-        found["sum"] = reduce_scatter(mesh, block * (rank + 1.0)), dict(sent.counts)
     for name in (*ALIKE, *UNLIKE):
         run = OnGrid(ranks, grid, partial(Branching, **{**ALIKE, **UNLIKE}[name]), numbers)
         try:
@@ -319,11 +310,7 @@ def test_what_overlaps_changes_no_number_and_no_promise(tmp_path: Path) -> None:
     train(module, batches)
     right = {name: p.detach() for name, p in module.named_parameters()}
     ranks = run_ranks(on_ranks, 4, tmp_path)
-    for rank, found in enumerate(ranks):
-        # as few bytes as by a ring, for S5 too
-        added, counts = found["sum"]
-        assert added.tolist() == [10 * (3 * rank + i) for i in range(3)]
-        assert counts == {"alltoall_base_": 1}
+    for found in ranks:
         for names, cache in RUNS:
             run = f"{names} {cache}"
             torch.testing.assert_close(found[run], right, rtol=1e-10, atol=1e-10, msg=run)

@@ -27,101 +27,39 @@ class Small(Trained):
         return (self.net(batch) - 1).square().mean()  # type: ignore[no-any-return]
 
 
-class Normed(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.SyncBatchNorm(4)  # type: ignore[assignment]
+def small(init: Callable[[Any], object] = lambda m: None, **methods: Any) -> Callable[[], Trained]:
+    """A module with other methods, or changed when it is made."""
+
+    def make(module: Any) -> None:
+        Small.__init__(module)
+        init(module)
+
+    return type("Changed", (Small,), {"__init__": make, **methods})
 
 
-class ByHand(Small):
+def by_hand(m: Any, batch: Any, batch_idx: int) -> Tensor:
     """A norm of parts would be too small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-        return loss
+    loss = Small.training_step(m, batch, batch_idx)
+    m.manual_backward(loss)
+    nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+    return loss
 
 
-class Coupled(Small):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adafactor(self.parameters())
+def stray(m: Any, batch: Any, batch_idx: int) -> Any:
+    (0.5 * m.loss(batch)).backward()
+    return m.loss(batch)
 
 
-class Stray(Small):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (0.5 * self.loss(batch)).backward()
-        return self.loss(batch)
-
-
-class Hooked(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.weight.register_hook(lambda grad: 2 * grad)
-
-
-class Elsewhere(Small):
+def hold(m: Any) -> None:
     """A part of one entry would go with any other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = [nn.Parameter(torch.ones(2))]
-        self.scale = self.held[0]
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) * self.held[0].sum()
+    m.held = [nn.Parameter(torch.ones(2))]
+    m.scale = m.held[0]
 
 
-class Frozen(Elsewhere):
-    """A reference without a gradient, which no hook of a gradient would notice."""
-
-    def loss(self, batch: Any) -> Tensor:
-        return Small.loss(self, batch) * self.held[0].detach().sum()
-
-
-class Twice(Small):
-    """Two Parameters with one memory: an update of one is an update of the other."""
-
-    def setup(self, stage: str) -> None:
-        self.more.weight.data = self.net.weight.data
-
-
-class Kept(Small):
-    def setup(self, stage: str) -> None:
-        self.first = self.net.weight.data[:2]
-
-
-class Normed1(Small):
+@torch.no_grad()
+def normed(m: Any, *_: Any) -> None:
     """Between steps a rank has a part of the weight."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        with torch.no_grad():
-            self.net.weight.div_(self.net.weight.norm())
-
-
-class Anew(Small):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.net.reset_parameters()
-
-
-class Copied(Small):
-    def on_train_start(self) -> None:
-        self.more = deepcopy(self.net)
-
-
-class Scripted(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.jit.trace(nn.Linear(5, 4).double(), torch.zeros(2, 5).double())
-
-
-class Transformed(Small):
-    def loss(self, batch: Any) -> Tensor:
-        return torch.func.vmap(self.net)(batch).square().mean()  # type: ignore[no-any-return]
+    m.net.weight.div_(m.net.weight.norm())
 
 
 class Scale(torch.autograd.Function):
@@ -134,113 +72,84 @@ class Scale(torch.autograd.Function):
         return 2 * grad
 
 
-scale = Scale.apply
+scale: Any = Scale.apply
+"""A Function under a name that was taken before the step."""
 
 
-class Named(Small):
-    """A Function under a name that was taken before the step."""
-
-    def loss(self, batch: Any) -> Tensor:
-        return scale(self.net(batch)).square().mean()  # type: ignore[no-any-return,no-untyped-call]
-
-
-class Branching(Small):
+def branching(m: Any, batch: Any) -> Any:
     """Ranks of the axis z take layers of the same shape by their own rows."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.first = self.global_rank == 0
-
-    def loss(self, batch: Any) -> Tensor:
-        net = self.net if getattr(self, "first", True) else self.more
-        return (net(batch) - 1).square().mean()  # type: ignore[no-any-return]
+    net = m.net if getattr(m, "first", True) else m.more
+    return (net(batch) - 1).square().mean()
 
 
-class Writing(Small):
-    def loss(self, batch: Any) -> Tensor:
-        with torch.no_grad():
-            self.net.weight.clamp_(-1, 1)
-        return super().loss(batch)
+def writing(m: Any, batch: Any) -> Tensor:
+    with torch.no_grad():
+        m.net.weight.clamp_(-1, 1)
+    return Small.loss(m, batch)
 
 
-class WritingData(Small):
-    def loss(self, batch: Any) -> Tensor:
-        self.net.weight.data.clamp_(-1, 1)
-        return super().loss(batch)
+def writing_data(m: Any, batch: Any) -> Tensor:
+    m.net.weight.data.clamp_(-1, 1)
+    return Small.loss(m, batch)
 
 
-class Compiled(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
+def scripted(m: Any) -> None:
+    m.net = torch.jit.trace(nn.Linear(5, 4).double(), torch.zeros(2, 5).double())
 
 
-class WithoutValues(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.more = self.net.to("meta"), self.more.to("meta")
-
-
-class Mixed(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = self.net.to("meta")
-
-
-class NoReset(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
-        self.to("meta")
+def no_reset(m: Any) -> None:
+    m.scale = nn.Parameter(torch.ones(2))
+    m.to("meta")
 
 
 BATCH = CASES["gated"].batch
+X, Y, Z = (2, 1, 1), (1, 2, 1), (1, 1, 2)
+PLAIN: dict[str, Any] = {"options": {"strategies": "S1", "tensor_grid": None}}
 REFUSED: dict[str, tuple[Callable[[], Trained], Grid, dict[str, Any], str]] = {
     "ranks": (Small, (3, 1, 1), {}, "model_parallel_size|a grid of 3 ranks was given for 2 ranks"),
     "rows": (Small, (1, 1, 4), {}, "a grid of 4 ranks was given for 2 ranks"),
-    "batch norm": (Normed, (2, 1, 1), {}, "'more' is a SyncBatchNorm"),
-    "by hand": (ByHand, (2, 1, 1), {}, "self.clip_gradients"),
-    "an optimiser": (Coupled, (2, 1, 1), {}, "'Adafactor'.*tensor3d splits"),
-    "a backward pass": (Stray, (2, 1, 1), {}, "under tensor3d the Trainer has to begin"),
-    "a hook": (Hooked, (2, 1, 1), {}, "'net.weight' has hooks"),
-    "a reference": (Elsewhere, (2, 1, 1), {}, "under tensor3d a parameter has this rank's part"),
-    "a reference without a gradient": (Frozen, (1, 1, 2), {}, "has read 'scale' by a reference"),
-    "one memory": (Twice, (2, 1, 1), {}, "'net.weight' and 'more.weight' are two with one memory"),
-    "a view": (Kept, (1, 1, 2), {}, "'first' is a view of the parameter 'net.weight'"),
-    "a norm between steps": (Normed1, (2, 1, 1), {}, "'on_train_batch_end' calls .*norm' .*'net.weight'"),
-    "values drawn anew": (
-        Anew,
-        (2, 1, 1),
-        {},
-        "'on_train_batch_start' fails with ValueError.*flat. If it reads",
-    ),
-    "a copy": (
-        Copied,
-        (2, 1, 1),
-        {},
-        "'on_train_start' copies the parameter 'net.weight'.*make the copy in setup",
-    ),
-    "a transform": (
-        Transformed,
-        (2, 1, 1),
-        {},
-        "'linear' in 'Transformed'.*inside a transform of torch.func",
-    ),
-    "scripted": (Scripted, (2, 1, 1), {}, "'net' is a ScriptModule, whose compiled code reads"),
-    "a function by another name": (Named, (1, 2, 1), {}, "autograd Functions do not see parts"),
-    "a branch": (Branching, (1, 1, 2), {}, "under tensor3d all ranks use the same .*rank 1 gathers"),
-    "a write": (Writing, (2, 1, 1), {}, "'clamp_'.*Writing"),
-    "a write by way of data": (WritingData, (1, 1, 2), {}, "'clamp_'.*WritingData"),
-    "compiled": (Compiled, (2, 1, 1), {}, "torch.compile was applied"),
-    "values": (
-        WithoutValues,
-        (1, 1, 2),
-        {"options": {"strategies": "S1", "tensor_grid": None}},
-        "this plan shards none",
-    ),
-    "some values": (Mixed, (2, 1, 1), {}, "'net.weight' is on the device 'meta', and 'more.weight' is not"),
-    "no reset": (NoReset, (2, 1, 1), {}, "'the module' .NoReset. has tensors .* no method reset_parameters"),
-    "averages": (Small, (2, 1, 1), {"callbacks": [EMAWeightAveraging()]}, "it averages whole parameters"),
-}
+    "batch norm": (small(lambda m: setattr(m, "more", nn.SyncBatchNorm(4))), X, {}, "'more' is a SyncBatchNorm"),
+    "by hand": (small(lambda m: setattr(m, "automatic_optimization", False), training_step=by_hand), X, {},
+        "self.clip_gradients"),
+    "an optimiser": (small(configure_optimizers=lambda m: torch.optim.Adafactor(m.parameters())), X, {},
+        "'Adafactor'.*tensor3d splits"),
+    "a backward pass": (small(training_step=stray), X, {}, "under tensor3d the Trainer has to begin"),
+    "a hook": (small(lambda m: m.net.weight.register_hook(lambda grad: 2 * grad)), X, {}, "'net.weight' has hooks"),
+    "a reference": (small(hold, loss=lambda m, batch: Small.loss(m, batch) * m.held[0].sum()), X, {},
+        "under tensor3d a parameter has this rank's part"),
+    # no hook of a gradient would notice it
+    "a reference without a gradient": (
+        small(hold, loss=lambda m, batch: Small.loss(m, batch) * m.held[0].detach().sum()), Z, {},
+        "has read 'scale' by a reference"),
+    # an update of one is an update of the other
+    "one memory": (small(setup=lambda m, stage: setattr(m.more.weight, "data", m.net.weight.data)), X, {},
+        "'net.weight' and 'more.weight' are two with one memory"),
+    "a view": (small(setup=lambda m, stage: setattr(m, "first", m.net.weight.data[:2])), Z, {},
+        "'first' is a view of the parameter 'net.weight'"),
+    "a norm between steps": (small(on_train_batch_end=normed), X, {},
+        "'on_train_batch_end' calls .*norm' .*'net.weight'"),
+    "values drawn anew": (small(on_train_batch_start=lambda m, batch, batch_idx: m.net.reset_parameters()), X, {},
+        "'on_train_batch_start' fails with ValueError.*flat. If it"),
+    "a copy": (small(on_train_start=lambda m: setattr(m, "more", deepcopy(m.net))), X, {},
+        "'on_train_start' copies the parameter 'net.weight'.*make the copy in"),
+    "a transform": (small(loss=lambda m, batch: torch.func.vmap(m.net)(batch).square().mean()), X, {},
+        "'linear' in 'Changed'.*inside a transform of"),
+    "scripted": (small(scripted), X, {}, "'net' is a ScriptModule, whose compiled code reads"),
+    "a function by another name": (small(loss=lambda m, batch: scale(m.net(batch)).square().mean()), Y, {},
+        "autograd Functions do not see parts"),
+    "a branch": (
+        small(loss=branching, on_train_batch_start=lambda m, *_: setattr(m, "first", m.global_rank == 0)), Z, {},
+        "under tensor3d all ranks use the same .*rank 1 gathers"),
+    "a write": (small(loss=writing), X, {}, "'clamp_'.*Changed"),
+    "a write by way of data": (small(loss=writing_data), Z, {}, "'clamp_'.*Changed"),
+    "compiled": (small(lambda m: setattr(m, "net", torch.compile(m.net, backend="eager"))), X, {},
+        "torch.compile was applied"),
+    "values": (small(lambda m: m.to("meta")), Z, PLAIN, "this plan shards none"),
+    "some values": (small(lambda m: m.net.to("meta")), X, {},
+        "'net.weight' is on the device 'meta', and 'more.weight' is not"),
+    "no reset": (small(no_reset), X, {}, "'the module' .Changed. has tensors .* no method reset_parameters"),
+    "averages": (Small, X, {"callbacks": [EMAWeightAveraging()]}, "it averages whole parameters"),
+}  # fmt: skip
 
 
 def refused(rank: int, ranks: int) -> dict[str, tuple[str, str]]:

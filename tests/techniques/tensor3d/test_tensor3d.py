@@ -112,14 +112,11 @@ def on_grids(rank: int, ranks: int, rows: list[tuple[str, Grid]]) -> dict[Any, A
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("ranks", "rows"),
-    [
-        pytest.param(4, ROWS, id="few"),
-        pytest.param(2, [*product(CASES, [(2, 1, 1), (1, 2, 1), (1, 1, 2)])], id="2", marks=BEFORE_A_RELEASE),
-        pytest.param(4, [*product(CASES, [(2, 2, 1), (2, 1, 2), (1, 2, 1)])], id="4", marks=BEFORE_A_RELEASE),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "rows"), [
+    pytest.param(4, ROWS, id="few"),
+    pytest.param(2, [*product(CASES, [(2, 1, 1), (1, 2, 1), (1, 1, 2)])], id="2", marks=BEFORE_A_RELEASE),
+    pytest.param(4, [*product(CASES, [(2, 2, 1), (2, 1, 2), (1, 2, 1)])], id="4", marks=BEFORE_A_RELEASE),
+])  # fmt: skip
 def test_modules_train_as_one_process_does(tmp_path: Path, ranks: int, rows: list[tuple[str, Grid]]) -> None:
     """Losses, parameters and metrics, with the predicted peak, once with a cache; a grid of two ranks on four has two
     copies.

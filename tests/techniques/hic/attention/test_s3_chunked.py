@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import LocalAttention
 from lightning_amp.techniques.hic.attention.install import ChunkedLocalAttention, chunk_attention
 
@@ -24,11 +23,6 @@ def forward_backward(attention: nn.Module, n: int, dim: int) -> tuple[Tensor, li
     out = attention(*leaves)
     weight = torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view_as(out)
     return out.detach(), list(torch.autograd.grad((out * weight).sum(), leaves))
-
-
-def decoder() -> StratifiedDecoder:
-    nodes = [range(23 - k) for k in range(3)]
-    return StratifiedDecoder(8, nodes, stratum_index=[0, 1, 2], n_anchors=23, n_batches=1, window=5)
 
 
 @pytest.mark.parametrize(
@@ -73,41 +67,17 @@ def test_keeps_no_probabilities_and_lowers_the_peak() -> None:
     assert peak_chunked < peak / 4
 
 
-def test_whole_decoder_in_place() -> None:
-    model = decoder().double()
-    u, v = inputs(4, 8)[0], inputs(23, 8)[0]
-    x = torch.arange(4.0 * model.n_features, dtype=torch.float64).view(4, -1) % 3
-    arguments = {"batch": torch.zeros(4, dtype=torch.int64), "library": x.sum(1, keepdim=True), "x": x}
-    loss = model(u, v, **arguments)
-    grads = torch.autograd.grad(loss, [u, v, *model.parameters()], allow_unused=True)
-    for stratum in model.strata[1:]:
-        stratum.key.attention = chunk_attention(stratum.key.attention, buckets=2)  # type: ignore[union-attr,arg-type]
-    chunked = model(u, v, **arguments)
-    assert torch.equal(chunked, loss)
-    for found, expected in zip(
-        torch.autograd.grad(chunked, [u, v, *model.parameters()], allow_unused=True), grads, strict=True
-    ):
-        assert (found is None) == (expected is None)
-        assert found is None or (found - expected).norm() <= 1e-12 * expected.norm() + 1e-300
-
-
-@pytest.mark.parametrize(
-    ("attention", "message"),
-    [
-        (nn.Linear(2, 2), r"S3 does not support 'Linear', which lacks \['n_buckets', 'prepare', 'attend'\]"),
-        (
-            ChunkedLocalAttention(nn.Identity(), buckets=1, retain=False),
-            "S3 does not support 'ChunkedLocalAttention'",
-        ),
-    ],
-)
-def test_refuses_other_modules(attention: nn.Module, message: str) -> None:
-    with pytest.raises(InstallError, match=message):
-        chunk_attention(attention, buckets=1)
-
-
-def test_refuses_attention_with_state() -> None:
+def with_state() -> LocalAttention:
     attention = LocalAttention(8, 10)
     attention.scale = nn.Parameter(torch.ones(1))
-    with pytest.raises(InstallError, match=r"has the state \['scale'\].*leave S3 out"):
+    return attention
+
+
+@pytest.mark.parametrize(("attention", "message"), [
+    (with_state(), r"has the state \['scale'\].*leave S3 out"),
+    (nn.Linear(2, 2), r"S3 does not support 'Linear', which lacks \['n_buckets', 'prepare', 'attend'\]"),
+    (ChunkedLocalAttention(nn.Identity(), buckets=1, retain=False), "S3 does not support 'ChunkedLocalAttention'"),
+])  # fmt: skip
+def test_refuses_other_modules(attention: nn.Module, message: str) -> None:
+    with pytest.raises(InstallError, match=message):
         chunk_attention(attention, buckets=1)

@@ -8,20 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
-from benchmarks.kernels.count_operators import OperatorCounter
 from lightning_amp._torch import attend_on_cuda, attend_on_cuda_back
 from lightning_amp.errors import InstallError
-from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.stratum_keys import LocalAttention
-from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.simulation.byte_meter import SimulatedMeter
-from lightning_amp.techniques.hic.attention import rotary, sdpa
+from lightning_amp.techniques.hic.attention import sdpa
 from lightning_amp.techniques.hic.attention.install import FusedLocalAttention
 from tests.techniques.hic.attention.test_fused import DIM, WINDOW, distance, draw, measure, operators, results
-from tests.techniques.sharded_cases import Case, Model, assert_same, make_plan, reference, train
 
 FLOAT = 4
 
@@ -61,20 +54,6 @@ def test_autocast_to_bfloat16(n: int) -> None:
         assert distance(results(fused(16, 40), single), expected) <= 1e-6, "float16 is left alone"
 
 
-@pytest.mark.parametrize(("n", "most"), [(5 * WINDOW + 2, 30), (5 * WINDOW, 27)])
-def test_few_operators_and_none_that_makes_scores_or_waits(n: int, most: int) -> None:
-    leaves = draw(n, dtype=torch.float32)
-    names = operators(fused(), leaves)
-    assert sum("bmm" in name or "softmax" in name for name in names) == 0
-    assert names.count("_scaled_dot_product_flash_attention_for_cpu") == 2
-    with OperatorCounter() as counter:
-        out = fused()(*leaves)
-        out.backward(torch.ones_like(out.detach()))
-    # of these one makes the ones, and three hand gradients to leaves
-    assert counter.kernels - 4 <= most
-    assert not counter.host_syncs
-
-
 def test_memory_is_as_documented() -> None:
     n, dim, w = 2350, 32, 100
     # torch 2.11 takes the logarithms of float64 without values for float32
@@ -90,42 +69,6 @@ def test_memory_is_as_documented() -> None:
     meta = [x.detach().to("meta").requires_grad_() for x in leaves]
     fused(dim, w)(*meta)
     assert measure(fused(dim, w), meta, grad.to("meta")) == (kept, forward, backward)
-
-
-@pytest.mark.parametrize(("n", "window"), [(230, 24), (24, 24), (40, 24)])
-def test_a_simulation_sees_what_is_held(n: int, window: int) -> None:
-    found = []
-    for live, device in ((LiveBytes(), "cpu"), (SimulatedMeter(), "meta")):
-        leaves = [x.detach().to(device).requires_grad_() for x in draw(n, dtype=torch.float32)]
-        with live:
-            out = fused(DIM, window)(*leaves)
-            out.backward(torch.empty_like(out))
-        found.append(live.peak)
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(
-    ("case", "strategies"),
-    [(Case(anchors=25), ("sdpa",)), (Case(anchors=5, chained=True), ("S4", "sdpa", "sparse", "stream"))],
-)
-def test_a_decoder_trains_as_on_one_device(case: Case, strategies: tuple[str, ...]) -> None:
-    model = Model(case)
-    plan = Plan.from_json(make_plan(strategies, 1).to_json())
-    installed = install(model, plan)
-    assert isinstance(model.decoder.strata[1].get_submodule("key.attention"), FusedLocalAttention)
-    assert_same(train(model, 3, installed), reference(case))
-
-
-def test_masks_are_made_once_and_not_of_fake_tensors() -> None:
-    leaves, mode = draw(4 * WINDOW), FakeTensorMode()
-    results(fused(), leaves)
-    before = rotary._kept.cache_info()
-    results(fused(), leaves)
-    fake = [mode.from_tensor(x.detach()) for x in leaves]
-    with mode:
-        assert fused()(*fake).shape == (4 * WINDOW, DIM)
-    after = rotary._kept.cache_info()
-    assert (after.misses, after.hits) == (before.misses, before.hits + 4), "a mask, zeros, and tables twice"
 
 
 @pytest.mark.parametrize("n", [58, 12, 5])
@@ -154,15 +97,12 @@ def test_cuda_s_kernels_are_called_as_they_are_declared(n: int, monkeypatch: pyt
     assert called == ["there"] * (len(called) // 2) + ["back"] * (len(called) // 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dim", "dtype"),
-    [
-        ("cuda", 8, torch.float64),
-        ("cuda", 6, torch.float32),
-        ("cuda", 12, torch.bfloat16),
-        ("mps", 8, torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("kind", "dim", "dtype"), [
+    ("cuda", 8, torch.float64),
+    ("cuda", 6, torch.float32),
+    ("cuda", 12, torch.bfloat16),
+    ("mps", 8, torch.float32),
+])  # fmt: skip
 def test_refuses_what_has_no_kernel(kind: str, dim: int, dtype: torch.dtype) -> None:
     device: Any = SimpleNamespace(device=SimpleNamespace(type=kind), shape=(3, dim))
     with pytest.raises(InstallError, match=f"support {dim} channels .* on '{kind}'.*choose 'fused'"):

@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.installing.install import change_of, install
-from lightning_amp.models.decoders.stratified import StrataRegion, StratifiedDecoder
-from lightning_amp.models.decoders.stratum import AllFeatures
-from lightning_amp.techniques.hic.features import ShardedFeatures, log_softmax, share_features
-from lightning_amp.techniques.hic.rows import FeatureParallel
+from lightning_amp.installing.install import install
+from lightning_amp.techniques.hic.features import log_softmax
 from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.sharded_cases import (
     Case,
@@ -48,7 +43,6 @@ def body(rank: int, world_size: int, expected: dict[str, Results]) -> dict[str, 
     if world_size == 2:
         the_mean_has_gradients(mesh)
         what_is_not_used_has_no_gradient(mesh)
-        the_normaliser_matters(mesh)
         collectives_are_counted(mesh)
         scores_are_kept_in_part(mesh)
     return {name: differences(sharded(*CASES[name], mesh), results) for name, results in expected.items()}
@@ -79,20 +73,6 @@ def what_is_not_used_has_no_gradient(mesh: DeviceMesh) -> None:
         assert model.decoder.head.weight.grad is None  # type: ignore[union-attr]
         assert model.decoder.strata[0].log_theta.grad is None
         assert model.decoder.strata[0].scale.grad is not None
-
-
-def the_normaliser_matters(mesh: DeviceMesh) -> None:
-    """Softmax over the own features alone is another model, and the comparison sees it."""
-    right = ShardedFeatures.log_softmax
-    ShardedFeatures.log_softmax = AllFeatures.log_softmax  # type: ignore[assignment,method-assign]
-    try:
-        found = sharded(Case(), ("S2",), mesh, 1)
-    finally:
-        ShardedFeatures.log_softmax = right  # type: ignore[method-assign]
-    expected = reference(Case(), 1)
-    error = (found["loss of step 0"] - expected["loss of step 0"]).abs() / expected["loss of step 0"]
-    assert error > 1e-2
-    assert len(differences(found, expected)) > 10
 
 
 def collectives_are_counted(mesh: DeviceMesh) -> None:
@@ -137,103 +117,6 @@ def scores_are_kept_in_part(mesh: DeviceMesh) -> None:
     alone, own = kept(("S4",)), kept(("S2", "S4"))
     assert alone > 10, "tensors of the size of the scores"
     assert own < 1.02 * alone / mesh["model"].size()
-
-
-@pytest.mark.parametrize(
-    ("features", "ranks", "expected"),
-    [(7, 3, [3, 3, 1]), (6, 3, [2, 2, 2]), (5, 4, [2, 2, 1, 0]), (2, 4, [1, 1, 0, 0]), (9, 1, [9])],
-)
-def test_features_are_dealt_in_runs(features: int, ranks: int, expected: list[int]) -> None:
-    nodes = torch.arange(10, 10 + features)
-    parts = [
-        ShardedFeatures(nodes, fake_mesh(rank=r, ranks=ranks)["model"]).feature_anchor for r in range(ranks)
-    ]
-    assert [len(part) for part in parts] == expected
-    assert torch.equal(torch.cat(parts), nodes)
-    chunks = [len(chunk) for chunk in nodes.chunk(ranks)]
-    assert expected[: len(chunks)] == chunks, "as torch's Shard, which chunks"
-
-
-def small() -> StratifiedDecoder:
-    return StratifiedDecoder(
-        4, [range(9), range(8)], stratum_index=[0, 1], n_anchors=9, n_batches=1, window=3
-    )
-
-
-class Weighted(AllFeatures):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-
-class Doubled(AllFeatures):
-    def scores(self, decode: nn.Module, u: Tensor, key: Tensor, nodes: Tensor) -> Tensor:
-        return 2 * super().scores(decode, u, key, nodes)
-
-
-class Failing(AllFeatures):
-    def whole(self, values: Tensor) -> Tensor:
-        raise ValueError("not here")
-
-
-class Weights(StrataRegion):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.ones(1))
-
-
-class Scaling(StrataRegion):
-    def leave(self, total: Tensor) -> Tensor:
-        return 2 * total
-
-
-@pytest.mark.parametrize(
-    ("name", "child", "message"),
-    [
-        (
-            "strata.1.features",
-            Weighted(),
-            r"whose stratum 1 has a leaf `features` that has the state \['weight'\]",
-        ),
-        ("strata.1.features", Doubled(), "whose stratum 1 has a leaf `features` that returns scores tensor"),
-        (
-            "strata.0.features",
-            Failing(),
-            "whose stratum 0 has a leaf `features` that fails .* ValueError: not here",
-        ),
-        ("strata.0.features", None, "whose stratum 0 has features=None"),
-        ("region", Weights(), r"child `region` has the state \['table'\]"),
-        ("region", Scaling(), r"child `region` returns its arguments unchanged: False and not True"),
-    ],
-)
-def test_refuses_leaves_that_do_something_of_their_own(
-    name: str, child: nn.Module | None, message: str
-) -> None:
-    model = nn.Module()
-    model.decoder = small()
-    parent, _, last = name.rpartition(".")
-    model.decoder.get_submodule(parent)._modules[last] = child
-    before = dict(model.named_modules())
-    with pytest.raises(InstallError, match=f"(?s)S2 does not support .*{message}"):
-        install(model, make_plan(("S2",), 2), fake_mesh(rank=0, ranks=2))
-    assert dict(model.named_modules()) == before
-
-
-def test_refuses_what_is_no_decoder_or_shared_already() -> None:
-    with pytest.raises(InstallError, match="S2 requires several devices, found no mesh"):
-        change_of(small(), FeatureParallel(), None, strategy="S2")
-    mesh = fake_mesh(rank=0, ranks=2)
-    with pytest.raises(InstallError, match="S2 does not support 'Linear', which is no decomposed decoder"):
-        change_of(nn.Linear(2, 2), FeatureParallel(), mesh, strategy="S2")
-    model = Model(Case())
-    plan = make_plan(("S2",), 2)
-    install(model, plan, mesh)
-    with pytest.raises(InstallError, match="stratum 0 has its features shared already"):
-        install(model, plan, mesh)
-    without_nodes = small()
-    del without_nodes.strata[1].feature_anchor
-    with pytest.raises(InstallError, match="stratum 1 has no buffer `feature_anchor`"):
-        share_features(without_nodes, FeatureParallel(), mesh)
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp.errors import InstallError, PlanError
+from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.installing.install import change_of, install
-from lightning_amp.models.decoders.stratified import StrataRegion, StratifiedDecoder
-from lightning_amp.models.decoders.stratum import AllFeatures
+from lightning_amp.installing.install import install
+from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import LocalAttention
 from lightning_amp.techniques.hic.nodes.decoder import HaloAttention, share_anchors
-from lightning_amp.techniques.hic.rows import DomainParallel, FeatureParallel, StrataParallel
+from lightning_amp.techniques.hic.rows import DomainParallel
 from lightning_amp.techniques.ranks.anchor_shards import shard_anchors
 from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.sharded_cases import (
@@ -107,21 +105,6 @@ def what_is_not_used_has_no_gradient(mesh: DeviceMesh) -> None:
     assert model.decoder.strata[0].scale.grad is not None
 
 
-@pytest.mark.parametrize(
-    ("anchors", "ranks", "expected"),
-    [(23, 1, [23]), (23, 2, [10, 13]), (25, 3, [5, 10, 10]), (21, 5, [5, 5, 5, 5, 1]), (11, 2, [5, 6])],
-)
-def test_anchors_are_dealt_in_whole_buckets(anchors: int, ranks: int, expected: list[int]) -> None:
-    dealt: list[int] = []
-    for rank in range(ranks):
-        rows = shard_anchors(anchors, 5, fake_mesh(rank=rank, ranks=ranks)["model"])
-        assert rows.sizes == expected
-        assert (rows.before, rows.after) == (rank > 0, rank < ranks - 1)
-        assert rows.n_buckets == -(-expected[rank] // 5)
-        dealt += rows.own
-    assert dealt == list(range(anchors))
-
-
 @pytest.mark.parametrize(("rank", "neighbours"), [(0, 1), (1, 2), (2, 1)])
 def test_what_is_sent_is_counted(rank: int, neighbours: int) -> None:
     """No more than a bucket to each neighbour; anchors are 5, 10 and 8."""
@@ -199,18 +182,12 @@ class Order(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("rank", "forward", "backward"),
-    [
-        (0, ["send", "softmax 2", "wait", "softmax 1"], ["softmax 1", "send", "softmax 2", "wait"]),
-        (
-            1,
-            ["send", "softmax 1", "wait", "softmax 1", "softmax 1"],
-            ["softmax 1", "softmax 1", "send", "softmax 1", "wait"],
-        ),
-        (2, ["send", "softmax 2", "wait", "softmax 1"], ["softmax 1", "send", "softmax 2", "wait"]),
-    ],
-)
+@pytest.mark.parametrize(("rank", "forward", "backward"), [
+    (0, ["send", "softmax 2", "wait", "softmax 1"], ["softmax 1", "send", "softmax 2", "wait"]),
+    (1, ["send", "softmax 1", "wait", "softmax 1", "softmax 1"],
+        ["softmax 1", "softmax 1", "send", "softmax 1", "wait"]),
+    (2, ["send", "softmax 2", "wait", "softmax 1"], ["softmax 1", "send", "softmax 2", "wait"]),
+])  # fmt: skip
 def test_inner_buckets_are_attended_while_rows_are_under_way(
     rank: int, forward: list[str], backward: list[str]
 ) -> None:
@@ -250,132 +227,13 @@ def small(**changes: Any) -> StratifiedDecoder:
     return StratifiedDecoder(4, [range(9), range(8)], **settings)
 
 
-class Weights(StrataRegion):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.ones(1))
-
-
-class Doubled(AllFeatures):
-    def own(self, values: Tensor) -> Tensor:
-        return 2 * values
-
-
-class Distant(LocalAttention):
-    """Adds what the rest of the sequence is like."""
-
-    def prepare(self, q: Tensor, k: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        return super().prepare(q, k, values + values.mean(0))
-
-
-class Narrow(LocalAttention):
-    """Says that its buckets are smaller than they are."""
-
-    def n_buckets(self, n: int) -> int:
-        return -(-n // (self.window + 1))
-
-
-class Failing(LocalAttention):
-    def prepare(self, q: Tensor, k: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        raise ValueError("not here")
-
-
-@pytest.mark.parametrize(
-    ("name", "child", "message"),
-    [
-        ("region", Weights(), r"child `region` has the state \['table'\]"),
-        (
-            "strata.0.features",
-            Doubled(),
-            "has a stratum 0 that has a leaf `features` that returns own tensor",
-        ),
-        ("strata.1.key", nn.Linear(4, 4), r"has 'strata.1.key' Linear.*allowed is a key that has no state"),
-        (
-            "strata.1.key.prenorm",
-            nn.BatchNorm1d(4),
-            r"BatchNorm1d.*types \['LayerNorm', 'Linear', 'Identity'\]",
-        ),
-        (
-            "strata.1.key.attention",
-            nn.Identity(),
-            r"has 'strata.1.key.attention' Identity\(\); allowed is attention.*or full attention.*fails on a small",
-        ),
-        ("strata.1.key.attention", Distant(4, 3), "attention' whose buckets depend on other buckets"),
-        ("strata.1.key.attention", Failing(4, 3), "attention' that fails on an example with ValueError: not"),
-        (
-            "strata.1.key.attention",
-            Narrow(4, 3),
-            "attention' with window=3; allowed is attention with buckets",
-        ),
-    ],
-)
-def test_refuses_parts_that_would_not_see_all(name: str, child: nn.Module | None, message: str) -> None:
-    model = nn.Module()
-    model.decoder = small()
-    parent, _, last = name.rpartition(".")
-    model.decoder.get_submodule(parent)._modules[last] = child
-    before = dict(model.named_modules())
-    with pytest.raises(InstallError, match=f"(?s)nodes does not support .*{message}"):
-        install(model, make_plan(("nodes",), 2), fake_mesh(rank=0, ranks=2))
-    assert dict(model.named_modules()) == before
-
-
-def test_refuses_hooks_before_it_tries_attention_out() -> None:
-    """A profiler's hooks cannot be copied."""
-    decoder = small()
+def test_refuses_hooks_and_buckets_of_two_sizes() -> None:
+    mesh, decoder = fake_mesh(rank=0, ranks=2), small(stratum_index=[1, 2])
     attention = decoder.strata[1].get_submodule("key.attention")
+    # a profiler's hooks cannot be copied
     attention.register_forward_hook(lambda *_: None)
     with pytest.raises(InstallError, match=r"attention' with \['forward_hooks'\], which would not run"):
-        share_anchors(decoder, DomainParallel(), fake_mesh(rank=0, ranks=2))
-
-
-def test_refuses_decoders_that_cannot_be_dealt() -> None:
-    with pytest.raises(InstallError, match="nodes requires several devices, found no mesh"):
-        change_of(small(), DomainParallel(), None, strategy="nodes")
-    mesh = fake_mesh(rank=0, ranks=4)
-    for decoder, message in (
-        (nn.Linear(2, 2), "support 'Linear', which is no decomposed decoder"),
-        (small(key="convolution"), r"has 'strata.1.key' ConvolutionKey"),
-        (small(), r"4 ranks on the model axis, and N=9 anchors fill 3 buckets of 3"),
-        (small(stratum_index=[0, 0]), r"has buckets of \[\] anchors; allowed is strata with attention"),
-    ):
-        with pytest.raises(InstallError, match=f"(?s)nodes .*{message}"):
-            change_of(decoder, DomainParallel(), mesh, strategy="nodes")
-    decoder = small(stratum_index=[1, 2])
+        share_anchors(decoder, DomainParallel(), mesh)
     decoder.strata[1].key.attention = LocalAttention(4, 2)  # type: ignore[union-attr]
     with pytest.raises(InstallError, match=r"has buckets of \[2, 3\] anchors"):
         share_anchors(decoder, DomainParallel(), mesh)
-
-
-WHOLE = {"S2": FeatureParallel(), "strata": StrataParallel(ends="1,3")}
-PLACEMENTS = [("S2", "strata"), ("nodes", "S2"), ("nodes", "S5"), ("nodes", "strata"), ("nodes", "nodes")]
-
-
-@pytest.mark.parametrize(
-    ("one", "other"), [*PLACEMENTS, ("S5", "strata"), ("S2", "S2"), ("strata", "strata")]
-)
-def test_refuses_a_second_placement(one: str, other: str) -> None:
-    """Two ways to split a decoder add up to another loss, without an error by themselves."""
-    mesh = fake_mesh(rank=0, ranks=2)
-    for first, second in {(one, other), (other, one)}:
-        model = Model(Case())
-        install(model, make_plan((first,), 2, {k: v for k, v in WHOLE.items() if k == first}), mesh)
-        with pytest.raises(InstallError):
-            install(model, make_plan((second,), 2, {k: v for k, v in WHOLE.items() if k == second}), mesh)
-    if one != other:
-        specs = {k: v for k, v in WHOLE.items() if k in (one, other)}
-        with pytest.raises((PlanError, InstallError)):
-            install(Model(Case()), make_plan((one, other), 2, specs), mesh)
-
-
-def test_second_derivatives_are_refused() -> None:
-    mesh = fake_mesh(rank=0, ranks=2)
-    model = Model(Case())
-    install(model, make_plan(("nodes",), 2), mesh)
-    rows = shard_anchors(20, 5, mesh["model"])
-    x = torch.ones(10, 4, requires_grad=True)
-    attended = HaloAttention(LocalAttention(4, 5), rows)(x, x, x).square().sum()
-    for value, leaf in ((model(), model.u), (attended, x)):
-        (grad,) = torch.autograd.grad(value, [leaf], create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.square().sum().backward()

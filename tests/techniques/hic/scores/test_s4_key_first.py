@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratified import Decode
 from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirst, key_first
@@ -59,25 +58,6 @@ def test_makes_no_product_with_all_anchors() -> None:
     assert peak(key_first(Decode())) <= 4 * (anchors * dim + 3 * len(nodes) * (cells + dim) + 2 * cells * dim)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "n_copied"), [(NODES["run"], 0), (NODES["gaps"], 5), (NODES["descending"], 20)]
-)
-def test_a_run_of_anchors_is_not_copied(nodes: Tensor, n_copied: int) -> None:
-    u, key = inputs()
-    decode = key_first(Decode())
-    decode(u, key, nodes)  # reads the nodes, which makes small tensors
-    with LiveBytes() as live, torch.no_grad():
-        out = decode(u, key, nodes)
-    assert live.peak == 8 * (out.numel() + n_copied * 8)
-
-
-def test_nodes_outside_the_anchors_are_refused() -> None:
-    u, key = inputs()
-    for nodes in (torch.arange(1, 51), torch.tensor([0, 50])):
-        with pytest.raises((RuntimeError, IndexError), match="exceeds dimension size|out of range"):
-            key_first(Decode())(u, key, nodes)
-
-
 def test_nodes_without_values_and_of_inference_mode() -> None:
     with FakeTensorMode():
         assert key_first_shape(torch.arange(3, 9)) == (6, 6)
@@ -89,21 +69,3 @@ def test_nodes_without_values_and_of_inference_mode() -> None:
 def key_first_shape(nodes: Tensor, *, device: str = "cpu") -> tuple[int, ...]:
     out: Tensor = KeyFirst()(torch.ones(6, 8, device=device), torch.ones(50, 8, device=device), nodes)
     return tuple(out.shape)
-
-
-class Scaled(Decode):
-    def forward(self, u: Tensor, key: Tensor, nodes: Tensor) -> Tensor:
-        return 2 * super().forward(u, key, nodes)
-
-
-@pytest.mark.parametrize(
-    ("decode", "message"),
-    [
-        (nn.Identity(), "S4 does not support 'Identity', which fails on a small example with TypeError"),
-        (nn.Bilinear(2, 2, 1), r"'Bilinear', which has the state \['bias', 'weight'\]"),
-        (Scaled(), "'Scaled', which returns tensor.* for a small example; only a module without state"),
-    ],
-)
-def test_refuses_what_is_no_plain_decode(decode: nn.Module, message: str) -> None:
-    with pytest.raises(InstallError, match=f"(?s){message}"):
-        key_first(decode)

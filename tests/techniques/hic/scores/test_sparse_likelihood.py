@@ -1,7 +1,6 @@
 """The sparse likelihood is the reference's in value and gradients, for counts given densely or by their entries."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,19 +17,7 @@ from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.rows import SPARSE_NUMBERS
 from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB, sparse_likelihood
-from tests.ranks import run_ranks
-from tests.techniques.sharded_cases import (
-    Case,
-    Model,
-    assert_same,
-    differences,
-    install,
-    make_plan,
-    model_mesh,
-    reference,
-    sharded,
-    train,
-)
+from tests.techniques.sharded_cases import Case, Model, assert_same, install, make_plan, reference, train
 
 CELLS, FEATURES = 7, 150
 """With the chunks of `small_chunks`, two whole runs of columns and a shorter one."""
@@ -187,19 +174,8 @@ def test_backward_passes_may_be_many_and_checkpointed_but_not_of_second_order() 
         assert_close([t.grad for t in given if t.grad is not None], expected)
         for t in given:
             t.grad = None
-    with pytest.raises(
-        InstallError, match=r"create_graph=True\): its likelihood is sparse.*leave 'sparse' out"
-    ):
+    with pytest.raises(InstallError, match=r"create_graph=True\): its likelihood is sparse.*leave 'sparse'"):
         torch.autograd.grad(total, given, create_graph=True)
-
-
-def test_arguments_without_gradients() -> None:
-    x, given = counts(), arguments(CELLS, FEATURES, 1)
-    for i in range(3):
-        others = [t if j == i else t.detach() for j, t in enumerate(given)]
-        found = torch.autograd.grad(SparseZINB()(x, *others), given[i])
-        expected = torch.autograd.grad(ZINB()(x, *others), given[i])
-        assert_close(found, expected)
 
 
 class Computed(TorchDispatchMode):
@@ -213,18 +189,6 @@ class Computed(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.n += result.numel() if func._opname in self.names else 0
         return result
-
-
-@pytest.mark.parametrize("features", [5, 500])
-def test_special_functions_are_taken_of_the_entries_and_the_tables_alone(features: int) -> None:
-    x, given = counts(200, features, 0.05), arguments(200, features, 1)
-    n_entries = int((x != 0).sum())
-    with Computed("lgamma", "lgamma_", "digamma", "digamma_") as computed:
-        forward_backward(SparseZINB(), x, given)
-    assert computed.n == 3 * n_entries + 2 * min(features, n_entries)
-    with Computed("lgamma", "digamma") as dense:
-        forward_backward(ZINB(), x, given)
-    assert dense.n > 3 * x.numel()
 
 
 def peaks(
@@ -286,12 +250,6 @@ def test_without_values_memory_is_counted_for_one_count_in_20(rows: int) -> None
         assert SparseZINB()(fake, fake, fake[:1], fake[:1]).shape == ()
 
 
-class Stateful(ZINB):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-
 class Scaled(ZINB):
     def forward(self, *given: Any) -> Tensor:
         return 2 * super().forward(*given)
@@ -300,11 +258,6 @@ class Scaled(ZINB):
 class Detached(ZINB):
     def forward(self, x: Any, log_mu: Tensor, log_theta: Tensor, zi_logits: Tensor) -> Tensor:
         return super().forward(x, log_mu, log_theta.detach() + 0 * log_theta, zi_logits)
-
-
-class OneRow(ZINB):
-    def forward(self, x: Any, log_mu: Tensor, log_theta: Tensor, zi_logits: Tensor) -> Tensor:
-        return super().forward(x, log_mu, log_theta[:1], zi_logits[:1])
 
 
 class Clamped(ZINB):
@@ -331,22 +284,11 @@ def test_refuses_what_differs_for_small_and_large_numbers(leaf: nn.Module) -> No
         sparse_likelihood(leaf)
 
 
-@pytest.mark.parametrize(
-    ("leaf", "message"),
-    [
-        (
-            nn.Identity(),
-            r"'Identity', which takes \['input'\], where counts with many zeros have \['x', 'log_mu', ",
-        ),
-        (Stateful(), r"'Stateful', which has the state \['weight'\]"),
-        (Scaled(), "'Scaled', which returns value .* for a small example; only a module without state"),
-        (
-            Detached(),
-            "'Detached', which returns gradient of log_theta .* for a small example.*leave 'sparse' out",
-        ),
-        (OneRow(), "'OneRow', which returns value"),
-    ],
-)
+@pytest.mark.parametrize(("leaf", "message"), [
+    (nn.Identity(), r"'Identity', which takes \['input'\], where counts with many zeros have \['x'"),
+    (Scaled(), "'Scaled', which returns value .* for a small example; only a module without state"),
+    (Detached(), "'Detached', which returns gradient of log_theta .* for a small example.*leave"),
+])  # fmt: skip
 def test_refuses_what_is_no_plain_likelihood(leaf: nn.Module, message: str) -> None:
     with pytest.raises(InstallError, match=f"(?s){message}"):
         sparse_likelihood(leaf)
@@ -355,24 +297,10 @@ def test_refuses_what_is_no_plain_likelihood(leaf: nn.Module, message: str) -> N
 def test_refuses_other_shapes_and_gradients_of_counts() -> None:
     x, given = counts(), arguments(CELLS, FEATURES, 1)
     for form in (x[:, 1:], SparseCounts.from_dense(x)[:, 1:]):
-        with pytest.raises(
-            ModelError, match=r"counts of the shape \(7, 149\) for means of the shape \(7, 150\)"
-        ):
+        with pytest.raises(ModelError, match=r"counts of the shape \(7, 149\) for means of the shape \(7"):
             SparseZINB()(form, *given)
-    with pytest.raises(
-        InstallError, match="counts that need a gradient, which it does not compute; detach them"
-    ):
+    with pytest.raises(InstallError, match="counts that need a gradient, which it does not compute; detach"):
         SparseZINB()(x.requires_grad_(), *given)
-
-
-def test_a_binarized_decoder_is_refused_and_left_as_it_was() -> None:
-    model = Model(Case(binarized=True))
-    before = [id(module) for module in model.modules()]
-    with pytest.raises(
-        InstallError, match=r"'Bernoulli', which takes \['x', .*\], where counts .*as for binarized strata"
-    ):
-        install(model, make_plan(("sparse",), 1))
-    assert [id(module) for module in model.modules()] == before
 
 
 SUBSETS = [("sparse",), ("sparse", "recompute"), ("S3", "S4", "sparse", "stream")]
@@ -389,21 +317,3 @@ def test_a_decoder_trains_as_before(subset: tuple[str, ...]) -> None:
         found = train(model, 3, install(model, make_plan(subset, 1)))
         assert_same(found, expected)
     assert isinstance(model.decoder.strata[0].likelihood, SparseZINB)
-
-
-def over_ranks(rank: int, world_size: int) -> list[str]:
-    mesh = model_mesh(world_size)
-    # one rank owns no feature of the last stratum
-    case = replace(Case(features={2: 1}), n_batches=1)
-    expected = reference(case)
-    wrong = []
-    for subset in (("S2", "sparse"), ("S2", "sparse", "stream"), ("sparse", "stream", "strata")):
-        found = sharded(case, subset, mesh)
-        wrong += [f"{'+'.join(subset)}: {line}" for line in differences(found, expected)]
-    return wrong
-
-
-@pytest.mark.ranks
-def test_together_with_what_shares_a_decoder_over_ranks(tmp_path) -> None:
-    results = run_ranks(over_ranks, 2, tmp_path)
-    assert not any(results), results

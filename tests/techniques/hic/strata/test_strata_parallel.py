@@ -1,14 +1,12 @@
 """Claim: ranks that share the strata train as one device does, send little, and refuse what they cannot share."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
 from lightning_amp.costs.model_shape import reference_shape
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.installing.install import install
-from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.policies.build_rules import with_speeds
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.hic.rows import StrataParallel
@@ -81,19 +79,6 @@ def test_runs_that_do_not_fit_are_refused(tmp_path) -> None:
         assert all("allowed is one past the last stratum of every rank" in m for m in messages)
 
 
-def test_needs_a_mesh() -> None:
-    with pytest.raises(InstallError, match="found no mesh"):
-        install(Model(FIVE), make_plan(("strata",), 1))
-
-
-def test_a_plan_deals_the_strata_by_their_cost() -> None:
-    made = plan(profile(hic(strata=9), rna()), devices=2, strategies="stream,strata")
-    (rule,) = [rule for rule in made.rules if rule.strategy == "strata"]
-    assert made.mesh == MeshShape(data=1, model=2)
-    # stratum 0 has no key and costs next to nothing
-    assert rule.spec == StrataParallel(ends="5,9")
-
-
 def test_a_slow_rank_has_fewer_strata() -> None:
     data = profile(hic(strata=9), rna())
     made = plan(data, devices=2, strategies="stream,strata")
@@ -108,22 +93,12 @@ def test_a_slow_rank_has_fewer_strata() -> None:
     assert ends(0.5, 1.0) == "3,9"
 
 
-def test_every_rank_gets_a_stratum() -> None:
-    for ranks in range(1, 5):
-        made = plan(profile(hic(strata=4), rna()), devices=ranks, strategies="strata") if ranks > 1 else None
-        ends = (0, 4) if made is None else (0, *map(int, made.rules[-1].spec.ends.split(",")))
-        assert all(a < b for a, b in pairwise(ends)), ends
-
-
-@pytest.mark.parametrize(
-    ("strategies", "message"),
-    [
-        ("S5,strata", "S5 and strata cannot be together: both split the decoder"),
-        ("nodes,strata", "nodes and strata cannot be together"),
-        ("S3,fused", "S3 and fused cannot be together"),
-        ("recompute,stream", "recompute and stream cannot be together"),
-    ],
-)
+@pytest.mark.parametrize(("strategies", "message"), [
+    ("S5,strata", "S5 and strata cannot be together: both split the decoder"),
+    ("nodes,strata", "nodes and strata cannot be together"),
+    ("S3,fused", "S3 and fused cannot be together"),
+    ("recompute,stream", "recompute and stream cannot be together"),
+])  # fmt: skip
 def test_contradicting_strategies_are_refused(strategies: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan(profile(hic(), rna()), devices=2, strategies=strategies)

@@ -13,16 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
-from lightning_amp.planning.memory.peak_model import estimate
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.time.step_seconds import settle
-from lightning_amp.techniques.hic.rows import FusedAttention, StreamStrata
+from lightning_amp.techniques.hic.rows import StreamStrata
 from lightning_amp.techniques.hic.strata.thread_pool import run_in_order, workers_for
-from tests.planning.profiles import shape
 from tests.techniques.sharded_cases import (
     Case,
     Model,
@@ -185,35 +180,3 @@ def test_failures_reach_the_caller() -> None:
     with pytest.raises(InstallError, match=r"2 strata .* draw random numbers.* set workers=1"):
         model()
     installed(MANY, 1)().backward()
-
-
-def with_threads(n: int, **sizes: Any) -> ModelShape:
-    known = shape(8)
-    assert known.decoder is not None
-    return replace(known, decoder=replace(known.decoder, threads=n, **sizes))
-
-
-def test_the_planner_settles_it() -> None:
-    mesh, open_spec = MeshShape(data=1, model=1), StreamStrata(cells=3)
-    alone, ranks = Axes.of(("fused", "stream")), Axes.of(("nodes", "fused", "stream"))
-    assert settle("stream", open_spec, with_threads(2), alone, mesh) == StreamStrata(cells=3, workers=2)
-    assert settle("stream", open_spec, with_threads(2, anchors=2**17, dim=128), alone, mesh) == open_spec, (
-        "large ones alone"
-    )
-    assert settle("stream", open_spec, with_threads(2), ranks, MeshShape(data=1, model=2)) == open_spec
-    for axes, anchors, keep in ((alone, 500, True), (alone, 2**24, False), (Axes.of(("fused",)), 500, False)):
-        assert settle(
-            "fused", FusedAttention(), with_threads(1, anchors=anchors), axes, mesh
-        ) == FusedAttention(keep=keep)
-
-
-@pytest.mark.parametrize("cells", [8, 4000])
-def test_the_memory_model_counts_what_is_alive(cells: int) -> None:
-    axes = Axes.of(("fused", "S4", "sparse", "stream"))
-    one, two, three = (estimate(replace(with_threads(n), batch_size=cells), axes) for n in (1, 2, 3))
-    highest = [max(getattr(s, name) for s in one.strata) for name in ("forward", "backward")]
-    assert (highest[0] > highest[1]) == (cells > 8), "the pass with the peak"
-    assert one.beside_bytes == 0
-    assert three.beside_bytes - two.beside_bytes == max(highest)
-    assert two.peak_bytes == one.peak_bytes + two.beside_bytes
-    assert one.strata_bytes == two.strata_bytes

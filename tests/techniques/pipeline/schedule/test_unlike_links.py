@@ -11,14 +11,6 @@ import numpy as np
 import pytest
 
 from lightning_amp import PipelineCut, PlanError, cut_pipeline
-from lightning_amp.techniques.pipeline.schedule.micro_batches import (
-    Devices,
-    LayerTimes,
-    gpipe_seconds,
-    search_all,
-)
-from lightning_amp.techniques.pipeline.schedule.schedules import schedule
-from lightning_amp.techniques.pipeline.schedule.timeline import StageTimes, timeline
 
 
 @dataclass
@@ -138,36 +130,6 @@ def test_little_is_sent_where_the_link_is_slow() -> None:
     assert (cut(0.1, 1.0).ends, cut(0.1, 1.0).total) == ((2, 4, 6), 4.0)
     # at the slower link everywhere, the first cut avoids what the fast link carries in no time
     assert (cut(1.0, 1.0).ends, cut(1.0, 1.0).total) == ((3, 4, 6), 6.0)
-
-
-def test_equal_links_give_the_cut_of_one() -> None:
-    rng = random.Random(0)
-    for _ in range(50):
-        forward, backward, on, back = ([rng.uniform(50, 100) for _ in range(9)] for _ in range(4))
-        one = cut_pipeline(forward, backward, 4, send_forward=on, send_backward=back)
-        rows = {"send_forward": [on] * 4, "send_backward": [back] * 4}
-        assert cut_pipeline(forward, backward, 4, **rows, micro_batches=8) == one
-        assert cut_pipeline(forward, backward, 4, **rows) == one
-
-
-def test_the_time_of_a_step_is_that_of_its_schedule() -> None:
-    instance = draw(random.Random(3))
-    on, back = instance.sends()
-    counts, four = (1, 2, 5), (instance.forward, instance.backward, on, back)
-    names = ("forward", "backward", "send_forward", "send_backward")
-    tables = {name: np.array([table] * 3) for name, table in zip(names, four, strict=True)}
-    times = LayerTimes(counts=counts, **tables)
-    layers, stages = len(instance.forward), len(instance.speeds)
-    for ends in combinations(range(1, layers), stages - 1):
-        of = StageTimes.of((*ends, layers), *four[:2], send_forward=on, send_backward=back)
-        found = gpipe_seconds(times, (*ends, layers))
-        for row, p in enumerate(counts):
-            assert found[row] == pytest.approx(timeline(schedule("gpipe", stages, p), of).seconds)
-    best = search_all(times, Devices(n_stages=stages))
-    tried = [
-        gpipe_seconds(times, (*ends, layers)).min() for ends in combinations(range(1, layers), stages - 1)
-    ]
-    assert best.seconds == pytest.approx(min(tried))
 
 
 def test_it_refuses() -> None:
