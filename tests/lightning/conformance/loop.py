@@ -8,8 +8,9 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from torch import Tensor
 
 from tests.lightning.conformance.cases import (
+    EVERY,
     NODES,
-    STRATA,
+    TRAINED,
     WIDE,
     Batch,
     Outcome,
@@ -17,16 +18,11 @@ from tests.lightning.conformance.cases import (
     Tiny,
     feature,
     fit,
+    fits,
     trained,
 )
 
-EVERY = (WIDE, STRATA, NODES)
-TRAINED = "loss of every step, all parameters"
-
-
-@feature("fit", checked=TRAINED, plans=EVERY)
-def plain_fit(site: Site) -> Outcome:
-    return fit(site)
+fits("fit", plans=EVERY)
 
 
 @feature("validate", checked="logged loss")
@@ -61,14 +57,8 @@ def one_trainer(site: Site) -> Outcome:
     return trained(site, module) | found | {"batches": len(predicted or [])}
 
 
-@feature("fast_dev_run", checked=TRAINED + ", steps taken")
-def fast_dev_run(site: Site) -> Outcome:
-    return fit(site, fast_dev_run=2, limit_val_batches=1)
-
-
-@feature("overfit_batches", checked=TRAINED)
-def overfit_batches(site: Site) -> Outcome:
-    return fit(site, overfit_batches=2)
+fits("fast_dev_run", trainer={"fast_dev_run": 2, "limit_val_batches": 1}, checked=TRAINED + ", steps taken")
+fits("overfit_batches", trainer={"overfit_batches": 2})
 
 
 class Counting(Tiny):
@@ -113,12 +103,10 @@ def validation_times(site: Site) -> Outcome:
     return trained(site, module) | module.counts
 
 
-@feature("max_steps, max_time", checked=TRAINED)
-def limits_of_time(site: Site) -> Outcome:
-    return fit(site, max_steps=3, max_time={"hours": 1})
+fits("max_steps, max_time", trainer={"max_steps": 3, "max_time": {"hours": 1}})
 
 
-@feature("barebones", checked=TRAINED)
+@feature("barebones")
 def barebones(site: Site) -> Outcome:
     options: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps"), None
@@ -126,7 +114,7 @@ def barebones(site: Site) -> Outcome:
     return fit(site, barebones=True, **options)
 
 
-@feature("detect_anomaly, deterministic", checked=TRAINED)
+@feature("detect_anomaly, deterministic")
 def anomaly(site: Site) -> Outcome:
     try:
         return fit(site, detect_anomaly=True, deterministic=True)
@@ -204,7 +192,7 @@ def _precision(site: Site, precision: str) -> Outcome:
     return {name: value.double() for name, value in fit(site, precision=precision).items()}
 
 
-@feature("precision 32", checked=TRAINED, plans=EVERY, rtol=1e-4)
+@feature("precision 32", plans=EVERY, rtol=1e-4)
 def precision_32(site: Site) -> Outcome:
     return _precision(site, "32-true")
 
@@ -216,23 +204,18 @@ def precision_64(site: Site) -> Outcome:
     return trained(site, module) | {"types": sorted({str(p.dtype) for p in module.parameters()})}
 
 
-@feature(
-    "precision bf16-mixed", checked=TRAINED, plans=EVERY, rtol=2e-2, note="which is the rounding of bfloat16"
-)
+@feature("precision bf16-mixed", plans=EVERY, rtol=2e-2, note="which is the rounding of bfloat16")
 def precision_bf16_mixed(site: Site) -> Outcome:
     return _precision(site, "bf16-mixed")
 
 
-@feature(
-    "precision bf16-true", checked=TRAINED, plans=EVERY, rtol=5e-2, note="which is the rounding of bfloat16"
-)
+@feature("precision bf16-true", plans=EVERY, rtol=5e-2, note="which is the rounding of bfloat16")
 def precision_bf16_true(site: Site) -> Outcome:
     return _precision(site, "bf16-true")
 
 
 @feature(
     "precision 16-mixed (loss scaling)",
-    checked=TRAINED,
     plans=EVERY,
     rtol=2e-2,
     refused={WIDE: "precision='16-mixed' is not supported: its loss scaling skips steps rank by rank"},
