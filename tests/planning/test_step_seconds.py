@@ -17,7 +17,7 @@ from lightning_amp.planning.time.collectives import gradient_numbers, region_tra
 from lightning_amp.planning.time.operator_costs import parts
 from lightning_amp.planning.time.step_seconds import step_seconds, stratum_seconds
 from lightning_amp.techniques.hic.block_sizes import block_cells
-from tests.planning.work_cases import CELLS, sent, shape, stratum_work, work
+from tests.planning.work_cases import CELLS, shape, stratum_work, work
 
 
 def test_what_a_stratum_sends() -> None:
@@ -45,17 +45,6 @@ def test_what_a_stratum_sends() -> None:
     assert gradient_numbers(sizes, Axes()) == (0, keys + tables)
     assert gradient_numbers(sizes, Axes(placement="hidden")) == (keys, tables)
     assert gradient_numbers(sizes, Axes(placement="strata")) == (keys + tables, 0)
-
-
-def test_domain_parallelism_divides_rows() -> None:
-    # six buckets for four ranks: the first has two
-    sizes = shape()
-    alone, shared = (
-        stratum_work(sizes, Axes(placement=placement), k=2, cells=CELLS, ranks=4)
-        for placement in ("replicated", "nodes")
-    )
-    assert shared.flops == pytest.approx(alone.flops / 3, rel=0.01)
-    assert shared.bytes > alone.bytes / 3, "the ends of a run are computed with their neighbours"
 
 
 def test_fused_attention_leaves_out_what_is_masked() -> None:
@@ -108,18 +97,6 @@ def test_seconds_of_sending() -> None:
     assert seconds(Axes(placement="strata"), both, links=SLOW) == pytest.approx(expected)
 
 
-def test_recomputing_adds_a_forward_pass() -> None:
-    retain, recompute = (work(shape(), Axes(activations=a)).flops for a in ("retain", "recompute"))
-    assert recompute == pytest.approx(retain * 4 / 3)
-    assert work(shape(), Axes(activations="stream")).flops == retain
-
-
-def test_a_streamed_chain_passes_its_spine_three_times() -> None:
-    chained = shape(chained=True)
-    retain, stream = (work(chained, Axes(activations=a)).flops for a in ("retain", "stream"))
-    assert stream - retain == 2 * 2 * (2 * 192 * 16**2)
-
-
 def test_blocks_of_cells_cost_gradients_of_the_key() -> None:
     sizes, cells = shape(anchors=40_000, window=64), 64
     blocks = -(-cells // block_cells(40_000, anchors=40_000))
@@ -162,24 +139,3 @@ def test_strata_side_by_side_end_with_the_last_one() -> None:
     assert seconds(stream, sizes=two, overhead_seconds=1e-6) == pytest.approx(one_thread)
     # other plans compute one stratum after the other, each with all threads
     assert seconds(Axes(), sizes=two, matmul_flops=1e6) == seconds(Axes(), sizes=sizes, matmul_flops=1e6)
-
-
-def test_strata_of_a_rank_run_side_by_side() -> None:
-    sizes, axes = shape(strata=5, threads=2), Axes(placement="strata", activations="stream")
-    costs, _ = stratum_seconds(sizes, axes, cells=CELLS, rates=rates(matmul_flops=1e6))
-    (end,) = deal(costs, 2)[:1]
-    assert end == 3
-    slowest = max(2 * max(costs[0] + costs[2], costs[1]), 2 * max(costs[3:]))
-    found = seconds(axes, MeshShape(data=1, model=2), sizes, matmul_flops=1e6)
-    assert found == pytest.approx(slowest)
-
-
-def test_strata_send_less_than_channels() -> None:
-    sizes = shape(anchors=2048, dim=64, window=160, strata=8)
-
-    def numbers(axes: Axes) -> float:
-        return sum(sent(sizes, axes, 4).values()) / 4
-
-    # numerics.md: K (2 N 3 w + 10 N D) against N D
-    hidden, strata = numbers(Axes(placement="hidden")), numbers(Axes(placement="strata"))
-    assert hidden / strata > 50

@@ -153,29 +153,6 @@ def test_files_of_a_fit_with_a_plan(tmp_path: Path) -> None:
     assert trainer.callback_metrics["amp/peak_predicted_bytes"].item() == 50_000
 
 
-def test_table_is_the_last_measured_step(tmp_path: Path) -> None:
-    strategy = SingleDeviceStrategy(torch.device("cpu"))
-    strategy.plan = planned()  # type: ignore[attr-defined]
-    monitor = StratumMemoryMonitor(every_n_steps=3, plot=False)
-    assert monitor.table() == []
-    fit(monitor, Model(), tmp_path, strategy=strategy)
-    last = [row for row in monitor.rows if row["step"] == 3]
-    table = monitor.table()
-    assert [(row["decoder"], row["stratum"]) for row in table] == [
-        ("decoder", 0),
-        ("decoder", 1),
-        ("decoder", 2),
-        ("", "step"),
-    ]
-    assert [row["measured"] for row in table] == [r["current_bytes"] for r in last[:3]] + [
-        last[3]["peak_bytes"]
-    ]
-    assert [row["ratio"] for row in table] == [row["measured"] / row["predicted"] for row in table]
-    larger = [{**row, "rank": 1, "current_bytes": 2 * row["current_bytes"]} for row in last]
-    monitor.rows += larger
-    assert monitor.table()[0]["measured"] == 2 * last[0]["current_bytes"], "the worst rank"
-
-
 def test_an_exception_leaves_no_mode_and_writes_what_is_there(tmp_path: Path) -> None:
     monitor, model = StratumMemoryMonitor(every_n_steps=1, plot=False), Model(fails_at=2)
     with pytest.raises(RuntimeError, match="the step fails"):
@@ -274,27 +251,6 @@ def test_rank_zero_writes_the_rows_of_all_ranks(tmp_path: Path) -> None:
     assert len(second) == 2
     lines = (tmp_path / "out" / "memory.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == first
-
-
-def test_on_cuda_the_allocator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, asked = torch.device("cuda", 1), []
-    for name, value in {
-        "reset_peak_memory_stats": 0,
-        "memory_allocated": 7,
-        "max_memory_allocated": 9,
-    }.items():
-        monkeypatch.setattr(
-            torch.cuda, name, lambda d, name=name, value=value: asked.append((name, d)) or value
-        )
-    meter = CudaMeter(device)
-    meter.start([])
-    assert meter.read() == (7, 9)
-    meter.stop()
-    assert asked == [
-        ("reset_peak_memory_stats", device),
-        ("memory_allocated", device),
-        ("max_memory_allocated", device),
-    ]
 
 
 @pytest.mark.gpu

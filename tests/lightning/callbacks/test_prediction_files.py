@@ -15,7 +15,6 @@ import torch
 from scipy.spatial.distance import cdist
 
 from lightning_amp import figures
-from lightning_amp.data.describe_embedding import principal_components
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
 from lightning_amp.data.files.write_cooler import is_fixed
 from lightning_amp.data.files.write_results import _file_stems, labels_of, read_assembly, write_pseudobulk
@@ -200,8 +199,3 @@ def test_missing_labels_are_unknown() -> None:
     assert labels_of(obs, "a").tolist() == ["x", "Unknown"]
     assert labels_of(obs, "b").tolist() == ["1.0", "Unknown"]
     assert labels_of(obs, None).tolist() == ["Unknown", "Unknown"]
-
-
-def test_variances_of_principal_components_are_those_of_the_scores() -> None:
-    scores, variances = principal_components(np.random.default_rng(0).normal(size=(600, 5)))
-    np.testing.assert_allclose(np.diag(np.cov(scores.T)), variances)

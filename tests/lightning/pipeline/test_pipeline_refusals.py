@@ -3,7 +3,6 @@
 import logging
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +13,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, DataError, PlanError
-from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.techniques.pipeline.options import stages_of
 from lightning_amp.techniques.pipeline.steps.micro_batches import cut
 from tests.lightning.pipeline.pipeline_cases import CNN, GPT, Batch, fit, tokens, trainer_of
 from tests.lightning.pipeline.test_pipeline import close
-from tests.planning.modules.test_stages import step
 from tests.ranks import run_ranks
 
 
@@ -193,17 +189,3 @@ def test_a_batch_is_cut_by_samples_or_refused() -> None:
 def test_options_of_a_pipeline_are_checked(asked: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match="is not supported|is an option of pipeline"):
         Request(**asked)
-
-
-def test_stages_for_a_step_by_hand_are_chosen_by_a_person() -> None:
-    module, seen = GPT(), step()
-    trainer: Any = SimpleNamespace(
-        lightning_module=module, precision_plugin=None, precision="64", callbacks=[]
-    )
-    by_name, by_policy = Request(strategies="pipeline"), Request()
-    assert without_stages(seen, torch.device("cpu"), by_policy, trainer) is seen
-    module.automatic_optimization = False
-    assert without_stages(seen, torch.device("cpu"), by_name, trainer) is seen
-    assert (
-        "optimises by hand" in stages_of(without_stages(seen, torch.device("cpu"), by_policy, trainer)).reason
-    )

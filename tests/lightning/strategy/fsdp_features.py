@@ -167,7 +167,8 @@ BY_NORM, BY_VALUE = (
     {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
 )
 MODULES: dict[type[Blocks], dict[str, Any]] = {
-    Blocks: {}, SharedBlock: BY_NORM, Frozen: BY_VALUE, Several: {}, Penalised: BY_NORM, InParts: BY_VALUE, ByForward: {},
+    Blocks: {}, SharedBlock: BY_NORM, Frozen: BY_VALUE, Several: {}, Penalised: BY_NORM, InParts: BY_VALUE,
+    ByForward: {},
 }  # fmt: skip
 """With options of the Trainer."""
 

@@ -314,27 +314,6 @@ def test_hostile_modules_train_as_on_a_plain_trainer(tmp_path: Path) -> None:
             assert any("measured with real values" in note for note in notes) == (expected == "a real step")
 
 
-def unfit(rank: int, ranks: int) -> list[str]:
-    texts = []
-    loader = DataLoader(CELLS, batch_size=4)  # type: ignore[arg-type]
-    for strategy in (AMPStrategy(device_memory="2KiB"), AMPStrategy(device_memory="2KiB", unfit="train")):
-        try:
-            run = fitted(Small(width=64), loader, strategy)
-        except PlanError as error:
-            texts.append(str(error))
-        else:
-            texts.append(str(run["plan"].fits))
-    return texts
-
-
-def test_a_budget_that_cannot_be_met_is_refused(tmp_path: Path) -> None:
-    ((refused, trained),) = run_ranks(unfit, 1, tmp_path)
-    assert "predicted to run out of memory in the step" in refused
-    assert "the step requires at least" in refused
-    assert "Nothing was trained" in refused
-    assert trained == "False"
-
-
 def evaluated(rank: int, ranks: int) -> Any:
     from tests.lightning.strategy.any_module_cases import trainer_of
 

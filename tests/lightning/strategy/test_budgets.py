@@ -221,14 +221,6 @@ def test_a_budget_is_held_where_parameters_are_unfrozen_unasked() -> None:
         run(Unfreezing(), within(peak - 1), **options)
 
 
-def test_a_batch_larger_than_those_before_is_counted() -> None:
-    data = DataLoader([*batches(4), *batches(1, 2 * ROWS)], batch_size=None)  # type: ignore[arg-type]
-    _, peak = run(Net(), data=data, max_steps=5)
-    assert run(Net(), within(peak), data, max_steps=5)[0]["steps"] == 5
-    with pytest.raises(StepOverBudget, match="no batch before it had as many bytes"):
-        run(Net(), within(peak - 1), data, max_steps=5)
-
-
 def test_a_step_that_draws_which_blocks_run_is_one_draw() -> None:
     for module in (Depth(random.random), Depth(lambda: torch.rand(()))):
         found, _ = run(module, AMPStrategy())

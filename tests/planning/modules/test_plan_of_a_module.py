@@ -14,7 +14,7 @@ from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import WEIGHT_BYTES, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
-from lightning_amp.errors import InstallError, ModelError, PlanError
+from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleBytes, ModuleProfile, TensorBytes
 from lightning_amp.footprint.module_profile import Moment as Stretch
 from lightning_amp.lightning.steps.out_of_memory import advice_on_memory
@@ -23,11 +23,9 @@ from lightning_amp.planning.modules.candidates import compare
 from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
 from lightning_amp.planning.modules.plan_module import (
     diagnose_module,
-    plan_again,
     plan_module,
     split_by_planner,
 )
-from lightning_amp.planning.modules.questions import largest_batch
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
@@ -262,32 +260,6 @@ def test_a_module_that_refuses_a_technique_is_planned_without() -> None:
         plan_module(base(3300), seen(), named=("recompute",), count=count)
 
 
-def test_refusals_are_no_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two techniques that are refused together, each is tried by itself, and the one that is none is kept."""
-    monkeypatch.setattr(candidates, "TRIES", 1)
-    counted = []
-
-    def count(rules: Any) -> ModuleProfile:
-        counted.append(sorted({rule.strategy for rule in rules}))
-        if "chunk" in counted[-1]:
-            raise ModelError("the step fails") from InstallError("blocks.1 changes a buffer")
-        return profiled(saved=100)
-
-    def chunked(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft:
-        spec = ChunkBlock(budget_bytes=9)
-        targets = (*draft.targets, Rule(strategy="chunk", fqn="blocks.0", spec=spec, why=""))
-        return replace(draft, peak_bytes=draft.peak_bytes // 2, seconds=draft.seconds / 2, targets=targets)
-
-    monkeypatch.setitem(PREDICTIONS, "chunk", replace(PREDICTIONS["chunk"], add=chunked))
-    found = plan_module(base(1500), seen(), count=count)
-    assert counted[0] == ["chunk", "recompute"]
-    assert counted[-1] == ["recompute"]
-    assert found.strategies == ("recompute",)
-    assert found.diagnosis is not None
-    assert found.diagnosis.does_not_help["chunk"] == "chunk would not: blocks.1 changes a buffer"
-    assert not any("chunk" in row.strategies for row in found.candidates)
-
-
 def test_what_is_asked_for_by_name_is_honoured() -> None:
     asked = plan_module(base(10_000, strategies="S1"), seen(), named=("recompute",), budget_named=False)
     assert asked.strategies == ("S1", "recompute")
@@ -351,37 +323,3 @@ def test_small_gradients_are_copied_on_several_ranks() -> None:
     assert step.peak_bytes(1) == 2**22 + 101
     # beside what is held and the batch: what the first step logs, which parameters were reached, and the copies
     assert step.peak_bytes(2) == 2**22 + 100 + 20 + 2 + 300 + WEIGHT_BYTES
-
-
-def test_a_plan_that_was_given_is_predicted_anew() -> None:
-    given = plan_module(base(3300), seen())
-    again = plan_again(given, seen(), count=lambda rules: profiled(saved=1900))
-    assert again.predicted_peak_bytes == 2000
-    assert again.rules == given.rules
-
-
-def test_the_largest_batch_is_found_in_few_looks() -> None:
-    for budget, rest in ((10**6, 1234), (999, 990), (10**8, 5)):
-        looks: list[int] = []
-
-        def peak(n: int, rest: int = rest, looks: list[int] = looks) -> int:
-            looks.append(n)
-            return rest + 7 * n + n // 10
-
-        found = largest_batch(peak, budget, 8)
-        assert peak(found) <= budget < peak(found + 1) if found else peak(1) > budget
-        assert len(looks) <= 14
-
-
-def test_every_plan_is_compared_on_several_ranks() -> None:
-    heavy = seen(profiled(held=8000), weights=2000)
-    found = compare(heavy, ranks=2, budget=None)
-    assert {row.strategies for row in found.candidates} == {
-        (),
-        ("fsdp",),
-        ("recompute",),
-        ("recompute", "fsdp"),
-    }
-    assert found.candidates[0].strategies == ()
-    leanest = min(found.candidates, key=lambda row: row.peak_bytes)
-    assert leanest.strategies == ("recompute", "fsdp")

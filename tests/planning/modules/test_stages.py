@@ -12,7 +12,6 @@ from lightning_amp import cut_pipeline
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Parameter, Passes
-from lightning_amp.planning.modules.candidates import _candidate
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.module_report import advice_table
@@ -149,17 +148,6 @@ def test_less_memory_asks_for_another_cut_and_more_micro_batches() -> None:
     assert chosen.seconds < free.seconds
 
 
-def test_stages_that_take_turns_on_a_rank_keep_to_the_budget_too() -> None:
-    # the fastest cut gives three blocks to the first stage, which shares a rank with the third
-    options = {"seconds": (1.0, 1.0, 1.0, 5.0, 5.0, 5.0)}
-    asked = PipelineOptions(micro_batches=2, schedule="interleaved", again=())
-    free = made(staged(step(**options), 2, data=1, budget=None, asked=asked))
-    assert spec_of(free).ends == "3,4,5,6"
-    tight = made(staged(step(**options), 2, data=1, budget=free.peak_bytes - 1, asked=asked))
-    assert tight.peak_bytes < free.peak_bytes
-    assert tight.seconds > free.seconds
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_peak_of_a_rank_is_that_of_its_passes(name: str) -> None:
     ranks, count = 2, 4
@@ -184,16 +172,6 @@ def test_the_peak_of_a_rank_is_that_of_its_passes(name: str) -> None:
         # the second receives as much in each micro-batch, twice, and has the gradient of all results
         second = always + count * (kept + 2 * sent)
         assert rank_peaks(pipeline)[1] == pytest.approx(second + ROWS * SENT, abs=6 * sent)
-
-
-def test_states_of_random_numbers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = Pipeline(
-        part=passes(2), whole=passes(), ends=(3, 6), orders=schedule("gpipe", 2, 4), at_once=True
-    )
-    without = rank_peaks(pipeline)
-    monkeypatch.setattr("lightning_amp.techniques.pipeline.schedule.stage_bytes.DRAWS", 1000)
-    # one with each of the four results that are sent
-    assert [n - m for n, m in zip(rank_peaks(pipeline), without, strict=True)] == [6 * 1000, 3 * 1000]
 
 
 def test_what_cannot_be_stages_says_why() -> None:
@@ -233,15 +211,6 @@ def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
     hopeless = plan_module(base(100, devices=2), heavy)
     assert hopeless.fits is False
     assert any("with pipeline" in note for note in hopeless.notes)
-
-
-def test_a_faster_plan_over_the_model_axis_is_said_to_be_faster() -> None:
-    best = Draft(ranks=2, peak_bytes=10, seconds=8.0)
-    verdicts = [
-        _candidate(draft, best, None, base=(), batch_size=1).verdict
-        for draft in (replace(best, ranks=1, model=2, seconds=1.0), replace(best, seconds=8.1))
-    ]
-    assert verdicts == ["4.00 x as fast", "within 2 %, no simpler"]
 
 
 def test_stages_are_not_looked_for_where_the_step_fits() -> None:
