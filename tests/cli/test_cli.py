@@ -9,12 +9,11 @@ from textwrap import fill
 import pytest
 import yaml
 
-from lightning_amp.cli.commands.demo import CONFIG, run_demo
+from lightning_amp.cli.commands.demo import run_demo
 from lightning_amp.cli.main import TRAINING, main
 from lightning_amp.cli.verbs import VERBS
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
-from tests.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +156,6 @@ def test_predictions_need_a_checkpoint(capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-amp"])
     assert main(["predict", "--config", "config.yaml"]) == 2
     assert "predict requires --ckpt_path" in capsys.readouterr().err
-
-
-def test_the_shipped_demo_config_is_the_one_that_the_demo_writes() -> None:
-    shipped = ROOT / "configs" / "demo.yaml"
-    assert shipped.read_text() == CONFIG.substitute(out="demo", devices=2, epochs=40)
 
 
 def test_the_demo_refuses_a_folder_that_is_not_its_own(tmp_path) -> None:

@@ -81,22 +81,6 @@ def test_every_axis_of_four_ranks_is_measured(tmp_path: Path) -> None:
             assert predicted == pytest.approx(seconds[-1], rel=0.01)
 
 
-def on_two_nodes(rank: int, ranks: int) -> dict[str, Any]:
-    with patch.dict(os.environ, {"GROUP_RANK": str(rank)}):
-        return measured_between(rank, ranks, torch.device("cpu"))
-
-
-@pytest.mark.ranks
-def test_ranks_of_several_nodes_measure_what_lies_between_them(tmp_path: Path) -> None:
-    one, other = run_ranks(on_two_nodes, 2, tmp_path)
-    assert one == other
-    assert set(one) == {"node", BETWEEN, ALL, COLLECTIVES}
-    assert one["node"] == 1
-    links = calibration.links_of(CPU_CORE.links, one).links
-    assert links.ranks_per_node == 1
-    assert links.inter_bandwidth > 0
-
-
 def test_the_command_keeps_what_it_measures(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("lightning_amp.simulation.calibrate.SIZES", {"cpu": STEP})
     monkeypatch.setattr("lightning_amp.simulation.calibrate.SHARE", 0)

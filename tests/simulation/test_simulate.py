@@ -131,17 +131,6 @@ def measured_step(module: DecoderAlone, batch: dict[str, Tensor], optimizer: Any
     return live.peak, strata
 
 
-def test_compiled_strata_are_simulated_as_they_are() -> None:
-    as_it_is, compiled = (
-        simulate_plan(
-            lambda: decoder_subject(shape(), batch_size=BATCH), planned(shape(), strategies, ranks=1)
-        )
-        for strategies in ("S4,fused,sparse", "S4,fused,sparse,compile")
-    )
-    assert compiled.peak_bytes == as_it_is.peak_bytes
-    assert compiled.strata_bytes == as_it_is.strata_bytes
-
-
 @pytest.mark.full
 @pytest.mark.ranks
 def test_simulated_bytes_are_the_real_ones(tmp_path) -> None:
@@ -238,23 +227,6 @@ def test_nothing_is_left_behind_and_nothing_is_shared_with_a_real_group() -> Non
     assert not dist.is_initialized()
 
 
-def test_ranks_with_equal_shards_are_simulated_once() -> None:
-    decoder = shape(anchors=41, dim=8, window=8, strata=3)
-    calls = []
-
-    def make() -> Subject:
-        calls.append(1)
-        return decoder_subject(decoder, batch_size=BATCH)
-
-    found = simulate_plan(make, planned(decoder, "S1,S2", ranks=4))
-    # 41, 40 and 39 features in runs of 11, 10 and 10: the last rank has 8, 10 and 9, and sizes were asked of all
-    assert len(calls) == 4 + 2
-    assert [result.rank for result in found.ranks] == [0, 1, 2, 3]
-    assert len(set(found.peak_bytes[:3])) == 1
-    assert found.peak_bytes[3] < found.peak_bytes[0]
-    assert found.worst.rank == 0
-
-
 class Unreached(DecoderAlone):
     """Has parameters that no step reaches, and one whose gradient is a view of a larger tensor."""
 
@@ -338,12 +310,3 @@ def test_remembered_answers_are_the_real_ones(again) -> None:
         return live.current, live.peak
 
     assert steps("meta", SimulatedMeter()) == steps("cpu", LiveBytes())
-
-
-def test_indices_keep_their_values_and_go_with_tensors_that_have_none() -> None:
-    index = torch.tensor([2, 0])
-    with SimulatedMeter():
-        table = torch.empty(3, 4, device="meta")
-        assert table[index].shape == (2, 4)
-        assert table.index_add_(0, index, torch.empty(2, 4, device="meta")).is_meta
-        assert int(index[0]) == 2

@@ -12,7 +12,6 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,11 +22,9 @@ from lightning_amp.cli.commands.verify import _decided
 from lightning_amp.cli.main import main
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
-from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.models.glue import GLUE
 from lightning_amp.verification import processes
-from lightning_amp.verification import training_run as cut
 from lightning_amp.verification.compare import Precision, Report, errors, find_suspects, loss_errors
 from lightning_amp.verification.processes import run_processes
 from lightning_amp.verification.result import Row, Suspect, Verification
@@ -48,25 +45,6 @@ data:
   init_args: {data_dir: $data, batch_size: 12}
 ckpt_path: null
 """)
-
-IN_MAIN = """\
-import torch
-from lightning.pytorch import LightningModule
-import lightning_amp
-
-class Inline(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-print(lightning_amp.verify(Inline(), torch.ones(4, 3), steps=1, precisions=["float64"]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -246,16 +224,6 @@ def test_another_plan_than_the_configurations_leaves_out_how_that_is_done() -> N
     assert _decided(options, asked) == {"device_memory": "1GiB", "strategies": "S1"}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.release
-def test_a_session_without_a_file_can_verify_its_own_classes() -> None:
-    done = subprocess.run(
-        [sys.executable, "-"], input=IN_MAIN, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "The ranks train as one process does." in done.stdout
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -279,24 +247,6 @@ def test_what_cannot_be_sent_or_read_is_refused_before_anything_starts() -> None
         lightning_amp.verify(module, cells(8))
     with pytest.raises(DataError, match=r"a loader without batches"):
         lightning_amp.verify(cases.Clean(), DataLoader([]))
-
-
-def test_parts_of_a_batch_make_up_the_batch() -> None:
-    dense = torch.arange(21.0).reshape(7, 3)
-    sparse = SparseCounts.from_dense(torch.arange(14).reshape(7, 2) % 3)
-    batch = {"a": {"x": sparse, "y": (dense, [np.arange(7)]), "name": "run"}, "b": {"x": dense[:5]}}
-    parts = [cut.part_of(batch, rank, 3) for rank in range(3)]
-    assert [len(part["a"]["x"]) for part in parts] == [3, 2, 2]
-    assert [len(part["b"]["x"]) for part in parts] == [2, 2, 1]
-    assert torch.equal(torch.cat([part["a"]["x"].to_dense() for part in parts]), sparse.to_dense())
-    assert torch.equal(torch.cat([part["a"]["y"][0] for part in parts]), dense)
-    assert parts[1]["a"]["y"][1][0].tolist() == [3, 4]
-    assert parts[2]["a"]["name"] == "run"
-    assert cut.cast(batch, torch.float64)["b"]["x"].dtype is torch.float64
-    assert cut.cast(batch, torch.float64)["a"]["x"].dtype is sparse.dtype
-    with pytest.raises(DataError, match=r"have the first axes \[4, 7\]"):
-        cut.part_of([dense, dense[:4]], 0, 2)
-    assert len(cut.part_of([dense, dense[:4]], 0, 1)) == 2
 
 
 def test_errors_are_relative_and_nothing_is_passed_over() -> None:
@@ -353,15 +303,6 @@ class Inherited:
 
     def __del__(self) -> None:
         (self.folder / f"thrown-away-{os.getpid()}").touch()
-
-
-def test_a_session_that_has_a_process_group_is_not_forked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "_is_interactive", lambda: True)
-    monkeypatch.setattr(processes.dist, "is_initialized", lambda: True)
-    with pytest.raises(AmpError, match=r"call torch\.distributed\.destroy_process_group\(\) first"):
-        run_processes(cases.collects, 1, tmp_path, timeout=60)
 
 
 @pytest.mark.ranks
