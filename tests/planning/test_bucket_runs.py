@@ -2,10 +2,7 @@
 
 import pytest
 
-from lightning_amp.techniques.hic.attention.bucket_runs import (
-    Band,
-    RunSizes,
-)
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, RunSizes
 from tests.each import each
 
 W = 5
@@ -39,10 +36,7 @@ def test_runs_take_every_bucket_once_and_meet_its_neighbours(
         assert last + run.missing == min(end, band.n_key_buckets * W), "and the rows that fill the last one"
     if padded:
         assert len(band.runs) == -(-buckets // together), "no more runs than need be"
-    assert band.around == (
-        any(run.outside[0] for run in band.runs),
-        any(run.outside[1] for run in band.runs),
-    )
+    assert band.around == (any(run.outside[0] for run in band.runs), any(run.outside[1] for run in band.runs))
 
 
 def test_scores_are_those_of_rows_and_keys() -> None:

@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.costs.device_rates import (
-    CPU_CORE,
-    DEVICES,
-    Rates,
-    calibrated,
-    nearest_rates,
-    rates_for,
-)
+from lightning_amp.costs.device_rates import CPU_CORE, DEVICES, Rates, calibrated, nearest_rates, rates_for
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
@@ -22,13 +15,7 @@ from lightning_amp.planning.time.step_seconds import step_seconds
 
 def predicted(rates: Rates, mesh: MeshShape) -> float:
     decoder = DecoderShape(
-        fqn="decoder",
-        anchors=500,
-        dim=32,
-        features=(500, 499),
-        distances=(0, 1),
-        attention=True,
-        window=40,
+        fqn="decoder", anchors=500, dim=32, features=(500, 499), distances=(0, 1), attention=True, window=40
     )
     return step_seconds(decoder, Axes(), mesh, cells=8, rates=rates)
 

@@ -96,10 +96,7 @@ def test_reports_fit_80_columns() -> None:
             "S1 split nothing over the model axis",
         ),
         ({"strategies": "S5", "devices": 1}, "S5 split a module over the model axis"),
-        (
-            {"strategies": "pipeline", "devices": 4},
-            "they cannot be stages. Use 'strata'",
-        ),
+        ({"strategies": "pipeline", "devices": 4}, "they cannot be stages. Use 'strata'"),
     ],
 )
 def test_bad_requests_are_refused(request_, message) -> None:

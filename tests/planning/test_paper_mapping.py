@@ -17,11 +17,7 @@ from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.table import STRATEGIES
 from tests.planning.profiles import hic, profile, rna, shape, with_full_attention
 
-TABLE_4 = {
-    HIGH_INPUT_DIMENSIONALITY: ["S2", "S4"],
-    ATTENTION_DECODER: ["S3"],
-    HEAVY_DECOMPOSITION: ["S5"],
-}
+TABLE_4 = {HIGH_INPUT_DIMENSIONALITY: ["S2", "S4"], ATTENTION_DECODER: ["S3"], HEAVY_DECOMPOSITION: ["S5"]}
 
 
 def test_each_signal_asks_for_the_strategies_of_table_4() -> None:

@@ -17,11 +17,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies import recommend_devices as recommendation
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.planning.policies.recommend_devices import (
-    WORTH,
-    Scale,
-    recommend_devices,
-)
+from lightning_amp.planning.policies.recommend_devices import WORTH, Scale, recommend_devices
 from lightning_amp.planning.reports.step_report import recommendation_report
 from tests.planning.profiles import hic, profile, rna
 
@@ -195,10 +191,7 @@ def test_status_3_where_nothing_fits_the_memory_that_was_named(data_dir, capsys)
         (["absent", "--shape", "anchors=9,dim=4,strata=2"], "both DIR='absent' and shape='anchors=9"),
         (["--shape", "anchors=9,dim=4,strata=2", "--window", "4"], "cannot be used with --window"),
         (["--shape", "anchors=9,dim=4,strata=2,batch=1", "--batch-size", "4"], "give one of them"),
-        (
-            ["absent", "--device-memory", "8"],
-            "would be bytes; add the unit, for example '8GiB' or '8MiB'",
-        ),
+        (["absent", "--device-memory", "8"], "would be bytes; add the unit, for example '8GiB' or '8MiB'"),
         ([], "neither DIR nor --shape"),
     ],
 )

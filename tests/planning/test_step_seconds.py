@@ -35,10 +35,7 @@ def test_what_a_stratum_sends() -> None:
     assert nodes.sent_bytes == 4 * (2 * 4 * 32 * d + 2 * b)
     assert nodes.collectives == 4
     region = region_traffic(sizes, Axes(placement="nodes"), cells=b, ranks=4)
-    assert [(c.kind, c.numbers) for c in region] == [
-        ("all_reduce", 1),
-        ("all_gather", (64 + b) * d + 3),
-    ]
+    assert [(c.kind, c.numbers) for c in region] == [("all_reduce", 1), ("all_gather", (64 + b) * d + 3)]
     region = region_traffic(sizes, Axes(placement="strata"), cells=b, ranks=4)
     assert [(c.kind, c.numbers) for c in region] == [("all_reduce", 1), ("all_reduce", n * d + b * d + 3)]
     keys, tables = 2 * (4 * d * d + 4 * d), 4 * 2 * (3 * n - 3)

@@ -191,7 +191,7 @@ def test_a_technique_that_is_wrong_or_fails_is_told_beside_the_others(tmp_path, 
         exactness.run(work)
     rows = record.entry["rows"]
     assert {row["form"] for row in rows if row["answer"] == "**wrong**"} == {
-        *(str(form) for form in FORMS if {"fused", "sdpa"} & {*form.strategies}),
+        *(str(form) for form in FORMS if {"fused", "sdpa"} & {*form.strategies})
     }
     failed = [row for row in rows if row["answer"] == "**failed**"]
     assert {row["form"] for row in failed} == {str(form) for form in FORMS if "S3" in form.strategies}

@@ -7,10 +7,7 @@ import pytest
 from benchmarks.pipeline.dynamic_program import least_sum
 from benchmarks.pipeline.imd import EPSILON, imd, layer_by_layer
 from benchmarks.pipeline.instances import draw
-from benchmarks.pipeline.training import (
-    TOLERANCE,
-    measured,
-)
+from benchmarks.pipeline.training import TOLERANCE, measured
 
 
 @pytest.mark.parametrize("sending", [1.0, 8.0])

@@ -26,9 +26,7 @@ Chosen = tuple[int, tuple[str, ...]]
 def predicted(size: Size, chosen: Chosen, *, ranks: int, threads: int) -> float:
     """Seconds of a step by the model."""
     rates = replace(
-        CPU_CORE,
-        matmul_flops=threads * CPU_CORE.matmul_flops,
-        memory_bytes=threads * CPU_CORE.memory_bytes,
+        CPU_CORE, matmul_flops=threads * CPU_CORE.matmul_flops, memory_bytes=threads * CPU_CORE.memory_bytes
     )
     mesh = MeshShape(data=ranks // chosen[0], model=chosen[0])
     decoder = replace(size.decoder(), threads=threads)

@@ -15,13 +15,7 @@ from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.link_seconds import BETWEEN, WITHIN, Kind, collective_seconds
 from lightning_amp.errors import PlanError
 from lightning_amp.simulation import calibrate_links as calibration
-from lightning_amp.simulation.calibrate_links import (
-    ALL,
-    COLLECTIVES,
-    SIZES,
-    measure_links,
-    measured_between,
-)
+from lightning_amp.simulation.calibrate_links import ALL, COLLECTIVES, SIZES, measure_links, measured_between
 from tests.ranks import run_ranks
 from tests.simulation.test_calibrate import SIZES as STEP
 

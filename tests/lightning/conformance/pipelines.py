@@ -201,12 +201,6 @@ class Quasinewton(Layered):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-@feature(
-    "stages: LBFGS",
-    against="one",
-    rtol=1e-7,
-    refused={PIPELINE: "depends on all parameters"},
-    **ONLY,
-)
+@feature("stages: LBFGS", against="one", rtol=1e-7, refused={PIPELINE: "depends on all parameters"}, **ONLY)
 def quasinewton(site: Site) -> Outcome:
     return fit(site, Quasinewton(), max_epochs=1)

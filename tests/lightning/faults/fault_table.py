@@ -123,11 +123,7 @@ ROWS = (
         Case(0, "save_checkpoint", "killed while saving"),
         "rank 0 ended without a word",
     ),
-    Row(
-        "SIGTERM to rank 1",
-        Case(1, STEP, "term"),
-        f"rank 1 received SIGTERM {in_step()}",
-    ),
+    Row("SIGTERM to rank 1", Case(1, STEP, "term"), f"rank 1 received SIGTERM {in_step()}"),
     Row(
         "SIGTERM to the process that has started the others",
         Case(0, START, "stick"),

@@ -19,15 +19,7 @@ from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.row import FullyShard
 from lightning_amp.techniques.fsdp.units import units_of
 from tests.lightning.strategy import fsdp_cases
-from tests.lightning.strategy.fsdp_features import (
-    Blocks,
-    Found,
-    Several,
-    loader,
-    saved,
-    trained,
-    trainer_of,
-)
+from tests.lightning.strategy.fsdp_features import Blocks, Found, Several, loader, saved, trained, trainer_of
 from tests.lightning.strategy.strategy_cases import Batch, RunningRanks
 from tests.ranks import CountCollectives
 from tests.techniques.fsdp.test_fsdp_bytes import measured, module_and_batch

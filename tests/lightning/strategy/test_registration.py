@@ -283,10 +283,7 @@ def test_a_technique_of_the_model_axis_gets_one() -> None:
             "the technique of S7 returned None for 'encoders.hic.first'; allowed are a module and",
         ),
         (copy.deepcopy, r"own the same parameters: \['bias', 'weight'\] differ"),
-        (
-            lambda old: nn.Identity(),
-            r"'Identity' cannot replace 'encoders.hic.first'.* \['bias', 'weight'\]",
-        ),
+        (lambda old: nn.Identity(), r"'Identity' cannot replace 'encoders.hic.first'.* \['bias', 'weight'\]"),
         (lambda old: Change({"inner": old}), "replace 'encoders.hic.first.inner', which is no module"),
     ],
 )

@@ -44,10 +44,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
             {"fsdp_ranks": 1, "strategies": "fsdp"},
             "fsdp_ranks=1 is not supported; allowed is a whole number, 2 or",
         ),
-        (
-            {"fsdp_ranks": 2},
-            "fsdp_ranks=2 is an option of fsdp; add strategies='fsdp', or leave",
-        ),
+        ({"fsdp_ranks": 2}, "fsdp_ranks=2 is an option of fsdp; add strategies='fsdp', or leave"),
         ({"fsdp_offload": True, "strategies": "S1"}, "fsdp_offload=True is an option of fsdp"),
         ({"device_speeds": [1, 2]}, "device_speeds=[1, 2] is not supported; allowed are None, 'measure'"),
         (

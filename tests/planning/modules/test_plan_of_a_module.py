@@ -21,11 +21,7 @@ from lightning_amp.lightning.steps.out_of_memory import advice_on_memory
 from lightning_amp.planning.modules import candidates
 from lightning_amp.planning.modules.candidates import compare
 from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
-from lightning_amp.planning.modules.plan_module import (
-    diagnose_module,
-    plan_module,
-    split_by_planner,
-)
+from lightning_amp.planning.modules.plan_module import diagnose_module, plan_module, split_by_planner
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
