@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.side_by_side.__main__ import cases, simulated, wrong
+from benchmarks.side_by_side.__main__ import cases, wrong
 from benchmarks.side_by_side.cases import EAGER, OURS_ALONE, OURS_STRATA, SUBSAMPLE, Case, Size, plan_of
 from benchmarks.side_by_side.measure import Measured, measure_all
 from benchmarks.side_by_side.training import Training
@@ -22,13 +22,6 @@ def test_a_wrong_gradient_is_noticed_and_another_computation_is_not_compared(alo
     off = replace(SAME, along=along)
     found = {case: off if case.method in (OURS_ALONE, SUBSAMPLE) else SAME for case in cases(TINY)}
     assert set(wrong(found)) == {OURS_ALONE.name}
-
-
-def test_simulated_case_counts_the_last_rank_too():
-    peak, sent = simulated(Case(size=TINY, method=OURS_STRATA, ranks=2))
-    assert sent > STRATA_SENDS
-    assert peak > 0
-    assert simulated(Case(size=TINY, method=OURS_ALONE))[1] == 0
 
 
 @pytest.mark.exhaustive

@@ -16,6 +16,7 @@ from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.scores import dense_entries
 from lightning_amp.techniques.hic.scores.dense_entries import known_entries
 from lightning_amp.techniques.hic.strata.rows import StreamStrata
+from tests.any_module import QUIET
 from tests.techniques.sharded_cases import Case, Model, assert_same, make_plan, train
 
 OURS = ("S4", "fused", "sparse", "stream")
@@ -108,10 +109,7 @@ def test_a_step_of_the_reference_model_waits_for_no_device(tmp_path, sparse: boo
             callbacks=third,
             max_epochs=1,
             limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         ).fit(
             GLUE(latent_dim=8, hidden_dim=16, hidden_depth=1, window=10),
             datamodule=SingleCellDataModule(data, batch_size=8, sparse=sparse),

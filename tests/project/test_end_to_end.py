@@ -19,13 +19,11 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read_profile import profile
+from tests.any_module import QUIET
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 
 GLOBAL_BATCH = 12
-QUIET = dict.fromkeys(
-    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-)
 
 
 class Losses(Callback):

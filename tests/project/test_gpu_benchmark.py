@@ -5,22 +5,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd import DeviceType
 
 from benchmarks.gpu import exactness
 from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.device import FLOAT32, FLOAT64, PRECISIONS
 from benchmarks.gpu.exactness import FORMS, _row, decoders
-from benchmarks.gpu.kernels import _kernel_rows
 from benchmarks.gpu.rates import FILE as RATES
 from benchmarks.gpu.report import FILE as REPORT
-from benchmarks.gpu.runner import Clock, Record, SkipPart, Work, read
+from benchmarks.gpu.runner import Clock, Record, Work, read
 from benchmarks.page import ROOT
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
@@ -119,25 +116,6 @@ def test_a_part_that_fails_hangs_or_dies_keeps_no_other_from_running(tmp_path):
     assert "nothing to do here" in text
 
 
-@pytest.mark.exhaustive
-@pytest.mark.release
-@pytest.mark.ranks
-def test_an_interrupt_keeps_what_was_written(tmp_path):
-    words = ("--out", tmp_path, "--tiny", "--device", "cpu", "--only", "exactness,memory")
-    process = start("-m", "benchmarks.gpu", *words)
-    until = time.monotonic() + 200
-    while not read(tmp_path / "checks.json").get("exactness", {}).get("rows") and time.monotonic() < until:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, printed
-    entry = read(tmp_path / "checks.json")["exactness"]
-    assert entry["error"] == "interrupted"
-    assert entry["rows"]
-    assert "| Exactness of every technique | failed |" in (tmp_path / REPORT).read_text()
-    assert not (tmp_path / "memory.json").exists()
-
-
 def test_exactness_covers_every_technique_of_one_device():
     of_decoder = {name: info for name, info in STRATEGIES.items() if info.choice or name == "S1"}
     one_device = {name for name, info in of_decoder.items() if not info.model_axis}
@@ -196,26 +174,3 @@ def test_a_technique_that_is_wrong_or_fails_is_told_beside_the_others(tmp_path, 
     failed = [row for row in rows if row["answer"] == "**failed**"]
     assert {row["form"] for row in failed} == {str(form) for form in FORMS if "S3" in form.strategies}
     assert {row["of"] for row in failed} == {"RuntimeError: no such kernel"}
-
-
-def test_kernels_copies_gaps_and_waits_are_told_apart(tmp_path):
-    def event(name, start, end, kind=DeviceType.CUDA):
-        return SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end))
-
-    calls = ("cudaLaunchKernel", "cudaLaunchKernel", "cudaStreamSynchronize", "aten::mm")
-    events = [event(name, 0, 1, DeviceType.CPU) for name in calls]
-    events += [event("gemm", 100, 160), event("gemm", 200, 250), event("Memcpy HtoD (Pinned)", 150, 180)]
-    record = Record(tmp_path / "kernels.json", "kernels")
-    record.begin()
-    work = SimpleNamespace(record=record)
-    assert _kernel_rows(work, events, "ours", 2) == [
-        ("gemm", pytest.approx(110e-6), 2),
-        ("Memcpy HtoD (Pinned)", pytest.approx(30e-6), 1),
-    ]
-    (row,) = record.entry["rows"]
-    assert (row["kernels"], row["kernels_per_stratum"], row["copies"]) == (2, 1, 1)
-    assert (row["launches"], row["host_waits"]) == (2, 1)
-    assert row["busy_seconds"] == pytest.approx(130e-6)
-    assert row["share_of_gaps"] == pytest.approx(20 / 150)
-    with pytest.raises(SkipPart, match="saw no kernels"):
-        _kernel_rows(work, events[:4], "ours", 2)

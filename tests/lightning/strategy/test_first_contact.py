@@ -19,6 +19,7 @@ from lightning_amp import AMPStrategy, Plan
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import MultiProcessingLauncher
 from lightning_amp.lightning.faults.launchers import end_as_ours
+from tests.any_module import QUIET
 from tests.paths import ROOT
 
 
@@ -49,9 +50,7 @@ def fitted(
         logger=CSVLogger(folder) if logger else False,
         default_root_dir=folder,
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **{name: value for name, value in QUIET.items() if name != "logger"},
     )
     trainer.fit(Small(), DataLoader(torch.randn(24, 8), batch_size=4))
     return caplog.text.splitlines()

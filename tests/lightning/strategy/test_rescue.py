@@ -26,8 +26,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("batch", [0, 3])
+@pytest.mark.parametrize(("where", "batch"), [("forward", 0), ("backward", 3)])
 def test_a_rescued_run_leaves_what_a_plain_run_leaves(where: str, batch: int) -> None:
     plain = fit(Deep(), "auto")
     with pytest.warns(UserWarning, match=r"which now runs again: .*recompute.*tried to allocate 3 GiB"):

@@ -303,19 +303,3 @@ def test_no_technique_for_blocks_makes_less_of_what_averaging_takes() -> None:
     peaks = {row.strategies: row.peak_bytes for row in compare(step, ranks=2, budget=None).candidates}
     assert peaks["recompute",] == averaged
     assert "recompute" in diagnose_module(step, ranks=2).does_not_help
-
-
-def test_small_gradients_are_copied_on_several_ranks() -> None:
-    sizes = {"weight": 2**21, "bias": 300, "frozen": 500}
-    own = tuple(
-        ParameterShape(name=name, shape=(n,), item_bytes=1, trained=name != "frozen")
-        for name, n in sizes.items()
-    )
-    profile = profiled(held=2**22, saved=100)
-    # at the peak, of which the tensors are known, there are no gradients yet
-    kinds = {**profile.by_kind, "activations": profile.by_kind["activations"] + profile.by_kind["gradients"]}
-    early = replace(profile, by_kind={**kinds, "gradients": 0}, first_bytes=2**22 + 101, left_bytes=20)
-    step = with_units(seen(early), (ParameterUnit(fqn="", parameters=own),))
-    assert step.peak_bytes(1) == 2**22 + 101
-    # beside what is held and the batch: what the first step logs, which parameters were reached, and the copies
-    assert step.peak_bytes(2) == 2**22 + 100 + 20 + 2 + 300 + WEIGHT_BYTES
