@@ -123,21 +123,17 @@ def anomaly(site: Site) -> Outcome:
         torch.autograd.set_detect_anomaly(False)
 
 
-@feature("inference_mode on", checked=TRAINED + ", logged loss")
-def inference_on(site: Site) -> Outcome:
-    return _validated(site, inference_mode=True)
-
-
-@feature("inference_mode off", checked=TRAINED + ", logged loss")
-def inference_off(site: Site) -> Outcome:
-    return _validated(site, inference_mode=False)
-
-
 def _validated(site: Site, *, inference_mode: bool) -> Outcome:
     module = Tiny()
     trainer = site.trainer(inference_mode=inference_mode)
     trainer.fit(module, site.loader(), site.loader(seed=9))
     return trained(site, module) | {"val_loss": trainer.callback_metrics["val_loss"]}
+
+
+for word, on in (("on", True), ("off", False)):
+    feature(f"inference_mode {word}", checked=TRAINED + ", logged loss")(
+        lambda site, on=on: _validated(site, inference_mode=on)
+    )
 
 
 def _profiled(site: Site, profiler: Any, word: str = "training_step") -> Outcome:
@@ -149,14 +145,10 @@ def _profiled(site: Site, profiler: Any, word: str = "training_step") -> Outcome
 RECORDED = TRAINED + "; the file has the training steps"
 
 
-@feature("SimpleProfiler", checked=RECORDED)
-def simple_profiler(site: Site) -> Outcome:
-    return _profiled(site, SimpleProfiler(dirpath=site.folder, filename="profile"))
-
-
-@feature("AdvancedProfiler", checked=RECORDED)
-def advanced_profiler(site: Site) -> Outcome:
-    return _profiled(site, AdvancedProfiler(dirpath=site.folder, filename="profile"))
+for kind in (SimpleProfiler, AdvancedProfiler):
+    feature(kind.__name__, checked=RECORDED)(
+        lambda site, kind=kind: _profiled(site, kind(dirpath=site.folder, filename="profile"))
+    )
 
 
 @feature(
@@ -188,13 +180,14 @@ def _pytorch_profiler(site: Site, *, names: bool) -> PyTorchProfiler:
     )
 
 
-def _precision(site: Site, precision: str) -> Outcome:
-    return {name: value.double() for name, value in fit(site, precision=precision).items()}
+def _precision(name: str, precision: str, **options: Any) -> None:
+    def run(site: Site) -> Outcome:
+        return {name: value.double() for name, value in fit(site, precision=precision).items()}
+
+    feature(f"precision {name}", plans=EVERY, **options)(run)
 
 
-@feature("precision 32", plans=EVERY, rtol=1e-4)
-def precision_32(site: Site) -> Outcome:
-    return _precision(site, "32-true")
+_precision("32", "32-true", rtol=1e-4)
 
 
 @feature("precision 64-true", checked=TRAINED + ", types", plans=EVERY)
@@ -204,14 +197,8 @@ def precision_64(site: Site) -> Outcome:
     return trained(site, module) | {"types": sorted({str(p.dtype) for p in module.parameters()})}
 
 
-@feature("precision bf16-mixed", plans=EVERY, rtol=2e-2, note="which is the rounding of bfloat16")
-def precision_bf16_mixed(site: Site) -> Outcome:
-    return _precision(site, "bf16-mixed")
-
-
-@feature("precision bf16-true", plans=EVERY, rtol=5e-2, note="which is the rounding of bfloat16")
-def precision_bf16_true(site: Site) -> Outcome:
-    return _precision(site, "bf16-true")
+_precision("bf16-mixed", "bf16-mixed", rtol=2e-2, note="which is the rounding of bfloat16")
+_precision("bf16-true", "bf16-true", rtol=5e-2, note="which is the rounding of bfloat16")
 
 
 @feature(

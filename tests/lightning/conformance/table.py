@@ -57,7 +57,7 @@ SELDOM = {
     "use_distributed_sampler=False with a sampler of one's own", "stages: fit, blocks in chunks",
     "reload_dataloaders_every_n_epochs, LightningDataModule", "stages: clipping by value", "stages: BackboneFinetuning",
     "stages: precision bf16-mixed", "stages: self.log with sync_dist, and a metric", "stages: manual optimisation",
-    "stages: accumulation and clipping by the global norm", "stages: LBFGS", "parameters unfrozen in the middle",
+    "stages: accumulation and clipping by the global norm", "stages: LBFGS",
     "manual optimisation, two optimisers in turn (GAN)",
 }  # fmt: skip
 """Left to a release: what they have beside other rows is Lightning's work, or tests of tests/lightning claim it."""

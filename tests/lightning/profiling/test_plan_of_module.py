@@ -11,24 +11,9 @@ from torch import Tensor, nn
 
 import lightning_amp
 from lightning_amp.errors import AmpError, DataError, ModelError, PlanError
+from tests.planning.modules.test_plan_step import Deep
 
-WIDTH = 32
-SHAPE = f"512x{WIDTH}"
-
-
-class Deep(pl.LightningModule):
-    """Blocks of which each keeps much."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        blocks = [nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH)) for _ in range(6)]
-        self.blocks = nn.Sequential(*blocks)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.blocks(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
+SHAPE = "512x32"
 
 
 class Late(Deep):
