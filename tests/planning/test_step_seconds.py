@@ -12,6 +12,7 @@ from lightning_amp.costs.link_seconds import Links
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.costs.ordered_runs import deal
 from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic
 from lightning_amp.planning.time.step_seconds import step_seconds, stratum_seconds
 from lightning_amp.techniques.hic.block_sizes import block_cells
 from tests.planning.work_cases import CELLS, shape, stratum_work, work
@@ -96,3 +97,30 @@ def test_strata_side_by_side_end_with_the_last_one() -> None:
     assert seconds(stream, sizes=two, overhead_seconds=1e-6) == pytest.approx(one_thread)
     # other plans compute one stratum after the other, each with all threads
     assert seconds(Axes(), sizes=two, matmul_flops=1e6) == seconds(Axes(), sizes=sizes, matmul_flops=1e6)
+
+
+def test_what_a_stratum_sends() -> None:
+    sizes, b, n, d = shape(dim=24, n_batches=2), CELLS, 192, 24
+    hidden = stratum_work(sizes, Axes(placement="hidden"), k=2, cells=b, ranks=4)
+    assert hidden.collectives == 15, "7 and the scores forward, 6 backward: techniques/hic/hidden/decoder.py"
+    chunked = stratum_work(sizes, Axes(placement="hidden", attention="chunked"), k=2, cells=b, ranks=4)
+    assert chunked.collectives == 7 + 2 + 6 + 2 + 2, (
+        "two chunks of 128 queries, and again in the backward pass"
+    )
+    gathered = stratum_work(sizes, Axes(placement="hidden-gathered"), k=2, cells=b, ranks=4)
+    assert gathered.collectives == 15 - 4 + 2
+    assert stratum_work(sizes, Axes(placement="strata"), k=2, cells=b, ranks=4).collectives == 0
+    nodes = stratum_work(sizes, Axes(placement="nodes"), k=2, cells=b, ranks=4)
+    assert nodes.sent_bytes == 4 * (2 * 4 * 32 * d + 2 * b)
+    assert nodes.collectives == 4
+    region = region_traffic(sizes, Axes(placement="nodes"), cells=b, ranks=4)
+    assert [(c.kind, c.numbers) for c in region] == [
+        ("all_reduce", 1),
+        ("all_gather", (64 + b) * d + 3),
+    ]
+    region = region_traffic(sizes, Axes(placement="strata"), cells=b, ranks=4)
+    assert [(c.kind, c.numbers) for c in region] == [("all_reduce", 1), ("all_reduce", n * d + b * d + 3)]
+    keys, tables = 2 * (4 * d * d + 4 * d), 4 * 2 * (3 * n - 3)
+    assert gradient_numbers(sizes, Axes()) == (0, keys + tables)
+    assert gradient_numbers(sizes, Axes(placement="hidden")) == (keys, tables)
+    assert gradient_numbers(sizes, Axes(placement="strata")) == (keys + tables, 0)

@@ -26,6 +26,14 @@ def test_a_plan_names_the_units_and_the_root() -> None:
     assert Plan.from_json(made.to_json()) == made
 
 
+def test_one_device_is_refused() -> None:
+    with pytest.raises(
+        PlanError,
+        match="over which it splits parameters, found one: devices=1, of which",
+    ):
+        plan(profile_of_module(SHAPE), devices=1, strategies="fsdp", shape=SHAPE)
+
+
 @pytest.mark.parametrize(("beside", "model"), [("", 1), (",S2", 2), (",stream", 1), (",nodes", 2)])
 def test_a_decomposed_decoder_is_refused(beside: str, model: int) -> None:
     decoder = DecoderShape(

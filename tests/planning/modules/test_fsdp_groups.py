@@ -192,3 +192,11 @@ def test_a_plan_file_that_cannot_be_is_refused(old: str, new: str, text: str) ->
     assert text in str(caught.value)
     with pytest.raises(PlanError, match="rules of fsdp have the specs FullyShard"):
         Plan.from_json(plain.replace('"offload": false', '"offload": true', 1))
+
+
+def test_a_plan_file_of_before_has_no_groups() -> None:
+    plan = plan_module(base(None, devices=4), heavy(FullyShard()), named=("fsdp",))
+    before = (
+        plan.to_json().replace('"offload": false,', '"offload": false').replace('"shard_ranks": null', "")
+    )
+    assert Plan.from_json(before) == plan

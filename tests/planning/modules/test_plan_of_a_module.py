@@ -14,14 +14,18 @@ from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import WEIGHT_BYTES, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
-from lightning_amp.errors import InstallError, PlanError
+from lightning_amp.errors import InstallError, ModelError, PlanError
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleBytes, ModuleProfile, TensorBytes
 from lightning_amp.footprint.module_profile import Moment as Stretch
 from lightning_amp.lightning.steps.out_of_memory import advice_on_memory
 from lightning_amp.planning.modules import candidates
 from lightning_amp.planning.modules.candidates import compare
 from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
-from lightning_amp.planning.modules.plan_module import diagnose_module, plan_module, split_by_planner
+from lightning_amp.planning.modules.plan_module import (
+    diagnose_module,
+    plan_module,
+    split_by_planner,
+)
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
@@ -254,6 +258,32 @@ def test_a_module_that_refuses_a_technique_is_planned_without() -> None:
     assert "recompute" not in "".join(advice_on_memory(found, torch.device("cpu")))
     with pytest.raises(InstallError, match="other code"):
         plan_module(base(3300), seen(), named=("recompute",), count=count)
+
+
+def test_refusals_are_no_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two techniques that are refused together, each is tried by itself, and the one that is none is kept."""
+    monkeypatch.setattr(candidates, "TRIES", 1)
+    counted = []
+
+    def count(rules: Any) -> ModuleProfile:
+        counted.append(sorted({rule.strategy for rule in rules}))
+        if "chunk" in counted[-1]:
+            raise ModelError("the step fails") from InstallError("blocks.1 changes a buffer")
+        return profiled(saved=100)
+
+    def chunked(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft:
+        spec = ChunkBlock(budget_bytes=9)
+        targets = (*draft.targets, Rule(strategy="chunk", fqn="blocks.0", spec=spec, why=""))
+        return replace(draft, peak_bytes=draft.peak_bytes // 2, seconds=draft.seconds / 2, targets=targets)
+
+    monkeypatch.setitem(PREDICTIONS, "chunk", replace(PREDICTIONS["chunk"], add=chunked))
+    found = plan_module(base(1500), seen(), count=count)
+    assert counted[0] == ["chunk", "recompute"]
+    assert counted[-1] == ["recompute"]
+    assert found.strategies == ("recompute",)
+    assert found.diagnosis is not None
+    assert found.diagnosis.does_not_help["chunk"] == "chunk would not: blocks.1 changes a buffer"
+    assert not any("chunk" in row.strategies for row in found.candidates)
 
 
 def test_what_is_asked_for_by_name_is_honoured() -> None:

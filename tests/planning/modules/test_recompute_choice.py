@@ -3,6 +3,7 @@ bytes; the leanest choice is that of the least peak.
 """
 
 import random
+import time
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -119,3 +120,30 @@ def test_forms_in_chunks_are_chosen_as_by_brute_force(seed: int, recompute: bool
             assert set(found.forms.values()) <= {f for options in forms for f in options} - {KEPT}
     lean = leanest(chain, recompute=recompute, chunk=True)
     assert least <= lean.peak_bytes <= least * (1 + CLOSE) + 1
+
+
+def plain_chain(n: int, draw: random.Random | None = None) -> Chain:
+    """Blocks one after the other, each of which is handed what the one before has made."""
+    blocks, moments = [], []
+    for i in range(n):
+        saved = 100 + (draw.randrange(10**9) if draw else 0)
+        # time as bytes, but not quite: the hardest case
+        seconds = saved * (draw.uniform(0.9, 1.1) if draw else 1.0)
+        keeps = (i - 1,) if i else ()
+        blocks.append(cost(f"b.{i}", seconds, saved, keeps=keeps, inputs=keeps))
+        moments.append(ChainMoment(n_bytes=saved, after=i, alive=keeps, block=i))
+        moments.append(ChainMoment(n_bytes=saved + 5, after=i, alive=keeps, block=i, form=RECOMPUTED))
+    return Chain(blocks=tuple(blocks), tensors=(10,) * n, moments=(*moments, ChainMoment(n_bytes=0, after=n)))
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_two_hundred_blocks_take_no_second(hard: bool) -> None:
+    chain = plain_chain(200, random.Random(1) if hard else None)
+    all_bytes, least = peak_bytes(chain, ()), peak_bytes(chain, chain.names)
+    start = time.process_time()
+    found = choose(chain, (all_bytes + least) // 2)
+    assert time.process_time() - start < 5, "a hang, not a target"
+    assert found is not None
+    # of the bytes that have to go, hardly more time than their share
+    share = sum(b.forward_seconds for b in chain.blocks) * (all_bytes - found.peak_bytes) / all_bytes
+    assert 0.85 * share < found.extra_seconds < 1.15 * share

@@ -12,6 +12,7 @@ from lightning_amp import cut_pipeline
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Parameter, Passes
+from lightning_amp.planning.modules.candidates import _candidate
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.module_report import advice_table
@@ -211,6 +212,15 @@ def test_a_pipeline_is_compared_and_taken_where_nothing_else_fits() -> None:
     hopeless = plan_module(base(100, devices=2), heavy)
     assert hopeless.fits is False
     assert any("with pipeline" in note for note in hopeless.notes)
+
+
+def test_a_faster_plan_over_the_model_axis_is_said_to_be_faster() -> None:
+    best = Draft(ranks=2, peak_bytes=10, seconds=8.0)
+    verdicts = [
+        _candidate(draft, best, None, base=(), batch_size=1).verdict
+        for draft in (replace(best, ranks=1, model=2, seconds=1.0), replace(best, seconds=8.1))
+    ]
+    assert verdicts == ["4.00 x as fast", "within 2 %, no simpler"]
 
 
 def test_stages_are_not_looked_for_where_the_step_fits() -> None:
