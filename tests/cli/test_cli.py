@@ -48,11 +48,27 @@ def test_profile_and_plan_print_tables_and_json(data_dir, capsys) -> None:
     [
         (["profile", "absent"], "absent"),
         (["plan", "absent", "--devices", "0"], "devices=0"),
-        (["plan", "absent", "--device-memory", "24 apples"], "'24 apples'"),
         (["plan", "absent", "--policy", "fast"], "policy='fast'"),
         (["plan", "absent", "--strategies", "S7"], "['S7'] is not in the library"),
         (["plan", "absent", "--model-parallel-size", "x"], "model_parallel_size='x'"),
         (["plan", "absent", "--devices", "1" + "0" * 23], "allowed is a whole number from 1 to 1,000,000"),
+        (
+            ["plan", "absent", "--recommend-devices", "--model-parallel-size", "2"],
+            "cannot be used with --model-parallel-size",
+        ),
+        (["plan", "absent", "--recommend-devices", "--shape", "x"], "cannot be used with --shape"),
+        (["plan", "--recommend-devices"], "requires DIR"),
+        (["plan", "absent", "--recommend-devices", "--device-memory", "8 apples"], "'8 apples'"),
+        (["plan", "absent", "--device", "A100", "--rates", "r.json"], "give one of them"),
+        (["plan", "absent", "--device", "abacus"], "rates of 'abacus' are not known"),
+        (["plan", "absent", "--shape", "anchors=9,dim=4,strata=2"], "both DIR='absent' and shape='anchors=9"),
+        (["plan", "--shape", "anchors=9,dim=4,strata=2", "--window", "4"], "cannot be used with --window"),
+        (["plan", "--shape", "anchors=9,dim=4,strata=2,batch=1", "--batch-size", "4"], "give one of them"),
+        (
+            ["plan", "absent", "--device-memory", "8"],
+            "would be bytes; add the unit, for example '8GiB' or '8MiB'",
+        ),
+        (["plan"], "neither DIR nor --shape"),
         (["prepare", "--hic", "a", "--rna", "b", "--genes", "c", "--strata", "0", "--out", "d"], "strata"),
     ],
 )

@@ -103,12 +103,6 @@ def test_where_memory_ends_the_text_says_what_may_help(capsys) -> None:
     assert "strategies sparse likelihood, stream strata; on one device too" in " ".join(text.split())
     assert "fused" not in text
     assert "from two devices on" not in text
-    auto = run(capsys, "--shape", SHAPE, "--device-memory", "30KiB")
-    assert "S4 key-first decode, sparse likelihood; on one device too" in " ".join(auto.split())
-    alone = SHAPE.replace("batch=2", "batch=1,key=convolution")
-    text = run(capsys, "--shape", alone, "--device-memory", "30KiB")
-    assert "fewer cells" not in text
-    assert "S3" not in text
     text = run(capsys, "--shape", SHAPE, "--policy", "paper")
     assert "what may help" not in text
     assert "- one device: single-device execution" in text, "the plan's notes say why it is as it is"

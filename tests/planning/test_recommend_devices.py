@@ -174,36 +174,6 @@ def test_status_3_where_nothing_fits_the_memory_that_was_named(data_dir, capsys)
     capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["absent", "--recommend-devices", "--model-parallel-size", "2"],
-            "cannot be used with --model-parallel-size",
-        ),
-        (["absent", "--recommend-devices", "--shape", "x"], "cannot be used with --shape"),
-        (["--recommend-devices"], "requires DIR"),
-        (["absent", "--recommend-devices", "--device-memory", "8 apples"], "'8 apples'"),
-        (["absent", "--recommend-devices"], "absent"),
-        (["absent", "--device", "A100", "--rates", "r.json"], "give one of them"),
-        (["absent", "--rates", "absent.json"], "absent.json"),
-        (["absent", "--device", "abacus"], "rates of 'abacus' are not known"),
-        (["absent", "--shape", "anchors=9,dim=4,strata=2"], "both DIR='absent' and shape='anchors=9"),
-        (["--shape", "anchors=9,dim=4,strata=2", "--window", "4"], "cannot be used with --window"),
-        (["--shape", "anchors=9,dim=4,strata=2,batch=1", "--batch-size", "4"], "give one of them"),
-        (["absent", "--device-memory", "8"], "would be bytes; add the unit, for example '8GiB' or '8MiB'"),
-        ([], "neither DIR nor --shape"),
-    ],
-)
-def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["plan", *words]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
-
-
 def test_a_recommendation_needs_no_torch(data_dir) -> None:
     # anndata 0.11 imports torch wherever it is installed, so that the test hides it
     code = (

@@ -5,7 +5,6 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from benchmarks.kernels.count_operators import OperatorCounter
-from benchmarks.kernels.kernel_count import count
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts
@@ -26,16 +25,6 @@ FORMS = {
     "one row for all cells": Case(n_batches=1, head=False),
     "paper": Case(variant="paper"),
 }
-
-
-def test_views_and_memory_are_no_kernels() -> None:
-    x, row = torch.ones(4, 3), torch.ones(3)
-    with OperatorCounter() as counter:
-        x[1:].view(-1)[:2]
-        torch.empty_like(x)
-        x.add_(row)
-    assert (counter.kernels, counter.operators) == (1, 5)
-    assert counter.bytes == 4 * (12 + 3 + 12)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +132,3 @@ def test_a_decoder_looks_for_the_entries_of_dense_counts_once_a_batch() -> None:
     del x, part
     model.batch.clear()
     assert len(dense_entries._KNOWN) == n - 1, "a batch that is gone is forgotten"
-
-
-def test_one_more_stratum_is_counted_without_what_comes_once() -> None:
-    sizes = {"cells": 8, "anchors": 200, "window": 20, "dim": 8, "device_type": "cuda"}
-    eager, ours = (count(chosen, **sizes) for chosen in ((), ("S4", "sparse", "stream")))
-    assert eager.kernels_per_stratum == sum(eager.parts.values())
-    assert ours.kernels_per_stratum < eager.kernels_per_stratum < eager.operators_per_stratum
-    assert eager.views == eager.operators_per_stratum - eager.kernels_per_stratum
-    assert ours.host_syncs == 0
-    assert all(n == int(n) for n in ours.parts.values())

@@ -24,7 +24,6 @@ from lightning_amp.techniques.hic.attention.fused import FusedLocalAttention
 from lightning_amp.techniques.hic.attention.s3_chunked import ChunkedLocalAttention
 from lightning_amp.techniques.table import STRATEGIES
 
-NINE_MINUTES = 540
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20
 BUSY = "something else keeps it busy"
 SCRIPT = """

@@ -15,7 +15,7 @@ from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, TEMPORARIES
+from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, TEMPORARIES
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
 from lightning_amp.planning.plan.axes import MeshShape
@@ -258,33 +258,6 @@ def test_the_step_before_leaves_the_gradients_that_this_one_does() -> None:
     found = simulate(make, made, rank=0)
     assert found.breakdown[GRADIENTS] == reached + 500 * 4
     assert found.breakdown["optimiser state"] < found.breakdown[PARAMETERS] - 100 * 101 * 4
-
-
-def test_kinds_by_hand() -> None:
-    weight = nn.Parameter(torch.empty(10, 10, device="meta"))
-    x = torch.empty(20, 10, device="meta")
-    meter = SimulatedMeter()
-    meter.hold([weight], PARAMETERS)
-    meter.hold([x, x.view(10, 20)], ACTIVATIONS)
-    weight.register_post_accumulate_grad_hook(lambda p: meter.hold(p.grad, GRADIENTS))
-    with meter:
-        meter.enter("forward", making=ACTIVATIONS)
-        loss = (x @ weight).exp().sum()
-        # the product was alive with its exponential, and is not kept
-        assert meter.peak == 400 + 800 + 800 + 800
-        assert meter.breakdown == {
-            PARAMETERS: 400,
-            GRADIENTS: 0,
-            "optimiser state": 0,
-            ACTIVATIONS: 800 + 800,
-            TEMPORARIES: 800,
-        }
-        meter.enter("backward", making=TEMPORARIES)
-        loss.backward()
-    assert meter.current == 400 + 800 + 4 + 400
-    assert meter.peak == 400 + 800 + 800 + 4 + 4 + 800
-    assert meter.breakdown[TEMPORARIES] == 4 + 800
-    assert meter.breakdown[ACTIVATIONS] == 800 + 800 + 4
 
 
 @pytest.mark.parametrize("again", [1, 2])

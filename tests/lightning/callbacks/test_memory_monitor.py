@@ -15,9 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.callbacks.memory_monitor import COLUMNS, CudaMeter, StratumMemoryMonitor
-from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.any_module import QUIET, make
-from tests.lightning.strategy.any_module_cases import Batches, fitted
+from tests.any_module import QUIET
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -201,22 +199,6 @@ def test_without_a_decoder_the_step_is_measured_by_module(
     }
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "memory_step.json").read_text())["measured"]["peak_bytes"] == found.peak_bytes
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("strategies", ["S1", "S1,recompute"])
-def test_a_module_is_predicted_beside_measured(strategies: str, tmp_path: Path) -> None:
-    module, batch = make("gene_transformer")
-    module.configure_callbacks = lambda: [monitor]
-    monitor = StratumMemoryMonitor(plot=False, dirpath=tmp_path)
-    found = fitted(module, DataLoader(Batches(batch), batch_size=None), AMPStrategy(strategies=strategies))
-    assert found["plan"].strategies == tuple(strategies.split(","))
-    measured = monitor.measured_step
-    assert measured is not None
-    assert measured.peak_bytes == pytest.approx(found["plan"].predicted_peak_bytes, rel=0.01)
-    rows = monitor.modules()
-    assert len(rows) == 10
-    assert all(row["ratio"] == pytest.approx(1, rel=0.05) for row in rows)
 
 
 def test_rows_go_through_checkpoints(tmp_path: Path) -> None:
