@@ -82,6 +82,11 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"lightning-amp {lightning_amp.__version__}\n"
 
 
+def test_verify_reads_the_same_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = said_of(GOOD.replace("max_epochs", "max_epoch"), ["verify"], tmp_path, capsys)
+    assert "Did you mean 'trainer.max_epochs'?" in said
+
+
 def printed(text: str, words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     (folder / "run.yaml").write_text(text)
     with pytest.raises(SystemExit) as ended:

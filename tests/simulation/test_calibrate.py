@@ -22,6 +22,7 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.steps import step_time
 from lightning_amp.lightning.steps.step_time import WARM_UP, StepTimer
+from lightning_amp.lightning.strategy import hardware
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.simulation import calibrate as calibration
@@ -171,6 +172,26 @@ def test_rates_are_those_of_the_gpu_or_the_nearest(
     assert rates.matmul_flops == flops
     assert bool(note) is noted
     assert rates_of(torch.device("cpu")) == (CPU_CORE, "")
+
+
+def test_a_gpu_has_what_is_free_and_what_torch_keeps_but_for_workspaces(monkeypatch) -> None:
+    monkeypatch.setattr(hardware, "take_workspaces", lambda device: 2**26)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * 2**30, 40 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * 2**30)
+    assert hardware.device_budget(torch.device("cuda", 0), node_ranks=4) == int(0.97 * (32 * 2**30 - 2**26))
+
+
+def test_segments_grow_on_cuda_unless_the_environment_has_settings(monkeypatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(hardware, "set_allocator", found.append)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    hardware.let_segments_grow(torch.device("cpu"))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    hardware.let_segments_grow(torch.device("cuda", 0))
+    assert found == []
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    hardware.let_segments_grow(torch.device("cuda", 0))
+    assert found == ["expandable_segments:True"]
 
 
 class Module:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.kernels.count_operators import OperatorCounter
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.installing.describe_module import describe
+from lightning_amp.models.decoders.stratum_keys import ConvolutionKey
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
@@ -82,6 +83,16 @@ def step(sizes: DecoderShape, axes: Axes) -> Callable[[], None]:
     batch = dict(subject.batch)
     u, v = batch.pop("u").requires_grad_(), batch.pop("v").requires_grad_()
     return lambda: decoder(u, v, **batch).backward()
+
+
+def test_operations_of_a_convolution() -> None:
+    # forward: of the gradient of a depthwise weight the counter counts the channels twice
+    key = ConvolutionKey(16, 2).to("meta")
+    with FlopCounterMode(display=False) as counter:
+        key(torch.empty(192, 16, device="meta"))
+    sizes = RankSizes(decoder=shape(attention=False), axes=Axes(), k=2, cells=CELLS)
+    forward, backward = parts(sizes)["convolution"]
+    assert forward.flops == counter.get_total_flops() == backward.flops / 2
 
 
 @pytest.mark.full

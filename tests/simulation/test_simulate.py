@@ -131,6 +131,17 @@ def measured_step(module: DecoderAlone, batch: dict[str, Tensor], optimizer: Any
     return live.peak, strata
 
 
+def test_compiled_strata_are_simulated_as_they_are() -> None:
+    as_it_is, compiled = (
+        simulate_plan(
+            lambda: decoder_subject(shape(), batch_size=BATCH), planned(shape(), strategies, ranks=1)
+        )
+        for strategies in ("S4,fused,sparse", "S4,fused,sparse,compile")
+    )
+    assert compiled.peak_bytes == as_it_is.peak_bytes
+    assert compiled.strata_bytes == as_it_is.strata_bytes
+
+
 @pytest.mark.full
 @pytest.mark.ranks
 def test_simulated_bytes_are_the_real_ones(tmp_path) -> None:
