@@ -305,6 +305,15 @@ class Inherited:
         (self.folder / f"thrown-away-{os.getpid()}").touch()
 
 
+def test_a_session_that_has_a_process_group_is_not_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_is_interactive", lambda: True)
+    monkeypatch.setattr(processes.dist, "is_initialized", lambda: True)
+    with pytest.raises(AmpError, match=r"call torch\.distributed\.destroy_process_group\(\) first"):
+        run_processes(cases.collects, 1, tmp_path, timeout=60)
+
+
 @pytest.mark.ranks
 def test_a_forked_process_collects_no_garbage_of_its_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
