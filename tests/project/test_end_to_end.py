@@ -186,3 +186,11 @@ def test_the_peak_of_a_step_is_predicted(data_dir: Path, precision: Any) -> None
     assert len(rows) == 5
     assert all(row["ratio"] == pytest.approx(1, abs=0.05) for row in rows[:-1])
     assert rows[-1]["ratio"] == pytest.approx(1, abs=0.1)
+
+
+def test_the_reference_model_can_be_tested(data_dir: Path) -> None:
+    trainer = fitted(AMPStrategy(), data_dir)
+    results = trainer.test(
+        trainer.lightning_module, SingleCellDataModule(data_dir, batch_size=4), verbose=False
+    )
+    assert results[0]["test_loss"] > 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,9 +23,11 @@ from lightning_amp.cli.commands.verify import _decided
 from lightning_amp.cli.main import main
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.models.glue import GLUE
 from lightning_amp.verification import processes
+from lightning_amp.verification import training_run as cut
 from lightning_amp.verification.compare import Precision, Report, errors, find_suspects, loss_errors
 from lightning_amp.verification.processes import run_processes
 from lightning_amp.verification.result import Row, Suspect, Verification
@@ -247,6 +250,24 @@ def test_what_cannot_be_sent_or_read_is_refused_before_anything_starts() -> None
         lightning_amp.verify(module, cells(8))
     with pytest.raises(DataError, match=r"a loader without batches"):
         lightning_amp.verify(cases.Clean(), DataLoader([]))
+
+
+def test_parts_of_a_batch_make_up_the_batch() -> None:
+    dense = torch.arange(21.0).reshape(7, 3)
+    sparse = SparseCounts.from_dense(torch.arange(14).reshape(7, 2) % 3)
+    batch = {"a": {"x": sparse, "y": (dense, [np.arange(7)]), "name": "run"}, "b": {"x": dense[:5]}}
+    parts = [cut.part_of(batch, rank, 3) for rank in range(3)]
+    assert [len(part["a"]["x"]) for part in parts] == [3, 2, 2]
+    assert [len(part["b"]["x"]) for part in parts] == [2, 2, 1]
+    assert torch.equal(torch.cat([part["a"]["x"].to_dense() for part in parts]), sparse.to_dense())
+    assert torch.equal(torch.cat([part["a"]["y"][0] for part in parts]), dense)
+    assert parts[1]["a"]["y"][1][0].tolist() == [3, 4]
+    assert parts[2]["a"]["name"] == "run"
+    assert cut.cast(batch, torch.float64)["b"]["x"].dtype is torch.float64
+    assert cut.cast(batch, torch.float64)["a"]["x"].dtype is sparse.dtype
+    with pytest.raises(DataError, match=r"have the first axes \[4, 7\]"):
+        cut.part_of([dense, dense[:4]], 0, 2)
+    assert len(cut.part_of([dense, dense[:4]], 0, 1)) == 2
 
 
 def test_errors_are_relative_and_nothing_is_passed_over() -> None:
