@@ -58,7 +58,8 @@ SELDOM = {
     "reload_dataloaders_every_n_epochs, LightningDataModule", "stages: clipping by value", "stages: BackboneFinetuning",
     "stages: precision bf16-mixed", "stages: self.log with sync_dist, and a metric", "stages: manual optimisation",
     "stages: accumulation and clipping by the global norm", "stages: LBFGS",
-    "manual optimisation, two optimisers in turn (GAN)",
+    "manual optimisation, two optimisers in turn (GAN)", "PyTorchProfiler(record_module_names=False)",
+    "torch.compile of the decoder", "torch.compile of a layer",
 }  # fmt: skip
 """Left to a release: what they have beside other rows is Lightning's work, or tests of tests/lightning claim it."""
 Found = dict[str, dict[str, Outcome]]
@@ -72,16 +73,18 @@ def sites(rank: int, ranks: int, feature: Feature, *, few: bool) -> dict[str, Si
         few: Of two data ranks and the plans of the model axis one, in turn, and one where the feature is refused;
             "ddp" only where nothing else says what is right, and one rank where that is compared with it.
     """
-    if ranks == 1:
-        found = {PLAIN: Site(strategies="")}
-        if not few or feature.against == "ddp" or AMP_1 in feature.refused:
-            found[AMP_1] = Site(strategies="S1")
-        return found | ({DDP_1: Site(strategies="ddp")} if feature.against == "ddp" else {})
     places = (AMP_2, *feature.plans)
     if few:
         turn = list(FEATURES).index(feature.name) % len(places)
         refused = [p for p in places if p in feature.refused]
-        places = tuple({*refused[turn % len(refused) :][:1], places[turn]} if refused else {places[turn]})
+        places = tuple(
+            dict.fromkeys([places[turn], *(refused[turn % len(refused) :][:1] if refused else ())])
+        )
+    if ranks == 1:
+        found = {} if set(places) <= feature.refused.keys() else {PLAIN: Site(strategies="")}
+        if not few or feature.against == "ddp" or AMP_1 in feature.refused:
+            found[AMP_1] = Site(strategies="S1")
+        return found | ({DDP_1: Site(strategies="ddp")} if feature.against == "ddp" else {})
     needed = AMP_2 in places and (
         feature.against in ("ddp", "sampler") or (feature.against == "plain" and not few)
     )

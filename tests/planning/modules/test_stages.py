@@ -149,6 +149,17 @@ def test_less_memory_asks_for_another_cut_and_more_micro_batches() -> None:
     assert chosen.seconds < free.seconds
 
 
+def test_stages_that_take_turns_on_a_rank_keep_to_the_budget_too() -> None:
+    # the fastest cut gives three blocks to the first stage, which shares a rank with the third
+    options = {"seconds": (1.0, 1.0, 1.0, 5.0, 5.0, 5.0)}
+    asked = PipelineOptions(micro_batches=2, schedule="interleaved", again=())
+    free = made(staged(step(**options), 2, data=1, budget=None, asked=asked))
+    assert spec_of(free).ends == "3,4,5,6"
+    tight = made(staged(step(**options), 2, data=1, budget=free.peak_bytes - 1, asked=asked))
+    assert tight.peak_bytes < free.peak_bytes
+    assert tight.seconds > free.seconds
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_peak_of_a_rank_is_that_of_its_passes(name: str) -> None:
     ranks, count = 2, 4
