@@ -9,12 +9,11 @@ from textwrap import fill
 import pytest
 import yaml
 
-from lightning_amp.cli.commands.demo import CONFIG, run_demo
+from lightning_amp.cli.commands.demo import run_demo
 from lightning_amp.cli.main import TRAINING, main
 from lightning_amp.cli.verbs import VERBS
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
-from tests.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +48,27 @@ def test_profile_and_plan_print_tables_and_json(data_dir, capsys) -> None:
     [
         (["profile", "absent"], "absent"),
         (["plan", "absent", "--devices", "0"], "devices=0"),
-        (["plan", "absent", "--device-memory", "24 apples"], "'24 apples'"),
         (["plan", "absent", "--policy", "fast"], "policy='fast'"),
         (["plan", "absent", "--strategies", "S7"], "['S7'] is not in the library"),
         (["plan", "absent", "--model-parallel-size", "x"], "model_parallel_size='x'"),
         (["plan", "absent", "--devices", "1" + "0" * 23], "allowed is a whole number from 1 to 1,000,000"),
+        (
+            ["plan", "absent", "--recommend-devices", "--model-parallel-size", "2"],
+            "cannot be used with --model-parallel-size",
+        ),
+        (["plan", "absent", "--recommend-devices", "--shape", "x"], "cannot be used with --shape"),
+        (["plan", "--recommend-devices"], "requires DIR"),
+        (["plan", "absent", "--recommend-devices", "--device-memory", "8 apples"], "'8 apples'"),
+        (["plan", "absent", "--device", "A100", "--rates", "r.json"], "give one of them"),
+        (["plan", "absent", "--device", "abacus"], "rates of 'abacus' are not known"),
+        (["plan", "absent", "--shape", "anchors=9,dim=4,strata=2"], "both DIR='absent' and shape='anchors=9"),
+        (["plan", "--shape", "anchors=9,dim=4,strata=2", "--window", "4"], "cannot be used with --window"),
+        (["plan", "--shape", "anchors=9,dim=4,strata=2,batch=1", "--batch-size", "4"], "give one of them"),
+        (
+            ["plan", "absent", "--device-memory", "8"],
+            "would be bytes; add the unit, for example '8GiB' or '8MiB'",
+        ),
+        (["plan"], "neither DIR nor --shape"),
         (["prepare", "--hic", "a", "--rna", "b", "--genes", "c", "--strata", "0", "--out", "d"], "strata"),
     ],
 )
@@ -157,11 +172,6 @@ def test_predictions_need_a_checkpoint(capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-amp"])
     assert main(["predict", "--config", "config.yaml"]) == 2
     assert "predict requires --ckpt_path" in capsys.readouterr().err
-
-
-def test_the_shipped_demo_config_is_the_one_that_the_demo_writes() -> None:
-    shipped = ROOT / "configs" / "demo.yaml"
-    assert shipped.read_text() == CONFIG.substitute(out="demo", devices=2, epochs=40)
 
 
 def test_the_demo_refuses_a_folder_that_is_not_its_own(tmp_path) -> None:

@@ -135,7 +135,6 @@ def test_what_is_wrong_with_a_class_or_its_batch_is_said_in_one_message(
         (["wide_model", *batch], "expected MODULE:CLASS, got 'wide_model'; write for example"),
         (["words_model:Words", *batch], "cannot be made: TypeError: Words.__init__() missing 2 required"),
         (["wide_model:Wide", *batch, "--init", "width"], "write --init NAME=VALUE"),
-        (["wide_model:Wide"], "was named without --batch"),
         (["wide_model:Wide", "--batch", "4by100"], "'4by100' is no [NAME=]SIZES[:DTYPE]"),
         (["--config", config, *batch], "--batch goes with MODULE:CLASS alone"),
         (["--config", config, "--init", "a=1"], "--init goes with MODULE:CLASS and --batch"),

@@ -2,13 +2,7 @@
 
 import pytest
 
-from lightning_amp.techniques.hic.attention.bucket_runs import (
-    CACHED_SCORES,
-    LAUNCHED_SCORES,
-    Band,
-    RunSizes,
-    run_sizes,
-)
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, RunSizes
 from tests.each import each
 
 W = 5
@@ -42,10 +36,7 @@ def test_runs_take_every_bucket_once_and_meet_its_neighbours(
         assert last + run.missing == min(end, band.n_key_buckets * W), "and the rows that fill the last one"
     if padded:
         assert len(band.runs) == -(-buckets // together), "no more runs than need be"
-    assert band.around == (
-        any(run.outside[0] for run in band.runs),
-        any(run.outside[1] for run in band.runs),
-    )
+    assert band.around == (any(run.outside[0] for run in band.runs), any(run.outside[1] for run in band.runs))
 
 
 def test_scores_are_those_of_rows_and_keys() -> None:
@@ -54,22 +45,3 @@ def test_scores_are_those_of_rows_and_keys() -> None:
     assert [run.n_scores for run in band.runs] == [5 * 10, 5 * 15, 5 * 13, 2 * 8]
     band = Band(17, 17, W, 0, RunSizes(4, W, padded=True))
     assert [run.n_scores for run in band.runs] == [4 * 5 * 15]
-
-
-@pytest.mark.parametrize(("launched", "most"), [(False, CACHED_SCORES), (True, LAUNCHED_SCORES)])
-@pytest.mark.parametrize("window", [1, 7, 200, 640, 5000])
-def test_sizes_are_bounded(window: int, launched: bool, most: int) -> None:
-    together, rows, padded = run_sizes(window, launched=launched)
-    assert 1 <= rows <= window
-    assert together >= 1
-    assert together * rows * 3 * window <= most + 3 * window
-    assert together == 1 or rows == window
-    assert padded == (launched or window < 100)
-
-
-def test_500_kb_are_one_run_on_an_accelerator_and_the_largest_atlas_is_not() -> None:
-    sizes = run_sizes(640, launched=True)
-    assert len(Band(5400, 5400, 640, 0, sizes).runs) == 1
-    runs = Band(113_505, 113_505, 640, 0, sizes).runs
-    assert len(runs) == 14
-    assert max(run.n_scores for run in runs) <= LAUNCHED_SCORES

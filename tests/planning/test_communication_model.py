@@ -1,11 +1,9 @@
 """Claim: a collective takes the seconds of a ring worked out by hand, and where its ranks are decides the bandwidth."""
 
-from dataclasses import replace
 from typing import get_args
 
 import pytest
 
-from lightning_amp.costs.device_rates import DEVICES
 from lightning_amp.costs.link_seconds import Kind, Links, collective_seconds
 
 GIB = 1e9
@@ -54,15 +52,3 @@ def test_bandwidth_by_placement(ranks, inner, expected) -> None:
     assert collective_seconds("all_reduce", n_bytes, ranks, NODES, inner=inner) == pytest.approx(
         seconds, rel=1e-12
     )
-
-
-def test_a_ring_over_nodes_is_no_faster_than_inside_of_one_and_has_one_adapter() -> None:
-    for name, rates in DEVICES.items():
-        (here, away), inner = (replace(rates.links, ranks_per_node=n) for n in (1000, 4)), (1, 2, 4, 8)
-        for ranks, n in ((ranks, n) for ranks in (2, 4, 8, 16) for n in inner):
-            assert away.bandwidth(ranks, inner=n) <= here.bandwidth(ranks, inner=n), (name, ranks, n)
-    ring = DEVICES["RTX 3090"].links
-    assert ring.bandwidth(8) == 31.5 * GIB
-    assert [ring.bandwidth(16 // n, inner=n) for n in (1, 2, 8)] == [25 * GIB] * 3
-    # two ranks a node and eight adapters: the rate of one, not of all
-    assert replace(ring, ranks_per_node=2).bandwidth(4) == 25 * GIB

@@ -12,12 +12,6 @@ from tests.planning.profiles import hic, profile, rna
 DATA = profile(hic(anchors=1500, strata=6), rna())
 
 
-def test_auto_never_takes_it() -> None:
-    made = plan(DATA, devices=2)
-    assert all("compile" not in candidate.strategies for candidate in made.candidates)
-    assert made.axes.kernels == "eager"
-
-
 def test_a_plan_that_has_it() -> None:
     made = plan(DATA, strategies="S4,fused,sparse,stream,compile")
     assert made.axes.kernels == "compiled"

@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.costs.device_rates import (
-    CPU_CORE,
-    DEVICES,
-    Rates,
-    calibrated,
-    nearest_rates,
-    rates_for,
-)
+from lightning_amp.costs.device_rates import CPU_CORE, DEVICES, Rates, calibrated, nearest_rates, rates_for
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
@@ -22,13 +15,7 @@ from lightning_amp.planning.time.step_seconds import step_seconds
 
 def predicted(rates: Rates, mesh: MeshShape) -> float:
     decoder = DecoderShape(
-        fqn="decoder",
-        anchors=500,
-        dim=32,
-        features=(500, 499),
-        distances=(0, 1),
-        attention=True,
-        window=40,
+        fqn="decoder", anchors=500, dim=32, features=(500, 499), distances=(0, 1), attention=True, window=40
     )
     return step_seconds(decoder, Axes(), mesh, cells=8, rates=rates)
 
@@ -60,12 +47,6 @@ def test_tf32_is_asked_for() -> None:
     assert rates_for("cpu", products="half") is CPU_CORE
 
 
-def test_faster_devices_are_predicted_to_be_faster() -> None:
-    one = MeshShape(data=1, model=1)
-    times = [predicted(replace(rates_for(n), overhead_seconds=0.0), one) for n in ("cpu", "A100", "H100")]
-    assert times == sorted(times, reverse=True)
-
-
 def test_a_calibrated_prediction_is_what_was_measured() -> None:
     one, two = MeshShape(data=1, model=1), MeshShape(data=2, model=1)
     before = predicted(CPU_CORE, one)
@@ -93,17 +74,6 @@ def test_an_unknown_gpu_gets_the_rates_of_the_one_whose_memory_is_nearest(name, 
     assert rates is DEVICES[near]
     assert f"the rates of {name!r} are not known: times are predicted for an {near}" in note
     assert "lightning-amp calibrate" in note
-
-
-def test_rates_are_read_from_a_file(tmp_path) -> None:
-    file = tmp_path / "rates.json"
-    file.write_text(CPU_CORE.to_json())
-    assert Rates.read(file) == CPU_CORE
-    with pytest.raises(PlanError, match=r"rates='.*absent.json' cannot be read.*calibrate"):
-        Rates.read(tmp_path / "absent.json")
-    file.write_text("{")
-    with pytest.raises(PlanError, match=r"rates.json is not JSON"):
-        Rates.read(file)
 
 
 @pytest.mark.parametrize(

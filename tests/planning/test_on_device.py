@@ -1,19 +1,17 @@
 """Claim: whoever asks, memory, time and settings of a plan are those of one device: the one whose rates are taken."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates, rates_for
 from lightning_amp.costs.model_shape import ModelShape, reference_shape
-from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.policies.recommend_devices import recommend_devices
 from lightning_amp.planning.sizes import terms
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device
+from lightning_amp.planning.time.step_seconds import on_device
 from lightning_amp.techniques.hic.rows import StreamStrata
 from tests.planning.profiles import hic, profile, rna
 
@@ -65,12 +63,6 @@ def test_every_count_is_of_the_device(name: str, device: str, monkeypatch: pytes
     assert seen == {device != "cpu"}
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_one_device_of_a_recommendation_has_the_answer_of_the_plan(device: str) -> None:
-    rates = DEVICES[device]
-    assert recommended(rates) == planned(rates)
-
-
 def test_settings_follow_the_device() -> None:
     def cells(rates: Rates) -> list[int]:
         made = plan(DATA, batch_size=512, strategies="S1,stream", rates=rates)
@@ -78,14 +70,3 @@ def test_settings_follow_the_device() -> None:
 
     (few,), (many,) = (cells(rates) for rates in DEVICES.values())
     assert few < many
-
-
-def test_a_device_that_has_its_operators_launched_runs_one_stratum_at_a_time() -> None:
-    many = replace(shape(), decoder=replace(shape().decoder, threads=8))  # type: ignore[arg-type, type-var]
-    threads = [on_device(many, rates).decoder.threads for rates in DEVICES.values()]  # type: ignore[union-attr]
-    assert threads == [8, 1]
-
-
-def test_a_shape_on_another_device_has_no_time() -> None:
-    with pytest.raises(AssertionError, match="on_device"):
-        decoder_seconds(shape(), Axes(), MeshShape(data=1, model=1), DEVICES["H100"])

@@ -5,7 +5,6 @@ about a mistake.
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,18 +14,11 @@ from lightning_amp.costs.device_rates import CPU_CORE, rates_for
 from lightning_amp.costs.model_shape import reference_shape
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies import recommend_devices as recommendation
-from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.planning.policies.recommend_devices import (
-    WORTH,
-    Scale,
-    recommend_devices,
-)
+from lightning_amp.planning.policies.recommend_devices import WORTH, Scale, recommend_devices
 from lightning_amp.planning.reports.step_report import recommendation_report
-from lightning_amp.planning.time.step_seconds import on_device, rest_seconds
 from tests.planning.profiles import hic, profile, rna
 
 GIB = 2**30
@@ -138,52 +130,6 @@ def test_ranks_of_the_data_axis_share_the_cells_of_a_step(monkeypatch) -> None:
     assert seen == {(1, 1, 3), (1, 2, 3), (2, 1, 2), (1, 4, 3), (2, 2, 2)}, "four ranks have no three cells"
 
 
-def test_cells_of_a_step_are_fixed_and_the_best_mesh_is_found() -> None:
-    found = recommend_devices(DATA, shape_of, cells=6, budget=None, rates=rates_for("A100"))
-    assert [s.devices for s in found.scales][:3] == [1, 2, 4]
-    for s in found.scales[:3]:
-        assert s.cells == -(-6 // s.best.data)
-        every = [
-            c
-            for model in (m for m in (1, 2, 4) if s.devices % m == 0)
-            for c in candidates(
-                on_device(shape_of(-(-6 // (s.devices // model))), rates_for("A100")),
-                devices=s.devices,
-                budget=None,
-                rates=rates_for("A100"),
-                own=frozenset({"S1"} if s.devices > 1 else ()),
-                model_parallel_size=model,
-            )
-        ]
-        rest = [
-            rest_seconds(shape_of(-(-6 // n.data)), n, rates_for("A100"))
-            for n in (MeshShape(data=c.data, model=c.model) for c in every)
-        ]
-        assert s.step_seconds <= 1.05 * min(c.step_seconds + n for c, n in zip(every, rest, strict=True))
-        assert s.step_seconds > s.best.step_seconds, "a step is more than its decoder"
-        assert s.best.peak_bytes in [c.peak_bytes for c in every if c.strategies == s.best.strategies]
-    # one cell leaves nothing to ranks of the data axis
-    alone = recommend_devices(DATA, shape_of, cells=1, budget=None, rates=CPU_CORE)
-    assert {s.best.data for s in alone.scales} == {1}
-    text = recommendation_report(alone)
-    assert "for steps of 1 cell:" in " ".join(text.split())
-    assert max(map(len, text.splitlines())) <= 80
-
-
-def test_one_device_where_one_is_enough() -> None:
-    small = profile(hic(anchors=300, strata=6), rna())
-    found = recommend_devices(
-        small,
-        lambda cells: reference_shape(small, batch_size=cells),
-        cells=32,
-        budget=40 * GIB,
-        rates=rates_for("A100"),
-    )
-    assert found.scales[0].best.peak_bytes < 80 * 2**20
-    assert found.devices == 1
-    assert "2 devices would be 1." in found.why
-
-
 def test_links_between_nodes_are_slower_and_the_model_axis_stays_inside_one() -> None:
     rates = rates_for("A100")
 
@@ -226,51 +172,6 @@ def test_status_3_where_nothing_fits_the_memory_that_was_named(data_dir, capsys)
         assert main(["plan", *words]) == 0
     assert main(["plan", data_dir, "--strategies", "S1", "--device-memory", "1MiB", "--format", "json"]) == 3
     capsys.readouterr()
-
-
-def test_times_are_those_of_the_device_or_the_file(data_dir, capsys, tmp_path) -> None:
-    file = tmp_path / "rates.json"
-    file.write_text(replace(rates_for("H100"), device="mine").to_json())
-    for option, whose in (
-        ([], "one CPU core"),
-        (["--device", "RTX 3090"], "an RTX 3090"),
-        (["--rates", str(file)], "mine"),
-    ):
-        assert main(["plan", data_dir, *option]) == 0
-        assert f" rates of {whose}\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["absent", "--recommend-devices", "--model-parallel-size", "2"],
-            "cannot be used with --model-parallel-size",
-        ),
-        (["absent", "--recommend-devices", "--shape", "x"], "cannot be used with --shape"),
-        (["--recommend-devices"], "requires DIR"),
-        (["absent", "--recommend-devices", "--device-memory", "8 apples"], "'8 apples'"),
-        (["absent", "--recommend-devices"], "absent"),
-        (["absent", "--device", "A100", "--rates", "r.json"], "give one of them"),
-        (["absent", "--rates", "absent.json"], "absent.json"),
-        (["absent", "--device", "abacus"], "rates of 'abacus' are not known"),
-        (["absent", "--shape", "anchors=9,dim=4,strata=2"], "both DIR='absent' and shape='anchors=9"),
-        (["--shape", "anchors=9,dim=4,strata=2", "--window", "4"], "cannot be used with --window"),
-        (["--shape", "anchors=9,dim=4,strata=2,batch=1", "--batch-size", "4"], "give one of them"),
-        (
-            ["absent", "--device-memory", "8"],
-            "would be bytes; add the unit, for example '8GiB' or '8MiB'",
-        ),
-        ([], "neither DIR nor --shape"),
-    ],
-)
-def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["plan", *words]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
 
 
 def test_a_recommendation_needs_no_torch(data_dir) -> None:

@@ -12,63 +12,10 @@ from lightning_amp.costs.link_seconds import Links
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.costs.ordered_runs import deal
 from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic
-from lightning_amp.planning.time.operator_costs import parts
 from lightning_amp.planning.time.step_seconds import step_seconds, stratum_seconds
 from lightning_amp.techniques.hic.rows import block_cells
-from tests.planning.work_cases import CELLS, sent, shape, stratum_work, work
-
-
-def test_what_a_stratum_sends() -> None:
-    sizes, b, n, d = shape(dim=24, n_batches=2), CELLS, 192, 24
-    hidden = stratum_work(sizes, Axes(placement="hidden"), k=2, cells=b, ranks=4)
-    assert hidden.collectives == 15, "7 and the scores forward, 6 backward: techniques/hic/hidden.py"
-    chunked = stratum_work(sizes, Axes(placement="hidden", attention="chunked"), k=2, cells=b, ranks=4)
-    assert chunked.collectives == 7 + 2 + 6 + 2 + 2, (
-        "two chunks of 128 queries, and again in the backward pass"
-    )
-    gathered = stratum_work(sizes, Axes(placement="hidden-gathered"), k=2, cells=b, ranks=4)
-    assert gathered.collectives == 15 - 4 + 2
-    assert stratum_work(sizes, Axes(placement="strata"), k=2, cells=b, ranks=4).collectives == 0
-    nodes = stratum_work(sizes, Axes(placement="nodes"), k=2, cells=b, ranks=4)
-    assert nodes.sent_bytes == 4 * (2 * 4 * 32 * d + 2 * b)
-    assert nodes.collectives == 4
-    region = region_traffic(sizes, Axes(placement="nodes"), cells=b, ranks=4)
-    assert [(c.kind, c.numbers) for c in region] == [
-        ("all_reduce", 1),
-        ("all_gather", (64 + b) * d + 3),
-    ]
-    region = region_traffic(sizes, Axes(placement="strata"), cells=b, ranks=4)
-    assert [(c.kind, c.numbers) for c in region] == [("all_reduce", 1), ("all_reduce", n * d + b * d + 3)]
-    keys, tables = 2 * (4 * d * d + 4 * d), 4 * 2 * (3 * n - 3)
-    assert gradient_numbers(sizes, Axes()) == (0, keys + tables)
-    assert gradient_numbers(sizes, Axes(placement="hidden")) == (keys, tables)
-    assert gradient_numbers(sizes, Axes(placement="strata")) == (keys + tables, 0)
-
-
-def test_domain_parallelism_divides_rows() -> None:
-    # six buckets for four ranks: the first has two
-    sizes = shape()
-    alone, shared = (
-        stratum_work(sizes, Axes(placement=placement), k=2, cells=CELLS, ranks=4)
-        for placement in ("replicated", "nodes")
-    )
-    assert shared.flops == pytest.approx(alone.flops / 3, rel=0.01)
-    assert shared.bytes > alone.bytes / 3, "the ends of a run are computed with their neighbours"
-
-
-def test_fused_attention_leaves_out_what_is_masked() -> None:
-    sizes = shape(anchors=403, window=96, strata=2)
-    eager, fused = (
-        parts(RankSizes(decoder=sizes, axes=Axes(attention=attention), k=1, cells=CELLS))["attention"]
-        for attention in ("eager", "fused")
-    )
-    # 403 queries in 5 buckets, of which the first has no bucket before and the last, of 19, none after
-    pairs = 403 * 3 * 96 - 96 * 96 - 19 * 96 - (96 + 19) * (96 - 19)
-    assert [p.flops for p in eager] == [2 * 2 * 480 * 288 * 16, 4 * 2 * 480 * 288 * 16]
-    assert [p.flops for p in fused] == [2 * 2 * pairs * 16, 5 * 2 * pairs * 16]
-
+from tests.planning.work_cases import CELLS, shape, stratum_work, work
 
 SLOW = Links(intra_bandwidth=1e3, inter_bandwidth=1e3, latency=1.0, ranks_per_node=8)
 FREE = Links(intra_bandwidth=inf, inter_bandwidth=inf, latency=0.0, ranks_per_node=8)
@@ -106,18 +53,6 @@ def test_seconds_of_sending() -> None:
     entered = 1 + (192 + CELLS) * 16 + 3
     expected = 4 * (entered + numbers) / 1e3 + 3 * 2
     assert seconds(Axes(placement="strata"), both, links=SLOW) == pytest.approx(expected)
-
-
-def test_recomputing_adds_a_forward_pass() -> None:
-    retain, recompute = (work(shape(), Axes(activations=a)).flops for a in ("retain", "recompute"))
-    assert recompute == pytest.approx(retain * 4 / 3)
-    assert work(shape(), Axes(activations="stream")).flops == retain
-
-
-def test_a_streamed_chain_passes_its_spine_three_times() -> None:
-    chained = shape(chained=True)
-    retain, stream = (work(chained, Axes(activations=a)).flops for a in ("retain", "stream"))
-    assert stream - retain == 2 * 2 * (2 * 192 * 16**2)
 
 
 def test_blocks_of_cells_cost_gradients_of_the_key() -> None:
@@ -164,22 +99,28 @@ def test_strata_side_by_side_end_with_the_last_one() -> None:
     assert seconds(Axes(), sizes=two, matmul_flops=1e6) == seconds(Axes(), sizes=sizes, matmul_flops=1e6)
 
 
-def test_strata_of_a_rank_run_side_by_side() -> None:
-    sizes, axes = shape(strata=5, threads=2), Axes(placement="strata", activations="stream")
-    costs, _ = stratum_seconds(sizes, axes, cells=CELLS, rates=rates(matmul_flops=1e6))
-    (end,) = deal(costs, 2)[:1]
-    assert end == 3
-    slowest = max(2 * max(costs[0] + costs[2], costs[1]), 2 * max(costs[3:]))
-    found = seconds(axes, MeshShape(data=1, model=2), sizes, matmul_flops=1e6)
-    assert found == pytest.approx(slowest)
-
-
-def test_strata_send_less_than_channels() -> None:
-    sizes = shape(anchors=2048, dim=64, window=160, strata=8)
-
-    def numbers(axes: Axes) -> float:
-        return sum(sent(sizes, axes, 4).values()) / 4
-
-    # numerics.md: K (2 N 3 w + 10 N D) against N D
-    hidden, strata = numbers(Axes(placement="hidden")), numbers(Axes(placement="strata"))
-    assert hidden / strata > 50
+def test_what_a_stratum_sends() -> None:
+    sizes, b, n, d = shape(dim=24, n_batches=2), CELLS, 192, 24
+    hidden = stratum_work(sizes, Axes(placement="hidden"), k=2, cells=b, ranks=4)
+    assert hidden.collectives == 15, "7 and the scores forward, 6 backward: techniques/hic/hidden/decoder.py"
+    chunked = stratum_work(sizes, Axes(placement="hidden", attention="chunked"), k=2, cells=b, ranks=4)
+    assert chunked.collectives == 7 + 2 + 6 + 2 + 2, (
+        "two chunks of 128 queries, and again in the backward pass"
+    )
+    gathered = stratum_work(sizes, Axes(placement="hidden-gathered"), k=2, cells=b, ranks=4)
+    assert gathered.collectives == 15 - 4 + 2
+    assert stratum_work(sizes, Axes(placement="strata"), k=2, cells=b, ranks=4).collectives == 0
+    nodes = stratum_work(sizes, Axes(placement="nodes"), k=2, cells=b, ranks=4)
+    assert nodes.sent_bytes == 4 * (2 * 4 * 32 * d + 2 * b)
+    assert nodes.collectives == 4
+    region = region_traffic(sizes, Axes(placement="nodes"), cells=b, ranks=4)
+    assert [(c.kind, c.numbers) for c in region] == [
+        ("all_reduce", 1),
+        ("all_gather", (64 + b) * d + 3),
+    ]
+    region = region_traffic(sizes, Axes(placement="strata"), cells=b, ranks=4)
+    assert [(c.kind, c.numbers) for c in region] == [("all_reduce", 1), ("all_reduce", n * d + b * d + 3)]
+    keys, tables = 2 * (4 * d * d + 4 * d), 4 * 2 * (3 * n - 3)
+    assert gradient_numbers(sizes, Axes()) == (0, keys + tables)
+    assert gradient_numbers(sizes, Axes(placement="hidden")) == (keys, tables)
+    assert gradient_numbers(sizes, Axes(placement="strata")) == (keys + tables, 0)

@@ -2,7 +2,6 @@
 term that reads more of a plan than it says fails at once.
 """
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -13,11 +12,8 @@ from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.decoder_only import shape_of_decoder
 from lightning_amp.planning.policies.auto import candidates
-from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.planning.policies.recommend_devices import recommend_devices
-from lightning_amp.planning.sizes import terms
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.sizes.terms import Strata, Term, same_strata, strata_of
+from lightning_amp.planning.sizes.terms import Strata, Term, same_strata
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device
 from tests.planning.profiles import hic, profile, rna
 
@@ -78,45 +74,3 @@ def test_a_term_sees_the_axes_that_it_names_and_no_others() -> None:
     )
     with pytest.raises(AttributeError, match="decode"):
         strata.column(Term(lambda s: s.axes.decode, "placement"), Axes())
-
-
-def test_a_term_is_counted_once_for_plans_that_differ_in_what_it_does_not_read() -> None:
-    counted = []
-    term = Term(lambda s: counted.append(s.k) or s.k, "decode")
-    alike = Term(lambda s: counted.append(s.keyed) or s.keyed, "decode", of_features=False)
-    terms.same_strata.cache_clear()
-    for placement in ("replicated", "strata"):
-        for ranks in (1, 2):
-            axes = Axes(placement=placement, attention="fused")
-            strata = strata_of(RankSizes, DECODER, axes, ranks=ranks, cells=4)
-            assert strata.column(term, axes) == (0, 1, 2, 3, 4)
-            assert strata.column(alike, axes) == (False, True, True, True, True)
-    assert counted == [0, 1, 2, 3, 4, False, True]
-    strata.column(term, Axes(decode="key-first"))
-    assert len(counted) == 12
-
-
-def seconds(run) -> float:
-    """CPU time of the quickest of three runs, each as in a new process."""
-    found = []
-    for _ in range(3):
-        terms.same_strata.cache_clear()
-        begin = time.process_time()
-        run()
-        found.append(time.process_time() - begin)
-    return min(found)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.release
-def test_planning_ends() -> None:
-    """Bounds on a hang, not targets: it takes a tenth of them."""
-    data = profile(hic(), rna())
-    assert seconds(lambda: plan(data, devices=8, device_memory="24GiB")) < 5
-    assert seconds(lambda: plan(data, devices=64, device_memory="24GiB")) < 10
-    many = profile(hic(anchors=13_800), rna())
-    assert many.modalities[0].features == 441_104
-    asked = {"cells": 64, "budget": 24 * 2**30, "rates": rates_for("A100")}
-    assert (
-        seconds(lambda: recommend_devices(many, lambda n: reference_shape(many, batch_size=n), **asked)) < 30
-    )

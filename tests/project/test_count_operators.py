@@ -5,7 +5,6 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from benchmarks.kernels.count_operators import OperatorCounter
-from benchmarks.kernels.kernel_count import count
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts
@@ -16,6 +15,7 @@ from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.rows import StreamStrata
 from lightning_amp.techniques.hic.scores import nonzero_counts
 from lightning_amp.techniques.hic.scores.nonzero_counts import known_entries
+from tests.any_module import QUIET
 from tests.techniques.sharded_cases import Case, Model, assert_same, make_plan, train
 
 OURS = ("S4", "fused", "sparse", "stream")
@@ -25,22 +25,6 @@ FORMS = {
     "one row for all cells": Case(n_batches=1, head=False),
     "paper": Case(variant="paper"),
 }
-
-
-def test_views_and_memory_are_no_kernels() -> None:
-    x, row = torch.ones(4, 3), torch.ones(3)
-    with OperatorCounter() as counter:
-        x[1:].view(-1)[:2]
-        torch.empty_like(x)
-        x.add_(row)
-    assert (counter.kernels, counter.operators) == (1, 5)
-    assert counter.bytes == 4 * (12 + 3 + 12)
-
-
-def test_an_operator_in_place_on_several_tensors_is_a_kernel() -> None:
-    with OperatorCounter() as counter:
-        torch._foreach_neg_([torch.ones(3), torch.ones(2)])
-    assert counter.kernels == 3
 
 
 @pytest.mark.parametrize(
@@ -114,10 +98,7 @@ def test_a_step_of_the_reference_model_waits_for_no_device(tmp_path, sparse: boo
             callbacks=third,
             max_epochs=1,
             limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         ).fit(
             GLUE(latent_dim=8, hidden_dim=16, hidden_depth=1, window=10),
             datamodule=SingleCellDataModule(data, batch_size=8, sparse=sparse),
@@ -151,22 +132,3 @@ def test_a_decoder_looks_for_the_entries_of_dense_counts_once_a_batch() -> None:
     del x, part
     model.batch.clear()
     assert len(nonzero_counts._KNOWN) == n - 1, "a batch that is gone is forgotten"
-
-
-def test_one_more_stratum_is_counted_without_what_comes_once() -> None:
-    sizes = {"cells": 8, "anchors": 200, "window": 20, "dim": 8, "device_type": "cuda"}
-    eager, ours = (count(chosen, **sizes) for chosen in ((), ("S4", "sparse", "stream")))
-    assert eager.kernels_per_stratum == sum(eager.parts.values())
-    assert ours.kernels_per_stratum < eager.kernels_per_stratum < eager.operators_per_stratum
-    assert eager.views == eager.operators_per_stratum - eager.kernels_per_stratum
-    assert ours.host_syncs == 0
-    assert all(n == int(n) for n in ours.parts.values())
-
-
-def test_attention_of_torch_s_kernels_is_counted_in_its_place() -> None:
-    sizes = {"cells": 8, "anchors": 200, "window": 24, "dim": 8, "device_type": "cuda"}
-    products, sdpa = (count(chosen, **sizes) for chosen in (OURS, ("S4", "sdpa", "sparse", "stream")))
-    modules = {"bucket_work", "sdpa"}
-    assert [modules & set(found.parts) for found in (products, sdpa)] == [{"bucket_work"}, {"sdpa"}]
-    assert sdpa.kernels_per_stratum <= products.kernels_per_stratum - 15
-    assert sdpa.host_syncs == 0

@@ -301,20 +301,3 @@ def test_the_pages_have_few_words() -> None:
     counts = {name: words(page) for name, page in PAGES.items()}
     listed = sorted(counts.items(), key=lambda row: -row[1])
     assert sum(counts.values()) <= MOST_WORDS, "\n".join(f"{count:6} {name}" for name, count in listed)
-
-
-def test_words_are_those_of_text(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "Two [words](a/long/link.md).\n\n| a | table |\n\n    indented code\n\n```console\n$ fenced code\n```\n"
-        "\n<!-- not run: a comment -->\n<!-- written by x.y --write -->\n\ngenerated\n\n<!-- end of x.y -->\n\n- one\n"
-    )
-    assert words(page) == 3
-
-
-def test_an_output_has_the_words_of_the_page_and_nearly_its_numbers() -> None:
-    printed = "Plan\n----  ---\nfits 1,050 MiB\nmore\nend"
-    assert missing("Plan\n-----  ---\nfits 1,000 MiB\n...\nend", printed) == []
-    assert missing("fits 1,200 MiB", printed) == ["fits 1,200 MiB"]
-    assert missing("end\n...\nmore", printed) == ["\nmore"]
-    assert missing("fit 1,050 MiB", printed) != []

@@ -5,30 +5,24 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd import DeviceType
 
-from benchmarks.gpu import exactness, memory, speed
-from benchmarks.gpu.__main__ import PARTS, SECONDS
+from benchmarks.gpu import exactness
+from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.device import FLOAT32, FLOAT64, PRECISIONS
 from benchmarks.gpu.exactness import FORMS, _row, decoders
-from benchmarks.gpu.kernels import _kernel_rows
 from benchmarks.gpu.rates import FILE as RATES
 from benchmarks.gpu.report import FILE as REPORT
-from benchmarks.gpu.runner import Clock, Record, SkipPart, Work, read
-from benchmarks.gpu.subject import NONZERO, batch_bytes, decoder_batch, moved
+from benchmarks.gpu.runner import Clock, Record, Work, read
 from benchmarks.page import ROOT
 from lightning_amp.costs.device_rates import Rates
-from lightning_amp.data.batch import tensors_in
 from lightning_amp.techniques.hic.attention.install import ChunkedLocalAttention, FusedLocalAttention
 from lightning_amp.techniques.table import STRATEGIES
 
-NINE_MINUTES = 540
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20
 BUSY = "something else keeps it busy"
 SCRIPT = """
@@ -120,32 +114,6 @@ def test_a_part_that_fails_hangs_or_dies_keeps_no_other_from_running(tmp_path):
     assert "nothing to do here" in text
 
 
-@pytest.mark.exhaustive
-@pytest.mark.release
-@pytest.mark.ranks
-def test_an_interrupt_keeps_what_was_written(tmp_path):
-    words = ("--out", tmp_path, "--tiny", "--device", "cpu", "--only", "exactness,memory")
-    process = start("-m", "benchmarks.gpu", *words)
-    until = time.monotonic() + 200
-    while not read(tmp_path / "checks.json").get("exactness", {}).get("rows") and time.monotonic() < until:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, printed
-    entry = read(tmp_path / "checks.json")["exactness"]
-    assert entry["error"] == "interrupted"
-    assert entry["rows"]
-    assert "| Exactness of every technique | failed |" in (tmp_path / REPORT).read_text()
-    assert not (tmp_path / "memory.json").exists()
-
-
-def test_all_parts_have_less_than_nine_minutes_and_few_files():
-    assert sum(part.seconds for part in PARTS) > SECONDS > 0
-    assert SECONDS < NINE_MINUTES
-    # with rates and the report
-    assert len({part.file for part in PARTS}) + 2 <= MOST_FILES
-
-
 def test_exactness_covers_every_technique_of_one_device():
     of_decoder = {name: info for name, info in STRATEGIES.items() if info.choice or name == "S1"}
     one_device = {name for name, info in of_decoder.items() if not info.model_axis}
@@ -199,69 +167,8 @@ def test_a_technique_that_is_wrong_or_fails_is_told_beside_the_others(tmp_path, 
         exactness.run(work)
     rows = record.entry["rows"]
     assert {row["form"] for row in rows if row["answer"] == "**wrong**"} == {
-        *(str(form) for form in FORMS if {"fused", "sdpa"} & {*form.strategies}),
+        *(str(form) for form in FORMS if {"fused", "sdpa"} & {*form.strategies})
     }
     failed = [row for row in rows if row["answer"] == "**failed**"]
     assert {row["form"] for row in failed} == {str(form) for form in FORMS if "S3" in form.strategies}
     assert {row["of"] for row in failed} == {"RuntimeError: no such kernel"}
-
-
-def test_kernels_copies_gaps_and_waits_are_told_apart(tmp_path):
-    def event(name, start, end, kind=DeviceType.CUDA):
-        return SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end))
-
-    calls = ("cudaLaunchKernel", "cudaLaunchKernel", "cudaStreamSynchronize", "aten::mm")
-    events = [event(name, 0, 1, DeviceType.CPU) for name in calls]
-    events += [event("gemm", 100, 160), event("gemm", 200, 250), event("Memcpy HtoD (Pinned)", 150, 180)]
-    record = Record(tmp_path / "kernels.json", "kernels")
-    record.begin()
-    work = SimpleNamespace(record=record)
-    assert _kernel_rows(work, events, "ours", 2) == [
-        ("gemm", pytest.approx(110e-6), 2),
-        ("Memcpy HtoD (Pinned)", pytest.approx(30e-6), 1),
-    ]
-    (row,) = record.entry["rows"]
-    assert (row["kernels"], row["kernels_per_stratum"], row["copies"]) == (2, 1, 1)
-    assert (row["launches"], row["host_waits"]) == (2, 1)
-    assert row["busy_seconds"] == pytest.approx(130e-6)
-    assert row["share_of_gaps"] == pytest.approx(20 / 150)
-    with pytest.raises(SkipPart, match="saw no kernels"):
-        _kernel_rows(work, events[:4], "ours", 2)
-
-
-def test_goals_are_those_of_the_fastest_and_the_smallest_in_float32(tmp_path):
-    record = Record(tmp_path / "speed.json", "speed")
-    record.begin()
-    for one, seconds, peak, precision in (
-        (speed.HEAVY[0], 0.2, 2**30, "float32"),
-        (speed.HEAVY[0], 0.09, 2**31, "float32"),
-        (speed.HEAVY[0], 0.01, 2**20, "bf16"),
-        (speed.HEAVY[2], 9.0, 2**30 + 1, "float32"),
-    ):
-        record.row(
-            size=str(one.size),
-            precision=precision,
-            strategies="S1",
-            step_seconds=seconds,
-            peak_bytes=peak,
-            share_of_products=0.04 / seconds,
-        )
-    speed._tell_goals(SimpleNamespace(record=record), speed.HEAVY)
-    fast, share, small = record.entry["facts"]["goals"]
-    assert "<= 0.1 s a step on an H200 (the paper: 27.5 s on four RTX 3090): yes, 90.0 ms with S1" in fast
-    assert ">= 50% of the rate of products: **no**, 44%" in share
-    assert "peak <= 1.00 GiB: **no**" in small
-
-
-def test_counts_by_entries_and_dense_ones_are_the_same():
-    shape = memory.CASES[0][0].decoder()
-    small = next(decoders(tiny=True))[1]
-    entries, dense = (decoder_batch(small, 5, sparse=s, dtype=torch.float64) for s in (True, False))
-    assert torch.equal(entries["x"].to_dense(), dense["x"])
-    assert torch.equal(entries["library"], dense["x"].sum(1, keepdim=True) + 1)
-    there = moved(entries, torch.device("cpu"))
-    assert there["u"].is_leaf
-    assert there["u"].requires_grad
-    batch = decoder_batch(shape, 2, sparse=True, dtype=torch.float32)
-    n_bytes = sum(t.nbytes for t in tensors_in(batch))
-    assert batch_bytes(shape, 2, sparse=True) == pytest.approx(n_bytes, rel=2 * NONZERO)

@@ -42,13 +42,6 @@ def test_every_package_that_is_imported_is_declared() -> None:
     assert all(">=" in line for line in project["dependencies"])
 
 
-def test_the_version_is_said_once() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert settings["project"]["dynamic"] == ["version", "readme"]
-    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lightning_amp.__version__"}
-    assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_amp.__version__)
-
-
 def test_links_of_a_wheel_lead_to_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its description is the README, from which a package index can follow no path."""
     found: dict[str, str] = {}

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.chunks import autochunk
 from benchmarks.page import read_part
 from benchmarks.paper.__main__ import PAGE, PART, SECTIONS
-from benchmarks.paper.growth import PAPER, Choice, figures, gathered
+from benchmarks.paper.growth import gathered
 from benchmarks.paper.runs import COARSE, FINE, LIGHT_COARSE
 from benchmarks.paper.seconds import HEAVY, LIGHT, NO_LAUNCHES, STEPS, free, paper_seconds, planned
 
@@ -40,11 +40,3 @@ def test_no_division_of_the_same_work_doubles_the_speed() -> None:
 def test_a_light_step_on_one_gpu_takes_what_the_paper_measured() -> None:
     found = planned(LIGHT_COARSE, "paper", 1, 256).predicted_step_seconds
     assert found == pytest.approx(LIGHT[LIGHT_COARSE, 1] / STEPS, rel=0.1)
-
-
-def test_growth_is_the_paper_s_where_the_windows_differ() -> None:
-    found = figures(Choice(coarse_window=288, fine_window=96))
-    for name in ("500 kb, 8 GPUs", "without S5", "100 kb, 4 GPUs", "100 kb, peak of 4 less that of 8"):
-        assert found[name] == pytest.approx(PAPER[name], rel=0.08)
-    # what no growth of the form a + b / R has
-    assert PAPER["500 kb, peak of 4 less that of 8"] < 0 < found["500 kb, peak of 4 less that of 8"]

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import lightning_amp
-from lightning_amp.techniques.table import STRATEGIES
 
 LIBRARY = Path(lightning_amp.__file__).parent
 NAMED = {
@@ -28,9 +27,3 @@ def test_few_files_outside_its_folder_name_a_technique() -> None:
             if f"techniques/{name}/" not in path.as_posix() and re.search(pattern, path.read_text())
         ]
         assert len(files) <= most, (name, files)
-
-
-def test_every_row_lies_in_a_folder_of_techniques() -> None:
-    for row in STRATEGIES.values():
-        for spec in row.specs:
-            assert spec.__module__.startswith("lightning_amp.techniques."), spec

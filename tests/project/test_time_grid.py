@@ -18,7 +18,6 @@ from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.time.step_seconds import step_seconds
 
 ROWS = [json.loads(line) for line in Path(__file__).with_name("time_grid.jsonl").read_text().splitlines()]
-SIZES = 60
 NEAR = 1.05
 Chosen = tuple[int, tuple[str, ...]]
 """Ranks of the model axis, and strategies."""
@@ -27,9 +26,7 @@ Chosen = tuple[int, tuple[str, ...]]
 def predicted(size: Size, chosen: Chosen, *, ranks: int, threads: int) -> float:
     """Seconds of a step by the model."""
     rates = replace(
-        CPU_CORE,
-        matmul_flops=threads * CPU_CORE.matmul_flops,
-        memory_bytes=threads * CPU_CORE.memory_bytes,
+        CPU_CORE, matmul_flops=threads * CPU_CORE.matmul_flops, memory_bytes=threads * CPU_CORE.memory_bytes
     )
     mesh = MeshShape(data=ranks // chosen[0], model=chosen[0])
     decoder = replace(size.decoder(), threads=threads)
@@ -54,9 +51,3 @@ def test_the_plan_that_is_predicted_to_be_fastest_is(ranks: int, threads: int, m
     found = [slower(row) for row in ROWS if (row["ranks"], row["threads"]) == (ranks, threads)]
     assert found
     assert max(found) <= most
-
-
-def test_nearly_all_are_near() -> None:
-    found = [slower(row) for row in ROWS]
-    assert len(found) >= SIZES
-    assert sum(ratio <= NEAR for ratio in found) / len(found) >= 0.93

@@ -15,13 +15,7 @@ from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.link_seconds import BETWEEN, WITHIN, Kind, collective_seconds
 from lightning_amp.errors import PlanError
 from lightning_amp.simulation import calibrate_links as calibration
-from lightning_amp.simulation.calibrate_links import (
-    ALL,
-    COLLECTIVES,
-    SIZES,
-    measure_links,
-    measured_between,
-)
+from lightning_amp.simulation.calibrate_links import ALL, COLLECTIVES, SIZES, measure_links, measured_between
 from tests.ranks import run_ranks
 from tests.simulation.test_calibrate import SIZES as STEP
 
@@ -79,22 +73,6 @@ def test_every_axis_of_four_ranks_is_measured(tmp_path: Path) -> None:
             assert ranks == 2
             predicted = collective_seconds(kind, SIZES[-1], ranks, links, inner=inner)
             assert predicted == pytest.approx(seconds[-1], rel=0.01)
-
-
-def on_two_nodes(rank: int, ranks: int) -> dict[str, Any]:
-    with patch.dict(os.environ, {"GROUP_RANK": str(rank)}):
-        return measured_between(rank, ranks, torch.device("cpu"))
-
-
-@pytest.mark.ranks
-def test_ranks_of_several_nodes_measure_what_lies_between_them(tmp_path: Path) -> None:
-    one, other = run_ranks(on_two_nodes, 2, tmp_path)
-    assert one == other
-    assert set(one) == {"node", BETWEEN, ALL, COLLECTIVES}
-    assert one["node"] == 1
-    links = calibration.links_of(CPU_CORE.links, one).links
-    assert links.ranks_per_node == 1
-    assert links.inter_bandwidth > 0
 
 
 def test_the_command_keeps_what_it_measures(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

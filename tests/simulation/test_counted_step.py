@@ -20,22 +20,15 @@ from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.time.operator_costs import _fused_kernels, _kernel_calls, parts
+from lightning_amp.planning.time.operator_costs import parts
 from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.planned_rank import PlannedRank
 from lightning_amp.simulation.simulate import fake_world, simulate
-from lightning_amp.techniques.device_settings import settings_of
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, calls_of, run_sizes
-from lightning_amp.techniques.hic.attention.install import (
-    FusedLocalAttention,
-    chunk_attention,
-    fuse_attention,
-)
+from lightning_amp.techniques.hic.attention.install import chunk_attention, fuse_attention
 from lightning_amp.techniques.hic.rows import StreamStrata, chunk_buckets
 from lightning_amp.techniques.hic.scores.s4_key_first import key_first
 from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelihood
 from lightning_amp.techniques.hic.strata.stream import stream_strata
-from tests.each import each
 from tests.planning.work_cases import CELLS, sent, shape, work
 
 SIZES = {
@@ -142,45 +135,6 @@ def made(sizes: DecoderShape, strategies: str, ranks: int) -> Plan:
     return plan(
         profile_of_module(described), devices=ranks, strategies=strategies, batch_size=CELLS, shape=described
     )
-
-
-@pytest.mark.long
-@each(size=((520, 80), (192, 32), (50, 80), (1200, 640)), form=(("cpu", False), ("cuda", True)))
-def test_operators_of_fused_attention(size: tuple[int, int], form: tuple[str, bool]) -> None:
-    (anchors, window), (device, keep) = size, form
-    qk, values, grad = torch.randn(3, anchors, 8).unbind()
-    qk.requires_grad_(), values.requires_grad_()
-    attention = FusedLocalAttention(8, window, keep=keep)
-    sizes = run_sizes(window, launched=device == "cuda")
-    found = []
-    with settings_of(device):
-        for _ in range(2):  # the tables of the rotation are made once
-            with OperatorCounter() as forward:
-                out = attention(qk, qk, values)
-            with OperatorCounter() as backward:
-                torch.autograd.grad(out, (qk, values), grad)
-            found = [forward.kernels, backward.kernels]
-    launched = device == "cuda"
-    assert list(_fused_kernels(Band(anchors, anchors, window, 0, sizes), not keep, 8, launched)) == found
-
-
-@each(size=((520, 80), (192, 32), (50, 80)), device=("cpu", "cuda"), alike=(False, True))
-def test_operators_of_attention_in_kernels(size: tuple[int, int], device: str, alike: bool) -> None:
-    anchors, window = size
-    q, k, values, grad = torch.randn(4, anchors, 8).unbind()
-    leaves = [x.requires_grad_() for x in ((q, values) if alike else (q, k, values))]
-    attention, found = FusedLocalAttention(8, window, kernel="sdpa"), []
-    with settings_of(device):
-        for _ in range(2):  # tables and masks are made once
-            with OperatorCounter() as forward:
-                out = attention(q, q if alike else k, values)
-            with OperatorCounter() as backward:
-                torch.autograd.grad(out, leaves, grad)
-            found = [forward.kernels, backward.kernels]
-    launched = device == "cuda"
-    run = calls_of(Band(anchors, anchors, window, 0, run_sizes(window, launched=launched)))
-    turns = 1 if launched else 2
-    assert list(_kernel_calls(run, ragged=anchors % window > 0, alike=alike, turns=turns)) == found
 
 
 PAPER = {"variant": "paper", "chained": True, "n_batches": 2}

@@ -15,7 +15,7 @@ from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.footprint.module_profile import ACTIVATIONS, GRADIENTS, PARAMETERS, TEMPORARIES
+from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, TEMPORARIES
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
 from lightning_amp.planning.plan.axes import MeshShape
@@ -238,23 +238,6 @@ def test_nothing_is_left_behind_and_nothing_is_shared_with_a_real_group() -> Non
     assert not dist.is_initialized()
 
 
-def test_ranks_with_equal_shards_are_simulated_once() -> None:
-    decoder = shape(anchors=41, dim=8, window=8, strata=3)
-    calls = []
-
-    def make() -> Subject:
-        calls.append(1)
-        return decoder_subject(decoder, batch_size=BATCH)
-
-    found = simulate_plan(make, planned(decoder, "S1,S2", ranks=4))
-    # 41, 40 and 39 features in runs of 11, 10 and 10: the last rank has 8, 10 and 9, and sizes were asked of all
-    assert len(calls) == 4 + 2
-    assert [result.rank for result in found.ranks] == [0, 1, 2, 3]
-    assert len(set(found.peak_bytes[:3])) == 1
-    assert found.peak_bytes[3] < found.peak_bytes[0]
-    assert found.worst.rank == 0
-
-
 class Unreached(DecoderAlone):
     """Has parameters that no step reaches, and one whose gradient is a view of a larger tensor."""
 
@@ -288,33 +271,6 @@ def test_the_step_before_leaves_the_gradients_that_this_one_does() -> None:
     assert found.breakdown["optimiser state"] < found.breakdown[PARAMETERS] - 100 * 101 * 4
 
 
-def test_kinds_by_hand() -> None:
-    weight = nn.Parameter(torch.empty(10, 10, device="meta"))
-    x = torch.empty(20, 10, device="meta")
-    meter = SimulatedMeter()
-    meter.hold([weight], PARAMETERS)
-    meter.hold([x, x.view(10, 20)], ACTIVATIONS)
-    weight.register_post_accumulate_grad_hook(lambda p: meter.hold(p.grad, GRADIENTS))
-    with meter:
-        meter.enter("forward", making=ACTIVATIONS)
-        loss = (x @ weight).exp().sum()
-        # the product was alive with its exponential, and is not kept
-        assert meter.peak == 400 + 800 + 800 + 800
-        assert meter.breakdown == {
-            PARAMETERS: 400,
-            GRADIENTS: 0,
-            "optimiser state": 0,
-            ACTIVATIONS: 800 + 800,
-            TEMPORARIES: 800,
-        }
-        meter.enter("backward", making=TEMPORARIES)
-        loss.backward()
-    assert meter.current == 400 + 800 + 4 + 400
-    assert meter.peak == 400 + 800 + 800 + 4 + 4 + 800
-    assert meter.breakdown[TEMPORARIES] == 4 + 800
-    assert meter.breakdown[ACTIVATIONS] == 800 + 800 + 4
-
-
 @pytest.mark.parametrize("again", [1, 2])
 def test_remembered_answers_are_the_real_ones(again) -> None:
     def steps(device: str, live: Any) -> tuple[int, int]:
@@ -338,12 +294,3 @@ def test_remembered_answers_are_the_real_ones(again) -> None:
         return live.current, live.peak
 
     assert steps("meta", SimulatedMeter()) == steps("cpu", LiveBytes())
-
-
-def test_indices_keep_their_values_and_go_with_tensors_that_have_none() -> None:
-    index = torch.tensor([2, 0])
-    with SimulatedMeter():
-        table = torch.empty(3, 4, device="meta")
-        assert table[index].shape == (2, 4)
-        assert table.index_add_(0, index, torch.empty(2, 4, device="meta")).is_meta
-        assert int(index[0]) == 2

@@ -49,25 +49,6 @@ data:
 ckpt_path: null
 """)
 
-IN_MAIN = """\
-import torch
-from lightning.pytorch import LightningModule
-import lightning_amp
-
-class Inline(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-print(lightning_amp.verify(Inline(), torch.ones(4, 3), steps=1, precisions=["float64"]))
-"""
-
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -244,16 +225,6 @@ def test_another_plan_than_the_configurations_leaves_out_how_that_is_done() -> N
     assert _decided(options, asked) == options
     asked.strategies = "S1"
     assert _decided(options, asked) == {"device_memory": "1GiB", "strategies": "S1"}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.release
-def test_a_session_without_a_file_can_verify_its_own_classes() -> None:
-    done = subprocess.run(
-        [sys.executable, "-"], input=IN_MAIN, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "The ranks train as one process does." in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -254,11 +254,6 @@ class NotFinite(Clean):
         return super().loss(batch) / 0
 
 
-class Raises(Clean):
-    def loss(self, batch: Any) -> Tensor:
-        raise ArithmeticError("on purpose")
-
-
 class RaisesOnRank(Clean):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.world_size > 1:

@@ -15,9 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.callbacks.memory_monitor import COLUMNS, CudaMeter, StratumMemoryMonitor
-from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.any_module import QUIET, make
-from tests.lightning.strategy.any_module_cases import Batches, fitted
+from tests.any_module import QUIET
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -153,29 +151,6 @@ def test_files_of_a_fit_with_a_plan(tmp_path: Path) -> None:
     assert trainer.callback_metrics["amp/peak_predicted_bytes"].item() == 50_000
 
 
-def test_table_is_the_last_measured_step(tmp_path: Path) -> None:
-    strategy = SingleDeviceStrategy(torch.device("cpu"))
-    strategy.plan = planned()  # type: ignore[attr-defined]
-    monitor = StratumMemoryMonitor(every_n_steps=3, plot=False)
-    assert monitor.table() == []
-    fit(monitor, Model(), tmp_path, strategy=strategy)
-    last = [row for row in monitor.rows if row["step"] == 3]
-    table = monitor.table()
-    assert [(row["decoder"], row["stratum"]) for row in table] == [
-        ("decoder", 0),
-        ("decoder", 1),
-        ("decoder", 2),
-        ("", "step"),
-    ]
-    assert [row["measured"] for row in table] == [r["current_bytes"] for r in last[:3]] + [
-        last[3]["peak_bytes"]
-    ]
-    assert [row["ratio"] for row in table] == [row["measured"] / row["predicted"] for row in table]
-    larger = [{**row, "rank": 1, "current_bytes": 2 * row["current_bytes"]} for row in last]
-    monitor.rows += larger
-    assert monitor.table()[0]["measured"] == 2 * last[0]["current_bytes"], "the worst rank"
-
-
 def test_an_exception_leaves_no_mode_and_writes_what_is_there(tmp_path: Path) -> None:
     monitor, model = StratumMemoryMonitor(every_n_steps=1, plot=False), Model(fails_at=2)
     with pytest.raises(RuntimeError, match="the step fails"):
@@ -226,22 +201,6 @@ def test_without_a_decoder_the_step_is_measured_by_module(
     assert json.loads((folder / "memory_step.json").read_text())["measured"]["peak_bytes"] == found.peak_bytes
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("strategies", ["S1", "S1,recompute"])
-def test_a_module_is_predicted_beside_measured(strategies: str, tmp_path: Path) -> None:
-    module, batch = make("gene_transformer")
-    module.configure_callbacks = lambda: [monitor]
-    monitor = StratumMemoryMonitor(plot=False, dirpath=tmp_path)
-    found = fitted(module, DataLoader(Batches(batch), batch_size=None), AMPStrategy(strategies=strategies))
-    assert found["plan"].strategies == tuple(strategies.split(","))
-    measured = monitor.measured_step
-    assert measured is not None
-    assert measured.peak_bytes == pytest.approx(found["plan"].predicted_peak_bytes, rel=0.01)
-    rows = monitor.modules()
-    assert len(rows) == 10
-    assert all(row["ratio"] == pytest.approx(1, rel=0.05) for row in rows)
-
-
 def test_rows_go_through_checkpoints(tmp_path: Path) -> None:
     monitor = StratumMemoryMonitor(plot=False)
     trainer = fit(monitor, Model(), tmp_path)
@@ -274,27 +233,6 @@ def test_rank_zero_writes_the_rows_of_all_ranks(tmp_path: Path) -> None:
     assert len(second) == 2
     lines = (tmp_path / "out" / "memory.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == first
-
-
-def test_on_cuda_the_allocator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, asked = torch.device("cuda", 1), []
-    for name, value in {
-        "reset_peak_memory_stats": 0,
-        "memory_allocated": 7,
-        "max_memory_allocated": 9,
-    }.items():
-        monkeypatch.setattr(
-            torch.cuda, name, lambda d, name=name, value=value: asked.append((name, d)) or value
-        )
-    meter = CudaMeter(device)
-    meter.start([])
-    assert meter.read() == (7, 9)
-    meter.stop()
-    assert asked == [
-        ("reset_peak_memory_stats", device),
-        ("memory_allocated", device),
-        ("max_memory_allocated", device),
-    ]
 
 
 @pytest.mark.gpu

@@ -17,18 +17,13 @@ from scipy.spatial.distance import cdist
 from lightning_amp import figures
 from lightning_amp.data.files.new_hdf5 import is_fixed
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
-from lightning_amp.data.files.write_results import (
-    _file_stems,
-    labels_of,
-    principal_components,
-    read_assembly,
-    write_pseudobulk,
-)
+from lightning_amp.data.files.write_results import _file_stems, read_assembly, write_pseudobulk
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter
 from lightning_amp.lightning.callbacks.predictions import collect_predictions
+from tests.any_module import QUIET
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
@@ -76,8 +71,7 @@ class Mute(pl.LightningModule):
 def predict(
     root: Path, writer: PredictionWriter, model: pl.LightningModule | None = None, **options: Any
 ) -> tuple[list[Any] | None, SingleCellDataModule]:
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[writer], **quiet, **options)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[writer], **QUIET, **options)
     data = SingleCellDataModule(root, batch_size=8)
     return trainer.predict(model or Halves(), datamodule=data), data
 
@@ -198,15 +192,3 @@ def test_columns_and_options_that_there_are_not(root: Path, tmp_path: Path) -> N
     predict(root, writer, Mute())
     assert any("no pseudobulk is written: it requires a model with impute" in x for x in writer.remarks)
     assert not (tmp_path / "pseudobulk").exists()
-
-
-def test_missing_labels_are_unknown() -> None:
-    obs = pd.DataFrame({"a": pd.Categorical(["x", None]), "b": [1.0, np.nan]})
-    assert labels_of(obs, "a").tolist() == ["x", "Unknown"]
-    assert labels_of(obs, "b").tolist() == ["1.0", "Unknown"]
-    assert labels_of(obs, None).tolist() == ["Unknown", "Unknown"]
-
-
-def test_variances_of_principal_components_are_those_of_the_scores() -> None:
-    scores, variances = principal_components(np.random.default_rng(0).normal(size=(600, 5)))
-    np.testing.assert_allclose(np.diag(np.cov(scores.T)), variances)

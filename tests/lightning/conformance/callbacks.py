@@ -29,8 +29,10 @@ from lightning_amp.errors import AmpError
 from lightning_amp.lightning.consistency import replicas as save_guard
 from tests.lightning.conformance.cases import (
     CASE,
+    EVERY,
     NODES,
     STRATA,
+    TRAINED,
     WIDE,
     Batch,
     Outcome,
@@ -38,11 +40,9 @@ from tests.lightning.conformance.cases import (
     Tiny,
     feature,
     fit,
+    fits,
     trained,
 )
-
-EVERY = (WIDE, STRATA, NODES)
-TRAINED = "loss of every step, all parameters"
 
 
 @feature("EarlyStopping", checked=TRAINED + ", the epoch that it stops at")
@@ -75,7 +75,7 @@ def top_k(site: Site) -> Outcome:
     return found | checkpoint(saver.best_model_path) | checkpoint(site.folder / "last.ckpt")
 
 
-@feature("resuming from ckpt_path", checked=TRAINED, plans=EVERY)
+@feature("resuming from ckpt_path", plans=EVERY)
 def resumed(site: Site) -> Outcome:
     saver = ModelCheckpoint(site.folder, filename="{epoch}", save_top_k=-1)
     fit(site, callbacks=[saver], enable_checkpointing=True)
@@ -150,16 +150,22 @@ BUFFERS = "it copies buffers too, and the plan has replaced some"
 AVERAGED = "is not supported: it averages whole parameters, and S2 has sharded"
 
 
-@feature("StochasticWeightAveraging", checked=TRAINED + ", averaged", plans=EVERY, refused={WIDE: AVERAGED})
-def swa(site: Site) -> Outcome:
-    return fit(site, _double(), max_epochs=4, callbacks=[StochasticWeightAveraging(1e-2, swa_epoch_start=1)])
-
-
-@feature(
-    "WeightAveraging", checked=TRAINED + ", averaged", plans=EVERY, refused={WIDE: AVERAGED, NODES: BUFFERS}
+fits(
+    "StochasticWeightAveraging",
+    _double,
+    trainer=lambda: {"max_epochs": 4, "callbacks": [StochasticWeightAveraging(1e-2, swa_epoch_start=1)]},
+    checked=TRAINED + ", averaged",
+    plans=EVERY,
+    refused={WIDE: AVERAGED},
 )
-def weight_averaging(site: Site) -> Outcome:
-    return fit(site, _double(), callbacks=[WeightAveraging()])
+fits(
+    "WeightAveraging",
+    _double,
+    trainer=lambda: {"callbacks": [WeightAveraging()]},
+    checked=TRAINED + ", averaged",
+    plans=EVERY,
+    refused={WIDE: AVERAGED, NODES: BUFFERS},
+)
 
 
 @feature(
@@ -190,20 +196,19 @@ class Backbone(Tiny):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
-@feature("BackboneFinetuning: layers unfrozen in the middle", checked=TRAINED, against="one")
+@feature("BackboneFinetuning: layers unfrozen in the middle", against="one")
 def finetuning(site: Site) -> Outcome:
     thaw = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, verbose=False)
     return fit(site, Backbone(), max_epochs=3, callbacks=[thaw])
 
 
-@feature(
+fits(
     "ModelPruning",
-    checked=TRAINED,
+    _double,
+    trainer=lambda: {"callbacks": [ModelPruning("l1_unstructured", amount=0.3)]},
     plans=EVERY,
     refused=dict.fromkeys(EVERY, "ModelPruning is not supported: it has chosen its layers already"),
 )
-def pruning(site: Site) -> Outcome:
-    return fit(site, _double(), callbacks=[ModelPruning("l1_unstructured", amount=0.3)])
 
 
 def logged(folder: Path) -> list[dict[str, str]]:

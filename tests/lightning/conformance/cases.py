@@ -9,6 +9,7 @@ train on the same cells in every step: a rank of the data axis has its half of t
 words, the same on every rank and at every site, or the error that was raised.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,9 @@ WIDE, STRATA, NODES = "S1,S2,S3,S4,S5", "S1,stream,strata", "S1,nodes"
 """Plans of the model axis: the paper's with sharded parameters, strata by rank, anchors by rank."""
 PIPELINE, RECOMPUTED, CHUNKED = "S1,pipeline", "S1,recompute,pipeline", "S1,pipeline,chunk"
 """Those of a module without a decoder: blocks by rank, and blocks that are computed again, or run in chunks."""
+EVERY = (WIDE, STRATA, NODES)
 QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+TRAINED = "loss of every step, all parameters"
 
 
 class Tiny(LightningModule):
@@ -200,7 +203,7 @@ class Feature:
 
     name: str
     run: Callable[[Site], Outcome]
-    checked: str
+    checked: str = TRAINED
     against: str = "plain"
     plans: tuple[str, ...] = (WIDE,)
     rtol: float = 1e-9
@@ -222,3 +225,14 @@ def feature(
         return run
 
     return add
+
+
+def fits(name: str, kind: Callable[[], Tiny] = Tiny, *, trainer: Any = None, **options: Any) -> None:
+    """Add a row that trains a module; `trainer` are options of the Trainer, or a function that makes them."""
+
+    def run(site: Site) -> Outcome:
+        return fit(site, kind(), **(trainer() if callable(trainer) else trainer or {}))
+
+    # the file that the row is of, by which the table is ordered
+    run.__module__ = sys._getframe(1).f_globals["__name__"]
+    feature(name, **options)(run)

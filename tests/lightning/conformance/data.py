@@ -12,8 +12,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from tests.lightning.conformance.cases import (
     CELLS,
+    EVERY,
     NODES,
     STRATA,
+    TRAINED,
     WIDE,
     Batch,
     Outcome,
@@ -23,9 +25,6 @@ from tests.lightning.conformance.cases import (
     feature,
     trained,
 )
-
-EVERY = (WIDE, STRATA, NODES)
-TRAINED = "loss of every step, all parameters"
 
 
 class Cells(Dataset[Batch]):

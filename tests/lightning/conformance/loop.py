@@ -8,8 +8,9 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from torch import Tensor
 
 from tests.lightning.conformance.cases import (
+    EVERY,
     NODES,
-    STRATA,
+    TRAINED,
     WIDE,
     Batch,
     Outcome,
@@ -17,16 +18,11 @@ from tests.lightning.conformance.cases import (
     Tiny,
     feature,
     fit,
+    fits,
     trained,
 )
 
-EVERY = (WIDE, STRATA, NODES)
-TRAINED = "loss of every step, all parameters"
-
-
-@feature("fit", checked=TRAINED, plans=EVERY)
-def plain_fit(site: Site) -> Outcome:
-    return fit(site)
+fits("fit", plans=EVERY)
 
 
 @feature("validate", checked="logged loss")
@@ -61,14 +57,8 @@ def one_trainer(site: Site) -> Outcome:
     return trained(site, module) | found | {"batches": len(predicted or [])}
 
 
-@feature("fast_dev_run", checked=TRAINED + ", steps taken")
-def fast_dev_run(site: Site) -> Outcome:
-    return fit(site, fast_dev_run=2, limit_val_batches=1)
-
-
-@feature("overfit_batches", checked=TRAINED)
-def overfit_batches(site: Site) -> Outcome:
-    return fit(site, overfit_batches=2)
+fits("fast_dev_run", trainer={"fast_dev_run": 2, "limit_val_batches": 1}, checked=TRAINED + ", steps taken")
+fits("overfit_batches", trainer={"overfit_batches": 2})
 
 
 class Counting(Tiny):
@@ -113,12 +103,10 @@ def validation_times(site: Site) -> Outcome:
     return trained(site, module) | module.counts
 
 
-@feature("max_steps, max_time", checked=TRAINED)
-def limits_of_time(site: Site) -> Outcome:
-    return fit(site, max_steps=3, max_time={"hours": 1})
+fits("max_steps, max_time", trainer={"max_steps": 3, "max_time": {"hours": 1}})
 
 
-@feature("barebones", checked=TRAINED)
+@feature("barebones")
 def barebones(site: Site) -> Outcome:
     options: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps"), None
@@ -126,7 +114,7 @@ def barebones(site: Site) -> Outcome:
     return fit(site, barebones=True, **options)
 
 
-@feature("detect_anomaly, deterministic", checked=TRAINED)
+@feature("detect_anomaly, deterministic")
 def anomaly(site: Site) -> Outcome:
     try:
         return fit(site, detect_anomaly=True, deterministic=True)
@@ -135,21 +123,17 @@ def anomaly(site: Site) -> Outcome:
         torch.autograd.set_detect_anomaly(False)
 
 
-@feature("inference_mode on", checked=TRAINED + ", logged loss")
-def inference_on(site: Site) -> Outcome:
-    return _validated(site, inference_mode=True)
-
-
-@feature("inference_mode off", checked=TRAINED + ", logged loss")
-def inference_off(site: Site) -> Outcome:
-    return _validated(site, inference_mode=False)
-
-
 def _validated(site: Site, *, inference_mode: bool) -> Outcome:
     module = Tiny()
     trainer = site.trainer(inference_mode=inference_mode)
     trainer.fit(module, site.loader(), site.loader(seed=9))
     return trained(site, module) | {"val_loss": trainer.callback_metrics["val_loss"]}
+
+
+for word, on in (("on", True), ("off", False)):
+    feature(f"inference_mode {word}", checked=TRAINED + ", logged loss")(
+        lambda site, on=on: _validated(site, inference_mode=on)
+    )
 
 
 def _profiled(site: Site, profiler: Any, word: str = "training_step") -> Outcome:
@@ -161,14 +145,10 @@ def _profiled(site: Site, profiler: Any, word: str = "training_step") -> Outcome
 RECORDED = TRAINED + "; the file has the training steps"
 
 
-@feature("SimpleProfiler", checked=RECORDED)
-def simple_profiler(site: Site) -> Outcome:
-    return _profiled(site, SimpleProfiler(dirpath=site.folder, filename="profile"))
-
-
-@feature("AdvancedProfiler", checked=RECORDED)
-def advanced_profiler(site: Site) -> Outcome:
-    return _profiled(site, AdvancedProfiler(dirpath=site.folder, filename="profile"))
+for kind in (SimpleProfiler, AdvancedProfiler):
+    feature(kind.__name__, checked=RECORDED)(
+        lambda site, kind=kind: _profiled(site, kind(dirpath=site.folder, filename="profile"))
+    )
 
 
 @feature(
@@ -200,13 +180,14 @@ def _pytorch_profiler(site: Site, *, names: bool) -> PyTorchProfiler:
     )
 
 
-def _precision(site: Site, precision: str) -> Outcome:
-    return {name: value.double() for name, value in fit(site, precision=precision).items()}
+def _precision(name: str, precision: str, **options: Any) -> None:
+    def run(site: Site) -> Outcome:
+        return {name: value.double() for name, value in fit(site, precision=precision).items()}
+
+    feature(f"precision {name}", plans=EVERY, **options)(run)
 
 
-@feature("precision 32", checked=TRAINED, plans=EVERY, rtol=1e-4)
-def precision_32(site: Site) -> Outcome:
-    return _precision(site, "32-true")
+_precision("32", "32-true", rtol=1e-4)
 
 
 @feature("precision 64-true", checked=TRAINED + ", types", plans=EVERY)
@@ -216,23 +197,12 @@ def precision_64(site: Site) -> Outcome:
     return trained(site, module) | {"types": sorted({str(p.dtype) for p in module.parameters()})}
 
 
-@feature(
-    "precision bf16-mixed", checked=TRAINED, plans=EVERY, rtol=2e-2, note="which is the rounding of bfloat16"
-)
-def precision_bf16_mixed(site: Site) -> Outcome:
-    return _precision(site, "bf16-mixed")
-
-
-@feature(
-    "precision bf16-true", checked=TRAINED, plans=EVERY, rtol=5e-2, note="which is the rounding of bfloat16"
-)
-def precision_bf16_true(site: Site) -> Outcome:
-    return _precision(site, "bf16-true")
+_precision("bf16-mixed", "bf16-mixed", rtol=2e-2, note="which is the rounding of bfloat16")
+_precision("bf16-true", "bf16-true", rtol=5e-2, note="which is the rounding of bfloat16")
 
 
 @feature(
     "precision 16-mixed (loss scaling)",
-    checked=TRAINED,
     plans=EVERY,
     rtol=2e-2,
     refused={WIDE: "precision='16-mixed' is not supported: its loss scaling skips steps rank by rank"},

@@ -11,9 +11,11 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.conformance.callbacks import Fails
 from tests.lightning.conformance.cases import (
     CASE,
+    EVERY,
     N_FEATURES,
     NODES,
     STRATA,
+    TRAINED,
     WIDE,
     Batch,
     Outcome,
@@ -21,11 +23,9 @@ from tests.lightning.conformance.cases import (
     Tiny,
     feature,
     fit,
+    fits,
     trained,
 )
-
-EVERY = (WIDE, STRATA, NODES)
-TRAINED = "loss of every step, all parameters"
 
 
 class Unused(Tiny):
@@ -42,9 +42,7 @@ class Unused(Tiny):
         return self.sometimes(latent) if self.steps % 2 else latent  # type: ignore[no-any-return]
 
 
-@feature("parameters not used in a step, or never", checked=TRAINED, plans=EVERY)
-def unused(site: Site) -> Outcome:
-    return fit(site, Unused())
+fits("parameters not used in a step, or never", Unused, plans=EVERY)
 
 
 class Shared(Tiny):
@@ -60,9 +58,7 @@ class Shared(Tiny):
         return latent
 
 
-@feature("parameters shared between modules", checked=TRAINED, plans=EVERY)
-def shared(site: Site) -> Outcome:
-    return fit(site, Shared())
+fits("parameters shared between modules", Shared, plans=EVERY)
 
 
 class SharedWide(Tiny):
@@ -77,15 +73,13 @@ class SharedWide(Tiny):
         return super().encode(batch) + 0.1 * self.other(batch["x"])
 
 
-@feature(
+fits(
     "the wide encoder's weight shared with another layer",
-    checked=TRAINED,
+    SharedWide,
     plans=EVERY,
     refused={WIDE: "another layer that the plan splits has it too, which would be trained separately"},
     note="S2 refuses to split it",
 )
-def shared_wide(site: Site) -> Outcome:
-    return fit(site, SharedWide())
 
 
 class Frozen(Tiny):
@@ -97,9 +91,7 @@ class Frozen(Tiny):
         self.decoder.strata[0].requires_grad_(False)
 
 
-@feature("frozen parameters", checked=TRAINED, plans=EVERY)
-def frozen(site: Site) -> Outcome:
-    return fit(site, Frozen())
+fits("frozen parameters", Frozen, plans=EVERY)
 
 
 class Thawing(Tiny):
@@ -107,9 +99,7 @@ class Thawing(Tiny):
         self.decoder.requires_grad_(self.current_epoch > 0)
 
 
-@feature("parameters unfrozen in the middle", checked=TRAINED, against="one", plans=EVERY)
-def thawing(site: Site) -> Outcome:
-    return fit(site, Thawing())
+fits("parameters unfrozen in the middle", Thawing, against="one", plans=EVERY)
 
 
 class Configured(Tiny):
@@ -130,9 +120,7 @@ class Configured(Tiny):
         return latent
 
 
-@feature("configure_model", checked=TRAINED, plans=EVERY)
-def configured(site: Site) -> Outcome:
-    return fit(site, Configured())
+fits("configure_model", Configured, plans=EVERY)
 
 
 class Bare(LightningModule):
@@ -183,7 +171,7 @@ COMPILED = "torch.compile was applied to"
 CHANGED = {WIDE: COMPILED, STRATA: COMPILED, NODES: COMPILED}
 
 
-@feature("torch.compile of the LightningModule", checked=TRAINED, plans=EVERY, refused=CHANGED)
+@feature("torch.compile of the LightningModule", plans=EVERY, refused=CHANGED)
 def compiled(site: Site) -> Outcome:
     module = Tiny()
     site.trainer(max_epochs=1, limit_train_batches=2).fit(
@@ -204,7 +192,7 @@ class CompiledEncoder(Tiny):
         return latent
 
 
-@feature("torch.compile of a layer", checked=TRAINED, plans=EVERY)
+@feature("torch.compile of a layer", plans=EVERY)
 def compiled_layer(site: Site) -> Outcome:
     found = fit(site, CompiledEncoder(), max_epochs=1)
     torch._dynamo.reset()
@@ -217,7 +205,7 @@ class CompiledDecoder(Tiny):
         self.decoder = torch.compile(self.decoder, backend="eager")  # type: ignore[assignment]
 
 
-@feature("torch.compile of the decoder", checked=TRAINED, plans=EVERY, refused=CHANGED)
+@feature("torch.compile of the decoder", plans=EVERY, refused=CHANGED)
 def compiled_decoder(site: Site) -> Outcome:
     found = fit(site, CompiledDecoder(), max_epochs=1, limit_train_batches=2)
     torch._dynamo.reset()

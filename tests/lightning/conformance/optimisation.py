@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from tests.lightning.conformance.cases import (
     CASE,
-    NODES,
-    STRATA,
+    EVERY,
+    TRAINED,
     WIDE,
     Batch,
     Outcome,
@@ -18,30 +18,22 @@ from tests.lightning.conformance.cases import (
     batches,
     feature,
     fit,
+    fits,
 )
 
-EVERY = (WIDE, STRATA, NODES)
-TRAINED = "loss of every step, all parameters"
-
-
-@feature("accumulate_grad_batches, with a short last window", checked=TRAINED, plans=EVERY)
-def accumulation(site: Site) -> Outcome:
-    return fit(site, accumulate_grad_batches=3)
-
-
-@feature("GradientAccumulationScheduler", checked=TRAINED)
-def accumulation_scheduled(site: Site) -> Outcome:
-    return fit(site, max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})])
-
-
-@feature("clipping by the global norm, with accumulation", checked=TRAINED, plans=EVERY)
-def clipped_by_norm(site: Site) -> Outcome:
-    return fit(site, gradient_clip_val=0.02, accumulate_grad_batches=2)
-
-
-@feature("clipping by value", checked=TRAINED, plans=EVERY)
-def clipped_by_value(site: Site) -> Outcome:
-    return fit(site, gradient_clip_val=0.002, gradient_clip_algorithm="value")
+fits("accumulate_grad_batches, with a short last window", trainer={"accumulate_grad_batches": 3}, plans=EVERY)
+fits(
+    "GradientAccumulationScheduler",
+    trainer=lambda: {"max_epochs": 3, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})]},
+)
+fits(
+    "clipping by the global norm, with accumulation",
+    trainer={"gradient_clip_val": 0.02, "accumulate_grad_batches": 2},
+    plans=EVERY,
+)
+fits(
+    "clipping by value", trainer={"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}, plans=EVERY
+)
 
 
 class Norms(Tiny):
@@ -141,9 +133,7 @@ class Adversarial(Tiny):
         return [torch.optim.SGD(p, lr=0.05, momentum=0.5) for p in (self.discriminator.parameters(), rest)]
 
 
-@feature("manual optimisation, two optimisers in turn (GAN)", checked=TRAINED, plans=EVERY)
-def adversarial(site: Site) -> Outcome:
-    return fit(site, Adversarial())
+fits("manual optimisation, two optimisers in turn (GAN)", Adversarial, plans=EVERY)
 
 
 class Clipped(Adversarial):
@@ -155,9 +145,7 @@ class Clipped(Adversarial):
             optimizer.step()
 
 
-@feature("manual optimisation with self.clip_gradients", checked=TRAINED, plans=EVERY)
-def clipped_by_hand(site: Site) -> Outcome:
-    return fit(site, Clipped())
+fits("manual optimisation with self.clip_gradients", Clipped, plans=EVERY)
 
 
 class Accumulating(Adversarial):
@@ -171,9 +159,7 @@ class Accumulating(Adversarial):
                     optimizer.zero_grad()
 
 
-@feature("manual accumulation with toggle_model(sync_grad)", checked=TRAINED, against="one", plans=EVERY)
-def accumulated_by_hand(site: Site) -> Outcome:
-    return fit(site, Accumulating())
+fits("manual accumulation with toggle_model(sync_grad)", Accumulating, against="one", plans=EVERY)
 
 
 class Closures(Adversarial):
@@ -189,9 +175,7 @@ class Closures(Adversarial):
             optimizer.step(closure=closure)
 
 
-@feature("manual optimisation with a step closure", checked=TRAINED, plans=EVERY)
-def closures(site: Site) -> Outcome:
-    return fit(site, Closures())
+fits("manual optimisation with a step closure", Closures, plans=EVERY)
 
 
 class RawBackward(Adversarial):
@@ -202,15 +186,13 @@ class RawBackward(Adversarial):
             optimizer.step()
 
 
-@feature(
+fits(
     "loss.backward() instead of self.manual_backward",
-    checked=TRAINED,
+    RawBackward,
     against="one",
     plans=EVERY,
     note="averaged at the step, with a warning; under ddp the ranks part without a word",
 )
-def raw_backward(site: Site) -> Outcome:
-    return fit(site, RawBackward())
 
 
 class SeveralBackwards(Adversarial):
@@ -222,9 +204,7 @@ class SeveralBackwards(Adversarial):
             optimizer.step()
 
 
-@feature("several backwards before a step", checked=TRAINED, against="one", plans=EVERY)
-def several_backwards(site: Site) -> Outcome:
-    return fit(site, SeveralBackwards())
+fits("several backwards before a step", SeveralBackwards, against="one", plans=EVERY)
 
 
 class Quasinewton(Tiny):
@@ -232,17 +212,16 @@ class Quasinewton(Tiny):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
 
 
-@feature(
+fits(
     "LBFGS with a line search",
-    checked=TRAINED,
+    Quasinewton,
+    trainer={"max_epochs": 1},
     against="one",
     plans=EVERY,
     rtol=1e-7,
     refused={WIDE: "its update mixes the elements of a parameter"},
     note="ranks take the same number of steps, which ddp does not see to; a line search scales rounding up: 1e-7",
 )
-def quasinewton(site: Site) -> Outcome:
-    return fit(site, Quasinewton(), max_epochs=1)
 
 
 class Skipping(Tiny):
@@ -253,15 +232,14 @@ class Skipping(Tiny):
 TOGETHER = "Skipping the `training_step` by returning None in distributed training is not supported"
 
 
-@feature(
+fits(
     "training_step that returns None",
+    Skipping,
     checked="Lightning's own refusal where there are several ranks; " + TRAINED + " elsewhere",
     against="one",
     refused={"2": TOGETHER, WIDE: TOGETHER},
     note="Lightning refuses it with every strategy of several ranks: return a loss that is multiplied by zero",
 )
-def skipping(site: Site) -> Outcome:
-    return fit(site, Skipping())
 
 
 class InValidation(Tiny):

@@ -21,16 +21,17 @@ from tests.lightning.conformance.cases import (
     N_FEATURES,
     PIPELINE,
     RECOMPUTED,
+    TRAINED,
     Batch,
     Outcome,
     Site,
     Tiny,
     feature,
     fit,
+    fits,
     trained,
 )
 
-TRAINED = "loss of every step, all parameters"
 ONLY: dict[str, Any] = {"plans": (PIPELINE,)}
 
 
@@ -75,14 +76,8 @@ class Spread(nn.Module):
         return x + (x.unsqueeze(-1) * self.weight).tanh().mean(-1)
 
 
-@feature("stages: fit", checked=TRAINED, plans=(PIPELINE, RECOMPUTED))
-def staged_fit(site: Site) -> Outcome:
-    return fit(site, Layered())
-
-
-@feature("stages: fit, blocks in chunks", checked=TRAINED, plans=(CHUNKED,))
-def chunked_fit(site: Site) -> Outcome:
-    return fit(site, Layered(Spread(), Spread()))
+fits("stages: fit", Layered, plans=(PIPELINE, RECOMPUTED))
+fits("stages: fit, blocks in chunks", lambda: Layered(Spread(), Spread()), plans=(CHUNKED,))
 
 
 @feature(
@@ -99,14 +94,18 @@ def evaluated(site: Site) -> Outcome:
     return trained(site, module) | valid | tested | {"predicted": predicted}
 
 
-@feature("stages: accumulation and clipping by the global norm", checked=TRAINED, **ONLY)
-def accumulated(site: Site) -> Outcome:
-    return fit(site, Layered(), accumulate_grad_batches=3, gradient_clip_val=0.02)
-
-
-@feature("stages: clipping by value", checked=TRAINED, **ONLY)
-def clipped(site: Site) -> Outcome:
-    return fit(site, Layered(), gradient_clip_val=0.002, gradient_clip_algorithm="value")
+fits(
+    "stages: accumulation and clipping by the global norm",
+    Layered,
+    trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.02},
+    **ONLY,
+)
+fits(
+    "stages: clipping by value",
+    Layered,
+    trainer={"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
+    **ONLY,
+)
 
 
 @feature(
@@ -129,7 +128,7 @@ def saved(site: Site) -> Outcome:
     return found | checkpoint(saver.best_model_path) | {"stopped": stop.stopped_epoch}
 
 
-@feature("stages: resuming from ckpt_path", checked=TRAINED, **ONLY)
+@feature("stages: resuming from ckpt_path", **ONLY)
 def resumed(site: Site) -> Outcome:
     saver = ModelCheckpoint(site.folder, filename="{epoch}", save_top_k=-1)
     fit(site, Layered(), callbacks=[saver], enable_checkpointing=True)
@@ -145,20 +144,19 @@ class Thawed(Layered):
         return self.encoder
 
 
-@feature("stages: BackboneFinetuning", checked=TRAINED, against="one", **ONLY)
+@feature("stages: BackboneFinetuning", against="one", **ONLY)
 def thawed(site: Site) -> Outcome:
     callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)
     return fit(site, Thawed(), callbacks=[callback], max_epochs=3)
 
 
-@feature("stages: precision bf16-mixed", checked=TRAINED, rtol=2e-2, **ONLY)
+@feature("stages: precision bf16-mixed", rtol=2e-2, **ONLY)
 def half(site: Site) -> Outcome:
     return {name: value.double() for name, value in fit(site, Layered(), precision="bf16-mixed").items()}
 
 
 @feature(
     "stages: precision 16-mixed (loss scaling)",
-    checked=TRAINED,
     refused={PIPELINE: "before the loss is scaled"},
     rtol=2e-2,
     **ONLY,
@@ -169,9 +167,13 @@ def scaled(site: Site) -> Outcome:
     return {name: value.double() for name, value in trained(site, module).items()}
 
 
-@feature("stages: BatchNorm", checked=TRAINED, against="one", refused={PIPELINE: "BatchNorm layers"}, **ONLY)
-def normalised(site: Site) -> Outcome:
-    return fit(site, Layered(nn.BatchNorm1d(8)))
+fits(
+    "stages: BatchNorm",
+    lambda: Layered(nn.BatchNorm1d(8)),
+    against="one",
+    refused={PIPELINE: "BatchNorm layers"},
+    **ONLY,
+)
 
 
 class ByHand(Layered):
@@ -184,19 +186,14 @@ class ByHand(Layered):
         optimizer.step()
 
 
-@feature("stages: manual optimisation", checked=TRAINED, **ONLY)
-def by_hand(site: Site) -> Outcome:
-    return fit(site, ByHand())
-
-
-@feature(
+fits("stages: manual optimisation", ByHand, **ONLY)
+fits(
     "stages: StochasticWeightAveraging",
-    checked=TRAINED,
+    Layered,
+    trainer=lambda: {"max_epochs": 3, "callbacks": [StochasticWeightAveraging(0.01)]},
     refused={PIPELINE: "StochasticWeightAveraging"},
     **ONLY,
 )
-def averaged(site: Site) -> Outcome:
-    return fit(site, Layered(), max_epochs=3, callbacks=[StochasticWeightAveraging(0.01)])
 
 
 class Quasinewton(Layered):
@@ -204,13 +201,6 @@ class Quasinewton(Layered):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-@feature(
-    "stages: LBFGS",
-    checked=TRAINED,
-    against="one",
-    rtol=1e-7,
-    refused={PIPELINE: "depends on all parameters"},
-    **ONLY,
-)
+@feature("stages: LBFGS", against="one", rtol=1e-7, refused={PIPELINE: "depends on all parameters"}, **ONLY)
 def quasinewton(site: Site) -> Outcome:
     return fit(site, Quasinewton(), max_epochs=1)

@@ -43,21 +43,7 @@ UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 @dataclass(frozen=True)
 class Case:
-    """One fault.
-
-    Attributes:
-        rank: The rank that fails.
-        hook: Where.
-        how: What it does there: a name in `HOW`, or "nan".
-        settings: Of the strategy.
-        settings_of_faulty: The same of the rank that fails, where they differ.
-        workers: Of the loader.
-        resume: File in the folder to resume from.
-        steps: Steps of the run.
-        epoch: Steps of an epoch.
-        nodes: Nodes of the run.
-        saves_on_exception: Whether a callback does.
-    """
+    """One fault: `rank` does `how` (of `HOW`, or "nan") in `hook`; `epoch` in steps, `resume` a file in the folder."""
 
     rank: int = -1
     hook: str = ""
@@ -260,15 +246,7 @@ def run_group(
     environment: Callable[[int, int, int], dict[str, str]] = environment_of,
     devices: int | None = None,
 ) -> Outcome:
-    """Fork ranks, and wait until all have ended; one that was stopped is woken when the others have.
-
-    Args:
-        case: What they do.
-        folder: Theirs.
-        ranks: How many.
-        environment: Of a rank, from rank, ranks and port.
-        devices: Of a node.
-    """
+    """Fork ranks, and wait until all have ended; one that was stopped is woken when the others have."""
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.lightning.faults.fault_cases"])
@@ -303,12 +281,7 @@ def run_scripts(
 ) -> Outcome:
     """Start this file as scripts, such as two torchrun agents, and wait until all processes have ended.
 
-    Args:
-        case: What they do.
-        folder: Theirs.
-        commands: What starts the scripts, in front of this file and its arguments.
-        devices: Of a node.
-        after_fault: Called with the started processes once the fault has happened.
+    `after_fault` is called with the started processes once the fault has happened.
     """
     folder.mkdir(parents=True, exist_ok=True)
     arguments = [__file__, json.dumps(dataclasses.asdict(case)), str(folder), str(devices)]

@@ -33,14 +33,8 @@ HEAD = ("fault", "what every rank that is left says", "seconds", "last checkpoin
 class Row:
     """One fault of the table.
 
-    Attributes:
-        what: For a person.
-        case: What is injected.
-        says: What the ranks that are left say, without machine, process and line numbers.
-        saved: The last complete checkpoint, "" where none was due.
-        launched: Whether the Trainer starts the other rank; otherwise ranks are there already, as under torchrun.
-        signum: Sent to the launching process once the fault has happened.
-        group_size: Ranks.
+    `says` is what the ranks that are left say, without machine, process and line numbers; `saved` the last complete
+    checkpoint, if one was due; `launched` whether the Trainer starts the other rank; `signum` is sent to it.
     """
 
     what: str
@@ -123,11 +117,7 @@ ROWS = (
         Case(0, "save_checkpoint", "killed while saving"),
         "rank 0 ended without a word",
     ),
-    Row(
-        "SIGTERM to rank 1",
-        Case(1, STEP, "term"),
-        f"rank 1 received SIGTERM {in_step()}",
-    ),
+    Row("SIGTERM to rank 1", Case(1, STEP, "term"), f"rank 1 received SIGTERM {in_step()}"),
     Row(
         "SIGTERM to the process that has started the others",
         Case(0, START, "stick"),

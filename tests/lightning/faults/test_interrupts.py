@@ -12,8 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_amp.cli import main as cli
 from lightning_amp.cli.commands import profile
-from lightning_amp.lightning.faults.activity import Doing, Fault
-from lightning_amp.lightning.faults.detector import ASKED_GRACE_S, GRACE_S, Detector, Limits
 from lightning_amp.lightning.faults.launchers import how_to_resume
 from tests.lightning.conformance.cases import QUIET
 from tests.lightning.faults.fault_cases import Case, run_scripts
@@ -50,18 +48,6 @@ def test_without_a_checkpoint_it_says_so() -> None:
     trainer.state.fn = "fit"
     assert "no checkpoint has been written" in how_to_resume(trainer)
     assert how_to_resume(None) == ""
-
-
-@pytest.mark.parametrize(("asked", "grace"), [(True, ASKED_GRACE_S), (False, GRACE_S)])
-def test_a_person_who_waits_waits_less(asked: bool, grace: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = Limits(lost_after=60, stuck_after=60)
-    watch = Detector(1, Doing, limits=limits, listener=None, link=None, token="t")
-    watch.stop(failed=False)
-    watch._learn(Fault(rank=0, host="x", what="y", asked=asked))
-    for waited, due in ((grace - 0.1, False), (grace + 0.1, True)):
-        monkeypatch.setattr("time.monotonic", lambda since=watch._learned + waited: since)
-        assert watch._is_due() is due
-    assert ASKED_GRACE_S <= 0.5 < GRACE_S
 
 
 @pytest.mark.ranks

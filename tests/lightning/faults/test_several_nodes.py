@@ -154,19 +154,6 @@ def test_no_candidate_crosses_nodes(read: Profile, devices: int, node: int) -> N
     assert all(candidate.data * candidate.model == devices for candidate in made.candidates)
 
 
-def test_strategies_that_need_a_model_axis_take_a_node(read: Profile) -> None:
-    assert plan(read, devices=8, node_devices=4, strategies="S1,S2,S4").mesh.model == 4
-    assert plan(read, devices=8, strategies="S1,S2,S4").mesh.model == 8
-
-
-def test_longer_axes_are_made_when_asked_and_said(read: Profile) -> None:
-    made = plan(read, devices=4, node_devices=2, strategies="S1,S2", model_parallel_size=4)
-    assert (made.mesh.data, made.mesh.model) == (1, 4)
-    assert any("the model axis of 4 ranks crosses nodes of 2" in note for note in made.notes)
-    made = plan(read, devices=4, node_devices=2, model_parallel_size=4)
-    assert {candidate.model for candidate in made.candidates} == {4}
-
-
 def test_nodes_of_one_device_have_no_model_axis_by_themselves(read: Profile) -> None:
     with pytest.raises(
         PlanError, match=r"stays inside a node, and a node has 1 device; set model_parallel_size=4"

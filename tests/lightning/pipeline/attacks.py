@@ -1,13 +1,9 @@
-"""Modules that look as if they could be stages of a pipeline, and are in some way not; used by the test beside."""
+"""Modules that are unusual and can be stages of a pipeline; refused_attacks.py has those that cannot."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,11 +25,13 @@ class Block(nn.Module):
 class Net(LightningModule):
     """Plain; AdamW, whose decay also moves a parameter whose gradient is zero, but not one that has none."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.embed, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 3)
-        self.blocks = nn.ModuleList([block() for _ in range(BLOCKS)])
+        self.blocks = nn.ModuleList([self.block() for _ in range(BLOCKS)])
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,9 +53,6 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-# --- exact ---
 
 
 class Counts(Net):
@@ -117,14 +112,6 @@ class Probes(Net):
         return self.head(h.detach() if self.global_step < 2 else h)
 
 
-class DetachesEarly(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for n, block in enumerate(self.blocks):
-            h = block(h.detach() if n == 3 and self.global_step < 2 else h)
-        return self.head(h)
-
-
 class Pair(Block):
     """A tuple with a nothing, a number and a dictionary; complex numbers in it, and keywords."""
 
@@ -135,8 +122,7 @@ class Pair(Block):
 
 
 class Tuples(Net):
-    def __init__(self) -> None:
-        super().__init__(Pair)
+    block = Pair
 
     def forward(self, x: Tensor) -> Tensor:
         h, rest = self.embed(x), None
@@ -214,334 +200,10 @@ class Caches(Block):
 
 
 class Cached(Net):
-    def __init__(self) -> None:
-        super().__init__(Caches)
+    block = Caches
 
 
-# --- refused ---
-
-
-class ReadsEarly(Net):
-    def loss(self, batch: Batch) -> Tensor:
-        h = first = self.embed(batch["x"])
-        for n, block in enumerate(self.blocks):
-            h = block(h)
-            first = h if n == 0 else first
-        return F.cross_entropy(self.head(h), batch["y"]) + first.square().mean()
-
-
-class LogsEarly(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.blocks[0](self.embed(x))
-        norm = h.norm()
-        for block in list(self.blocks)[1:]:
-            h = block(h)
-        self.log("norm", norm)
-        return self.head(h)
-
-
-class LogsBetween(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for n, block in enumerate(self.blocks):
-            h = block(h)
-            if n == 0:
-                self.log("between", h.mean())
-        return self.head(h)
-
-
-class MetricBetween(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = torchmetrics.MeanMetric()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for n, block in enumerate(self.blocks):
-            h = block(h)
-            if n == 2:
-                self.mean(h.detach().mean())
-        self.log("mean", self.mean)
-        return self.head(h)
-
-
-class Measured(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = torchmetrics.MeanMetric()
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.mean(h.detach().mean())
-        return super().forward(h)
-
-
-class MetricInside(Net):
-    def __init__(self) -> None:
-        super().__init__(Measured)
-
-
-class Twice(Net):
-    def loss(self, batch: Batch) -> Tensor:
-        return super().loss(batch) + super().loss(batch)
-
-
-class Never(Net):
-    def loss(self, batch: Batch) -> Tensor:
-        return self.head(self.embed(batch["x"])).square().mean()
-
-
-class Again(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = block(block(h))
-        return self.head(h)
-
-
-@dataclass
-class Held:
-    h: Tensor
-
-
-class Wraps(Block):
-    def forward(self, h: Any) -> Any:
-        return Held(super().forward(h.h))
-
-
-class Wrapped(Net):
-    def __init__(self) -> None:
-        super().__init__(Wraps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h: Any = Held(self.embed(x))
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h.h)
-
-
-class Branches(Block):
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h if h.mean() > 0 else h * 2)
-
-
-class Branching(Net):
-    def __init__(self) -> None:
-        super().__init__(Branches)
-
-
-class Normalises(Block):
-    """Batch normalisation by hand."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward((h - h.mean(0)) / (h.std(0, unbiased=False) + 1e-3))
-
-
-class Normalised(Net):
-    def __init__(self) -> None:
-        super().__init__(Normalises)
-
-
-class LossInside(Net):
-    """Every block adds a loss of its own, of the batch, to what it hands on."""
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h[0]), h[1]
-
-    def loss(self, batch: Batch) -> Tensor:
-        scores, own = self(batch["x"])
-        return F.cross_entropy(scores, batch["y"]) + own
-
-
-class Balances(Block):
-    def forward(self, h: Any) -> Any:
-        h, own = h if isinstance(h, tuple) else (h, h.new_zeros(()))
-        h = super().forward(h)
-        return h, own + h.mean(0).square().sum()
-
-
-class LossOfBlocks(LossInside):
-    def __init__(self) -> None:
-        super().__init__(Balances)
-
-
-class Remembers(Block):
-    """A loss of its own as an attribute, as blocks of experts have it."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        h = super().forward(h)
-        self.own = h.square().mean()
-        return h
-
-
-class LossInAttributes(Net):
-    def __init__(self) -> None:
-        super().__init__(Remembers)
-
-    def loss(self, batch: Batch) -> Tensor:
-        return super().loss(batch) + sum(block.own for block in self.blocks)
-
-
-class CountsCalls(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(h) / self.calls
-
-
-class CallsCounted(Net):
-    def __init__(self) -> None:
-        super().__init__(CountsCalls)
-
-
-class Tracks(Block):
-    """A running mean that no checkpoint has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
-
-    def forward(self, h: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
-        return super().forward(h - self.mean)
-
-
-class Tracked(Net):
-    def __init__(self) -> None:
-        super().__init__(Tracks)
-
-
-class Ticks(Net):
-    """A counter of steps in a buffer of integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("ticks", torch.zeros((), dtype=torch.int64))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        self.ticks += 1
-        return super().training_step(batch, batch_idx)
-
-
-class Teaches(Net):
-    """A mean of the parameters of all steps, kept by the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Linear(3, WIDTH).double().requires_grad_(False)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        with torch.no_grad():
-            for own, other in zip(self.teacher.parameters(), self.embed.parameters(), strict=True):
-                own.mul_(0.9).add_(0.1 * other)
-        return super().training_step(batch, batch_idx)
-
-
-class PenalisedInPlace(Net):
-    def loss(self, batch: Batch) -> Tensor:
-        loss = super().loss(batch)
-        for parameter in self.parameters():
-            loss += 0.1 * parameter.square().sum()
-        return loss
-
-
-class MixesTargets(Net):
-    """Of the draws, the same number is in the inputs and in the loss."""
-
-    def loss(self, batch: Batch) -> Tensor:
-        share = np.random.beta(2, 2)
-        return share * F.cross_entropy(self(share * batch["x"]), batch["y"])
-
-
-class Reentrant(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = checkpoint(block, h, use_reentrant=True)
-        return self.head(h)
-
-
-class Gathers(Net):
-    def loss(self, batch: Batch) -> Tensor:
-        return super().loss(batch) + self.all_gather(batch["x"]).mean()
-
-
-class ClipsByHand(Net):
-    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
-
-
-class Unsendable(Net):
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.way = lambda: loss
-        return loss
-
-
-class Meter:
-    total = 0.0
-
-
-class Metered(Net):
-    """An object that nobody knows how to put back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.meter = Meter()
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.meter.total += float(loss)
-        return loss
-
-
-EXACT = (
-    Net,
-    Counts,
-    Keeps,
-    Probes,
-    DetachesEarly,
-    Tuples,
-    Shared,
-    Checkpointed,
-    Frozen,
-    Steps,
-    Penalised,
-    Cached,
-)
-REFUSED: dict[type[Net], str] = {
-    ReadsEarly: "no block returns",
-    LogsEarly: "logs, returns or keeps a tensor",
-    LogsBetween: "logs, returns or keeps a tensor",
-    MetricBetween: "needs values that another rank computed",
-    MetricInside: "inside or between blocks",
-    Twice: "block 0 of",
-    Never: "called 0 of the 4 blocks",
-    Again: "block 0 of",
-    Wrapped: "and ['Held']",
-    Branching: "needs values that another rank computed",
-    Normalised: "compute a sample from other samples",
-    LossOfBlocks: "compute a sample from other samples",
-    LossInAttributes: "outside the blocks of",
-    CallsCounted: "changes 'blocks.",
-    Tracked: "changes 'blocks.",
-    Ticks: "has changed the parameters or buffers ['ticks']",
-    Teaches: "has changed the parameters or buffers ['teacher",
-    PenalisedInPlace: "a parameter that another rank holds",
-    MixesTargets: "random numbers",
-    Reentrant: "use_reentrant=True",
-    Gathers: "self.all_gather",
-    ClipsByHand: "configure_gradient_clipping",
-    Metered: "'meter'",
-    # by all ranks: after the last one nobody leaves a group that others wait in
-    Unsendable: "attributes ['way']",
-}
-"""Words of what is said, by one rank at least."""
+EXACT = (Net, Counts, Keeps, Probes, Tuples, Shared, Checkpointed, Frozen, Steps, Penalised, Cached)
 
 
 def batches() -> list[Batch]:

@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from tests.lightning.pipeline import manual_steps
-from tests.lightning.pipeline.attacks import EXACT, REFUSED, Net, batches
+from tests.lightning.pipeline.attacks import EXACT, Net, batches
 from tests.lightning.pipeline.pipeline_cases import trainer_of
+from tests.lightning.pipeline.refused_attacks import REFUSED
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

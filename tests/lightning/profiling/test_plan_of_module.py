@@ -7,34 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder
-from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 import lightning_amp
 from lightning_amp.errors import AmpError, DataError, ModelError, PlanError
+from tests.planning.modules.test_plan_step import Deep
 
-WIDTH = 32
-SHAPE = f"512x{WIDTH}"
-
-
-class Deep(pl.LightningModule):
-    """Blocks of which each keeps much."""
-
-    def __init__(self, batch_size: int = 4) -> None:
-        super().__init__()
-        self.batch_size = batch_size
-        blocks = [nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH)) for _ in range(6)]
-        self.blocks = nn.Sequential(*blocks)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.blocks(batch).square().mean()
-
-    def train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(torch.randn(32, WIDTH), batch_size=self.batch_size)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
+SHAPE = "512x32"
 
 
 class Late(Deep):
@@ -157,14 +136,3 @@ def test_batches_are_made_of_their_shapes() -> None:
     for text in ("", "4x", "0x3", "4x3:int65", "4x3,,", "a=4,5", "a=4,a=5", "four"):
         with pytest.raises(DataError, match="the shapes of a batch are"):
             batch_of_shapes(text)
-
-
-def test_the_batch_size_finder_is_refused_and_the_plan_answers(tmp_path: Any) -> None:
-    """Lightning refuses it under every strategy that is made of DDPStrategy."""
-    options = {"accelerator": "cpu", "devices": 1, "logger": False, "default_root_dir": tmp_path}
-    trainer = pl.Trainer(strategy="amp", max_epochs=1, **options)
-    with pytest.raises(ValueError, match="batch size is currently not supported with distributed strategies"):
-        Tuner(trainer).scale_batch_size(Deep(), max_trials=1)
-    finding = pl.Trainer(strategy="amp", max_epochs=1, callbacks=[BatchSizeFinder()], **options)
-    with pytest.raises(Exception, match="Batch size finder is not supported with distributed strategies"):
-        finding.fit(Deep())

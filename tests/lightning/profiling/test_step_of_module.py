@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_amp.costs.device_rates import CPU_CORE
-from lightning_amp.errors import DataError, PlanError
+from lightning_amp.errors import PlanError
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.lightning.profiling.loaders import example_batch
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.refusals import announce
 from lightning_amp.lightning.strategy.request import Request
@@ -62,20 +60,6 @@ def test_what_a_technique_refuses_is_said(sparse: bool) -> None:
     assert ("fsdp" in found.helps) is not sparse
     if sparse:
         assert "have sparse gradients" in found.does_not_help["fsdp"]
-
-
-def test_a_stream_is_profiled_by_a_batch_that_its_loader_gives() -> None:
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            raise AssertionError("training would miss what is read here")
-
-    loader: Any = DataLoader(Stream(), batch_size=4)
-    with pytest.raises(
-        DataError, match=r"a stream \('Stream'\).* give the loader a method amp_example_batch"
-    ):
-        example_batch(loader)
-    loader.amp_example_batch = lambda: torch.ones(4, 3)
-    assert torch.equal(example_batch(loader), torch.ones(4, 3))
 
 
 class Skipping(Blocks):

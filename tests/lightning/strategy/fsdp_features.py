@@ -22,7 +22,7 @@ from lightning_amp.techniques.fsdp.row import FullyShard
 from tests.lightning.strategy.fsdp_cases import QUIET, Found
 from tests.lightning.strategy.strategy_cases import AGAINST_UNION, EVEN, Batch, Case, Regression, RunningRanks
 
-WAYS = ("clipped_by_norm", "clipped_by_value", "normalised", "unfrozen", "adversarial_accumulating")
+WAYS = ("normalised", "unfrozen", "adversarial_accumulating")
 
 
 class Blocks(Regression):
@@ -162,9 +162,15 @@ class ByForward(Blocks):
         return x
 
 
-MODULES: dict[str, type[Blocks]] = {
-    kind.__name__: kind for kind in (Blocks, SharedBlock, Frozen, Several, Penalised, InParts, ByForward)
-}
+BY_NORM, BY_VALUE = (
+    {"gradient_clip_val": 0.3},
+    {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+)
+MODULES: dict[type[Blocks], dict[str, Any]] = {
+    Blocks: {}, SharedBlock: BY_NORM, Frozen: BY_VALUE, Several: {}, Penalised: BY_NORM, InParts: BY_VALUE,
+    ByForward: {},
+}  # fmt: skip
+"""With options of the Trainer."""
 
 
 def loader(batches: list[Any]) -> Any:
@@ -188,7 +194,7 @@ def trained(module: LightningModule) -> dict[str, Tensor]:
 def ways(rank: int | None, ranks: int) -> Found:
     """All ways to optimise, and all modules."""
     cases = {name: AGAINST_UNION[name] for name in WAYS}
-    cases |= {name: Case(kind) for name, kind in MODULES.items()}
+    cases |= {kind.__name__: Case(kind, trainer=options) for kind, options in MODULES.items()}
     found = {}
     for name, case in cases.items():
         module = case.module()
@@ -224,13 +230,11 @@ def mixed(rank: int) -> Found:
     """Half precision, under ddp and under fsdp."""
     found = {}
     data = Case(Blocks, cells=EVEN).batches(rank)
-    for name in ("ddp", "fsdp"):
-        for precision in ("bf16-mixed", "32-true"):
-            module = Blocks().float()
-            single = [{"rna": {key: value.float() for key, value in b["rna"].items()}} for b in data]
-            strategy = DDPStrategy(find_unused_parameters=True) if name == "ddp" else None
-            trainer_of(rank, 2, strategy, precision=precision).fit(module, loader(single))
-            found[f"{name}, {precision}"] = trained(module)
+    single = [{"rna": {key: value.float() for key, value in b["rna"].items()}} for b in data]
+    for name, strategy in {"ddp": DDPStrategy(find_unused_parameters=True), "fsdp": None}.items():
+        module = Blocks().float()
+        trainer_of(rank, 2, strategy, precision="bf16-mixed").fit(module, loader(single))
+        found[name] = trained(module)
     return found
 
 
@@ -277,8 +281,6 @@ def pair(rank: int, ranks: int, folder: Path) -> Found:
     one = "epoch=0.ckpt"
     found["from plain"] = saved(rank, 2, folder / "fsdp2", resume=folder / "plain" / one)
     found["from parts"] = saved(rank, 2, folder / "fsdp3", resume=folder / "parts" / one)
-    s1 = AMPStrategy(strategies="S1")
-    found["S1 from fsdp"] = saved(rank, 2, folder / "s1", s1, resume=folder / "fsdp" / one)
     # of modules that are made of these
     from tests.lightning.strategy.fsdp_refused import refusals
 

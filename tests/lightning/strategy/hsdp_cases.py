@@ -19,15 +19,7 @@ from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.row import FullyShard
 from lightning_amp.techniques.fsdp.units import units_of
 from tests.lightning.strategy import fsdp_cases
-from tests.lightning.strategy.fsdp_features import (
-    Blocks,
-    Found,
-    Several,
-    loader,
-    saved,
-    trained,
-    trainer_of,
-)
+from tests.lightning.strategy.fsdp_features import Blocks, Found, Several, loader, saved, trained, trainer_of
 from tests.lightning.strategy.strategy_cases import Batch, RunningRanks
 from tests.ranks import CountCollectives
 from tests.techniques.fsdp.test_fsdp_bytes import measured, module_and_batch
@@ -38,7 +30,6 @@ WAYS: dict[str, tuple[type[Blocks], dict[str, Any]]] = {
     "accumulated and clipped by norm": (Blocks, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}),
     "by hand": (Several, {}),
 }
-MODULES = ("cnn",)
 ONE = "epoch=0.ckpt"
 
 
@@ -63,27 +54,16 @@ def ways(rank: int | None, ranks: int) -> Found:
         module = kind()
         trainer_of(rank or 0, ranks, groups(), **options).fit(module, loader(batches(rank)))
         found[name] = trained(module)
-    return found
-
-
-def single(rank: int | None, ranks: int) -> dict[str, Tensor]:
-    """In single precision, in which other operations divide the sums."""
+    # in single precision other operations divide the sums
     module = Blocks().float()
     data = [{"rna": {key: value.float() for key, value in batch["rna"].items()}} for batch in batches(rank)]
-    trainer_of(rank or 0, ranks, groups(), precision="32-true").fit(module, loader(data))
-    return trained(module)
+    trainer_of(rank or 0, ranks, groups(), precision="32-true", max_epochs=1).fit(module, loader(data))
+    return found | {"single": trained(module)}
 
 
-def modules(rank: int, ranks: int) -> dict[str, Found]:
-    found = {}
-    for name in MODULES:
-        end = fsdp_cases.without_draws(name)
-        try:
-            module, data = fsdp_cases.module_of(name), fsdp_cases.batches_of(name, rank, ranks)
-            found[name] = fsdp_cases.fit(module, data, rank, ranks, fsdp_ranks=2)
-        finally:
-            end()
-    return found
+def cnn(rank: int, ranks: int) -> Found:
+    module, data = fsdp_cases.module_of("cnn"), fsdp_cases.batches_of("cnn", rank, ranks)
+    return fsdp_cases.fit(module, data, rank, ranks, fsdp_ranks=2)
 
 
 class Counted(Callback):
@@ -102,16 +82,6 @@ class Counted(Callback):
             self._mode.__exit__(None, None, None)
             self.counts = self._mode.counts
             self.rows = {name: tuple(local(p).shape) for name, p in module.named_parameters()}
-
-
-def counted(rank: int) -> Found:
-    """In groups, and over all four ranks."""
-    found = {}
-    for name, strategy in {"groups": groups(), "all": AMPStrategy(strategies="fsdp")}.items():
-        module, counts = Blocks(), Counted()
-        trainer_of(rank, 4, strategy, max_epochs=1, callbacks=[counts]).fit(module, loader(batches(rank)))
-        found[name] = {"counts": dict(counts.counts), "rows": counts.rows}
-    return found
 
 
 class SkipsInOneGroup(Blocks):
@@ -134,12 +104,12 @@ class Drifts(Blocks):
                 local(self.blocks[0][0].bias).add_(0.1)
 
 
-def told(rank: int, module: Blocks, strategy: AMPStrategy) -> str:
+def told(rank: int, module: Blocks, strategy: AMPStrategy, **options: Any) -> str:
     """The error, or the warnings, of a short run."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer_of(rank, 4, strategy, max_epochs=1).fit(module, loader(batches(rank)))
+            trainer_of(rank, 4, strategy, max_epochs=1, **options).fit(module, loader(batches(rank)))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -173,8 +143,7 @@ def chosen(rank: int, folder: Path) -> FullyShard | None:
 def plain(rank: int, ranks: int, folder: Path) -> Found:
     """Everything on one process with plain Lightning."""
     warnings.simplefilter("ignore")
-    found: Found = {"ways": ways(None, 1), "single": single(None, 1), "modules": modules(0, 1)}
-    return found | {"saved": saved(rank, 1, folder / "plain")}
+    return {"ways": ways(None, 1), "cnn": cnn(0, 1), "saved": saved(rank, 1, folder / "plain")}
 
 
 def four(rank: int, ranks: int, folder: Path) -> Found:
@@ -182,19 +151,17 @@ def four(rank: int, ranks: int, folder: Path) -> Found:
     warnings.simplefilter("ignore")
     found: Found = {
         "ways": ways(rank, 4),
-        "single": single(rank, 4),
-        "modules": modules(rank, 4),
-        "counted": counted(rank),
+        "cnn": cnn(rank, 4),
         "peak": measured(rank, 4, ("stack",), fsdp_ranks=2)["stack"],
         "saved": saved(rank, 4, folder / "groups", groups()),
+        "chosen": chosen(rank, folder),
+        "refused": told(rank, SkipsInOneGroup(), groups()),
+        "three": told(rank, Blocks(), AMPStrategy(strategies="fsdp", fsdp_ranks=3)),
     }
-    start, on_host = folder / "groups" / ONE, groups(fsdp_offload=True)
+    counts = Counted()
+    found["drifts"] = told(rank, Drifts(), groups(), callbacks=[counts])
+    found |= {"counts": dict(counts.counts), "rows": counts.rows}
+    start, on_host = folder / "groups" / ONE, groups(fsdp_offload=True, save_distributed_checkpoint=True)
     found["on the host"] = saved(rank, 4, folder / "host", on_host, resume=start)
     assert on_host.plan is not None
-    found["notes"] = on_host.plan.notes
-    found["chosen"] = chosen(rank, folder)
-    found["refused"] = told(rank, SkipsInOneGroup(), groups())
-    found["three"] = told(rank, Blocks(), AMPStrategy(strategies="fsdp", fsdp_ranks=3))
-    found["in parts"] = saved(rank, 4, folder / "parts", groups(save_distributed_checkpoint=True))
-    found["drifts"] = told(rank, Drifts(), groups())
-    return found
+    return found | {"notes": on_host.plan.notes}

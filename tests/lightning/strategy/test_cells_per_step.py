@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, random
 
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.any_module import QUIET
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 from tests.techniques.sharded_cases import Case, Model
@@ -83,11 +84,10 @@ LOADERS: dict[str, tuple[Callable[[], Any], int | None]] = {
 
 
 def trainer_of(rank: int, ranks: int, strategy: Any) -> Trainer:
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     options: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "devices": ranks}
     if strategy != "auto":
         options |= {"plugins": [RunningRanks(rank, ranks)], "use_distributed_sampler": ranks > 1}
-    return Trainer(**dict.fromkeys(quiet, False), **options, strategy=strategy)
+    return Trainer(**QUIET, **options, strategy=strategy)
 
 
 def planned(rank: int, ranks: int) -> dict[str, Any]:
@@ -142,10 +142,7 @@ def counted(rank: int, ranks: int) -> list[tuple[int, float]]:
         torch.manual_seed(0)
         module = Counting(draws)
         if strategy is None:
-            quiet = dict.fromkeys(
-                ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-            )
-            Trainer(**quiet, accelerator="cpu", devices=1, max_epochs=1).fit(module)
+            Trainer(**QUIET, accelerator="cpu", devices=1, max_epochs=1).fit(module)
         else:
             trainer_of(rank, ranks, strategy).fit(module)
         found.append((module.calls, module.drawn))

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from lightning_amp import AMPStrategy, Plan
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import MultiProcessingLauncher
-from lightning_amp.lightning.faults.launchers import MistakesOnce, end_as_ours
+from lightning_amp.lightning.faults.launchers import end_as_ours
+from tests.any_module import QUIET
 from tests.paths import ROOT
 
 
@@ -49,9 +50,7 @@ def fitted(
         logger=CSVLogger(folder) if logger else False,
         default_root_dir=folder,
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **{name: value for name, value in QUIET.items() if name != "logger"},
     )
     trainer.fit(Small(), DataLoader(torch.randn(24, 8), batch_size=4))
     return caplog.text.splitlines()
@@ -127,17 +126,6 @@ def test_a_plan_that_is_refused_is_written_and_one_that_trains_anyway_warns(
     assert "does NOT fit" in caplog.text
     with pytest.warns(UserWarning, match="predicted to run out of memory"):
         fitted(tmp_path, caplog, device_memory="1KiB", unfit="train")
-
-
-def test_an_uncaught_mistake_is_its_message_and_other_errors_are_left_alone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    left: list[Any] = []
-    hook = MistakesOnce(lambda *args: left.append(args))
-    for error in (PlanError("what to do"), ValueError("other")):
-        hook(type(error), error, None)
-    assert capsys.readouterr().err == "lightning_amp.errors.PlanError: what to do\n"
-    assert [kind for kind, *_ in left] == [ValueError]
 
 
 def test_ranks_that_were_started_by_multiprocessing_raise_the_mistake_itself(

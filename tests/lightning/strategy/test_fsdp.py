@@ -31,11 +31,14 @@ def close(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_module_trains_as_on_one_process(runs: Any, name: str) -> None:
-    one, ranks = runs[1][0][name], [found[name] for found in runs[2]]
+    trains_as_on_one(runs[1][0][name], [found[name] for found in runs[2]])
+
+
+def trains_as_on_one(one: Found, ranks: list[Found]) -> None:
     assert one["gradients"]
     assert len(set(map(float, one["losses"]))) == 3, "it has been trained"
     for rank, found in enumerate(ranks):
-        where = f"{name}, rank {rank}"
+        where = f"rank {rank}"
         for step, expected in enumerate(one["gradients"]):
             close(found["gradients"][step], expected, f"{where}, gradients of step {step}")
             norm = torch.stack([grad.square().sum() for grad in expected.values()]).sum().sqrt()
@@ -44,7 +47,7 @@ def test_a_module_trains_as_on_one_process(runs: Any, name: str) -> None:
         assert found["restored"]
         assert found["hooks"] == one["hooks"]
         assert not found["attributes"]
-    for step, cells in enumerate(CELLS[2]):
+    for step, cells in enumerate(CELLS[len(ranks)]):
         losses = torch.stack([found["losses"][step] for found in ranks])
         mean = (losses * torch.tensor(cells)).sum() / sum(cells)
         torch.testing.assert_close(mean, one["losses"][step], rtol=RTOL, atol=0)

@@ -24,7 +24,7 @@ def runs(folder: Path) -> dict[str, list[Any]]:
     return run_all(((1, plain), (2, pair)), folder, timeout=240)
 
 
-@pytest.mark.parametrize("name", [*WAYS, *MODULES])
+@pytest.mark.parametrize("name", [*WAYS, *(kind.__name__ for kind in MODULES)])
 def test_a_way_to_optimise_gives_what_one_process_gives(runs: Any, name: str) -> None:
     (one,) = runs["plain"]
     for rank, found in enumerate(runs["pair"]):
@@ -44,16 +44,14 @@ def test_rows_in_the_hosts_memory_and_gradients_that_are_looked_at(runs: Any, na
         close(found[name], runs["plain"][0]["ways"]["Blocks"], name)
 
 
-@pytest.mark.parametrize(("precision", "rtol"), [("32-true", 1e-5), ("bf16-mixed", 2e-2)])
-def test_half_precision_trains_as_under_ddp(runs: Any, precision: str, rtol: float) -> None:
+def test_half_precision_trains_as_under_ddp(runs: Any) -> None:
     for found in runs["pair"]:
-        ddp, fsdp = (found["mixed"][f"{strategy}, {precision}"] for strategy in ("ddp", "fsdp"))
-        for name, value in ddp.items():
-            off = (fsdp[name] - value).norm()
-            assert off <= rtol * value.norm() + 1e-7, f"{name}: off by {off:.1e}"
+        for name, value in found["mixed"]["ddp"].items():
+            off = (found["mixed"]["fsdp"][name] - value).norm()
+            assert off <= 2e-2 * value.norm() + 1e-7, f"{name}: off by {off:.1e}"
 
 
-@pytest.mark.parametrize("job", ["saved", "in parts", "from plain", "from parts", "S1 from fsdp"])
+@pytest.mark.parametrize("job", ["saved", "in parts", "from plain", "from parts"])
 def test_training_goes_on_from_any_checkpoint(runs: Any, job: str) -> None:
     """One process goes on from any, as its own are equal to them (below)."""
     one = runs["plain"][0]["saved"]

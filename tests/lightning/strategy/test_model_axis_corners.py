@@ -68,31 +68,6 @@ class Corner(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-class Frozen(Corner):
-    def add(self) -> None:
-        for part in (self.encoder, self.decoder.strata[1], self.decoder.strata_weights):
-            part.requires_grad_(False)
-
-
-class UnfrozenByHand(Corner):
-    """Parameters that learn from the second epoch on, and no manual_backward."""
-
-    def add(self) -> None:
-        self.automatic_optimization = False
-        self.decoder.requires_grad_(False)
-        self.encoder[0].requires_grad_(False)
-
-    def on_train_epoch_start(self) -> None:
-        self.decoder.requires_grad_(self.current_epoch > 0)
-        self.encoder[0].requires_grad_(self.current_epoch > 0)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.loss(batch).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-
 class Means(Corner):
     """Expected contacts, with gradients."""
 
@@ -166,12 +141,6 @@ class EarlyOptimizer(Corner):
         return self.early
 
 
-class TiedEncoders(Corner):
-    def add(self) -> None:
-        self.other = nn.Linear(N_FEATURES, CASE.dim)
-        self.other.weight = self.encoder[0].weight
-
-
 class HookedAttention(Corner):
     def add(self) -> None:
         self.decoder.strata[1].key.attention.register_forward_hook(lambda module, args, rows: 1.5 * rows)
@@ -208,7 +177,7 @@ class UnboxedCells(Corner):
         return self.loss(batch.batch)
 
 
-EXACT = [Frozen, UnfrozenByHand, Means, GradientOfInputs, TwoDecoders, Checkpointed]
+EXACT = [Means, GradientOfInputs, TwoDecoders, Checkpointed]
 OUTSIDE = "reads outside of the decoder or layer that is split over the model axis"
 REFUSED: dict[type[Corner], str] = {
     Penalty: f"'decoder.strata.0.scale', which it {OUTSIDE}",
@@ -217,14 +186,12 @@ REFUSED: dict[type[Corner], str] = {
     LearnedLibrary: ", which it reads inside of the decoder that is split over the model axis",
     OwnReference: "'weight' of a layer that S2 or nodes has replaced, which it still reads",
     EarlyOptimizer: "the optimizer 'Adam' has 1 parameters that the plan has replaced by the rank's shard",
-    TiedEncoders: "another layer that the plan splits has it too",
     HookedAttention: "'decoder.strata.1.key.attention' cannot be replaced: it has forward_hooks",
     HookedNorm: "'decoder.strata.1.key.prenorm' cannot be replaced: it has forward_hooks",
     HookedWeight: "S2 does not support a layer that has weight.backward_hooks",
 }
 OTHER_CELLS: dict[str, tuple[type[Corner], Callable[[Batch, int], Any]]] = {
     "coo": (SparseCells, lambda batch, rank: {"x": batch["x"].roll(rank, 0).to_sparse()}),
-    "csr": (SparseCells, lambda batch, rank: {"x": batch["x"].roll(rank, 0).to_sparse_csr()}),
     "object": (UnboxedCells, lambda batch, rank: Boxed({k: v.roll(rank, 0) for k, v in batch.items()})),
 }
 

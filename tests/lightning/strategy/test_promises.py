@@ -25,9 +25,7 @@ pytestmark = pytest.mark.ranks
 
 PLENTY = 10**13
 TIGHT = 1e-3
-SIZES: dict[str, dict[str, int]] = {
-    "gene_transformer": {"cells": 4, "length": 24},
-}
+SIZES: dict[str, dict[str, int]] = {"gene_transformer": {"cells": 4, "length": 24}}
 
 
 class Chain(pl.LightningModule):

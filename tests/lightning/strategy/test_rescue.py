@@ -26,8 +26,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("batch", [0, 3])
+@pytest.mark.parametrize(("where", "batch"), [("forward", 0), ("backward", 3)])
 def test_a_rescued_run_leaves_what_a_plain_run_leaves(where: str, batch: int) -> None:
     plain = fit(Deep(), "auto")
     with pytest.warns(UserWarning, match=r"which now runs again: .*recompute.*tried to allocate 3 GiB"):
@@ -120,18 +119,15 @@ def test_without_rescue_the_error_is_raised() -> None:
 
 @pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize(("ends_on", "where"), [((1,), "forward"), ((0, 1), "backward")])
-def test_ranks_run_a_batch_again_together(ends_on: tuple[int, ...], where: str, tmp_path: Path) -> None:
-    for name in ("plain", "found"):
-        (tmp_path / name).mkdir()
-    plain = run_ranks(on_rank, 2, tmp_path / "plain", (), where)
-    found = run_ranks(on_rank, 2, tmp_path / "found", ends_on, where)
-    for one, other in zip(found, plain, strict=True):
-        assert "recompute" in one["strategies"]
-        assert "recompute" not in other["strategies"]
-        assert same(one["random"], other["random"])
-        for name, value in other["state"].items():
-            torch.testing.assert_close(one["state"][name], value, rtol=1e-12, atol=1e-14)
+def test_ranks_run_a_batch_again_together(tmp_path: Path) -> None:
+    plain = run_ranks(on_rank, 2, tmp_path, (), "forward")
+    for ends_on, where in (((1,), "forward"), ((0, 1), "backward")):
+        for one, other in zip(run_ranks(on_rank, 2, tmp_path, ends_on, where), plain, strict=True):
+            assert "recompute" in one["strategies"]
+            assert "recompute" not in other["strategies"]
+            assert same(one["random"], other["random"])
+            for name, value in other["state"].items():
+                torch.testing.assert_close(one["state"][name], value, rtol=1e-12, atol=1e-14)
 
 
 def refused(**options: Any) -> Any:

@@ -22,6 +22,7 @@ from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.data.batch_norm import is_shared
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
+from tests.any_module import QUIET
 from tests.lightning.strategy.strategy_cases import (
     AGAINST_DDP,
     AGAINST_UNION,
@@ -61,20 +62,13 @@ def a_plan(ranks: int, *, balance_cells: bool = False) -> Plan:
 
 
 def make_trainer(strategy: Any, **options: Any) -> Trainer:
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    defaults = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "use_distributed_sampler": False,
-        "num_sanity_val_steps": 0,
-    }
+    defaults: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0}
+    defaults |= QUIET | {"use_distributed_sampler": False}
     plugins = []
     if strategy != "auto" and dist.is_initialized():
         plugins = [RunningRanks(dist.get_rank(), dist.get_world_size())]
     devices = dist.get_world_size() if plugins else 1
-    return Trainer(**quiet, **{**defaults, **options}, strategy=strategy, devices=devices, plugins=plugins)
+    return Trainer(**{**defaults, **options}, strategy=strategy, devices=devices, plugins=plugins)
 
 
 def loader(batches: list[Any]) -> DataLoader[Any]:

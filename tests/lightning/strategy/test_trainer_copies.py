@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.lightning.conformance.cases import QUIET
+from tests.any_module import QUIET
 from tests.lightning.strategy.model_axis_cases import Maps, loader_of, trainer_of
 from tests.ranks import run_ranks
 
@@ -98,8 +98,7 @@ class Saves(Callback):
 
 def test_a_trainer_can_be_saved_during_a_fit_and_after_it() -> None:
     saves, module = Saves(), BoringModel()
-    options = {**QUIET, "enable_checkpointing": False}
-    trainer = Trainer(strategy="amp", accelerator="cpu", devices=1, max_steps=1, callbacks=[saves], **options)
+    trainer = Trainer(strategy="amp", accelerator="cpu", devices=1, max_steps=1, callbacks=[saves], **QUIET)
     trainer.fit(module, DataLoader(torch.ones(2, 32)))  # type: ignore[arg-type]
     saves.on_train_batch_end(trainer)
     assert len(saves.saved) == 2

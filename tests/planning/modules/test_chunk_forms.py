@@ -13,7 +13,6 @@ from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
 from lightning_amp.techniques.chunk.forms import ChunkForms
-from lightning_amp.techniques.chunk.regions.choose_chunks import RATIO, rung
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run.block_tables import block_tables
 from lightning_amp.techniques.recompute.row import RecomputeBlock
@@ -117,11 +116,3 @@ def test_a_block_whose_batch_statistics_ranks_exchange_has_no_chunks() -> None:
     trains, frozen = block_tables(module, calls, shared=True)
     assert trains == "ranks exchange the statistics of a BatchNorm in it (share_batch_statistics)"
     assert not isinstance(frozen, str)
-
-
-def test_what_is_installed_is_what_was_chosen_from() -> None:
-    module, batch = Blocks(*(Attention(16) for _ in range(3))), torch.randn(2, 64, 16)
-    forms = forms_of(module, batch)
-    budgets = forms.budgets("blocks.1")
-    assert budgets == tuple(map(rung, budgets)), "a plan for another number of bytes would be made for each"
-    assert all(rung(rung(n)) == rung(n) <= n < rung(n) * RATIO**2 for n in range(1000, 10_000_000, 7919))

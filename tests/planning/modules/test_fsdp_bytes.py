@@ -50,12 +50,6 @@ def test_a_decomposed_decoder_is_refused(beside: str, model: int) -> None:
         )
 
 
-def test_rows_are_padded() -> None:
-    parameter = ParameterShape(name="w", shape=(5, 3), item_bytes=4)
-    assert [parameter.shard_bytes(ranks) for ranks in (2, 4, 8)] == [36, 24, 12]
-    assert parameter.whole_bytes == 60
-
-
 def moment(phase: str, fqn: str, *n_bytes: int) -> Moment:
     return Moment(phase=phase, fqn=fqn, by_kind=dict(zip(KINDS, n_bytes, strict=True)))
 

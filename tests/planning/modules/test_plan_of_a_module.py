@@ -23,11 +23,9 @@ from lightning_amp.planning.modules.candidates import compare
 from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
 from lightning_amp.planning.modules.plan_module import (
     diagnose_module,
-    plan_again,
     plan_module,
     split_by_planner,
 )
-from lightning_amp.planning.modules.questions import largest_batch
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
@@ -335,53 +333,3 @@ def test_no_technique_for_blocks_makes_less_of_what_averaging_takes() -> None:
     peaks = {row.strategies: row.peak_bytes for row in compare(step, ranks=2, budget=None).candidates}
     assert peaks["recompute",] == averaged
     assert "recompute" in diagnose_module(step, ranks=2).does_not_help
-
-
-def test_small_gradients_are_copied_on_several_ranks() -> None:
-    sizes = {"weight": 2**21, "bias": 300, "frozen": 500}
-    own = tuple(
-        ParameterShape(name=name, shape=(n,), item_bytes=1, trained=name != "frozen")
-        for name, n in sizes.items()
-    )
-    profile = profiled(held=2**22, saved=100)
-    # at the peak, of which the tensors are known, there are no gradients yet
-    kinds = {**profile.by_kind, "activations": profile.by_kind["activations"] + profile.by_kind["gradients"]}
-    early = replace(profile, by_kind={**kinds, "gradients": 0}, first_bytes=2**22 + 101, left_bytes=20)
-    step = with_units(seen(early), (ParameterUnit(fqn="", parameters=own),))
-    assert step.peak_bytes(1) == 2**22 + 101
-    # beside what is held and the batch: what the first step logs, which parameters were reached, and the copies
-    assert step.peak_bytes(2) == 2**22 + 100 + 20 + 2 + 300 + WEIGHT_BYTES
-
-
-def test_a_plan_that_was_given_is_predicted_anew() -> None:
-    given = plan_module(base(3300), seen())
-    again = plan_again(given, seen(), count=lambda rules: profiled(saved=1900))
-    assert again.predicted_peak_bytes == 2000
-    assert again.rules == given.rules
-
-
-def test_the_largest_batch_is_found_in_few_looks() -> None:
-    for budget, rest in ((10**6, 1234), (999, 990), (10**8, 5)):
-        looks: list[int] = []
-
-        def peak(n: int, rest: int = rest, looks: list[int] = looks) -> int:
-            looks.append(n)
-            return rest + 7 * n + n // 10
-
-        found = largest_batch(peak, budget, 8)
-        assert peak(found) <= budget < peak(found + 1) if found else peak(1) > budget
-        assert len(looks) <= 14
-
-
-def test_every_plan_is_compared_on_several_ranks() -> None:
-    heavy = seen(profiled(held=8000), weights=2000)
-    found = compare(heavy, ranks=2, budget=None)
-    assert {row.strategies for row in found.candidates} == {
-        (),
-        ("fsdp",),
-        ("recompute",),
-        ("recompute", "fsdp"),
-    }
-    assert found.candidates[0].strategies == ()
-    leanest = min(found.candidates, key=lambda row: row.peak_bytes)
-    assert leanest.strategies == ("recompute", "fsdp")

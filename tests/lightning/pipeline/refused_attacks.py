@@ -1,0 +1,225 @@
+"""Modules that look as if they could be stages of a pipeline, and cannot: each is refused with the reason."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torchmetrics
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.lightning.pipeline.attacks import WIDTH, Batch, Block, Net
+
+
+class ReadsEarly(Net):
+    def loss(self, batch: Batch) -> Tensor:
+        h = first = self.embed(batch["x"])
+        for n, block in enumerate(self.blocks):
+            h = block(h)
+            first = h if n == 0 else first
+        return F.cross_entropy(self.head(h), batch["y"]) + first.square().mean()
+
+
+class LogsEarly(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](self.embed(x))
+        norm = h.norm()
+        for block in list(self.blocks)[1:]:
+            h = block(h)
+        self.log("norm", norm)
+        return self.head(h)
+
+
+class Measured(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.mean(h.detach().mean())
+        return super().forward(h)
+
+
+class MetricInside(Net):
+    block = Measured
+
+
+class Never(Net):
+    def loss(self, batch: Batch) -> Tensor:
+        return self.head(self.embed(batch["x"])).square().mean()
+
+
+class Again(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(block(h))
+        return self.head(h)
+
+
+@dataclass
+class Held:
+    h: Tensor
+
+
+class Wraps(Block):
+    def forward(self, h: Any) -> Any:
+        return Held(super().forward(h.h))
+
+
+class Wrapped(Net):
+    block = Wraps
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Any = Held(self.embed(x))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h.h)
+
+
+class Branches(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h if h.mean() > 0 else h * 2)
+
+
+class Remembers(Block):
+    """A loss of its own as an attribute, as blocks of experts have it."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = super().forward(h)
+        self.own = h.square().mean()
+        return h
+
+
+class Branching(Net):
+    block = Branches
+
+
+class Normalises(Block):
+    """Batch normalisation by hand."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward((h - h.mean(0)) / (h.std(0, unbiased=False) + 1e-3))
+
+
+class Normalised(Net):
+    block = Normalises
+
+
+class LossInAttributes(Net):
+    block = Remembers
+
+    def loss(self, batch: Batch) -> Tensor:
+        return super().loss(batch) + sum(block.own for block in self.blocks)
+
+
+class Tracks(Block):
+    """A running mean that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return super().forward(h - self.mean)
+
+
+class Tracked(Net):
+    block = Tracks
+
+
+class Ticks(Net):
+    """A counter of steps in a buffer of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ticks", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.ticks += 1
+        return super().training_step(batch, batch_idx)
+
+
+class PenalisedInPlace(Net):
+    def loss(self, batch: Batch) -> Tensor:
+        loss = super().loss(batch)
+        for parameter in self.parameters():
+            loss += 0.1 * parameter.square().sum()
+        return loss
+
+
+class MixesTargets(Net):
+    """Of the draws, the same number is in the inputs and in the loss."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        share = np.random.beta(2, 2)
+        return share * F.cross_entropy(self(share * batch["x"]), batch["y"])
+
+
+class Reentrant(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=True)
+        return self.head(h)
+
+
+class Gathers(Net):
+    def loss(self, batch: Batch) -> Tensor:
+        return super().loss(batch) + self.all_gather(batch["x"]).mean()
+
+
+class ClipsByHand(Net):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+class Unsendable(Net):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.way = lambda: loss
+        return loss
+
+
+class Meter:
+    total = 0.0
+
+
+class Metered(Net):
+    """An object that nobody knows how to put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.meter.total += float(loss)
+        return loss
+
+
+REFUSED: dict[type[Net], str] = {
+    ReadsEarly: "no block returns",
+    LogsEarly: "logs, returns or keeps a tensor",
+    MetricInside: "inside or between blocks",
+    Never: "called 0 of the 4 blocks",
+    Again: "block 0 of",
+    Wrapped: "and ['Held']",
+    Branching: "needs values that another rank computed",
+    Normalised: "compute a sample from other samples",
+    LossInAttributes: "outside the blocks of",
+    Tracked: "changes 'blocks.",
+    Ticks: "has changed the parameters or buffers ['ticks']",
+    PenalisedInPlace: "a parameter that another rank holds",
+    MixesTargets: "random numbers",
+    Reentrant: "use_reentrant=True",
+    Gathers: "self.all_gather",
+    ClipsByHand: "configure_gradient_clipping",
+    Metered: "'meter'",
+    # by all ranks: after the last one nobody leaves a group that others wait in
+    Unsendable: "attributes ['way']",
+}
+"""Words of what is said, by one rank at least."""
