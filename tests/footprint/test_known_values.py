@@ -96,6 +96,7 @@ BRANCHES = {
     "a view was written": lambda step, batch: written(1, view=True),
     "written by itself": lambda step, batch: written(-1),
     "by an output": lambda step, batch: torch.neg(torch.ones(2), out=torch.zeros(2)).sum() < 0,
+    "a list was written": lambda step, batch: (z := torch.zeros(2), torch._foreach_add_([z], 1), z.sum() > 3)[2],
     "a conjugate": lambda step, batch: torch.full((2,), 1j).conj().imag.sum() < 0,
     "a buffer": lambda step, batch: step.mask[0, 1] < 0,
     "a counter": lambda step, batch: step.calls == 0,
@@ -129,6 +130,11 @@ UNKNOWN = {
     "data were written as an output": lambda step, batch: (
         z := torch.zeros(N, N),
         torch.neg(batch.detach(), out=z),
+        z.sum() > 0,
+    )[2],
+    "data were written into a list": lambda step, batch: (
+        z := torch.zeros(N, N),
+        torch._foreach_add_([z], [batch]),
         z.sum() > 0,
     )[2],
     "data in a list": lambda step, batch: torch.cat([torch.zeros(N, N), batch]).sum() > 0,

@@ -96,7 +96,7 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
     for i, name in written:
         value = args[i] if i < len(args) else kwargs.get(name)
         for tensor in _tensors((value,)):
-            _write(tensor, _written(func, args, kwargs) if known and value is args[0] else None)
+            _write(tensor, _written(func, args, kwargs) if known and tensor is args[0] else None)
     if written:
         return
     if known and type(result) is FakeTensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_amp._torch import (
     IS_ALL_TRUE,
+    READ_NUMBER,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
@@ -51,7 +52,6 @@ NOTHING = "nothing"
 
 _known: dict[Any, _Found] = {}
 """Of all modes, by an operator and its arguments: a step is counted several times while it is planned."""
-READ = torch.ops.aten._local_scalar_dense.default
 MOST = 100_000
 """Entries before it is emptied."""
 
@@ -79,7 +79,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self._valid:
             return self._dispatch(func, types, args, kwargs)
-        if func is READ:
+        if func is READ_NUMBER:
             value = value_of(args[0])
             if value is not None:
                 return value.item()
