@@ -64,9 +64,7 @@ def read_part(page: Path, name: str) -> list[str]:
 def origin(command: str) -> str:
     """What wrote a part: command, day, version and machine."""
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    return (
-        f"Written by `{command}` on {date.today().isoformat()}, version {version()}; {machine()}, {device}."
-    )
+    return f"Written by `{command}` on {date.today().isoformat()}, version {version()}; {machine()}, {device}."
 
 
 def asked_tables(
@@ -84,12 +82,7 @@ def asked_tables(
 
 
 def show_tables(
-    asked: argparse.Namespace,
-    page: Path,
-    part: str,
-    sections: Mapping[str, Callable[[], Iterable[str]]],
-    *,
-    first: str,
+    asked: argparse.Namespace, page: Path, part: str, sections: Mapping[str, Callable[[], Iterable[str]]], *, first: str
 ) -> None:
     """Print the tables that were asked for under one paragraph, and write them where that was asked for."""
     lines = list(paragraph(first))

@@ -93,9 +93,7 @@ def decision_diagram(path: Path) -> None:
 
 def main() -> None:
     """Run the pages that were named, or all."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", default=sorted(path.stem for path in FOLDER.glob("*.md")))
     pages = parser.parse_args().pages
     decision_diagram(FOLDER / "many_gpus.png")

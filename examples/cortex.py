@@ -48,13 +48,7 @@ def train(files: Path, out: Path, *, devices: int, epochs: int, batch_size: int)
         f"--trainer.max_epochs={epochs}",
     ]
     amp("fit", *settings)
-    amp(
-        "predict",
-        *settings,
-        "--ckpt_path",
-        str(out / "checkpoints" / "last.ckpt"),
-        "--return_predictions=false",
-    )
+    amp("predict", *settings, "--ckpt_path", str(out / "checkpoints" / "last.ckpt"), "--return_predictions=false")
     return out / "predictions" / "embeddings_hic.h5ad"
 
 
@@ -81,9 +75,7 @@ def score(embedding: Path, hic: Path) -> dict[str, float]:
 
 def main() -> None:
     """Read the arguments, train and print the scores."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/cortex"))
     parser.add_argument("--devices", type=int, default=2)

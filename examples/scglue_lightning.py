@@ -138,10 +138,7 @@ def build(
         sc.GraphEncoder(len(data.graph.vertices), dim),
         sc.GraphDecoder(),
         {name: sc.NBDataEncoder(len(rows), dim, **size) for name, rows in vertices.items()},
-        {
-            name: decoder(len(vertices[name]), data.tables[name].n_batches)
-            for name, decoder in DECODERS.items()
-        },
+        {name: decoder(len(vertices[name]), data.tables[name].n_batches) for name, decoder in DECODERS.items()},
         {name: torch.as_tensor(rows) for name, rows in vertices.items()},
         sc.Discriminator(dim, len(vertices), **size),
         sc.Prior(),

@@ -62,9 +62,7 @@ def main() -> None:
     kind, cells = getattr(scvi.model, arguments.model), counts()
     kind.setup_anndata(cells, **OPTIONS[arguments.model])
     model = kind(cells)
-    strategy = lightning_amp.AMPStrategy(
-        strategies=arguments.strategies, device_memory=arguments.device_memory
-    )
+    strategy = lightning_amp.AMPStrategy(strategies=arguments.strategies, device_memory=arguments.device_memory)
     model.train(
         max_epochs=2,
         accelerator="cpu",

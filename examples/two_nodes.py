@@ -31,9 +31,7 @@ def train(data: Path) -> None:
         logger=False,
         enable_checkpointing=False,
     )
-    trainer.fit(
-        lightning_amp.GLUE(latent_dim=8, window=8), lightning_amp.SingleCellDataModule(data, batch_size=8)
-    )
+    trainer.fit(lightning_amp.GLUE(latent_dim=8, window=8), lightning_amp.SingleCellDataModule(data, batch_size=8))
 
 
 def start() -> int:
@@ -46,15 +44,7 @@ def start() -> int:
         agents = [
             subprocess.Popen(
                 [
-                    *(
-                        sys.executable,
-                        "-m",
-                        "torch.distributed.run",
-                        "--nnodes",
-                        "2",
-                        "--node-rank",
-                        str(node),
-                    ),
+                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
                     *("--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port),
                     *(__file__, str(data)),
                 ]

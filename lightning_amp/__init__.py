@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from lightning_amp.graph.build_table import register_flow as register_flow
     from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor as StratumMemoryMonitor
     from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter as PredictionWriter
-    from lightning_amp.lightning.callbacks.predictions import (
-        collect_predictions as collect_predictions,
-    )
+    from lightning_amp.lightning.callbacks.predictions import collect_predictions as collect_predictions
     from lightning_amp.lightning.profiling.plan_of_module import ModulePlan as ModulePlan
     from lightning_amp.lightning.strategy.strategy import AMPStrategy as AMPStrategy
     from lightning_amp.models.glue import GLUE as GLUE
@@ -92,9 +90,7 @@ __all__ = ["AmpError", "DataError", "InstallError", "ModelError", "PlanError", "
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; its public names are {sorted(__all__)}"
-        )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its public names are {sorted(__all__)}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 

@@ -196,9 +196,7 @@ def fake_like(first: dict[str, Any], on_meta: Tensor, device: torch.device) -> T
 
     torch's constructor does the same, and takes longer than all else of an operator on fake tensors.
     """
-    found = Tensor._make_subclass(
-        FakeTensor, on_meta, False, dispatch_device=True, device_for_backend_keys=device
-    )
+    found = Tensor._make_subclass(FakeTensor, on_meta, False, dispatch_device=True, device_for_backend_keys=device)
     if first["fake_mode"]._allow_unsafe_data_ptr_access:
         torch._C._set_warn_deprecated_on_mutable_data_ptr(found)
     else:

@@ -103,10 +103,7 @@ def heavy_decomposition(modality: ModalityProfile) -> Finding:
     raised = strata >= DECOMPOSED_STRATA
     noun = "stratum" if strata == 1 else "strata"
     return Finding(
-        signal=HEAVY_DECOMPOSITION,
-        modality=modality.name,
-        raised=raised,
-        evidence=f"{strata} {noun} in the decoder",
+        signal=HEAVY_DECOMPOSITION, modality=modality.name, raised=raised, evidence=f"{strata} {noun} in the decoder"
     )
 
 

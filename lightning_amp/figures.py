@@ -146,13 +146,7 @@ class StepCurve:
 
 
 def step_memory(
-    path: Path,
-    step: StepCurve,
-    *,
-    predicted: StepCurve | None,
-    at: str,
-    budget_bytes: float | None,
-    title: str,
+    path: Path, step: StepCurve, *, predicted: StepCurve | None, at: str, budget_bytes: float | None, title: str
 ) -> None:
     """Draw memory over a training step as an area by kind, and next to it the modules that hold most at the peak.
 
@@ -206,12 +200,7 @@ def embedding(
 
 
 def contact_maps(
-    path: Path,
-    *,
-    maps: Mapping[str, ArrayLike],
-    chromosomes: Sequence[str],
-    starts: Sequence[int],
-    title: str,
+    path: Path, *, maps: Mapping[str, ArrayLike], chromosomes: Sequence[str], starts: Sequence[int], title: str
 ) -> None:
     """Draw contact maps side by side on one logarithmic colour scale: white without contacts, grey without data.
 
@@ -256,9 +245,7 @@ def _name_bins(axes: Axes, chromosomes: NDArray[Any], starts: NDArray[Any]) -> N
         axes.axhline(end - 0.5, color=GREY, linewidth=0.8)
         axes.axvline(end - 0.5, color=GREY, linewidth=0.8)
     per_chromosome = max(1, MAP_TICKS // len(first))
-    ticks = np.concatenate(
-        [np.arange(a, b, -(-(b - a) // per_chromosome)) for a, b in zip(first, ends, strict=True)]
-    )
+    ticks = np.concatenate([np.arange(a, b, -(-(b - a) // per_chromosome)) for a, b in zip(first, ends, strict=True)])
     labels = [f"{starts[tick] / 1e6:g}" for tick in ticks]
     centres, names = (first + ends - 1) / 2, [f"{chromosomes[a]} (Mb)" for a in first]
     axes.set_xticks(ticks, labels, fontsize=8)
@@ -289,9 +276,7 @@ def _mark_peak(axes: Axes, step: StepCurve, text: str, size: float) -> None:
     axes.annotate(text, (place, peak), (0, 6), textcoords="offset points", ha=side, va="bottom", fontsize=9)
 
 
-def _draw_holders(
-    axes: Axes, step: StepCurve, predicted: StepCurve | None, *, unit: str, size: float
-) -> None:
+def _draw_holders(axes: Axes, step: StepCurve, predicted: StepCurve | None, *, unit: str, size: float) -> None:
     """Bars by kind of the modules that hold most at the peak; of those that were predicted to, a mark."""
     names = list(step.holders)[:HOLDERS]
     left = np.zeros(len(names))
@@ -352,9 +337,7 @@ def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_])
     order = np.random.default_rng(0).permutation(len(points))  # else the class drawn last hides the others
     tones = np.array(PALETTE)
     if len(names) > len(PALETTE):
-        tones = (
-            np.array([to_hex(colour) for colour in colormaps["tab20"](range(20))]).reshape(10, 2).T.ravel()
-        )
+        tones = np.array([to_hex(colour) for colour in colormaps["tab20"](range(20))]).reshape(10, 2).T.ravel()
     colours = tones[np.arange(len(names)) % len(tones)]
     markers = np.array(MARKERS)[np.arange(len(names)) // 10 % len(MARKERS)]
     for marker in MARKERS:
@@ -378,9 +361,7 @@ def _legend_inches(classes: Sequence[str]) -> float:
 
 def _unit(n_bytes: float) -> tuple[str, int]:
     """Return the unit in which a number of bytes reads best, and its size in bytes."""
-    fitting = [
-        (unit, 2**power) for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if n_bytes >= 2**power
-    ]
+    fitting = [(unit, 2**power) for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if n_bytes >= 2**power]
     return fitting[0] if fitting else ("bytes", 1)
 
 

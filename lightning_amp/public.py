@@ -25,15 +25,11 @@ if TYPE_CHECKING:
 
     from lightning_amp.lightning.profiling.plan_of_module import ModulePlan
 
-NOT_LOOKED_FOR = (
-    "of a profile alone, chunks and stages are not looked for; lightning_amp.plan(module, batch) does"
-)
+NOT_LOOKED_FOR = "of a profile alone, chunks and stages are not looked for; lightning_amp.plan(module, batch) does"
 
 
 @overload
-def profile(
-    what: str | Path, *, setting: str | None = None, attention: Attention | None = None
-) -> Profile: ...
+def profile(what: str | Path, *, setting: str | None = None, attention: Attention | None = None) -> Profile: ...
 
 
 @overload
@@ -202,9 +198,7 @@ def plan(
             node_devices=node_devices,
         )
     if batch is not None:
-        _refuse(
-            "a module and a batch, whose structure is the module's", shape=shape, node_devices=node_devices
-        )
+        _refuse("a module and a batch, whose structure is the module's", shape=shape, node_devices=node_devices)
         from lightning_amp.data.batch import batch_of_shapes
         from lightning_amp.footprint.inner_run import BY_ITSELF, Around
         from lightning_amp.lightning.profiling.plan_of_module import plan_of_module

@@ -49,9 +49,7 @@ def parse_bytes(text: str | int | float) -> int:
     return int(n_bytes)
 
 
-def memory_of_ranks(
-    device_memory: str | int | Sequence[str | int], devices: int | None = None
-) -> tuple[int, ...]:
+def memory_of_ranks(device_memory: str | int | Sequence[str | int], devices: int | None = None) -> tuple[int, ...]:
     """Bytes of every device: one number where all have as many, else one for each rank.
 
     Args:
@@ -90,8 +88,6 @@ def format_bytes(n_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Write a duration with three digits, at most eight characters wide; from two minutes on in minutes or hours."""
-    unit, size = next(
-        ((u, n) for u, n in _SECONDS if seconds >= (2 * n if n > 1 else 0.9995 * n)), ("us", 1e-6)
-    )
+    unit, size = next(((u, n) for u, n in _SECONDS if seconds >= (2 * n if n > 1 else 0.9995 * n)), ("us", 1e-6))
     value = seconds / size
     return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"

@@ -12,9 +12,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from tests.paths import ROOT
 
 NAMES = ("gene_transformer", "geneformer", "gpt2", "vit", "unet", "evoformer", "wide_mlp", "cnn")
-QUIET = dict.fromkeys(
-    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-)
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 """Options of a Trainer that writes and shows nothing."""
 
 

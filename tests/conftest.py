@@ -36,9 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     They take longest: begun last, one of them would be waited for by all workers.
     """
-    ranks, long = (
-        {item.path for item in items if item.get_closest_marker(name)} for name in ("ranks", "long")
-    )
+    ranks, long = ({item.path for item in items if item.get_closest_marker(name)} for name in ("ranks", "long"))
     items.sort(key=lambda item: (item.path not in ranks, item.path not in long))
     absent = [
         item

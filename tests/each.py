@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 
 BEFORE_A_RELEASE = (pytest.mark.exhaustive, pytest.mark.release)
-FEW = [
-    pytest.param(True, id="few"),
-    pytest.param(False, id="all", marks=BEFORE_A_RELEASE),
-]
+FEW = [pytest.param(True, id="few"), pytest.param(False, id="all", marks=BEFORE_A_RELEASE)]
 """For the argument `few` of a test or a fixture that runs a matrix: few rows of it, and before a release all."""
 
 
-def each(
-    **values: Iterable[Any] | Callable[[], Iterable[Any]],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def each(**values: Iterable[Any] | Callable[[], Iterable[Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that calls the test with all combinations; a failure says with which.
 
     Args:

@@ -16,11 +16,7 @@ from lightning_amp import errors
 from tests.paths import ROOT
 
 LIBRARY = Path(lightning_amp.__file__).parent
-CLASSES = {
-    name
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, errors.AmpError)
-}
+CLASSES = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.AmpError)}
 
 
 @dataclass(frozen=True)
@@ -65,9 +61,7 @@ def _name(node: ast.expr) -> str:
 
 def main() -> None:
     """Print them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--longest", action="store_true", help="the longest first")
     asked = parser.parse_args()
     found = list(messages())

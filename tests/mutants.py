@@ -108,9 +108,7 @@ def mutants(row: dict[str, list[str]], each: int, draw: random.Random) -> Iterat
 
 def main() -> None:
     """Judge the mutants of every row, and print who survived."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows that name such a file")
     parser.add_argument("--each", type=int, default=4, help="mutants of a row")
     parser.add_argument("--seed", type=int, default=0)

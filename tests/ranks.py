@@ -89,12 +89,7 @@ class CountCollectives(TorchDispatchMode):
 
 
 def run_ranks(
-    body: Callable[..., Any],
-    world_size: int,
-    tmp_path: Path,
-    *args: Any,
-    timeout: float = 150,
-    fresh: bool = False,
+    body: Callable[..., Any], world_size: int, tmp_path: Path, *args: Any, timeout: float = 150, fresh: bool = False
 ) -> list[Any]:
     """Call `body(rank, world_size, *args)` on every rank and return the results in the order of ranks.
 
@@ -131,9 +126,7 @@ def run_ranks(
             processes = [process for process, _ in ranks]
             crashed = {rank for rank, text in failed if text == NO_WORD}
             stacks = _stacks(processes, set(range(world_size)) - set(reports) | crashed, Path(meet))
-            first = (
-                f"rank {failed[0][0]} failed:\n{failed[0][1]}" if failed else "ranks gave no answer in time"
-            )
+            first = f"rank {failed[0][0]} failed:\n{failed[0][1]}" if failed else "ranks gave no answer in time"
             pytest.fail(f"{first}\n{stacks}", pytrace=False)
         results = [pickle.loads(reports[rank][1]) for rank in range(world_size)]
         for connection in connections:
@@ -161,9 +154,7 @@ def _start() -> tuple[Any, Connection]:
     return process, ours
 
 
-def run_all(
-    bodies: Sequence[tuple[int, Callable[..., Any]]], folder: Path, *, timeout: float
-) -> dict[str, list[Any]]:
+def run_all(bodies: Sequence[tuple[int, Callable[..., Any]]], folder: Path, *, timeout: float) -> dict[str, list[Any]]:
     """Call `body(rank, ranks, folder)` of every (ranks, body) in turn; what `run_ranks` returns, by name."""
     found = {}
     for ranks, body in bodies:
@@ -233,9 +224,7 @@ def _run(
         import torch.distributed as dist
 
         store = dist.FileStore(str(folder / "store"), world_size)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=600)
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=600))
         connection.send((True, "ready"))
         try:
             report = (True, pickle.dumps(body(rank, world_size, *args)))

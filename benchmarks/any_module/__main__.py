@@ -110,9 +110,7 @@ def available(names: list[str]) -> tuple[list[str], list[str]]:
 
 def main() -> None:
     """Measure, and print or write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three modules, one activation_memory_budget")
     parser.add_argument("--only", nargs="+", choices=NAMES, help="these modules")
     parser.add_argument("--write", action="store_true", help="put the table into docs/reports/any_module.md")

@@ -91,9 +91,7 @@ def fit(rank: int, ranks: int, wanted: Wanted) -> dict[str, Any]:
     rows = rows_of(load(wanted.name).make_batch(**wanted.sizes))
     torch.manual_seed(1)
     trainer, probe = _trainer(wanted, rank)
-    loader = torch.utils.data.DataLoader(
-        rows * (wanted.steps + 1), batch_size=len(rows) // wanted.ranks, shuffle=False
-    )
+    loader = torch.utils.data.DataLoader(rows * (wanted.steps + 1), batch_size=len(rows) // wanted.ranks, shuffle=False)
     refused = ""
     try:
         trainer.fit(module, loader)
@@ -139,9 +137,7 @@ def _trainer(wanted: Wanted, rank: int) -> tuple[Any, Any]:
                 self.peak = self.live.current
                 self.profile.start()
 
-        def on_train_batch_end(
-            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.ends.append(time.perf_counter())
             if not compiled:
                 super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)

@@ -158,9 +158,7 @@ def budgets(size: str) -> Iterator[str]:
             for costs in policies:
                 n_bytes = eager_bytes(name, size)
                 made = plan(capture, costs, int(share * n_bytes))
-                row += (
-                    ["not met", ""] if made is None else [slowdown(made), f"{made.peak_bytes / n_bytes:.0%}"]
-                )
+                row += ["not met", ""] if made is None else [slowdown(made), f"{made.peak_bytes / n_bytes:.0%}"]
             rows.append([*row, *run.get(share, ())])
     yield from table(header, rows)
 
@@ -220,9 +218,7 @@ def fused() -> Iterator[str]:
         best = min(fast, key=lambda made: made.peak_bytes)
         rows.append([name, kind.sizes["paper"], *map(format_bytes, (eager_bytes(name, "paper"), n_bytes)),
                      f"{best.peak_bytes / n_bytes - 1:+.0%}", slowdown(best)])  # fmt: skip
-    yield from table(
-        ["model", "size", "written out", "fused", "chunks (paper: over -70%)", "throughput"], rows
-    )
+    yield from table(["model", "size", "written out", "fused", "chunks (paper: over -70%)", "throughput"], rows)
 
 
 def expert() -> Iterator[str]:
@@ -265,9 +261,7 @@ def ablation() -> Iterator[str]:
         costs = CostModel(policy="paper", rates=rates)
         top = speed(size, costs)
         tried = {"All strategies": costs, "Weights of 1": replace(costs, weights=Weights())}
-        tried |= {
-            n: replace(costs, weights=WEIGHTS._replace(**{term: 0.0})) for n, (term, _) in WITHOUT.items()
-        }
+        tried |= {n: replace(costs, weights=WEIGHTS._replace(**{term: 0.0})) for n, (term, _) in WITHOUT.items()}
         tried["Seconds (`auto`)"] = CostModel(rates=rates)
         for name, way in tried.items():
             rows[name].append(f"{speed(size, way) / top:.1%}")

@@ -19,8 +19,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
         )
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         if self.causal:
@@ -35,8 +34,7 @@ class Fused(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -46,9 +44,7 @@ class Fused(Layer):
 class GPT(nn.Module):
     """Prefill: words to the logits of the last one."""
 
-    def __init__(
-        self, dim: int = 256, layers: int = 4, words: int = 1000, heads: int = 0, kind: Any = Layer
-    ) -> None:
+    def __init__(self, dim: int = 256, layers: int = 4, words: int = 1000, heads: int = 0, kind: Any = Layer) -> None:
         super().__init__()
         self.words = nn.Embedding(words, dim)
         self.layers = nn.Sequential(*(kind(dim, heads or dim // 32, causal=True) for _ in range(layers)))

@@ -82,9 +82,7 @@ class TriangleMultiplication(nn.Module):
         super().__init__()
         self.equation = "xikc,xjkc->xijc" if outgoing else "xkic,xkjc->xijc"
         self.norm, self.norm_out = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.a, self.b, self.gate_a, self.gate_b, self.gate, self.out = (
-            nn.Linear(dim, dim) for _ in range(6)
-        )
+        self.a, self.b, self.gate_a, self.gate_b, self.gate, self.out = (nn.Linear(dim, dim) for _ in range(6))
 
     def forward(self, pair: Tensor) -> Tensor:
         x = self.norm(pair)
@@ -161,8 +159,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
         q, k, v = (
-            p.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for p in (self.q(x), self.k(context), self.v(context))
+            p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q(x), self.k(context), self.v(context))
         )
         return self.out(attend(q, k, v, None, fused=self.fused).transpose(1, 2).flatten(2))
 
@@ -172,11 +169,7 @@ class SpatialTransformer(nn.Module):
 
     def __init__(self, dim: int, heads: int, context: int, *, fused: bool) -> None:
         super().__init__()
-        self.norm, self.enter, self.leave = (
-            nn.GroupNorm(8, dim),
-            nn.Conv2d(dim, dim, 1),
-            nn.Conv2d(dim, dim, 1),
-        )
+        self.norm, self.enter, self.leave = (nn.GroupNorm(8, dim), nn.Conv2d(dim, dim, 1), nn.Conv2d(dim, dim, 1))
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(3))
         self.own, self.cross = (Attention(dim, heads, d, fused=fused) for d in (dim, context))
         self.wide, self.narrow = nn.Linear(dim, 8 * dim), nn.Linear(4 * dim, dim)
@@ -258,9 +251,7 @@ def vit(fused: bool, size: str) -> nn.Module:
 
 def evoformer(fused: bool, size: str, rows: int = 0) -> nn.Module:
     """One block, as wide as AlphaFold's or small."""
-    return Evoformer(
-        *((256, 128, 8, 4, 32) if size == "paper" else (32, 32, 4, 4, 8)), fused=fused, rows=rows
-    )
+    return Evoformer(*((256, 128, 8, 4, 32) if size == "paper" else (32, 32, 4, 4, 8)), fused=fused, rows=rows)
 
 
 def unet(fused: bool, size: str) -> nn.Module:
@@ -294,8 +285,6 @@ def picture_args(size: str) -> tuple[Tensor, ...]:
 KINDS = {
     "GPT": Kind(gpt, text_args, {"paper": "4,096 words, 768 wide", "small": "512 words, 128 wide"}),
     "ViT": Kind(vit, picture_args, {"paper": "side 1,024, 1,024 wide", "small": "side 160, 128 wide"}),
-    "Evoformer": Kind(
-        evoformer, table_args, {"paper": "128 x 512, 256 and 128 wide", "small": "16 x 96, 32 wide"}
-    ),
+    "Evoformer": Kind(evoformer, table_args, {"paper": "128 x 512, 256 and 128 wide", "small": "16 x 96, 32 wide"}),
     "U-Net": Kind(unet, image_args, {"paper": "side 128, 320 channels", "small": "side 32, 24 channels"}),
 }

@@ -184,9 +184,7 @@ def rows_of_training(name: str, shares: Sequence[float]) -> Iterator[list[str]]:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "model", choices=[*MODELS], nargs="?", help="a table of all models of small pieces without it"
-    )
+    parser.add_argument("model", choices=[*MODELS], nargs="?", help="a table of all models of small pieces without it")
     parser.add_argument("--share", type=float, nargs="+", help="of eager's bytes")
     parser.add_argument("--train", action="store_true", help="forward and backward pass")
     asked = parser.parse_args()

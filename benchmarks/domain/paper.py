@@ -117,9 +117,7 @@ def ring() -> Iterator[str]:
         with torch.device("meta"):
             module, batch = Attention(), torch.empty(1, length, 1024)
         seconds = [step_of(module, batch, "batch:1", ranks)["seconds"] for ranks in RANKS]
-        made.append(
-            [f"{length:,}", f"{seconds[0]:.4f} s", *(f"{seconds[0] / one:.1f}" for one in seconds[1:])]
-        )
+        made.append([f"{length:,}", f"{seconds[0]:.4f} s", *(f"{seconds[0] / one:.1f}" for one in seconds[1:])])
     yield from table(["tokens", "1 rank", *(f"{ranks} ranks, faster" for ranks in RANKS[1:])], made)
 
 

@@ -24,9 +24,7 @@ SECONDS = 525.0
 INTERRUPTED = 130
 PARTS = (
     Part(name="device", title="The device", file="checks", seconds=20, run=rates.reached),
-    Part(
-        name="exactness", title="Exactness of every technique", file="checks", seconds=90, run=exactness.run
-    ),
+    Part(name="exactness", title="Exactness of every technique", file="checks", seconds=90, run=exactness.run),
     Part(name="generic", title="Techniques of any module", file="checks", seconds=40, run=generic.run),
     Part(
         name="language_model",
@@ -35,13 +33,7 @@ PARTS = (
         seconds=80,
         run=language_model.run,
     ),
-    Part(
-        name="largest_batch",
-        title="The largest batch",
-        file="memory",
-        seconds=110,
-        run=language_model.largest_batch,
-    ),
+    Part(name="largest_batch", title="The largest batch", file="memory", seconds=110, run=language_model.largest_batch),
     Part(name="memory", title="Memory, predicted and measured", file="memory", seconds=75, run=memory.run),
     Part(name="at_peak", title="What the peak holds", file="memory", seconds=40, run=memory.at_peak),
     Part(name="one_rank", title="One rank of the Trainer", file="trainer", seconds=35, run=trainer.one_rank),
@@ -57,9 +49,7 @@ PARTS = (
 
 def main() -> None:
     """Run the parts, print what becomes of them, and exit by that."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
@@ -78,9 +68,7 @@ def main() -> None:
     def after() -> None:
         write_report(arguments.out, parts, device=arguments.device, tiny=arguments.tiny)
 
-    runner = Runner(
-        arguments.out, device=arguments.device, tiny=arguments.tiny, seconds=arguments.seconds, after=after
-    )
+    runner = Runner(arguments.out, device=arguments.device, tiny=arguments.tiny, seconds=arguments.seconds, after=after)
     try:
         ran = runner.run(parts)
     except KeyboardInterrupt:

@@ -173,12 +173,7 @@ def _values(loss: Tensor, leaves: dict[str, Tensor], precision: Precision) -> Va
 
 
 def _row(
-    work: Work,
-    what: str,
-    form: str,
-    precision: Precision,
-    values: tuple[Values, Values],
-    plain: float,
+    work: Work, what: str, form: str, precision: Precision, values: tuple[Values, Values], plain: float
 ) -> tuple[float, int]:
     """Record a comparison, given the error of the plain form; returns the largest error, and whether it is wrong."""
     found, expected = ({name: value for name, value in side.items() if name != "loss"} for side in values)
@@ -209,26 +204,18 @@ def _compare_model(work: Work, precision: Precision) -> int:
         ",".join(chosen): partial(_model_values, module, data, chosen, precision, work.device)
         for chosen in (EAGER, OURS)
     }
-    return _compare(
-        work, "reference model", precision, _model_values(module, data, None, FLOAT64, CPU), forms
-    )
+    return _compare(work, "reference model", precision, _model_values(module, data, None, FLOAT64, CPU), forms)
 
 
 def _model_values(
-    module: GLUE,
-    data: CellsInMemory,
-    strategies: tuple[str, ...] | None,
-    precision: Precision,
-    device: torch.device,
+    module: GLUE, data: CellsInMemory, strategies: tuple[str, ...] | None, precision: Precision, device: torch.device
 ) -> Values:
     own = copy.deepcopy(module).to(device=device, dtype=precision.dtype)
     batch = {name: moved(_cells(data, name, strategies, precision.dtype), device) for name in data.tables}
     if strategies is not None:
         shape = describe(own, batch_size=CELLS)
         rates = rates_of(device)[0]
-        made = plan(
-            profile_of_module(shape), strategies=strategies, batch_size=CELLS, shape=shape, rates=rates
-        )
+        made = plan(profile_of_module(shape), strategies=strategies, batch_size=CELLS, shape=shape, rates=rates)
         install(own, made)
     with precision.computing(device):
         loss = _model_loss(own, batch)
@@ -248,9 +235,7 @@ def _model_loss(model: GLUE, batch: Any) -> Tensor:
     return total
 
 
-def _cells(
-    data: CellsInMemory, name: str, strategies: tuple[str, ...] | None, dtype: torch.dtype
-) -> dict[str, Any]:
+def _cells(data: CellsInMemory, name: str, strategies: tuple[str, ...] | None, dtype: torch.dtype) -> dict[str, Any]:
     rows = data.tables[name].rows(torch.arange(CELLS).numpy(), sparse=name == HIC and strategies is not None)
     cells: dict[str, Any] = {**rows, "draw": torch.arange(CELLS) + 7}
     cells["library"] = cells["library"].to(dtype)

@@ -50,9 +50,7 @@ class Blocks(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-            )
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
             for _ in range(depth)
         )
         self.double()
@@ -132,11 +130,7 @@ def _values(module: Blocks) -> Found:
 
 
 def _fit(
-    work: Work,
-    strategies: tuple[str, ...] | None,
-    precision: str,
-    sizes: Mapping[str, int],
-    **amp: Any,
+    work: Work, strategies: tuple[str, ...] | None, precision: str, sizes: Mapping[str, int], **amp: Any
 ) -> tuple[Found, AMPStrategy]:
     # with 32-true Lightning leaves a module's type, and its batch's, as they are
     dtype = torch.float64 if precision == "64-true" else torch.float32
@@ -155,9 +149,7 @@ def _chunked(work: Work, sizes: Mapping[str, int]) -> int:
         expected = {"output": module(x)}
         own, there = module.to(work.device), x.to(work.device)
         chunked = partial(lightning_amp.chunk, own, there, budget=4 * x.nbytes)
-        return _case(
-            work, "chunk(module, x)", "64-true", expected, lambda: {"output": chunked()(there).cpu()}
-        )
+        return _case(work, "chunk(module, x)", "64-true", expected, lambda: {"output": chunked()(there).cpu()})
 
 
 def _sharded(work: Work, precision: str, sizes: Mapping[str, int], *, offload: bool) -> Found:

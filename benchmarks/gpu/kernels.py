@@ -59,9 +59,7 @@ def _measure(work: Work, subject: Subject, name: str, *, strata: int) -> None:
 def _kernel_rows(work: Work, events: Iterable[Any], name: str, strata: int) -> list[tuple[str, float, int]]:
     """Name, seconds and number of every kind of kernel; records how many there are and the gaps between them."""
     host: Counter[str] = Counter(e.name for e in events if e.device_type == DeviceType.CPU)
-    kernels = [
-        e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)
-    ]
+    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
     seconds, times = Counter[str](), Counter[str]()
     for kernel in kernels:
         seconds[kernel.name] += 1e-6 * (kernel.time_range.end - kernel.time_range.start)

@@ -70,9 +70,7 @@ class Measure(pl.Callback):
         """The plan is made and installed."""
         self.ready = time.monotonic()
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, i: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, i: int) -> None:
         """Begin to measure."""
         wait(module.device)
         if i == MEASURED:
@@ -134,12 +132,7 @@ def run(work: Work) -> None:
 
 
 def fit(
-    work: Work,
-    sizes: dict[str, int],
-    rows: int,
-    strategies: tuple[str, ...] | None,
-    budget: int | None,
-    precision: Any,
+    work: Work, sizes: dict[str, int], rows: int, strategies: tuple[str, ...] | None, budget: int | None, precision: Any
 ) -> tuple[dict[str, Any], Measure]:
     """Train for a few steps: what the plan says, and what was measured."""
     seen = Measure(Allocated(work.device))
@@ -178,9 +171,7 @@ def largest_batch(work: Work) -> None:
     for strategies in ASKED[:1] if work.tiny else ASKED:
         begun = time.monotonic()
         batch = torch.zeros(4, sizes["positions"] + 1, dtype=torch.int64)
-        planned = lightning_amp.plan(
-            LanguageModel(**sizes), batch, strategies=list(strategies), device_memory=budget
-        )
+        planned = lightning_amp.plan(LanguageModel(**sizes), batch, strategies=list(strategies), device_memory=budget)
         largest = planned.largest_batch()
         work.record.note(f"{','.join(strategies)}: asked in {time.monotonic() - begun:.1f} s.")
         del planned

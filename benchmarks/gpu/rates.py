@@ -82,9 +82,7 @@ def _memory_rate(work: Work) -> None:
 def calibrated(work: Work) -> None:
     """`lightning-amp calibrate` of this device: write rates.json, and what it was fitted to."""
     try:
-        found = calibrate(
-            work.device.type, index=work.device.index or 0, sizes=CALIBRATED_TINY if work.tiny else None
-        )
+        found = calibrate(work.device.type, index=work.device.index or 0, sizes=CALIBRATED_TINY if work.tiny else None)
     except PlanError as error:
         if "keeps it busy" in str(error):
             raise SkipPart(str(error)) from error

@@ -50,9 +50,7 @@ def table(rows: Iterable[Row]) -> list[str]:
     if not found:
         return []
     names = list(found[0])
-    cells = (
-        [shown(name, row[name]).replace("|", "\\|").replace("\n", " ") for name in names] for row in found
-    )
+    cells = ([shown(name, row[name]).replace("|", "\\|").replace("\n", " ") for name in names] for row in found)
     return list(page.table([_heading(name) for name in names], cells))
 
 
@@ -67,11 +65,7 @@ def shown(name: str, value: Any) -> str:
     if not isinstance(value, int | float):
         return str(value)
     if name.endswith("_bytes"):
-        return (
-            f"{value / 1e9:.4g} GB/s"
-            if name.startswith(("per_second", "memory_rate"))
-            else format_bytes(value)
-        )
+        return f"{value / 1e9:.4g} GB/s" if name.startswith(("per_second", "memory_rate")) else format_bytes(value)
     if name.endswith("seconds"):
         return format_seconds(value)
     if name.endswith("flops"):

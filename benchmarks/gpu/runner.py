@@ -167,9 +167,7 @@ class Runner:
         after: Called after every part.
     """
 
-    def __init__(
-        self, out: Path, *, device: str, tiny: bool, seconds: float, after: Callable[[], None]
-    ) -> None:
+    def __init__(self, out: Path, *, device: str, tiny: bool, seconds: float, after: Callable[[], None]) -> None:
         self._out, self._device, self._tiny, self._after = out, device, tiny, after
         self._clock, self._method = Clock(seconds), "fork"
 

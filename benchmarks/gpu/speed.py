@@ -14,16 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.device import (
-    BF16,
-    FLOAT32,
-    TF32,
-    Allocated,
-    Precision,
-    free_bytes,
-    matmul_rate,
-    median_seconds,
-)
+from benchmarks.gpu.device import BF16, FLOAT32, TF32, Allocated, Precision, free_bytes, matmul_rate, median_seconds
 from benchmarks.gpu.runner import Work
 from benchmarks.gpu.subject import EAGER, OURS, Subject, plan_of
 from benchmarks.side_by_side.cases import Size, flops
@@ -76,9 +67,7 @@ def cases(heavy: Sequence[Heavy]) -> Iterator[Case]:
     ]
     yield from ((one, *first) for first in firsts for one in heavy)
     rest = product((FLOAT32, BF16), choices(), heavy)
-    yield from (
-        (one, chosen, precision) for precision, chosen, one in rest if (chosen, precision) not in firsts
-    )
+    yield from ((one, chosen, precision) for precision, chosen, one in rest if (chosen, precision) not in firsts)
 
 
 def choices() -> list[tuple[str, ...]]:
@@ -154,9 +143,7 @@ def _tell_goals(work: Work, heavy: Sequence[Heavy]) -> None:
     """Of the fastest plan in float32, and of the one that needs least memory."""
     goals: list[str] = []
     for one in heavy:
-        rows = [
-            r for r in work.record.entry["rows"] if r["size"] == str(one.size) and r["precision"] == "float32"
-        ]
+        rows = [r for r in work.record.entry["rows"] if r["size"] == str(one.size) and r["precision"] == "float32"]
         if not rows:
             continue
         fast, small = (min(rows, key=lambda row: row[key]) for key in ("step_seconds", "peak_bytes"))

@@ -162,9 +162,7 @@ def plan_of(
         settings: Other forms of the techniques.
     """
     meta = decoder_subject(shape, batch_size=cells).module
-    described = describe(
-        meta, batch_size=cells, base_activation_bytes=batch_bytes(shape, cells, sparse=sparse)
-    )
+    described = describe(meta, batch_size=cells, base_activation_bytes=batch_bytes(shape, cells, sparse=sparse))
     made = plan(
         profile_of_module(described),
         strategies=strategies,
@@ -198,9 +196,7 @@ class Subject:
         batch: What it reads.
     """
 
-    def __init__(
-        self, size: Size, plan: Plan, *, device: torch.device, precision: Precision, sparse: bool
-    ) -> None:
+    def __init__(self, size: Size, plan: Plan, *, device: torch.device, precision: Precision, sparse: bool) -> None:
         shape = size.decoder()
         self._device, self._precision = device, precision
         self.batch = moved(decoder_batch(shape, size.cells, sparse=sparse, dtype=precision.dtype), device)

@@ -50,20 +50,13 @@ def fit(
     pl.seed_everything(0, verbose=False)
     module = GLUE(16 if work.tiny else 128, window=16 if work.tiny else None)
     # the reference model's discriminator steps too
-    trainer, strategy = trainer_for(
-        work, strategies=strategies, steps=2 * steps, callbacks=callbacks, **options
-    )
+    trainer, strategy = trainer_for(work, strategies=strategies, steps=2 * steps, callbacks=callbacks, **options)
     trainer.fit(module, datamodule=cells)
     return module, trainer, strategy
 
 
 def trainer_for(
-    work: Work,
-    *,
-    strategies: tuple[str, ...] | None,
-    steps: int,
-    amp: Mapping[str, Any] | None = None,
-    **options: Any,
+    work: Work, *, strategies: tuple[str, ...] | None, steps: int, amp: Mapping[str, Any] | None = None, **options: Any
 ) -> tuple[pl.Trainer, AMPStrategy]:
     """A quiet Trainer on the one device, for so many steps of optimisers; `amp` are the strategy's options."""
     chosen = None if strategies is None else list(strategies)
@@ -101,20 +94,13 @@ class Backend(pl.Callback):
 def one_rank(work: Work) -> None:
     """A fit through Trainer(strategy="amp") in every precision: finite losses, and the right process group."""
     wanted, wrong = BACKENDS[work.device.type], []
-    for strategies, precision in (
-        (OURS, "32-true"),
-        (None, "32-true"),
-        (OURS, "bf16-mixed"),
-        (OURS, "16-mixed"),
-    ):
+    for strategies, precision in ((OURS, "32-true"), (None, "32-true"), (OURS, "bf16-mixed"), (OURS, "16-mixed")):
         if precision == "16-mixed" and work.device.type == "cpu":
             work.record.note("16-mixed scales the loss, which Lightning does on a GPU only.")
             continue
         seen = Backend()
         cells = data(tiny=work.tiny, cells=32, batch_size=8)
-        _, _, strategy = fit(
-            work, cells, strategies=strategies, steps=4, callbacks=[seen], precision=precision
-        )
+        _, _, strategy = fit(work, cells, strategies=strategies, steps=4, callbacks=[seen], precision=precision)
         assert strategy.plan is not None, "there is a plan after a fit"
         losses = torch.stack(seen.losses).double().cpu()
         good = seen.backend == wanted and bool(losses.isfinite().all())
@@ -143,10 +129,7 @@ def determinism(work: Work) -> None:
             equal = all(torch.equal(one, other) for one, other in pairs)
             differ += [",".join(strategies)] if deterministic and not equal else []
             work.record.row(
-                strategies=",".join(strategies),
-                deterministic=deterministic,
-                equal=equal,
-                largest_difference=far,
+                strategies=",".join(strategies), deterministic=deterministic, equal=equal, largest_difference=far
             )
     if differ:
         raise AssertionError(f"two runs with deterministic=True differ with {differ!r}")

@@ -74,22 +74,10 @@ class Count:
     waits: list[str]
 
 
-def count(
-    strategies: tuple[str, ...],
-    *,
-    cells: int,
-    anchors: int,
-    window: int,
-    dim: int,
-    device_type: str,
-) -> Count:
+def count(strategies: tuple[str, ...], *, cells: int, anchors: int, window: int, dim: int, device_type: str) -> Count:
     """What one more stratum costs."""
     few, many = (
-        _step(
-            Size(anchors=anchors, strata=k, cells=cells, dim=dim, window=window),
-            strategies,
-            device_type,
-        )
+        _step(Size(anchors=anchors, strata=k, cells=cells, dim=dim, window=window), strategies, device_type)
         for k in STRATA
     )
     more = STRATA[1] - STRATA[0]
@@ -133,17 +121,13 @@ def _step(size: Size, strategies: tuple[str, ...], device_type: str) -> Operator
 
 def main() -> None:
     """Count, and print or write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, nargs="+", default=CELLS)
     parser.add_argument("--anchors", type=int, default=ANCHORS)
     parser.add_argument("--window", type=int, default=WINDOW)
     parser.add_argument("--dim", type=int, default=DIM)
     parser.add_argument("--device-type", default="cuda")
-    parser.add_argument(
-        "--lines", metavar="STRATEGIES", help='list the operators of one plan; "" is the eager one'
-    )
+    parser.add_argument("--lines", metavar="STRATEGIES", help='list the operators of one plan; "" is the eager one')
     parser.add_argument("--write", action="store_true", help="put the counts into docs/reports/gpu.md")
     asked = parser.parse_args()
     sizes = {name: getattr(asked, name) for name in ("anchors", "window", "dim", "device_type")}

@@ -21,9 +21,7 @@ def main() -> None:
     from tests.any_module import make
     from tests.paths import ROOT
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", default="S1")
     parser.add_argument("--out", default=str(ROOT / "docs" / "memory_of_a_step.png"))
     arguments = parser.parse_args()

@@ -80,9 +80,7 @@ def _curve(axes: Axes, sizes: list[float], label: str, colour: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs"))
     folder = parser.parse_args().out
     curves = {row[0]: strata_gib(row[0]) for row in CURVES}

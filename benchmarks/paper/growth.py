@@ -82,11 +82,7 @@ def fitted(*, one_window: bool) -> tuple[Choice, float]:
     choices = (
         Choice(coarse_window=w, fine_window=v, fine_anchors=n, element=element, retained=retained)
         for w, v, n, element, retained in product(
-            range(32, 641, 32),
-            range(32, 641, 32),
-            (27_000, COARSE.anchors, FINE.anchors),
-            (2, 4),
-            (False, True),
+            range(32, 641, 32), range(32, 641, 32), (27_000, COARSE.anchors, FINE.anchors), (2, 4), (False, True)
         )
         if w == v or not one_window
     )
@@ -136,9 +132,7 @@ def gathered() -> Iterator[str]:
     """What ours keeps more without S4, and what the paper does by its words: whole keys and values."""
     rows, every = [], []
     for place in ("gathered", "hidden"):
-        axes = Axes(
-            placement=WHOLE[place], features="sharded", attention="chunked-retained", decode="key-first"
-        )
+        axes = Axes(placement=WHOLE[place], features="sharded", attention="chunked-retained", decode="key-first")
         every.append(made_of_terms(RankSizes(decoder=COARSE.decoder(), axes=axes, k=1, cells=1, ranks=8)))
     for name in every[0]:
         more = KEYED * (every[0][name] - every[1].get(name, 0)) / GB

@@ -89,11 +89,7 @@ def make_plan(setting: Setting, strategies: str | None, devices: int, form: Form
     )
     made = in_forms(made, [*["retain"] * form.retain, *["gather"] * form.gather])
     predicted = estimate(shape, made.axes, model_ranks=made.mesh.model)
-    return replace(
-        made,
-        predicted_peak_bytes=predicted.peak_bytes,
-        strata_bytes=predicted.strata_bytes,
-    )
+    return replace(made, predicted_peak_bytes=predicted.peak_bytes, strata_bytes=predicted.strata_bytes)
 
 
 def without(strategy: str) -> str:

@@ -9,17 +9,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from benchmarks.page import table
-from benchmarks.paper.runs import (
-    BUDGET,
-    COARSE,
-    FINE,
-    GENES,
-    GIB,
-    LIGHT_COARSE,
-    LIGHT_FINE,
-    Setting,
-    beside_rna,
-)
+from benchmarks.paper.runs import BUDGET, COARSE, FINE, GENES, GIB, LIGHT_COARSE, LIGHT_FINE, Setting, beside_rna
 from lightning_amp.costs.device_rates import Rates, rates_for
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.plan.axes import Axes
@@ -137,9 +127,7 @@ def scaling() -> Iterator[str]:
     }
     for setting in (COARSE, FINE):
         ratios = (paper_seconds(setting, 4, r) / paper_seconds(setting, 8, r) for r in cases.values())
-        plans = [
-            [planned(setting, policy, n, CELLS[setting]) for n in (4, 8)] for policy in ("paper", "auto")
-        ]
+        plans = [[planned(setting, policy, n, CELLS[setting]) for n in (4, 8)] for policy in ("paper", "auto")]
         rows.append(
             [
                 setting.name,
@@ -156,9 +144,7 @@ def scale() -> Iterator[str]:
     rows = []
     for setting, cells in CELLS.items():
         decoder, features = setting.decoder(), setting.strata * setting.features
-        sizes = [
-            RankSizes(decoder=decoder, axes=Axes(), k=k, cells=n, ranks=1) for n in (1, cells) for k in (0, 1)
-        ]
+        sizes = [RankSizes(decoder=decoder, axes=Axes(), k=k, cells=n, ranks=1) for n in (1, cells) for k in (0, 1)]
         flops = [sum(there_and_back(part).flops for part in parts(s).values()) for s in sizes]
         rna = 6.0 * GENES * setting.dim
         ratios = [

@@ -70,9 +70,7 @@ def fits(*, quick: bool) -> Iterator[str]:
         rest = np.array(taken) - np.polyval(ours, layers)
         shown = ", ".join(f"{k:,}: {t:.2f}" for k, t in zip(layers, taken, strict=True))
         r2 = 1 - (rest**2).sum() / ((np.array(taken) - np.mean(taken)) ** 2).sum()
-        rows.append(
-            [str(stages), str(eta), shown, f"{ours[0]:.5f}", f"{r2:.4f}", f"{slope:.5f}", f"{share:.4f}"]
-        )
+        rows.append([str(stages), str(eta), shown, f"{ours[0]:.5f}", f"{r2:.4f}", f"{slope:.5f}", f"{share:.4f}"])
     header = ["N", "eta", "K: seconds", "slope", "R^2", "the paper's slope", "the paper's R^2"]
     yield from table(header, rows)
 
@@ -89,21 +87,13 @@ def baselines(*, quick: bool) -> Iterator[str]:
             "exact": partial(instance.as_floats().cut, STAGES),
         }
         rows.append([f"{layers:,}", *("" if way is None else f"{seconds(way):.3g}" for way in ways.values())])
-    header = [
-        "K",
-        "recursion, one pass",
-        "dynamic program, one pass",
-        f"IMD {ETA}, by bisection",
-        "exact cut",
-    ]
+    header = ["K", "recursion, one pass", "dynamic program, one pass", f"IMD {ETA}, by bisection", "exact cut"]
     yield from table(header, rows)
 
 
 def main() -> None:
     """Print or write the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few and small instances")
     parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.relative_to(ROOT)}")
     asked = parser.parse_args()

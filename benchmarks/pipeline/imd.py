@@ -40,9 +40,7 @@ def layer_by_layer(runs: OrderedRuns, f: int, b: int) -> list[int]:
     return ends
 
 
-def imd(
-    runs: OrderedRuns, eta: int, pack: Callable[[OrderedRuns, int, int], list[int]] = OrderedRuns.fill
-) -> int:
+def imd(runs: OrderedRuns, eta: int, pack: Callable[[OrderedRuns, int, int], list[int]] = OrderedRuns.fill) -> int:
     """rho_1 + rho_2 of the runs that IMD ends with.
 
     Args:

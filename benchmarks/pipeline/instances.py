@@ -29,11 +29,7 @@ class Instance:
     def cut(self, stages: int) -> PipelineCut:
         """The product's answer, in the same unit."""
         return cut_pipeline(
-            self.forward,
-            self.backward,
-            stages,
-            send_forward=self.send_forward,
-            send_backward=self.send_backward,
+            self.forward, self.backward, stages, send_forward=self.send_forward, send_backward=self.send_backward
         )
 
     def runs(self, stages: int) -> OrderedRuns:

@@ -24,8 +24,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[text, word, dim] -> the same."""
         q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norms[0](x)).chunk(3, -1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, -1)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -56,9 +55,7 @@ class Blocks(pl.LightningModule):
 class GPT(Blocks):
     """The next word is predicted; with `tied`, by the embedding's weight, and as GPT-2 begins."""
 
-    def __init__(
-        self, *, words: int, dim: int, heads: int, layers: int, length: int, tied: bool = False
-    ) -> None:
+    def __init__(self, *, words: int, dim: int, heads: int, layers: int, length: int, tied: bool = False) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, dim), nn.Embedding(length, dim)
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
@@ -97,9 +94,7 @@ class VGG(Blocks):
         wide = [64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512]
         pools = {1, 3, 6, 9, 12}
         layers = [
-            nn.Sequential(
-                nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), *([nn.MaxPool2d(2)] if i in pools else [])
-            )
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), *([nn.MaxPool2d(2)] if i in pools else []))
             for i, (a, b) in enumerate(pairwise([3, *(n // narrow for n in wide)]))
         ]
         flat, hidden = wide[-1] // narrow * (side // 32) ** 2, 2048 // narrow
@@ -142,9 +137,7 @@ class ChainedDecoder(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Minus the mean log-likelihood of the cells' counts."""
-        loss: Tensor = self.decoder(
-            batch["u"], self.v, **{key: batch[key] for key in ("batch", "library", "x")}
-        )
+        loss: Tensor = self.decoder(batch["u"], self.v, **{key: batch[key] for key in ("batch", "library", "x")})
         return loss
 
     def configure_optimizers(self) -> Any:

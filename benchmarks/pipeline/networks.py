@@ -64,9 +64,7 @@ class CNN(Blocks):
     def __init__(self, layers: int, seed: int) -> None:
         super().__init__()
         wide = [1, *np.random.default_rng(seed).integers(20, 51, layers - 1).tolist()]
-        convolutions = [
-            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU()) for a, b in pairwise(map(int, wide))
-        ]
+        convolutions = [nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU()) for a, b in pairwise(map(int, wide))]
         # the linear layer has as many inputs as the last convolution has channels: a mean over all places
         last = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(int(wide[-1]), 10))
         self.blocks = nn.ModuleList([*convolutions, last])
@@ -135,12 +133,8 @@ NETWORKS = {
     "VGG-16": Network(modules=vgg, stages=N_2_TO_8, paper=VGG_PAPER),
     "GPT-2 Large": Network(modules=texts(512, 64, **LARGE), stages=N_2_TO_8, paper=GPT_PAPER),
     "GPT-2 XL": Network(modules=texts(512, 64, **XL), stages=N_2_TO_8, paper=GPT_PAPER),
-    "GPT of the size of Llama 3.2 3B": Network(
-        modules=texts(256, 32, **LLAMA_3B), stages=N_2_TO_8, paper=LLAMA_PAPER
-    ),
-    "GPT of the size of Llama 2 7B": Network(
-        modules=texts(256, 32, **LLAMA_7B), stages=N_2_TO_8, paper=LLAMA_PAPER
-    ),
+    "GPT of the size of Llama 3.2 3B": Network(modules=texts(256, 32, **LLAMA_3B), stages=N_2_TO_8, paper=LLAMA_PAPER),
+    "GPT of the size of Llama 2 7B": Network(modules=texts(256, 32, **LLAMA_7B), stages=N_2_TO_8, paper=LLAMA_PAPER),
 }
 QUICK = ("CNNs of 8 to 19 layers",)
 
@@ -148,14 +142,9 @@ QUICK = ("CNNs of 8 to 19 layers",)
 def rates(gigabits: float) -> Rates:
     """Of a V100, and of links of so many gigabits per second."""
     links = Links(
-        intra_bandwidth=gigabits * GIGABIT,
-        inter_bandwidth=gigabits * GIGABIT,
-        latency=5e-5,
-        ranks_per_node=1,
+        intra_bandwidth=gigabits * GIGABIT, inter_bandwidth=gigabits * GIGABIT, latency=5e-5, ranks_per_node=1
     )
-    return replace(
-        rates_for("RTX 3090"), matmul_flops=15.7e12, memory_bytes=900e9, links=links, device="a V100"
-    )
+    return replace(rates_for("RTX 3090"), matmul_flops=15.7e12, memory_bytes=900e9, links=links, device="a V100")
 
 
 def times(module: Any, batch: Tensor, *, of: Rates) -> LayerTimes:
@@ -172,9 +161,7 @@ def times(module: Any, batch: Tensor, *, of: Rates) -> LayerTimes:
         part = whole if count == 1 else whole.at(least, -(-rows // count))
         assert part is not None, "operators of a batch of another length are the same"
         # the paper's steps have no part that runs once: what follows the blocks belongs to the last one
-        layers[count] = LayerSeconds.of(
-            part, whole, links=of.links, crossing=(True,), micro_batches=1, at_once=False
-        )
+        layers[count] = LayerSeconds.of(part, whole, links=of.links, crossing=(True,), micro_batches=1, at_once=False)
     return times_of(layers)
 
 
@@ -216,9 +203,7 @@ def rows(name: str, network: Network) -> Iterator[list[str]]:
 
 def main() -> None:
     """Print or write the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the first network alone")
     parser.add_argument("--only", nargs="+", choices=list(NETWORKS))
     parser.add_argument("--tokens", action="store_true", help="slices of texts alone")
@@ -234,9 +219,7 @@ def main() -> None:
         return
     names = asked.only or (QUICK if asked.quick else list(NETWORKS))
     made = [
-        row
-        for name in track(names, description="networks", total=len(names))
-        for row in rows(name, NETWORKS[name])
+        row for name in track(names, description="networks", total=len(names)) for row in rows(name, NETWORKS[name])
     ]
     lines = [
         *paragraph(
@@ -245,10 +228,7 @@ def main() -> None:
             best pair of a cut and a number of micro-batches, over the numbers of stages N (4 and 8 of CNNs, else 2 to
             8); the most stages that the best pair uses; in the last column the paper's averages, measured."""
         ),
-        *table(
-            ["network", "links", *(f"GPipe-{s}" for s in STRATEGIES[:-1]), "cross", "stages", "the paper"],
-            made,
-        ),
+        *table(["network", "links", *(f"GPipe-{s}" for s in STRATEGIES[:-1]), "cross", "stages", "the paper"], made),
     ]
     if asked.write:
         write_part(Path(PAGE), PART, lines)

@@ -29,9 +29,7 @@ class Tower(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS))
-        )
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """A mean over samples."""
@@ -45,9 +43,7 @@ class Tower(pl.LightningModule):
 
 def main() -> None:
     """Train some steps, and keep the picture."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--out", default=str(ROOT / "docs" / "techniques" / "schedule.png"))
@@ -55,9 +51,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         monitor = StratumMemoryMonitor(dirpath=folder)
-        strategy = AMPStrategy(
-            strategies="pipeline", schedule=asked.schedule, micro_batches=asked.micro_batches
-        )
+        strategy = AMPStrategy(strategies="pipeline", schedule=asked.schedule, micro_batches=asked.micro_batches)
         trainer = Trainer(
             accelerator="cpu",
             devices=2,

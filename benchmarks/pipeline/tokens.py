@@ -27,12 +27,7 @@ from lightning_amp.footprint.inner_run import Around
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, times_of
 from lightning_amp.techniques.pipeline.options import stages_of
-from lightning_amp.techniques.pipeline.schedule.micro_batches import (
-    Devices,
-    LayerTimes,
-    gpipe_seconds,
-    search_all,
-)
+from lightning_amp.techniques.pipeline.schedule.micro_batches import Devices, LayerTimes, gpipe_seconds, search_all
 
 COUNTED = 4
 """Layers that are counted."""
@@ -78,12 +73,10 @@ class SliceBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         """[text, token of the slice, dim] -> the same."""
         q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norms[0](x)).chunk(3, -1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, -1)
         )
         k, v = (
-            torch.cat([old.expand(len(x), -1, -1, -1), new], 2)
-            for old, new in zip(self.others, (k, v), strict=True)
+            torch.cat([old.expand(len(x), -1, -1, -1), new], 2) for old, new in zip(self.others, (k, v), strict=True)
         )
         mixed = F.scaled_dot_product_attention(q, k, v)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -142,9 +135,7 @@ def as_long(times: LayerTimes, layers: int) -> LayerTimes:
 def seconds_of(sizes: dict[str, int], rows: int, of: Rates) -> dict[Split, LayerTimes]:
     """Times for all splits of the rows and of the texts."""
     return {
-        (parts, slices): times
-        for slices in SLICES
-        for parts, times in slice_times(sizes, rows, slices, of).items()
+        (parts, slices): times for slices in SLICES for parts, times in slice_times(sizes, rows, slices, of).items()
     }
 
 

@@ -91,9 +91,7 @@ def make(name: str, batches: int, *, quick: bool) -> tuple[LightningModule, list
     data: list[Any]
     if name == "vgg":
         module: LightningModule = VGG(side=32, narrow=16 if quick else 2)
-        images = (
-            torch.randn(SAMPLES, 3, 32, 32, generator=draw, dtype=torch.float64) for _ in range(batches)
-        )
+        images = (torch.randn(SAMPLES, 3, 32, 32, generator=draw, dtype=torch.float64) for _ in range(batches))
         return module.double(), list(images)
     if name == "gpt2":
         words, small = (101, {"dim": 16, "heads": 2}) if quick else (50_257, {"dim": 768, "heads": 12})
@@ -103,9 +101,7 @@ def make(name: str, batches: int, *, quick: bool) -> tuple[LightningModule, list
     module = ChainedDecoder()
     data = []
     for _ in range(batches):
-        x = torch.poisson(
-            torch.full((SAMPLES, module.decoder.n_features), 1.5, dtype=torch.float64), generator=draw
-        )
+        x = torch.poisson(torch.full((SAMPLES, module.decoder.n_features), 1.5, dtype=torch.float64), generator=draw)
         u = torch.randn(SAMPLES, module.decoder.dim, generator=draw, dtype=torch.float64)
         experiment = torch.zeros(SAMPLES, dtype=torch.int64)
         data.append({"x": x, "u": u, "batch": experiment, "library": x.sum(1, keepdim=True)})
@@ -130,11 +126,7 @@ def runs_of(model: str, has: Collection[str], *, quick: bool) -> list[Run]:
     """Those of which a page has no row yet, after the planned ones that make their plans."""
     runs = list(all_runs(model, quick=quick))
     missing = [run for run in runs if run.key not in has]
-    return [
-        r
-        for r in runs
-        if r in missing or (r.cut == "planned" and r.schedule in {m.schedule for m in missing})
-    ]
+    return [r for r in runs if r in missing or (r.cut == "planned" and r.schedule in {m.schedule for m in missing})]
 
 
 def ends_of(cut: str, blocks: int, stages: int) -> tuple[int, ...]:
@@ -179,9 +171,7 @@ class Watch(Callback):
         if self.expected is None or len(self.ends) < trainer.num_training_batches:
             return
         found = {name: p for name, p in module.named_parameters() if not p.is_meta}
-        state = [
-            v for own in trainer.optimizers[0].state.values() for v in own.values() if isinstance(v, Tensor)
-        ]
+        state = [v for own in trainer.optimizers[0].state.values() for v in own.values() if isinstance(v, Tensor)]
         self.held = sum(p.nbytes for p in found.values()) + sum(v.nbytes for v in state)
         # it would be made whole on every rank when the run ends: 8 GB of GPT-2's
         trainer.optimizers[0].state.clear()
@@ -194,14 +184,7 @@ def fit(run: Run, strategy: Any, watch: Watch, *, devices: int, quick: bool) -> 
     module, batches = make(run.model, STEPS * run.accumulation, quick=quick)
     options = {"accumulate_grad_batches": run.accumulation, "gradient_clip_val": CLIP[run.model]}
     trainer = Trainer(
-        **{
-            "strategy": strategy,
-            "devices": devices,
-            "accelerator": "cpu",
-            "max_epochs": 1,
-            **options,
-            **QUIET,
-        },
+        **{"strategy": strategy, "devices": devices, "accelerator": "cpu", "max_epochs": 1, **options, **QUIET},
         callbacks=[watch],
         use_distributed_sampler=False,
     )
@@ -229,11 +212,7 @@ def on_this_rank(model: str, folder: Path, has: Collection[str], *, quick: bool)
         gc.collect()
         ends: list[Any] = [None] * RANKS
         dist.all_gather_object(ends, (watch.difference, watch.held))
-        spec = (
-            next((rule.spec for rule in plan.rules if isinstance(rule.spec, PipelineStages)), None)
-            if plan
-            else None
-        )
+        spec = next((rule.spec for rule in plan.rules if isinstance(rule.spec, PipelineStages)), None) if plan else None
         if dist.get_rank() == 0:
             steps = [b - a for a, b in zip(watch.ends, watch.ends[1:], strict=False)]
             found = {
@@ -346,9 +325,7 @@ def report(models: list[str], page: list[str], *, quick: bool, write: Callable[[
     has, below, wrong = tuple(rows), list[str](), list[str]()
     if page:
         first, *_, last = (n for n, line in enumerate(page) if line.startswith("|"))
-        added = list(
-            paragraph(f"The rows of {', '.join(NAMES[m] for m in models)} that it had not: {origin(command)}")
-        )
+        added = list(paragraph(f"The rows of {', '.join(NAMES[m] for m in models)} that it had not: {origin(command)}"))
         about, below = [*page[:first], *added], page[last + 2 :]
     order = [run.key for model in NAMES for run in all_runs(model, quick=quick)]
     with tempfile.TemporaryDirectory() as folder:
@@ -368,9 +345,7 @@ def report(models: list[str], page: list[str], *, quick: bool, write: Callable[[
 
 def main() -> None:
     """Measure, and print or write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small models, one schedule")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="these models")
     parser.add_argument("--write", action="store_true", help="put the table into docs/reports/pipeline.md")

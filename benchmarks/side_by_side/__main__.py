@@ -60,9 +60,7 @@ Found = Mapping[Case, Measured | str]
 def cases(size: Size) -> list[Case]:
     """All that is measured."""
     # the decoder of a part is a smaller one with the same buckets
-    parts = {
-        m: replace(size, anchors=int(size.anchors * m.part), window=size.decoder().window) for m in ALONE
-    }
+    parts = {m: replace(size, anchors=int(size.anchors * m.part), window=size.decoder().window) for m in ALONE}
     alone = [Case(size=parts[m] if m.part < 1 else size, method=m) for m in ALONE]
     alone += [Case(size=size, method=m, threads=1) for m in (EAGER, OURS_ALONE)]
     return [*alone, *(Case(size=size, method=m, ranks=2, threads=1) for m in TWO_RANKS)]
@@ -90,16 +88,7 @@ def measured_tables(found: Found) -> Iterator[str]:
         own = {case: one for case, one in found.items() if case.threads == of}
         eager = found[next(case for case in own if case.method == EAGER)]
         yield from (f"## {title}", "")
-        header = [
-            "method",
-            "ranks",
-            "memory of a rank",
-            "of eager",
-            "step",
-            "times as fast",
-            "sent",
-            "off by",
-        ]
+        header = ["method", "ranks", "memory of a rank", "of eager", "step", "times as fast", "sent", "off by"]
         yield from table(header, [[case.method.name, *_cells(found, case, eager)] for case in own])
 
 
@@ -140,9 +129,7 @@ def simulated_table(size: Size, *, methods: Sequence[Method], ranks: Sequence[in
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, one round")
     parser.add_argument("--rounds", type=int, default=2)
     asked = parser.parse_args()

@@ -55,23 +55,14 @@ def measure_rank(rank: int, ranks: int, case: Case) -> dict[str, Any]:
     seconds = [training.step()[0] for _ in range(STEPS - 1)]
     peak = water.above_start()
     sent = training.sent() if mesh is not None else 0
-    return {
-        "seconds": seconds,
-        "peak_bytes": peak,
-        "loss": loss,
-        "norm": norm,
-        "along": along,
-        "sent_bytes": sent,
-    }
+    return {"seconds": seconds, "peak_bytes": peak, "loss": loss, "norm": norm, "along": along, "sent_bytes": sent}
 
 
 def median_of(rounds: Sequence[Sequence[Mapping[str, Any]]]) -> Measured:
     """Several rounds of a case's ranks as one."""
     first = rounds[0]
     return Measured(
-        seconds=median(
-            max(steps) for ranks in rounds for steps in zip(*(r["seconds"] for r in ranks), strict=True)
-        ),
+        seconds=median(max(steps) for ranks in rounds for steps in zip(*(r["seconds"] for r in ranks), strict=True)),
         peak_bytes=median(max(rank["peak_bytes"] for rank in ranks) for ranks in rounds),
         loss=sum(rank["loss"] for rank in first) / len(first),
         norm=first[0]["norm"],
@@ -86,10 +77,7 @@ def measure_all(wanted: Sequence[Case], *, rounds: int) -> dict[Case, Measured |
     failed: dict[Case, Measured | str] = {}
     for n in range(rounds):
         for case in (case for case in wanted if case not in failed):
-            print(
-                f"round {n + 1}  {case.size}, {case.ranks} x {case.threads}  {case.method.name}",
-                file=sys.stderr,
-            )
+            print(f"round {n + 1}  {case.size}, {case.ranks} x {case.threads}  {case.method.name}", file=sys.stderr)
             try:
                 found[case].append(run_fresh(measure_rank, case.ranks, case))
             except RunFailed as error:

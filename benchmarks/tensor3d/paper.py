@@ -58,12 +58,7 @@ def sizes() -> Iterator[str]:
             block, two = (GPT(paper.width, paper.heads, depth, WORDS, LENGTH) for depth in (1, 2))
         one, other = (sum(p.numel() for p in module.parameters()) for module in (block, two))
         rows.append(
-            [
-                name,
-                f"{paper.depth}",
-                f"{paper.width:,}",
-                f"{(one + (paper.depth - 1) * (other - one)) / 1e9:.1f}",
-            ]
+            [name, f"{paper.depth}", f"{paper.width:,}", f"{(one + (paper.depth - 1) * (other - one)) / 1e9:.1f}"]
         )
     yield from table(["model", "layers", "width", "10^9 parameters, counted"], rows)
 
@@ -87,9 +82,7 @@ def hidden() -> Iterator[str]:
         "all-gather of parameters, behind the layer before": (one.gathers, "19 %, and 9 % by the cache"),
         "all-reduce of outputs, which is not hidden": (one.forward, "-"),
     }
-    rows = [
-        [name, f"{part:.2f} s", f"{part / seconds:.0%}", theirs] for name, (part, theirs) in kinds.items()
-    ]
+    rows = [[name, f"{part:.2f} s", f"{part / seconds:.0%}", theirs] for name, (part, theirs) in kinds.items()]
     rows.append(["computing", f"{one.compute:.2f} s", f"{one.compute / seconds:.0%}", "-"])
     yield from paragraph(
         f"{RUNNING} on {RUNNING_GPUS} GPUs, grid {grid_and_copies(grid, RUNNING_GPUS)}, {seconds:.2f} s."
@@ -115,12 +108,7 @@ def validated() -> Iterator[str]:
         fastest grid is first and twelfth."""
     )
     rows = [
-        [
-            grid_and_copies(grid, n),
-            f"{aware[grid]:.3f} s",
-            f"{agnostic[grid]:.3f} s",
-            f"{flat.index(grid) + 1}",
-        ]
+        [grid_and_copies(grid, n), f"{aware[grid]:.3f} s", f"{agnostic[grid]:.3f} s", f"{flat.index(grid) + 1}"]
         for grid in first[:EFFICIENT]
     ]
     yield from table(["grid (copies)", "sending in a step, aware", "agnostic", "place by the agnostic"], rows)
@@ -144,9 +132,7 @@ def strong() -> Iterator[str]:
                     "fits" if found.peak <= MEMORY else "does not fit",
                 ]
             )
-    yield from table(
-        ["devices", "way", "grid (copies)", "a batch", "computing", "of 312 Tflop/s", "40 GiB"], rows
-    )
+    yield from table(["devices", "way", "grid (copies)", "a batch", "computing", "of 312 Tflop/s", "40 GiB"], rows)
 
 
 def weak() -> Iterator[str]:
@@ -172,20 +158,14 @@ SECTIONS = {
 
 def main() -> None:
     """Print or write the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="some of the tables")
     parser.add_argument("--write", action="store_true", help="put them into docs/paper/axonn.md")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     for name in asked.only or SECTIONS:
         part = SECTIONS[name]
-        lines = [
-            f"### {name}",
-            "",
-            *paragraph(f"Predicted. {origin('python -m benchmarks.tensor3d.paper --write')}"),
-        ]
+        lines = [f"### {name}", "", *paragraph(f"Predicted. {origin('python -m benchmarks.tensor3d.paper --write')}")]
         lines += part()
         if asked.write:
             write_part(PAGE, f"tensor3d.paper.{part.__name__}", lines)

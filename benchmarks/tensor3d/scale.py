@@ -152,14 +152,7 @@ def share_of_peak(name: str, n: int, seconds: float) -> float:
     return flops / n / seconds / 312e12
 
 
-GPT_HEADER = [
-    "model, devices",
-    "way",
-    "grid x, y, z (copies)",
-    "held and peak of a rank",
-    "sent by a rank",
-    "a step",
-]
+GPT_HEADER = ["model, devices", "way", "grid x, y, z (copies)", "held and peak of a rank", "sent by a rank", "a step"]
 GPT_HEADER += ["computing", "of 312 Tflop/s", "the paper"]
 
 
@@ -167,11 +160,7 @@ def gpt_rows(name: str, grid_3d: Grid) -> Iterator[list[str]]:
     """A row for each way to split one GPT."""
     paper, n = GPTS[name], GPTS[name].devices
     grids = (grid_3d, (1, 8, 1), (1, 1, n))
-    theirs = (
-        f"AxoNN {paper.axonn} %",
-        f"Megatron-LM {paper.megatron} %, with a pipeline",
-        f"ZeRO-3 {paper.zero3} %",
-    )
+    theirs = (f"AxoNN {paper.axonn} %", f"Megatron-LM {paper.megatron} %, with a pipeline", f"ZeRO-3 {paper.zero3} %")
     for way, grid, measured in zip(WAYS, grids, theirs, strict=True):
         seconds, sent, found = exact_of(name, n, grid)
         yield [

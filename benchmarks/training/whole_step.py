@@ -98,9 +98,7 @@ def fit(method: dict[str, Any] | str, *, data: str, cells: int, ranks: int, thre
     seed_everything(0, verbose=False)
     module = lightning_amp.GLUE(lr=0.01, hidden_depth=1, lam_graph=0.02, window=25)
     loader = lightning_amp.SingleCellDataModule(data, batch_size=cells, val_fraction=0.0)
-    trainer = Trainer(
-        **QUIET, strategy=strategy, devices=ranks, accelerator="cpu", max_epochs=-1, callbacks=[Clock()]
-    )
+    trainer = Trainer(**QUIET, strategy=strategy, devices=ranks, accelerator="cpu", max_epochs=-1, callbacks=[Clock()])
     begin = time.perf_counter()
     trainer.fit(module, datamodule=loader)
 
@@ -154,9 +152,7 @@ def grown(data: Mapping[str, str], *, quick: bool) -> Iterator[list[str]]:
 
 def main() -> None:
     """Measure all methods by turns, and print or write the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few methods, one round")
     parser.add_argument("--data", help="a data directory, with the synthetic cells")
     parser.add_argument("--name", default="real cells", help="how the tables call the cells of --data")

@@ -25,9 +25,7 @@ class TrackCNN(pl.LightningModule):
     def __init__(self, channels: int = 32, stages: int = 5, classes: int = 6) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.trunk = nn.Sequential(
-            Stage(4, channels), *(Stage(channels, channels) for _ in range(stages - 1))
-        )
+        self.trunk = nn.Sequential(Stage(4, channels), *(Stage(channels, channels) for _ in range(stages - 1)))
         self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(channels, classes))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:

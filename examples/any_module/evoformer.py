@@ -33,9 +33,7 @@ class TriangleAttention(nn.Module):
     def forward(self, pair: Tensor) -> Tensor:
         """[sample, i, j, dim] -> the same."""
         x = self.norm(pair)
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(2, 3) for part in self.qkv(x).chunk(3, dim=-1)
-        )
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(2, 3) for part in self.qkv(x).chunk(3, dim=-1))
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + self.bias(x).permute(0, 3, 1, 2).unsqueeze(1)
         mixed = torch.softmax(scores, dim=-1) @ v
         return self.out(mixed.transpose(2, 3).flatten(3))
@@ -47,9 +45,7 @@ class Block(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.multiplication, self.attention = Multiplication(dim), TriangleAttention(dim, heads)
-        self.transition = nn.Sequential(
-            nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim)
-        )
+        self.transition = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim))
 
     def forward(self, pair: Tensor) -> Tensor:
         """[sample, i, j, dim] -> the same."""
@@ -61,9 +57,7 @@ class Block(nn.Module):
 class Evoformer(pl.LightningModule):
     """Predicts a distance class of every pair."""
 
-    def __init__(
-        self, features: int = 8, dim: int = 16, heads: int = 4, layers: int = 2, classes: int = 8
-    ) -> None:
+    def __init__(self, features: int = 8, dim: int = 16, heads: int = 4, layers: int = 2, classes: int = 8) -> None:
         super().__init__()
         self.embed = nn.Linear(features, dim)
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
@@ -84,8 +78,6 @@ class Evoformer(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def make_batch(
-    samples: int = 1, side: int = 48, features: int = 8, classes: int = 8
-) -> tuple[Tensor, Tensor]:
+def make_batch(samples: int = 1, side: int = 48, features: int = 8, classes: int = 8) -> tuple[Tensor, Tensor]:
     """Features and class of every pair."""
     return torch.randn(samples, side, side, features), torch.randint(classes, (samples, side, side))

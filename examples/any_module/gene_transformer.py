@@ -32,9 +32,7 @@ class Block(nn.Module):
 class GeneTransformer(pl.LightningModule):
     """Predicts expression values that are hidden from it."""
 
-    def __init__(
-        self, genes: int = 1000, dim: int = 64, heads: int = 4, layers: int = 4, dropout: float = 0.1
-    ) -> None:
+    def __init__(self, genes: int = 1000, dim: int = 64, heads: int = 4, layers: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
         self.gene = nn.Embedding(genes, dim)
         self.value = nn.Sequential(nn.Linear(1, dim), nn.ReLU(), nn.Linear(dim, dim))
@@ -52,9 +50,7 @@ class GeneTransformer(pl.LightningModule):
         """Mean squared error of what was hidden."""
         hidden = batch["hidden"].to(batch["values"].dtype)
         found = self(batch["genes"], batch["values"] * (1 - hidden))
-        loss = (F.mse_loss(found, batch["values"], reduction="none") * hidden).sum() / hidden.sum().clamp(
-            min=1
-        )
+        loss = (F.mse_loss(found, batch["values"], reduction="none") * hidden).sum() / hidden.sum().clamp(min=1)
         self.log("loss", loss, prog_bar=True)
         return loss
 

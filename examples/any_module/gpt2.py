@@ -12,9 +12,7 @@ class LanguageModel(pl.LightningModule):
     def __init__(self, words: int = 8000, dim: int = 48, heads: int = 4, layers: int = 3) -> None:
         super().__init__()
         self.model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=words, n_positions=256, n_embd=dim, n_layer=layers, n_head=heads, use_cache=False
-            )
+            GPT2Config(vocab_size=words, n_positions=256, n_embd=dim, n_layer=layers, n_head=heads, use_cache=False)
         )
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

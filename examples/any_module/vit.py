@@ -9,9 +9,7 @@ from transformers import ViTConfig, ViTForImageClassification
 class CellImages(pl.LightningModule):
     """The class of an image."""
 
-    def __init__(
-        self, side: int = 48, dim: int = 64, heads: int = 4, layers: int = 4, classes: int = 10
-    ) -> None:
+    def __init__(self, side: int = 48, dim: int = 64, heads: int = 4, layers: int = 4, classes: int = 10) -> None:
         super().__init__()
         self.model = ViTForImageClassification(
             ViTConfig(

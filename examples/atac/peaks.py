@@ -97,9 +97,7 @@ class PeakVAE(pl.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Minus the evidence bound per cell."""
         counts = batch["atac"], batch["rna"]
-        hidden = torch.cat(
-            [first(x.log1p()) for first, x in zip((self.first, self.genes), counts, strict=True)], dim=1
-        )
+        hidden = torch.cat([first(x.log1p()) for first, x in zip((self.first, self.genes), counts, strict=True)], dim=1)
         mean, spread = self.second(F.relu(hidden)).chunk(2, dim=1)
         spread = F.softplus(spread)
         hidden = F.relu(self.back(mean + spread * torch.randn_like(mean)))
@@ -118,9 +116,7 @@ class Cells(Dataset[dict[str, Tensor]]):
     """Cells in which peaks and genes were both measured."""
 
     def __init__(self, data_dir: Path) -> None:
-        self.files = {
-            name: anndata.read_h5ad(data_dir / name / f"{name}_raw.h5ad").X for name in ("atac", "rna")
-        }
+        self.files = {name: anndata.read_h5ad(data_dir / name / f"{name}_raw.h5ad").X for name in ("atac", "rna")}
 
     def __len__(self) -> int:
         """Number of cells."""
@@ -137,9 +133,7 @@ def synthesize(folder: Path, *, cells: int = 256, peaks: int = 100_000, genes: i
     for name, features, share in (("atac", peaks, 0.01), ("rna", genes, 0.2)):
         x = sp.random_array((cells, features), density=share, format="csr", dtype=np.float32, rng=rng)
         # cells of the second type have nothing in the first half of the features
-        x.data = np.where((x.indices < features // 2) & (x.tocoo().row >= cells // 2), 0, 1).astype(
-            np.float32
-        )
+        x.data = np.where((x.indices < features // 2) & (x.tocoo().row >= cells // 2), 0, 1).astype(np.float32)
         x.eliminate_zeros()
         (folder / name).mkdir(parents=True, exist_ok=True)
         anndata.AnnData(sp.csr_matrix(x)).write_h5ad(folder / name / f"{name}_raw.h5ad")

@@ -34,10 +34,7 @@ def large_grid(profile: lightning_amp.Profile) -> tuple[bool, str]:
     each = spots.n_obs // samples
     sides = " x ".join(str(side + 1) for side in spots.obsm["spatial"].max(0))
     spots.file.close()
-    return (
-        each >= POINTS * genes,
-        f"{each:,} spots a sample ({sides}) for {genes} genes (from {POINTS} for a gene)",
-    )
+    return (each >= POINTS * genes, f"{each:,} spots a sample ({sides}) for {genes} genes (from {POINTS} for a gene)")
 
 
 lightning_amp.register_signal("LARGE_GRID", large_grid)

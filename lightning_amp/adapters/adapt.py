@@ -135,9 +135,7 @@ def _watch(module: nn.Module, forward: "_Forward", tell: Callable[[str], None]) 
         if isinstance(v, Tensor) and v.dim() == 2 and len(v) != decoder.n_anchors:
             known, decoder.n_anchors = decoder.n_anchors, len(v)
             forward.first_batch.plain.n_anchors = len(v)
-            tell(
-                f"in its first step v has {len(v)!r} rows, where the decoder's features have {known!r} anchors"
-            )
+            tell(f"in its first step v has {len(v)!r} rows, where the decoder's features have {known!r} anchors")
 
     handle = module.register_forward_pre_hook(look, with_kwargs=True)
     return handle

@@ -101,15 +101,7 @@ NEAR_ONE = Sizes()
 LARGE = (
     Sizes(where=" where u is large", large=True, short=0, u=30, counts=30),
     # additional zeros are so rare here that another small number in their place shows
-    Sizes(
-        where=" where v and weights are large",
-        large=True,
-        v=30,
-        counts=30,
-        layers=5,
-        log_theta=2,
-        zi_logits=-30,
-    ),
+    Sizes(where=" where v and weights are large", large=True, v=30, counts=30, layers=5, log_theta=2, zi_logits=-30),
 )
 
 

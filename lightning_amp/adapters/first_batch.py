@@ -121,9 +121,7 @@ class _Kept:
             return False
         if tensor is self._object and version(tensor) == self._version:
             return True
-        same = torch.equal(
-            _rounded(self._values, tensor.dtype), _rounded(tensor.detach().cpu(), tensor.dtype)
-        )
+        same = torch.equal(_rounded(self._values, tensor.dtype), _rounded(tensor.detach().cpu(), tensor.dtype))
         if same:
             self._object, self._version = tensor, version(tensor)
         return same
@@ -258,18 +256,14 @@ class FirstBatch:
             )
         self._calls.add((*call, directed))
 
-    def _difference(
-        self, inputs: Inputs, x: Tensor | SparseCounts | None, subset: Any, *, directed: bool
-    ) -> str:
+    def _difference(self, inputs: Inputs, x: Tensor | SparseCounts | None, subset: Any, *, directed: bool) -> str:
         module, plain = self._copies()
         theirs = type(module).forward
         if subset is not None:
             theirs, plain = partial(theirs, subset=subset), cast(MultiResDecoder, plain).among(subset)
         return difference(module, theirs, plain, *self._some(inputs, x, plain.n_features), directed=directed)
 
-    def _some(
-        self, inputs: Inputs, x: Tensor | SparseCounts | None, n_features: int
-    ) -> tuple[Inputs, Tensor]:
+    def _some(self, inputs: Inputs, x: Tensor | SparseCounts | None, n_features: int) -> tuple[Inputs, Tensor]:
         u, v, b, l = inputs  # noqa: E741
         some = slice(min(self.cells, len(u)))
         b = b[some] if b.dim() and len(b) == len(u) else b
@@ -323,9 +317,7 @@ def difference(
         marks = Marks(module)
         with torch.autocast(x.device.type, enabled=False):
             log_prob = theirs(module, *inputs).log_prob(x)
-            expected = _numbers(
-                log_prob[:, slice(*cast(AdaptedStratum, one).columns)].sum() for one in decoder.strata
-            )
+            expected = _numbers(log_prob[:, slice(*cast(AdaptedStratum, one).columns)].sum() for one in decoder.strata)
             names = marks.changed(module)
             found = _numbers(_ours(decoder, inputs, x))
     if names:

@@ -167,23 +167,14 @@ class LazyLogProb(Tensor):
 
     __hash__ = object.__hash__
     # y += z gives y's name to a new tensor
-    __iadd__, __isub__, __imul__, __itruediv__ = (
-        Tensor.__add__,
-        Tensor.__sub__,
-        Tensor.__mul__,
-        Tensor.__truediv__,
-    )
+    __iadd__, __isub__, __imul__, __itruediv__ = (Tensor.__add__, Tensor.__sub__, Tensor.__mul__, Tensor.__truediv__)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"log-probability of {tuple(self.shape)!r}, waiting to be summed"
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, named = getattr(func, "__name__", repr(func)), kwargs or {}
         if func in METADATA:

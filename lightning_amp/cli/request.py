@@ -18,10 +18,7 @@ OF_DATA = {"--latent-dim": "latent_dim", "--window": "window", "--setting": "set
 def add_data(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name data."""
     parser.add_argument(
-        "data_dir",
-        metavar="DIR",
-        nargs="?",
-        help="a folder written by `lightning-amp prepare` or by HiGLUE",
+        "data_dir", metavar="DIR", nargs="?", help="a folder written by `lightning-amp prepare` or by HiGLUE"
     )
     parser.add_argument("--setting", help="which files to take where the folder has several settings")
     parser.add_argument(
@@ -37,22 +34,15 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     add_data(parser)
     parser.add_argument("--devices", type=int, help="ranks in all (default: 1)")
     parser.add_argument(
-        "--device-memory",
-        help="memory of one device, such as 24GiB, or of each, as 24GiB,80GiB (default: unknown)",
+        "--device-memory", help="memory of one device, such as 24GiB, or of each, as 24GiB,80GiB (default: unknown)"
     )
     parser.add_argument("--policy", help="auto (default) or paper")
     parser.add_argument("--strategies", help="your own choice instead of the policy's, such as S1,S3")
     parser.add_argument("--batch-size", type=int, help=f"cells per rank and step (default: {BATCH_SIZE})")
-    parser.add_argument(
-        "--latent-dim", type=int, default=None, help="latent dimension of the model (default: 64)"
-    )
-    parser.add_argument(
-        "--window", type=int, default=None, help="attention window in bins (default: 20 per stratum)"
-    )
+    parser.add_argument("--latent-dim", type=int, default=None, help="latent dimension of the model (default: 64)")
+    parser.add_argument("--window", type=int, default=None, help="attention window in bins (default: 20 per stratum)")
     parser.add_argument("--model-parallel-size", help='ranks of the model axis (default: "auto")')
-    parser.add_argument(
-        "--device", help="whose rates predict times, such as A100, H100 or cpu (default: one CPU core)"
-    )
+    parser.add_argument("--device", help="whose rates predict times, such as A100, H100 or cpu (default: one CPU core)")
     parser.add_argument("--rates", metavar="FILE.json", help="rates that `calibrate` has measured, instead")
     parser.add_argument(
         "--shape",
@@ -115,9 +105,7 @@ def decoder_asked(arguments: argparse.Namespace) -> "ShapeRequest | None":
         )
     if shape is None:
         return None
-    refuse(
-        arguments, f"--shape {shape!r}", OF_DATA, "which go with DIR: say dim, window and key in the shape"
-    )
+    refuse(arguments, f"--shape {shape!r}", OF_DATA, "which go with DIR: say dim, window and key in the shape")
     found = parse_shape(shape)
     if None not in (found.batch_size, arguments.batch_size):
         raise PlanError(

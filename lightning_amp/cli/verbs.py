@@ -88,7 +88,4 @@ VERBS: dict[str, tuple[str, str, str]] = {
 def described(verb: str) -> dict[str, Any]:
     """Description and example of a command, as an argument parser takes them."""
     _, description, example = VERBS[verb]
-    return {
-        "description": fill(description, WIDTH),
-        "epilog": f"example:\n  {PROGRAM} {verb} {example}",
-    }
+    return {"description": fill(description, WIDTH), "epilog": f"example:\n  {PROGRAM} {verb} {example}"}

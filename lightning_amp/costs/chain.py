@@ -57,8 +57,7 @@ def _by_name(chain: Chain, forms: Forms) -> Mapping[str, int]:
         fixed = {block.fqn: block.fixed for block in chain.blocks if block.fixed}
         why = fixed.get(unknown[0], "no block of that name was called in the step")
         raise PlanError(
-            f"recomputing {unknown[0]!r} is not possible: {why}; allowed are"
-            f" {', '.join(chain.names) or 'none'}"
+            f"recomputing {unknown[0]!r} is not possible: {why}; allowed are {', '.join(chain.names) or 'none'}"
         )
     return found
 

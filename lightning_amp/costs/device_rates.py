@@ -89,9 +89,7 @@ class Rates:
             raise PlanError(f"expected rates as JSON, {source} is not JSON: {error}") from error
         schema = plain.get("schema") if isinstance(plain, dict) else plain
         if schema != SCHEMA:
-            raise PlanError(
-                f"expected rates of schema {SCHEMA}, {source} has schema {schema!r}; calibrate again"
-            )
+            raise PlanError(f"expected rates of schema {SCHEMA}, {source} has schema {schema!r}; calibrate again")
         plain.pop("schema")
         try:
             return cls(**{**plain, "links": Links(**plain["links"])})
@@ -182,16 +180,10 @@ def calibrated(rates: Rates, predicted_seconds: float, measured_seconds: float) 
     )
 
 
-def _gpu(
-    device: str, *, teraflops: float, memory: float, link: float, network: float, host: float = 31.5
-) -> Rates:
+def _gpu(device: str, *, teraflops: float, memory: float, link: float, network: float, host: float = 31.5) -> Rates:
     """A GPU of a data sheet; bandwidths in gigabytes per second, one way."""
     links = Links(
-        intra_bandwidth=link * 1e9,
-        inter_bandwidth=8 * network * 1e9,
-        latency=1e-5,
-        ranks_per_node=8,
-        adapters=8,
+        intra_bandwidth=link * 1e9, inter_bandwidth=8 * network * 1e9, latency=1e-5, ranks_per_node=8, adapters=8
     )
     return Rates(
         matmul_flops=teraflops * 1e12,

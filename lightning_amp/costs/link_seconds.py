@@ -64,8 +64,7 @@ class Links:
         speeds = (self.intra_bandwidth, self.inter_bandwidth)
         if not (all(0 < s <= inf for s in speeds) and isfinite(self.latency) and self.latency >= 0):
             raise PlanError(
-                f"{self!r} is invalid; bandwidths are above 0 bytes per second, the latency is 0 seconds or"
-                " more"
+                f"{self!r} is invalid; bandwidths are above 0 bytes per second, the latency is 0 seconds or more"
             )
         if not all(type(n) is int and n >= 1 for n in (self.ranks_per_node, self.adapters)):
             raise PlanError(f"{self!r}: ranks_per_node and adapters have to be whole numbers of 1 or more")

@@ -159,9 +159,7 @@ class ModelShape:
     @property
     def known_decoder(self) -> DecoderShape:
         """The decoder, for what is asked only where there is one."""
-        assert self.decoder is not None, (
-            "a strategy with a choice needs a decoder, which the policy has checked"
-        )
+        assert self.decoder is not None, "a strategy with a choice needs a decoder, which the policy has checked"
         return self.decoder
 
     def with_decoder(self, **changes: Any) -> "ModelShape":
@@ -173,9 +171,7 @@ class ModelShape:
         return "" if self.decoder is None else str(rates.device)
 
 
-def decoder_shape(
-    profile: Profile, *, latent_dim: int = LATENT_DIM, window: int | None = None
-) -> DecoderShape | None:
+def decoder_shape(profile: Profile, *, latent_dim: int = LATENT_DIM, window: int | None = None) -> DecoderShape | None:
     """The reference model's decoder for a profile, None without a decomposed modality."""
     modality = next((m for m in profile.modalities if m.decomposition is not None), None)
     if modality is None or modality.decomposition is None:
@@ -196,11 +192,7 @@ def decoder_shape(
 
 
 def reference_shape(
-    profile: Profile,
-    *,
-    batch_size: int,
-    latent_dim: int = LATENT_DIM,
-    window: int | None = None,
+    profile: Profile, *, batch_size: int, latent_dim: int = LATENT_DIM, window: int | None = None
 ) -> ModelShape:
     """The reference model for a profile, for a plan made before there is a module."""
     parts = [m.decomposition for m in profile.modalities if m.decomposition is not None]
@@ -224,17 +216,14 @@ def reference_shape(
     return outside_strata(shape, network, profile, latent_dim=latent_dim)
 
 
-def outside_strata(
-    shape: ModelShape, network: NetworkShape, profile: Profile, *, latent_dim: int
-) -> ModelShape:
+def outside_strata(shape: ModelShape, network: NetworkShape, profile: Profile, *, latent_dim: int) -> ModelShape:
     """The shape with what the reference model keeps outside its strata, in the shape's own precision."""
     cells, element = shape.batch_size, shape.element_bytes
     vertices = profile.graph.vertices if profile.graph else 0
     edges = network.edges_per_step if profile.graph else 0
     return replace(
         shape,
-        base_activation_bytes=element
-        * _base_activations(network, profile, cells=cells, dim=latent_dim, edges=edges),
+        base_activation_bytes=element * _base_activations(network, profile, cells=cells, dim=latent_dim, edges=edges),
         other_decoder_bytes=element * cells * _other_decoders(profile),
         # one end of every sampled negative edge
         edge_bytes=element * edges * network.negatives_per_edge * latent_dim,
@@ -267,12 +256,8 @@ def _vertices(decoder: DecoderShape | None, profile: Profile) -> VertexShape | N
 def _parameters(network: NetworkShape, decoder: DecoderShape | None, profile: Profile, dim: int) -> int:
     """Bytes of the reference model's parameters."""
     h, depth = network.hidden_dim, network.hidden_depth
-    floats = sum(
-        h * m.features + (depth - 1) * h * h + 2 * h * dim + 8 * h * depth for m in profile.modalities
-    )
-    floats += sum(
-        (TABLES_PER_FEATURE if m.decomposition else 3) * m.batches * m.features for m in profile.modalities
-    )
+    floats = sum(h * m.features + (depth - 1) * h * h + 2 * h * dim + 8 * h * depth for m in profile.modalities)
+    floats += sum((TABLES_PER_FEATURE if m.decomposition else 3) * m.batches * m.features for m in profile.modalities)
     floats += h * (dim + h + len(profile.modalities))
     if profile.graph is not None:
         floats += profile.graph.vertices * dim + 2 * dim * (dim + 1)
@@ -324,6 +309,4 @@ def check_model(*, latent_dim: int, window: int | None, attention: bool) -> None
             f"latent_dim={latent_dim!r} is not supported; allowed is a whole number from 1 to {LARGEST:,}{even}"
         )
     if window is not None and not 1 <= window <= LARGEST:
-        raise PlanError(
-            f"window={window!r} is not supported; allowed is a whole number of bins from 1 to {LARGEST:,}"
-        )
+        raise PlanError(f"window={window!r} is not supported; allowed is a whole number of bins from 1 to {LARGEST:,}")

@@ -193,10 +193,7 @@ def paces(speeds: Sequence[float]) -> tuple[list[int], int]:
 
 @lru_cache(maxsize=256)
 def deal(
-    costs: tuple[float, ...],
-    ranks: int,
-    speeds: tuple[float, ...] = (),
-    passing: tuple[float, ...] = (),
+    costs: tuple[float, ...], ranks: int, speeds: tuple[float, ...] = (), passing: tuple[float, ...] = ()
 ) -> tuple[int, ...]:
     """One past the last stratum of every rank, each of which has one at least; of optimal ways the earliest ends.
 
@@ -214,9 +211,7 @@ def deal(
     nothing = [0] * (strata + 1)
     # in one unit
     listed, _ = whole((*costs, *(passing or (0.0,) * strata)))
-    assert all(p <= c for c, p in zip(listed, listed[strata:], strict=False)), (
-        "to pass a stratum is a part of it"
-    )
+    assert all(p <= c for c, p in zip(listed, listed[strata:], strict=False)), "to pass a stratum is a part of it"
     before = list(accumulate(listed[strata:], initial=0))
     from_last = list(accumulate(listed[:strata][::-1], initial=0))
     # filling ranks from the last stratum on makes every end as early as it can be

@@ -309,9 +309,7 @@ class SparseCounts:
         """Return some of the entries, with new rows and columns."""
         # pinned, so that the copy to a GPU waits for nothing
         found, pins = map(torch.from_numpy, (own, row, column)), self.device.type == "cuda"
-        which, rows, columns = (
-            (x.pin_memory() if pins else x).to(self.device, non_blocking=pins) for x in found
-        )
+        which, rows, columns = ((x.pin_memory() if pins else x).to(self.device, non_blocking=pins) for x in found)
         return SparseCounts(rows, columns, self.value[which], shape, host=(row, column))
 
     def _share(self, shape: tuple[int, int]) -> "SparseCounts":
@@ -358,9 +356,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: SparseCounts, weight: Tensor) -> Tensor:
         ctx.x, ctx.dtype = x, weight.dtype
-        total = weight.new_zeros(
-            (len(x), len(weight)), dtype=torch.promote_types(weight.dtype, torch.float32)
-        )
+        total = weight.new_zeros((len(x), len(weight)), dtype=torch.promote_types(weight.dtype, torch.float32))
         with _without_autocast(weight):
             for block, counts in _blocks(x, weight.dtype):
                 total += counts @ weight[:, block].T

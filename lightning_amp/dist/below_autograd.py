@@ -67,10 +67,7 @@ def taken_apart() -> Iterator[None]:
     before, STATE.open = STATE.open, True
     call.modes = [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
     try:
-        with (
-            disable_torch_function(),
-            force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST),
-        ):
+        with disable_torch_function(), force_dispatch_keys(call.include, call.exclude | AUTOGRAD_AND_AUTOCAST):
             yield
     finally:
         STATE.open = before

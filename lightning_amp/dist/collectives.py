@@ -85,9 +85,7 @@ def _arriving(x: Tensor, shape: Sequence[int], axis: MeshAxis) -> Tensor:
     return x.new_zeros(list(shape)) if axis.group is None else x.new_empty(list(shape))
 
 
-def ring(
-    tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshAxis
-) -> Callable[[], list[Tensor]]:
+def ring(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshAxis) -> Callable[[], list[Tensor]]:
     """Begin to send tensors to the next rank; the returned function waits for those of the previous rank.
 
     Each is one all-to-all in which a rank has rows for the next one only: as fast as a send and a receive, and it
@@ -324,9 +322,7 @@ def _in_order(runs: Iterable[OwnerRun], place: list[int]) -> list[range]:
     return joined(found)
 
 
-def _all_to_all(
-    pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis, *, counted: bool = True
-) -> list[Tensor]:
+def _all_to_all(pieces: Sequence[Tensor], take: Sequence[int], axis: MeshAxis, *, counted: bool = True) -> list[Tensor]:
     """Piece r goes to rank r; the pieces of all ranks, of `take[r]` rows each."""
     if axis.size == 1:
         return list(pieces)

@@ -50,9 +50,7 @@ def union_moments(
 
 
 @torch.no_grad()
-def union_statistics(
-    x: Tensor, dims: Sequence[int], axes: Axes, *, centre: bool = True, per: int = 1
-) -> Statistics:
+def union_statistics(x: Tensor, dims: Sequence[int], axes: Axes, *, centre: bool = True, per: int = 1) -> Statistics:
     """Mean, sum of squared deviations and number of the values over some dims of all ranks.
 
     Args:

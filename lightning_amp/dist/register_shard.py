@@ -89,17 +89,13 @@ def check_shard(
     found = list[list[Tensor]]()
     for sharded in (False, True):
         own = [
-            arg.detach().double().requires_grad_()
-            if isinstance(arg, Tensor) and arg.is_floating_point()
-            else arg
+            arg.detach().double().requires_grad_() if isinstance(arg, Tensor) and arg.is_floating_point() else arg
             for arg in args
         ]
         given = [redistribute(a, splits) if sharded and i == first else a for i, a in enumerate(own)]
         with guarded([axis]) if sharded else nullcontext():
             results = [part_in(t, WHOLE) for t in tensors_in(function(*given))]
-        total = sum(
-            (t.double().square() * torch.arange(1, t.numel() + 1).view(t.shape)).sum() for t in results
-        )
+        total = sum((t.double().square() * torch.arange(1, t.numel() + 1).view(t.shape)).sum() for t in results)
         leaves = [a for a in own if isinstance(a, Tensor) and a.requires_grad]
         if isinstance(total, Tensor) and total.requires_grad:
             total.backward()

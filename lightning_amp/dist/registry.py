@@ -73,23 +73,15 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
         return change(value)
     if isinstance(value, dict):
         return {key: mapped(item, change, kind) for key, item in value.items()}
-    return (
-        type(value)([mapped(item, change, kind) for item in value])
-        if isinstance(value, list | tuple)
-        else value
-    )
+    return type(value)([mapped(item, change, kind) for item in value]) if isinstance(value, list | tuple) else value
 
 
 def shard_error(func: Any, args: Sequence[Any], why: str, *, remedy: str = "") -> ShardError:
     """The error of an operator that cannot be computed on parts, with the module that has called it."""
     name = name_of(func) if hasattr(func, "_schema") else getattr(func, "__name__", repr(func))
     tensors = list(map(describe, tensors_in(args)))
-    remedy = (
-        remedy or "compute it on `full_tensor()`, or register a handler with lightning_amp.register_shard"
-    )
-    return ShardError(
-        f"{name!r}{_caller()} got {', '.join(tensors) or 'no tensors'}: {why}. To go on, {remedy}"
-    )
+    remedy = remedy or "compute it on `full_tensor()`, or register a handler with lightning_amp.register_shard"
+    return ShardError(f"{name!r}{_caller()} got {', '.join(tensors) or 'no tensors'}: {why}. To go on, {remedy}")
 
 
 def describe(x: Tensor) -> str:

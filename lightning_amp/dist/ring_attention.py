@@ -92,9 +92,7 @@ def _runs(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Iterator[t
     for first in range(0, max(1, n), most):
         rows = slice(first, min(first + most, n))
         if causal:
-            row, column = (
-                torch.arange(*own, device=q.device) for own in ((rows.start, rows.stop), (columns,))
-            )
+            row, column = (torch.arange(*own, device=q.device) for own in ((rows.start, rows.stop), (columns,)))
             yield rows, _additive(column <= row[:, None], q.dtype)
         else:
             yield rows, bias if bias is None or bias.shape[-2] == 1 else bias[..., rows, :]

@@ -305,9 +305,7 @@ def dim_of(x: Tensor, dim: int) -> int:
     return range(len(shape_of(x)))[dim]
 
 
-def wrap(
-    local: Tensor, splits: Splits, copied: bool = False, strides: tuple[int, ...] | None = None
-) -> Tensor:
+def wrap(local: Tensor, splits: Splits, copied: bool = False, strides: tuple[int, ...] | None = None) -> Tensor:
     """A tensor of a part; a plain one where it is whole, unless writes to it have to be refused."""
     return ShardedTensor(local, splits, copied, strides) if splits or copied else local
 

@@ -100,9 +100,7 @@ def named_blocks(module: nn.Module, entries: Sequence[type | str] | None) -> Ite
 def check_entries(entries: Any) -> None:
     """Refuse, with a PlanError, what is no list of classes and names."""
     listed = isinstance(entries, list | tuple) and len(entries) > 0
-    if not listed or not all(
-        isinstance(entry, type) or (isinstance(entry, str) and entry) for entry in entries
-    ):
+    if not listed or not all(isinstance(entry, type) or (isinstance(entry, str) and entry) for entry in entries):
         raise PlanError(
             f"blocks={entries!r} was given; allowed is a list of classes of modules and of names or patterns of"
             " submodules, such as ['decoder.*', 'my.module.Res'], or None"
@@ -141,9 +139,7 @@ def _outside(fqn: str, names: set[str]) -> str:
 def blocks_with_own_parameters(module: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a module whose parameters nothing else uses, by name, in the order of the module."""
     owners = Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
-    return {
-        fqn: block for fqn, block in find_blocks(module).items() if fqn and _owns_parameters(block, owners)
-    }
+    return {fqn: block for fqn, block in find_blocks(module).items() if fqn and _owns_parameters(block, owners)}
 
 
 def _owns_parameters(block: nn.Module, owners: Counter[int]) -> bool:

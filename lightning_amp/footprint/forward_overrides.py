@@ -118,9 +118,7 @@ def hooked(parts: Iterable[nn.Module], kinds: Iterable[str]) -> list[str]:
         parts: The modules.
         kinds: Names of the tables that a module has of its hooks.
     """
-    found = {
-        kind.strip("_"): hook for part in parts for kind in kinds for hook in getattr(part, kind).values()
-    }
+    found = {kind.strip("_"): hook for part in parts for kind in kinds for hook in getattr(part, kind).values()}
     return [OF_PROFILER] if any(_is_of_profiler(hook) for hook in found.values()) else list(found)
 
 

@@ -111,11 +111,7 @@ def run_two_steps(
     recorder = make(module)
     counter = _Count(recorder, fake, around)
     # what the module would download is not part of a step, and neither are checkpoints that its callbacks would write
-    for hook in (
-        "prepare_data",
-        "configure_callbacks",
-        *(("setup", "configure_model") if around.prepared else ()),
-    ):
+    for hook in ("prepare_data", "configure_callbacks", *(("setup", "configure_model") if around.prepared else ())):
         setattr(module, hook, MethodType(getattr(LightningModule, hook), module))
     for child in module.modules():
         if isinstance(child, LightningModule):
@@ -129,11 +125,7 @@ def run_two_steps(
         trainer = _trainer(device, counter, fake, around)
         # what `fit` does before it takes over errors and interrupts
         trainer.strategy._lightning_module = module
-        trainer.state.fn, trainer.state.status, trainer.training = (
-            TrainerFn.FITTING,
-            TrainerStatus.RUNNING,
-            True,
-        )
+        trainer.state.fn, trainer.state.status, trainer.training = (TrainerFn.FITTING, TrainerStatus.RUNNING, True)
         with suppress(EnoughSeen):
             trainer._fit_impl(module, _Repeated(batch))
             raise ModelError(
@@ -216,9 +208,7 @@ class _Repeated:
 class _Here(SingleDeviceStrategy):
     """One device, on which the module stays as it is: fake parameters cannot be moved."""
 
-    def __init__(
-        self, device: torch.device, counter: "_Count", fake: FakeTensorMode | None, own_parts: Any
-    ) -> None:
+    def __init__(self, device: torch.device, counter: "_Count", fake: FakeTensorMode | None, own_parts: Any) -> None:
         super().__init__(device=device)
         self._counter, self._fake, self.own_parts = counter, fake, own_parts
 
@@ -245,12 +235,7 @@ class _Here(SingleDeviceStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """With the parameters that will be unfrozen, where the module has made them for others."""
         super().setup_optimizers(trainer)
-        taken = {
-            id(p)
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
+        taken = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         late = [p for p in self._counter.unfrozen if id(p) not in taken]
         if late and self.optimizers:
             self.optimizers[0].add_param_group({"params": late})
@@ -275,9 +260,7 @@ class _Here(SingleDeviceStrategy):
     def gradient_norm(self) -> torch.Tensor:
         """As AMPStrategy has it, of the gradients that are here."""
         assert self.lightning_module is not None, "a hook of the module asks"
-        return torch.nn.utils.get_total_norm(
-            [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
-        )
+        return torch.nn.utils.get_total_norm([p.grad for p in self.lightning_module.parameters() if p.grad is not None])
 
     def teardown(self) -> None:
         """Leave the module where it is."""
@@ -315,9 +298,7 @@ class _Count(Callback):
             assert selector is not None, "fit has attached the module"
             selector.datamodule, self._datamodule.trainer = self._datamodule, trainer
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Enter the mode, and begin to count."""
         if batch_idx == 0 and self._fake is not None:
             self._entered.enter_context(self._fake)

@@ -48,9 +48,7 @@ DEPTH = 5
 """How many objects deep a change of an object is looked for."""
 ROUNDING = 1e-4
 """Relative difference of a sum that other devices than the CPU may give in two equal computations."""
-CACHE = (
-    " (if it is a cache for generating text: HuggingFace models make none with `config.use_cache = False`)"
-)
+CACHE = " (if it is a cache for generating text: HuggingFace models make none with `config.use_cache = False`)"
 Place = tuple[str, str]
 """A module's name, and a name in it."""
 
@@ -314,10 +312,7 @@ def _no_log(*_: Any, **__: Any) -> None:
 def digests(result: Any) -> list[tuple[str, float, float]]:
     """Two sums over every tensor of a result, or what this rank holds of it; none of tensors without values."""
     tensors = [
-        part
-        for t in tree_leaves(result)
-        if isinstance(t, Tensor) and t.layout is torch.strided
-        for part in parts_of(t)
+        part for t in tree_leaves(result) if isinstance(t, Tensor) and t.layout is torch.strided for part in parts_of(t)
     ]
     with torch.no_grad():
         return [
@@ -327,9 +322,7 @@ def digests(result: Any) -> list[tuple[str, float, float]]:
         ]
 
 
-def same_digests(
-    expected: Sequence[tuple[str, float, float]], found: Sequence[tuple[str, float, float]]
-) -> bool:
+def same_digests(expected: Sequence[tuple[str, float, float]], found: Sequence[tuple[str, float, float]]) -> bool:
     """Whether two passes gave the same: to the last bit of both sums on a CPU."""
     rtol = 0.0 if all(device == "cpu" for device, *_ in expected) else ROUNDING
     return all(

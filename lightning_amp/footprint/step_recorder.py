@@ -90,9 +90,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         for optimizer in optimizers:
             for parameter, state in optimizer.state.items():
                 name = self._parameters.get(id(parameter), "")
-                self._hold(
-                    [(f"{name}.{key}", v) for key, value in state.items() for v in tensors_of(value)], STATE
-                )
+                self._hold([(f"{name}.{key}", v) for key, value in state.items() for v in tensors_of(value)], STATE)
         self._hold([("batch", tensor) for tensor in tensors_in(batch)], ACTIVATIONS)
         self._hooks = [
             register_module_forward_pre_hook(self._enter),
@@ -207,14 +205,10 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
 
     def _note_product(self, name: str, read: Read, result: Any, order: int) -> None:
         given = (self._of_key.get(id(storage)) for _, storage in read)
-        if not any(
-            life is not None and (life.kind == PARAMETERS or id(life) in self._weights) for life in given
-        ):
+        if not any(life is not None and (life.kind == PARAMETERS or id(life) in self._weights) for life in given):
             return
         if name in COPIES:
-            self._weights.update(
-                id(life) for life in [self._of_key.get(id(result.untyped_storage()))] if life
-            )
+            self._weights.update(id(life) for life in [self._of_key.get(id(result.untyped_storage()))] if life)
         else:
             self.head = Head(order, tuple(result.shape))
 

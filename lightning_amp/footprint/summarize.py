@@ -63,9 +63,7 @@ class Head(NamedTuple):
     shape: tuple[int, ...]
 
 
-def summarize(
-    lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head | None, **about: Any
-) -> ModuleProfile:
+def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head | None, **about: Any) -> ModuleProfile:
     """The profile of a step.
 
     Args:

@@ -67,9 +67,7 @@ class _StandIn:
         fakes = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
         self._fake = fakes[0].fake_mode if fakes else None
         # what is drawn before the last block is not drawn where the rest is computed
-        self._cuda = {
-            leaf.device for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_cuda
-        }
+        self._cuda = {leaf.device for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_cuda}
         self._drawn = [] if fakes else [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._cuda)]
 
     def __call__(self, fqn: str, *args: Any, **kwargs: Any) -> Any:

@@ -212,9 +212,7 @@ def _cut(result: Any) -> Any:
 
 def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list[Tensor]) -> dict[str, Any]:
     """Memory of the operator's own backward pass, which lets go of what the operator kept as it goes on."""
-    results = [
-        t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None
-    ]
+    results = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
     asked = [t for t in leaves if t.requires_grad]
     if not results or not asked:
         return {"grad_bytes": (0,) * len(values)}
@@ -297,6 +295,4 @@ def _call(node: Node, args: Any, kwargs: Any, leaves: list[Tensor], result: tupl
         given = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
         arguments[argument.name] = plain(given)
     space, _, name = schema.name.partition("::")
-    return OperatorCall(
-        op=name if space == "aten" else schema.name, shapes=shapes, result=result, arguments=arguments
-    )
+    return OperatorCall(op=name if space == "aten" else schema.name, shapes=shapes, result=result, arguments=arguments)

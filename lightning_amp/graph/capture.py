@@ -39,23 +39,10 @@ from lightning_amp._torch import (
 from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.forward_overrides import hooked
 from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
-from lightning_amp.graph.guards import (
-    OPAQUE,
-    PLAIN,
-    described,
-    first_change,
-    settings_of,
-    signature,
-    state_of,
-)
+from lightning_amp.graph.guards import OPAQUE, PLAIN, described, first_change, settings_of, signature, state_of
 from lightning_amp.graph.rewrites import REWRITES
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class CannotCapture(Exception):
@@ -139,9 +126,7 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
         return Capture(**common, reason=str(reason))
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
-        return Capture(
-            **common, reason=f"its forward cannot run on fake tensors: {type(error).__name__}: {first}"
-        )
+        return Capture(**common, reason=f"its forward cannot run on fake tensors: {type(error).__name__}: {first}")
 
 
 def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any) -> dict[str, Any]:
@@ -179,15 +164,11 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
     held = {i: described(value) for i, value in objects.items()}
     before = settings_of(twin), random.getstate(), np.random.get_state()
     try:
-        graph = make_fx(call, REWRITES, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(
-            *tensors
-        )
+        graph = make_fx(call, REWRITES, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*tensors)
         _refuse_change(before, (settings_of(twin), random.getstate(), np.random.get_state()))
         for i, value in objects.items():
             if described(value) != held[i]:
-                raise CannotCapture(
-                    f"its forward changes what an argument of type {type(value).__name__!r} holds"
-                )
+                raise CannotCapture(f"its forward changes what an argument of type {type(value).__name__!r} holds")
     finally:
         random.setstate(before[1])
         np.random.set_state(before[2])
@@ -204,13 +185,9 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
             raise CannotCapture(reason)
     graph.recompile()
     if found["custom"]:
-        raise CannotCapture(
-            f"its forward has the autograd Function {found['custom']!r}, whose backward is its own"
-        )
+        raise CannotCapture(f"its forward has the autograd Function {found['custom']!r}, whose backward is its own")
     if any(node.op == "get_attr" and not _made_inside(node) for node in graph.graph.nodes):
-        raise CannotCapture(
-            "its forward uses a tensor that is neither an argument nor a parameter nor a buffer"
-        )
+        raise CannotCapture("its forward uses a tensor that is neither an argument nor a parameter nor a buffer")
     return {
         "graph": graph,
         "output": found["output"],

@@ -74,9 +74,7 @@ def register_flow(*ops: str) -> Callable[[Rule], Rule]:
     def add(rule: Rule) -> Rule:
         known = sorted(set(ops) & RULES.keys())
         if known:
-            raise ModelError(
-                f"a flow rule was registered for {known[0]!r}, which has one; name another operator"
-            )
+            raise ModelError(f"a flow rule was registered for {known[0]!r}, which has one; name another operator")
         RULES.update(dict.fromkeys(ops, rule))
         return rule
 

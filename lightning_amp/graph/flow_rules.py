@@ -16,63 +16,10 @@ from lightning_amp.graph.flow import (
 
 
 @register_flow(
-    *(
-        "add",
-        "add_",
-        "sub",
-        "rsub",
-        "mul",
-        "mul_",
-        "div",
-        "pow",
-        "neg",
-        "exp",
-        "log",
-        "sqrt",
-        "rsqrt",
-        "abs",
-        "erf",
-    ),
-    *(
-        "relu",
-        "relu_",
-        "gelu",
-        "silu",
-        "sigmoid",
-        "tanh",
-        "leaky_relu",
-        "elu",
-        "softplus",
-        "clamp",
-        "cos",
-        "sin",
-    ),
-    *(
-        "where",
-        "masked_fill",
-        "maximum",
-        "minimum",
-        "eq",
-        "ne",
-        "lt",
-        "gt",
-        "le",
-        "ge",
-        "bitwise_not",
-        "logical_not",
-    ),
-    *(
-        "dropout",
-        "clone",
-        "contiguous",
-        "to",
-        "_to_copy",
-        "detach",
-        "alias",
-        "lift_fresh_copy",
-        "expand",
-        "expand_as",
-    ),
+    *("add", "add_", "sub", "rsub", "mul", "mul_", "div", "pow", "neg", "exp", "log", "sqrt", "rsqrt", "abs", "erf"),
+    *("relu", "relu_", "gelu", "silu", "sigmoid", "tanh", "leaky_relu", "elu", "softplus", "clamp", "cos", "sin"),
+    *("where", "masked_fill", "maximum", "minimum", "eq", "ne", "lt", "gt", "le", "ge", "bitwise_not", "logical_not"),
+    *("dropout", "clone", "contiguous", "to", "_to_copy", "detach", "alias", "lift_fresh_copy", "expand", "expand_as"),
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "type_as", "float"),
 )
 def pointwise(call: OperatorCall) -> Follows:
@@ -198,13 +145,7 @@ def _transposed(call: OperatorCall) -> bool:
 
 @register_flow(
     *(f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_avg", "adaptive_max") for n in (1, 2, 3)),
-    *(
-        "upsample_nearest1d",
-        "upsample_nearest2d",
-        "upsample_nearest3d",
-        "upsample_linear1d",
-        "upsample_bilinear2d",
-    ),
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d"),
     *("upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d"),
     *("_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
@@ -215,14 +156,8 @@ def _of_positions(call: OperatorCall) -> Follows:
     if call.op in ("avg_pool2d", "max_pool2d"):
         sizes = [list(call.arguments[name] or ()) for name in ("kernel_size", "stride", "padding")]
         kernel, stride, padding = (size * 2 if len(size) == 1 else size for size in sizes)
-        apart = (
-            stride in ([], kernel)
-            and not any(padding)
-            and call.arguments.get("dilation", 1) in (1, [1], [1, 1])
-        )
-        whole = apart and all(
-            n == k * m for n, k, m in zip(call.shapes[0][-2:], kernel, call.result[-2:], strict=True)
-        )
+        apart = stride in ([], kernel) and not any(padding) and call.arguments.get("dilation", 1) in (1, [1], [1, 1])
+        whole = apart and all(n == k * m for n, k, m in zip(call.shapes[0][-2:], kernel, call.result[-2:], strict=True))
     else:
         nearest = call.op == "upsample_nearest2d" and call.arguments.get("output_size") is None
         whole = nearest and all(m % n == 0 for n, m in zip(call.shapes[0][2:], call.result[2:], strict=True))
@@ -279,9 +214,7 @@ def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
     return groups
 
 
-@register_flow(
-    "slice", "narrow", "split", "split_with_sizes", "chunk", "cat", "unbind", "select", "stack", "getitem"
-)
+@register_flow("slice", "narrow", "split", "split_with_sizes", "chunk", "cat", "unbind", "select", "stack", "getitem")
 def _parts(call: OperatorCall) -> Follows:
     """All dims but the one that is cut or put together; the results of several are equal."""
     if call.op == "getitem":
@@ -293,9 +226,7 @@ def _parts(call: OperatorCall) -> Follows:
     sources = range(len(call.shapes)) if call.op in ("cat", "stack") else (0,)
     dim %= len(call.result)
     moved = 1 if call.op == "stack" else 0
-    return [
-        [] if d == dim else [(k, d - moved * (d > dim)) for k in sources] for d in range(len(call.result))
-    ]
+    return [[] if d == dim else [(k, d - moved * (d > dim)) for k in sources] for d in range(len(call.result))]
 
 
 @register_flow("embedding")
@@ -325,9 +256,7 @@ def _sum_of_features(call: OperatorCall) -> Follows:
     return [] if len(call.shapes) > 2 else [[(0, len(call.shapes[0]) - 1), (1, 1)]]
 
 
-@sums_over(
-    *("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-)
+@sums_over(*("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 def _sum_of_channels(call: OperatorCall) -> Follows:
     """Channels of the input with those of the weight, without a bias."""
     alone = len(call.shapes) == 2 and len(call.shapes[0]) == len(call.shapes[1])

@@ -125,9 +125,7 @@ def _settings_of(modules: Sequence[_Module]) -> list[_Setting]:
     return found
 
 
-def _held(
-    module: nn.Module, own: Iterable[tuple[str, type, Any]], seen: set[int]
-) -> Iterator[tuple[Any, ...]]:
+def _held(module: nn.Module, own: Iterable[tuple[str, type, Any]], seen: set[int]) -> Iterator[tuple[Any, ...]]:
     """Names, classes and keys of a module's attributes, of those with an underscore the plain ones."""
     for name, kind, value in own:
         if _first_of(kind) is PLAIN:
@@ -166,9 +164,7 @@ def _tensor(value: Tensor) -> tuple[Any, ...]:
 @cache
 def _first_of(kind: type) -> Any:
     """Of the groups of classes the first that has this one; a class that is looked up costs less than `isinstance`."""
-    return next(
-        (group for group in (PLAIN, ITEMS, Mapping, np.ndarray, OPAQUE) if issubclass(kind, group)), None
-    )
+    return next((group for group in (PLAIN, ITEMS, Mapping, np.ndarray, OPAQUE) if issubclass(kind, group)), None)
 
 
 def _plain(value: Any, seen: set[int], depth: int) -> Any:

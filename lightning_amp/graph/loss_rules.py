@@ -3,15 +3,7 @@
 A mean is none of these: a capture writes it down as a sum that is divided once (`rewrites.py`).
 """
 
-from lightning_amp.graph.flow import (
-    Follows,
-    OperatorCall,
-    broadcast,
-    collect,
-    nothing,
-    register_flow,
-    sums_over,
-)
+from lightning_amp.graph.flow import Follows, OperatorCall, broadcast, collect, nothing, register_flow, sums_over
 
 BY_VALUE = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"),

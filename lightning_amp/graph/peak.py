@@ -71,9 +71,7 @@ class PieceTable:
 Rows = Sequence[OperatorRow | PieceRow]
 
 
-def block_bytes(
-    table: Table | PieceTable, *, train: bool = True, gradients_of_arguments: bool = True
-) -> BlockBytes:
+def block_bytes(table: Table | PieceTable, *, train: bool = True, gradients_of_arguments: bool = True) -> BlockBytes:
     """Count a block; without `train` nothing is saved and there is no backward pass.
 
     Without `gradients_of_arguments` those are taken away as soon as they are complete, to be added up elsewhere.

@@ -3,31 +3,11 @@
 `embedding_bag` has none: which rows are in one bag depends on values.
 """
 
-from lightning_amp.graph.flow import (
-    Follows,
-    OperatorCall,
-    broadcast,
-    collect,
-    nothing,
-    register_flow,
-    same_but,
-)
+from lightning_amp.graph.flow import Follows, OperatorCall, broadcast, collect, nothing, register_flow, same_but
 from lightning_amp.graph.flow_rules import pointwise, reduction
 
 register_flow(
-    *(
-        "square",
-        "reciprocal",
-        "sign",
-        "floor",
-        "ceil",
-        "round",
-        "expm1",
-        "log1p",
-        "log2",
-        "logaddexp",
-        "atan2",
-    ),
+    *("square", "reciprocal", "sign", "floor", "ceil", "round", "expm1", "log1p", "log2", "logaddexp", "atan2"),
     *("log_sigmoid", "hardtanh", "hardswish", "hardsigmoid", "relu6", "mish", "celu", "selu", "threshold"),
     *("nan_to_num", "isnan", "isfinite", "remainder", "logical_and", "logical_or", "logical_xor"),
     *(
@@ -155,11 +135,7 @@ def _channels(call: OperatorCall) -> Follows:
 def _of_last(call: OperatorCall) -> Follows:
     """All dims but two that become one, or the last, which becomes two."""
     rank = len(call.shapes[0])
-    gone = (
-        [range(rank)[call.arguments[name]] for name in ("dim1", "dim2")]
-        if "diagonal" in call.op
-        else [rank - 1]
-    )
+    gone = [range(rank)[call.arguments[name]] for name in ("dim1", "dim2")] if "diagonal" in call.op else [rank - 1]
     if call.op == "view_as_real":
         gone = []
     if call.op == "diag_embed" and (call.arguments["dim1"], call.arguments["dim2"]) != (-2, -1):
@@ -169,15 +145,7 @@ def _of_last(call: OperatorCall) -> Follows:
 
 
 @register_flow(
-    *(
-        "linalg_inv_ex",
-        "linalg_det",
-        "_linalg_det",
-        "_linalg_svd",
-        "_linalg_eigh",
-        "linalg_qr",
-        "linalg_matrix_exp",
-    ),
+    *("linalg_inv_ex", "linalg_det", "_linalg_det", "_linalg_svd", "_linalg_eigh", "linalg_qr", "linalg_matrix_exp"),
     *("linalg_cholesky_ex", "_linalg_solve_ex", "linalg_solve_triangular", "_linalg_slogdet", "linalg_pinv"),
 )
 def _matrices(call: OperatorCall) -> Follows:
@@ -187,15 +155,12 @@ def _matrices(call: OperatorCall) -> Follows:
     return [[(k, d) for k in range(len(call.shapes))] if d < batch else [] for d in range(len(call.result))]
 
 
-@register_flow(
-    *(f"max_{kind}{n}d{more}" for kind, more in (("pool", "_with_indices"), ("unpool", "")) for n in (2, 3))
-)
+@register_flow(*(f"max_{kind}{n}d{more}" for kind, more in (("pool", "_with_indices"), ("unpool", "")) for n in (2, 3)))
 def _of_places(call: OperatorCall) -> Follows:
     """Samples and channels; places of largest values are numbers in the whole of their channel."""
     n = int(call.op.removesuffix("_with_indices")[-2])
     return [
-        [(k, d) for k in range(len(call.shapes))] if d < len(call.result) - n else []
-        for d in range(len(call.result))
+        [(k, d) for k in range(len(call.shapes))] if d < len(call.result) - n else [] for d in range(len(call.result))
     ]
 
 

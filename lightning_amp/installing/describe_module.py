@@ -96,11 +96,7 @@ def _wide_layers(module: nn.Module, decoder: DecoderShape) -> dict[str, nn.Linea
     """Linear layers that read all features: the first of an encoder. Those of the decoder read its channels."""
     layers = {fqn: child for fqn, child in module.named_modules() if type(child) is nn.Linear}
     inside, features = f"{decoder.fqn}." if decoder.fqn else "", sum(decoder.features)
-    return {
-        fqn: layer
-        for fqn, layer in layers.items()
-        if layer.in_features == features and not fqn.startswith(inside)
-    }
+    return {fqn: layer for fqn, layer in layers.items() if layer.in_features == features and not fqn.startswith(inside)}
 
 
 def _describable(decoder: DecomposedDecoder) -> bool:
@@ -116,9 +112,7 @@ def _is_of_units(decoder: DecomposedDecoder) -> bool:
 
 def _decoder_shape(module: nn.Module, fqn: str, decoder: DecomposedDecoder) -> DecoderShape:
     strata: list[Any] = list(decoder.strata)
-    keys: list[Any] = [
-        stratum.key for stratum in strata if hasattr(getattr(stratum, "key", None), "attention")
-    ]
+    keys: list[Any] = [stratum.key for stratum in strata if hasattr(getattr(stratum, "key", None), "attention")]
     reaches = [reach_of(key.attention) for key in keys]
     # one that is local needs the techniques of local attention
     reach = min(reaches, default=Reach(False, ""), key=lambda reach: reach.full)
@@ -167,10 +161,7 @@ def _installs(module: nn.Module, shape: ModelShape, strategy: str) -> bool:
     if strategy in ("S3", "fused", "sdpa") and not shape.known_decoder.attention:
         return False
     try:
-        rules = [
-            Rule(fqn=fqn, spec=spec, strategy=strategy, why="tried")
-            for fqn, spec in targets_of(strategy, shape)
-        ]
+        rules = [Rule(fqn=fqn, spec=spec, strategy=strategy, why="tried") for fqn, spec in targets_of(strategy, shape)]
         install_rules(module, rules).undo()
     except AmpError:
         return False

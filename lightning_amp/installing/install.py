@@ -31,9 +31,7 @@ BY_STRATEGY = (
 over the data axis, and steps that take the place of the module's; not a module swap."""
 
 
-def change_of(
-    module: nn.Module, spec: Any, mesh: DeviceMesh | None, *, strategy: str, fqn: str = ""
-) -> Change:
+def change_of(module: nn.Module, spec: Any, mesh: DeviceMesh | None, *, strategy: str, fqn: str = "") -> Change:
     """What one technique makes of one module, once what all techniques need is there; nothing is changed yet.
 
     Args:

@@ -1,9 +1,7 @@
 """Every name of Lightning outside its public interface that this package uses, with the reason."""
 
 # the default of DDPStrategy's own argument, which Lightning does not export
-from lightning.fabric.plugins.collectives.torch_collective import (  # type: ignore[attr-defined]
-    default_pg_timeout,
-)
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout  # type: ignore[attr-defined]
 
 # moves optimiser state next to the parameters after loading; DDPStrategy.setup does the same
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
@@ -13,28 +11,18 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states as broadcast_module
 
 # starts ranks by multiprocessing, and raises what one of them raised as text
-from lightning.pytorch.strategies.launchers.multiprocessing import (
-    _MultiProcessingLauncher as MultiProcessingLauncher,
-)
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 
 # starts the other ranks' processes, and ends this one when one of them fails; the failure detector takes over from that
-from lightning.pytorch.strategies.launchers.subprocess_script import (  # type: ignore[attr-defined]
-    _launch_process_observer as launch_process_observer,
-)
-from lightning.pytorch.strategies.launchers.subprocess_script import (
-    _SubprocessScriptLauncher as ScriptLauncher,
-)
+from lightning.pytorch.strategies.launchers.subprocess_script import _launch_process_observer as launch_process_observer  # type: ignore[attr-defined]
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
 
 # chooses the sampler of every loader before the strategy is asked; calls a loader's hook and notes how it was made
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector as DataConnector
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader as request_dataloader
 
 # used throughout Lightning, documented, but not exported in the sense of a type checker
-from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
-    rank_zero_info,
-    rank_zero_only,
-    rank_zero_warn,
-)
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn  # type: ignore[attr-defined]
 
 __all__ = [
     "DataConnector",

@@ -78,9 +78,7 @@ class CommandLine(LightningCLI):
         try:
             self.config = parser.parse_args(_with_class_of_strategy(parser, words))
         except argparse.ArgumentError as error:
-            if "arguments are required" in str(error) and not any(
-                word.startswith("--config") for word in words
-            ):
+            if "arguments are required" in str(error) and not any(word.startswith("--config") for word in words):
                 raise PlanError(
                     f"--config is missing: {parser.prog} {words[0]} --config FILE.yaml names a file with the sections"
                     " model, data and trainer; `lightning-amp demo` writes one, demo/config.yaml"

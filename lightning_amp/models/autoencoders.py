@@ -150,11 +150,7 @@ class LinkedAutoencoders(pl.LightningModule):
     def nll(self, modality: str, cells: "CellBatch", *, u: PerCell, v: PerVertex) -> Scalar:
         """Negative log-likelihood of some cells' data, a mean over cells and features."""
         nll: Tensor = self.decoders[modality](
-            u,
-            self.graph_encoder.rows[modality](v),
-            batch=cells["batch"],
-            library=library_of(cells),
-            x=cells["x"],
+            u, self.graph_encoder.rows[modality](v), batch=cells["batch"], library=library_of(cells), x=cells["x"]
         )
         return nll
 
@@ -168,8 +164,7 @@ class LinkedAutoencoders(pl.LightningModule):
     def predict_step(self, batch: "Batch", batch_idx: int) -> dict[str, dict[str, Tensor]]:
         """Mean latent of every cell of the batch, with the cell's row in its file."""
         return {
-            name: {"index": cells["index"], "embedding": self.encode(name, cells)[0]}
-            for name, cells in batch.items()
+            name: {"index": cells["index"], "embedding": self.encode(name, cells)[0]} for name, cells in batch.items()
         }
 
     @torch.no_grad()
@@ -190,7 +185,6 @@ class LinkedAutoencoders(pl.LightningModule):
         modalities = list(self.inputs.modalities)
         if modality not in modalities:
             raise ModelError(
-                f"GLUE was given cells of {modality!r}, but was built for {modalities!r}; "
-                "use the data it was built for"
+                f"GLUE was given cells of {modality!r}, but was built for {modalities!r}; use the data it was built for"
             )
         return STREAMS_PER_MODALITY * modalities.index(modality)

@@ -92,17 +92,11 @@ class GLUE(LinkedAutoencoders):
         discriminator_depth: int = 2,
     ):
         super().__init__()
-        for name, value, allowed in (
-            ("stage", stage, Stage),
-            ("key", key, KeyKind),
-            ("variant", variant, Variant),
-        ):
+        for name, value, allowed in (("stage", stage, Stage), ("key", key, KeyKind), ("variant", variant, Variant)):
             if value not in get_args(allowed):
                 raise ModelError(f"GLUE({name}={value!r}): choose one of {get_args(allowed)!r}")
         if hidden_depth < 1:
-            raise ModelError(
-                f"GLUE(hidden_depth={hidden_depth!r}): an encoder needs at least one hidden layer"
-            )
+            raise ModelError(f"GLUE(hidden_depth={hidden_depth!r}): an encoder needs at least one hidden layer")
         self.save_hyperparameters()
         self.automatic_optimization = False
         self._seed = torch.initial_seed() % 2**63
@@ -157,10 +151,7 @@ class GLUE(LinkedAutoencoders):
             generator: of the vertices' noise and the sampled edges; the default one when None.
         """
         h, v = self.settings, self.graph_encoder.sample(*self.vertices(), generator)
-        terms = {
-            "nll_graph": self.edge_nll(v.sample, generator),
-            "kl_graph": self.graph_encoder.kl(v.loc, v.std),
-        }
+        terms = {"nll_graph": self.edge_nll(v.sample, generator), "kl_graph": self.graph_encoder.kl(v.loc, v.std)}
         total = h.lam_graph * len(self.encoders) * (terms["nll_graph"] + h.lam_kl * terms["kl_graph"])
         for name, cells in batch.items():
             u = latents[name]
@@ -209,9 +200,7 @@ class GLUE(LinkedAutoencoders):
         means = totals[:, 0] / totals[:, 1].clamp_min(1)
         h, (loc, std) = self.settings, self.vertices()
         kl = self.graph_encoder.kl(loc, std)
-        loss = (
-            h.lam_graph * len(means) * (self.edge_nll(loc, self._generator(VALIDATION_SEED)) + h.lam_kl * kl)
-        )
+        loss = h.lam_graph * len(means) * (self.edge_nll(loc, self._generator(VALIDATION_SEED)) + h.lam_kl * kl)
         for modality, mean in zip(self.encoders, means, strict=True):
             loss = loss + h.lam_data * self._weight(modality) * mean
         self.log(name, loss, prog_bar=True, sync_dist=True)

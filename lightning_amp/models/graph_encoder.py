@@ -174,15 +174,11 @@ class GraphEncoder(nn.Module):
         """Divergence of Normal(loc, std) from the standard normal: mean over vertices, divided by their number."""
         return self.vertices.mean(divergence(loc, std)) / self.n_vertices
 
-    def nll(
-        self, v: PerVertex, *, n_positive: int, negatives: int, generator: torch.Generator | None = None
-    ) -> Scalar:
+    def nll(self, v: PerVertex, *, n_positive: int, negatives: int, generator: torch.Generator | None = None) -> Scalar:
         """Negative log-likelihood of sampled edges, half the sum of the positives' and the negatives' means."""
         cumulative = self._cumulative()
         uniform = torch.rand(n_positive, dtype=torch.float64, device=v.device, generator=generator)
-        edge = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).clamp_max(
-            len(cumulative) - 1
-        )
+        edge = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).clamp_max(len(cumulative) - 1)
         size = (n_positive, negatives)
         other = torch.randint(self.n_vertices, size, device=v.device, generator=generator)
         source, target, others = self.vertices.rows(v, self.source[edge], self.target[edge], other)

@@ -35,11 +35,7 @@ class Latent(NamedTuple):
 
 
 def sample(
-    loc: Float[Tensor, "row dim"],
-    std: Float[Tensor, "row dim"],
-    *,
-    draw: Int[Tensor, " row"] | None,
-    stream: int = 0,
+    loc: Float[Tensor, "row dim"], std: Float[Tensor, "row dim"], *, draw: Int[Tensor, " row"] | None, stream: int = 0
 ) -> Latent:
     """Draw from Normal(loc, std), by the rows' keys or, without them, by the default generator."""
     return Latent(loc, std, loc + std * noise_for(loc, draw=draw, stream=stream))
@@ -79,9 +75,7 @@ class Discriminator(nn.Module):
         super().__init__()
         sizes = [dim] + [width] * depth
         hidden = [(nn.Linear(a, b), nn.LeakyReLU(LEAK)) for a, b in pairwise(sizes)]
-        self.layers = nn.Sequential(
-            *(layer for pair in hidden for layer in pair), nn.Linear(sizes[-1], n_modalities)
-        )
+        self.layers = nn.Sequential(*(layer for pair in hidden for layer in pair), nn.Linear(sizes[-1], n_modalities))
 
     def forward(self, u: PerCell) -> Float[Tensor, "cell modality"]:
         """Logits of the modalities."""

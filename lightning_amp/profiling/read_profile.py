@@ -21,9 +21,7 @@ DENSE_RNA_MODEL = "Normal"
 """RNA stored as a dense matrix without a counts layer holds scaled values, not counts."""
 
 
-def profile(
-    data_dir: str | Path, *, setting: str | None = None, attention: Attention | None = None
-) -> Profile:
+def profile(data_dir: str | Path, *, setting: str | None = None, attention: Attention | None = None) -> Profile:
     """Profile a data directory; h5ad files of modalities that are not known are named in `unread`, and nothing more.
 
     Args:
@@ -36,9 +34,7 @@ def profile(
         DataError: The directory or one of its files cannot be read.
     """
     if attention not in (None, True, False, "full"):
-        raise DataError(
-            f"attention={attention!r} is not supported; allowed is True (local), 'full', False or None"
-        )
+        raise DataError(f"attention={attention!r} is not supported; allowed is True (local), 'full', False or None")
     directory = find(data_dir, setting=setting, others=True)
     found = {name: path for name in PROBABILITY_MODELS if (path := getattr(directory, name)) is not None}
     headers = {name: read_header(path) for name, path in sorted(found.items())}

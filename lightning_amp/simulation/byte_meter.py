@@ -170,11 +170,7 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
 def _only_aliases(func: Any) -> bool:
     """Whether all results of an operator are arguments or views of them."""
     schema = func._schema
-    if (
-        func.namespace != "aten"
-        or func._opname in MADE_OUTSIDE + RESIZING
-        or any(a.is_out for a in schema.arguments)
-    ):
+    if func.namespace != "aten" or func._opname in MADE_OUTSIDE + RESIZING or any(a.is_out for a in schema.arguments):
         return False
     return all(r.alias_info is not None for r in schema.returns)
 
@@ -276,8 +272,6 @@ def sent_bytes(operator: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
     """
     if operator.namespace not in NAMESPACES or operator._opname in _SILENT:
         return None
-    assert operator._opname in _KIND_AND_INPUT, (
-        f"{operator._opname!r} is a collective that is not counted yet"
-    )
+    assert operator._opname in _KIND_AND_INPUT, f"{operator._opname!r} is a collective that is not counted yet"
     kind, place = _KIND_AND_INPUT[operator._opname]
     return kind, sum(tensor.nbytes for tensor in tensors_of(args[place]))

@@ -111,13 +111,7 @@ def calibrate(
         for made, b, found, a in zip(plans, predicted, rounds, again, strict=True)
     ]
     return Calibration(
-        decoder=decoder,
-        cells=cells,
-        before=before,
-        after=after,
-        fitted=timings[0],
-        check=timings[1],
-        note=note,
+        decoder=decoder, cells=cells, before=before, after=after, fitted=timings[0], check=timings[1], note=note
     )
 
 
@@ -229,8 +223,7 @@ def _measure(steps: list[Callable[[], None]], place: torch.device) -> list[list[
     best = [min(found) for found in rounds]
     apart = max(median(found) / least for found, least in zip(rounds, best, strict=True))
     share = min(
-        at_work[found.index(least)] / least
-        for at_work, found, least in zip(worked, seconds, best, strict=True)
+        at_work[found.index(least)] / least for at_work, found, least in zip(worked, seconds, best, strict=True)
     )
     # a GPU works while the processor waits
     if apart > APART or (place.type == "cpu" and share < SHARE):

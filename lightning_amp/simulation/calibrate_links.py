@@ -142,15 +142,11 @@ def measured_between(rank: int, ranks: int, place: torch.device) -> dict[str, An
     for name, pairs in stages.items():
         dist.barrier()
         mine = next((pair for pair in pairs if rank in pair), None)
-        dist.all_gather_object(
-            everyones, None if mine is None else _one_way(mine, rank, place, shared=name == ALL)
-        )
+        dist.all_gather_object(everyones, None if mine is None else _one_way(mine, rank, place, shared=name == ALL))
         found[name] = [everyones[a] for a, _ in pairs]
     nodes = [first, *others]
     axes: dict[str, list[Any]] = {WITHIN: nodes, BETWEEN: list(zip(*nodes, strict=False))}
-    found[COLLECTIVES] = {
-        axis: _of_axis(groups, rank, place) for axis, groups in axes.items() if len(groups[0]) > 1
-    }
+    found[COLLECTIVES] = {axis: _of_axis(groups, rank, place) for axis, groups in axes.items() if len(groups[0]) > 1}
     return found
 
 

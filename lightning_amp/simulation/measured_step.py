@@ -59,9 +59,7 @@ def measure_step(
 class _Step:
     """The measured step."""
 
-    def __init__(
-        self, planned: PlannedRank, *, budget_bytes: int | None, on_stratum: Callable[[], object]
-    ) -> None:
+    def __init__(self, planned: PlannedRank, *, budget_bytes: int | None, on_stratum: Callable[[], object]) -> None:
         self.planned = planned
         self.strata_bytes: dict[int, int] = {}
         self.meter = SimulatedMeter()

@@ -82,9 +82,7 @@ class DecoderAlone(nn.Module):
         return loss
 
 
-def decoder_subject(
-    shape: DecoderShape, *, batch_size: int, kind: type[DecoderAlone] = DecoderAlone
-) -> Subject:
+def decoder_subject(shape: DecoderShape, *, batch_size: int, kind: type[DecoderAlone] = DecoderAlone) -> Subject:
     """A decoder by itself, or in a module of another kind, and `batch_size` cells per rank."""
     with torch.device("meta"):
         module = kind(shape)
@@ -121,11 +119,7 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _cells(n: int, n_features: int) -> dict[str, Tensor]:
-    return {
-        "x": torch.empty(n, n_features),
-        "library": torch.empty(n, 1),
-        "batch": torch.empty(n, dtype=torch.int64),
-    }
+    return {"x": torch.empty(n, n_features), "library": torch.empty(n, 1), "batch": torch.empty(n, dtype=torch.int64)}
 
 
 def _nodes(n_anchors: int, features: tuple[int, ...], distances: tuple[int, ...]) -> list[NDArray[np.int64]]:
@@ -165,9 +159,5 @@ def _graph(profile: Profile, modalities: dict[str, ModalityInputs]) -> GraphInpu
     other = source >= vertices
     ones = np.ones(edges, dtype=np.float32)
     return GraphInputs(
-        n_vertices=vertices,
-        source=source % vertices,
-        target=(source + other) % vertices,
-        weight=ones,
-        sign=ones,
+        n_vertices=vertices, source=source % vertices, target=(source + other) % vertices, weight=ones, sign=ones
     )

@@ -46,9 +46,7 @@ def parse_shape(text: str) -> ShapeRequest:
     numbers = {name: _number(name, values[name], text) for name in NUMBERS if name in values}
     missing = [name for name in REQUIRED if name not in numbers]
     if missing:
-        raise _refusal(
-            text, f"nothing was found for {', '.join(missing)}", f"a size for {', '.join(REQUIRED)}"
-        )
+        raise _refusal(text, f"nothing was found for {', '.join(missing)}", f"a size for {', '.join(REQUIRED)}")
     choices = {name: values.get(name, allowed[0]) for name, allowed in CHOICES.items()}
     for name, allowed in CHOICES.items():
         if choices[name] not in allowed:
@@ -97,20 +95,14 @@ def _check_sizes(text: str, numbers: dict[str, int], choices: dict[str, str]) ->
     anchors = numbers["anchors"]
     for name in ("strata", "features"):
         if numbers.get(name, 1) > anchors:
-            raise _refusal(
-                text, f"{name}={numbers[name]!r} was found", f"as many as anchors={anchors!r}, or fewer"
-            )
+            raise _refusal(text, f"{name}={numbers[name]!r} was found", f"as many as anchors={anchors!r}, or fewer")
     if choices["key"] == "full_attention" and "window" in numbers:
         raise _refusal(text, f"window={numbers['window']!r} was found", "no window with key=full_attention")
     if choices["key"] == "attention" and numbers["dim"] % 2:
-        raise _refusal(
-            text, f"dim={numbers['dim']!r} was found", "an even dim, or another key than attention"
-        )
+        raise _refusal(text, f"dim={numbers['dim']!r} was found", "an even dim, or another key than attention")
     if choices["key"] == "convolution" and choices["chained"] == "yes":
         raise _refusal(text, "chained=yes with key=convolution was found", "chained=yes with key=attention")
 
 
 def _refusal(text: str, found: str, allowed: str) -> PlanError:
-    return PlanError(
-        f"shape={text!r} is not supported; {found}; allowed is {allowed}; write for example {EXAMPLE!r}"
-    )
+    return PlanError(f"shape={text!r} is not supported; {found}; allowed is {allowed}; write for example {EXAMPLE!r}")

@@ -33,10 +33,7 @@ class PlannedRank:
             share_batch_statistics(subject.module, mesh["data"])
         self.parameters = list(subject.module.parameters())
         self.gradients = _SureSync(
-            self.parameters,
-            mesh,
-            partial=installed.partial,
-            sharded=[part.shard for part in installed.sharded],
+            self.parameters, mesh, partial=installed.partial, sharded=[part.shard for part in installed.sharded]
         )
         self.optimizers: list[Optimizer] = self.module.configure_optimizers()
 

@@ -37,9 +37,7 @@ def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> 
     make = partial(decoder_subject, asked.decoder, batch_size=batch_size)
     subject = make()
     shape = describe(
-        subject.module,
-        batch_size=batch_size,
-        base_activation_bytes=sum(t.nbytes for t in tensors_in(subject.batch)),
+        subject.module, batch_size=batch_size, base_activation_bytes=sum(t.nbytes for t in tensors_in(subject.batch))
     )
     made = plan(profile_of_module(shape), batch_size=batch_size, shape=shape, **request)
     return SimulationRequest(make=make, plan=made)

@@ -110,12 +110,8 @@ def _strata(simulation: Simulation) -> str:
     for first in range(0, len(groups), STRATA_PER_LINE):
         shown = groups[first : first + STRATA_PER_LINE]
         rows = {"stratum  ": [_runs(group) for group in shown]}
-        rows |= {
-            name: [read[group[0]][i] for group in shown] for i, name in enumerate(("simulated", "predicted"))
-        }
-        lines += [
-            f"  {name} " + "".join(text.rjust(12) for text in row) for name, row in rows.items() if any(row)
-        ]
+        rows |= {name: [read[group[0]][i] for group in shown] for i, name in enumerate(("simulated", "predicted"))}
+        lines += [f"  {name} " + "".join(text.rjust(12) for text in row) for name, row in rows.items() if any(row)]
     return "\n".join(lines)
 
 

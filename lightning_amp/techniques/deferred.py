@@ -24,9 +24,7 @@ def check_deferred(module: nn.Module) -> None:
     """Refuse, with a ModelError, a module of which a part has values, or one that cannot give them to itself."""
     without = {name: p.is_meta or DROPPED in vars(p) for name, p in module.named_parameters()}
     if not all(without.values()):
-        one, other = (
-            next(name for name, value in without.items() if value == kind) for kind in (True, False)
-        )
+        one, other = (next(name for name, value in without.items() if value == kind) for kind in (True, False))
         raise ModelError(
             f"the parameter {one!r} is on the device 'meta', and {other!r} is not; make all of them in configure_model"
             " under torch.device('meta'), or none"

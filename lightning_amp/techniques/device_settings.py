@@ -38,9 +38,7 @@ def settings_of(device_type: str) -> Iterator[None]:
         InstallError: An empty name.
     """
     if not device_type:
-        raise InstallError(
-            f"settings of {device_type!r} do not exist; name a type of device, such as 'cpu' or 'cuda'"
-        )
+        raise InstallError(f"settings of {device_type!r} do not exist; name a type of device, such as 'cpu' or 'cuda'")
     token = _DEVICE_TYPE.set(device_type)
     try:
         yield

@@ -12,6 +12,4 @@ def one_of(name: str, value: object, allowed: tuple[str | bool | None, ...]) -> 
 def whole_number(name: str, value: object, *, least: int) -> None:
     """Refuse, with a PlanError, what is neither None nor a whole number that is large enough."""
     if value is not None and not (type(value) is int and value >= least):
-        raise PlanError(
-            f"{name}={value!r} is not supported; allowed is a whole number, {least} or more, or None"
-        )
+        raise PlanError(f"{name}={value!r} is not supported; allowed is a whole number, {least} or more, or None")

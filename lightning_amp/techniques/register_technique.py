@@ -76,9 +76,7 @@ def register_technique(
 
 def _check_id(strategy: str) -> None:
     if not isinstance(strategy, str) or not _ID.fullmatch(strategy):
-        raise PlanError(
-            f"a technique was registered as {strategy!r}; allowed is S and a number, such as 'S6'"
-        )
+        raise PlanError(f"a technique was registered as {strategy!r}; allowed is S and a number, such as 'S6'")
     if strategy in STRATEGIES:
         raise PlanError(
             f"a technique was registered as {strategy!r}, which is {STRATEGIES[strategy].title!r} already; choose a"

@@ -125,9 +125,7 @@ def parse_strategies(asked: str | list[str] | tuple[str, ...]) -> tuple[str, ...
         PlanError: An id that is not in the library, or one that does not go together with a technique of steps.
     """
     if not isinstance(asked, str | list | tuple):
-        raise PlanError(
-            f"strategies={asked!r} is not supported; allowed is a list such as ['S1', 'S3'], or 'S1,S3'"
-        )
+        raise PlanError(f"strategies={asked!r} is not supported; allowed is a list such as ['S1', 'S3'], or 'S1,S3'")
     parts = asked.split(",") if isinstance(asked, str) else list(asked)
     known = {strategy.lower(): strategy for strategy in STRATEGIES}
     texts = [str(part).strip() for part in parts if str(part).strip()]
@@ -180,9 +178,7 @@ def requested_specs(strategies: Iterable[str], request: Any) -> dict[str, Spec]:
         PlanError: An option outside what is allowed.
     """
     rows = {name: STRATEGIES[name] for name in strategies}
-    return {
-        name: row.options(row.specs[0](), request)[0] for name, row in rows.items() if row.options is not None
-    }
+    return {name: row.options(row.specs[0](), request)[0] for name, row in rows.items() if row.options is not None}
 
 
 def options_of_techniques() -> dict[str, tuple[str, ...]]:

@@ -144,9 +144,7 @@ def function_at(path: str) -> Callable[..., Any]:
     return found
 
 
-def on_decoder(
-    spec_of: Callable[[DecoderShape], Spec], leaf: str = ""
-) -> Callable[[ModelShape], list[Target]]:
+def on_decoder(spec_of: Callable[[DecoderShape], Spec], leaf: str = "") -> Callable[[ModelShape], list[Target]]:
     """Targets of a technique that changes the decoder, or the same leaf of each of its strata."""
 
     def targets(shape: ModelShape) -> list[Target]:

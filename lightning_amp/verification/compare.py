@@ -61,9 +61,7 @@ class Recorder(Callback):
             before = _states()
             output = step(*args, **kwargs)
             drawn = [f"training_step, {name}" for name, state in _states().items() if state != before[name]]
-            named = (
-                (n, part) for n, part in pl_module.named_modules() if "training_step, torch.random" in drawn
-            )
+            named = ((n, part) for n, part in pl_module.named_modules() if "training_step, torch.random" in drawn)
             drops = [f"{n} ({type(part).__name__})" for n, part in named if _drops(part)]
             self.record.draws = list(dict.fromkeys([*self.record.draws, *drops, *drawn]))
             return output
@@ -77,9 +75,7 @@ class Recorder(Callback):
         np.random.seed(0)
         torch.manual_seed(0)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """A step begins."""
         self.record.losses.append([])
         self.record.cells.append(count_cells(batch))
@@ -88,9 +84,7 @@ class Recorder(Callback):
         """Note the loss."""
         self.record.losses[-1].append(float(loss.detach()))
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note the gradients of the first step, as averaged over ranks and before clipping."""
         if len(self.record.losses) > 1 or id(optimizer) in self._stepped:
             return

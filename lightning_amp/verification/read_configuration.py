@@ -44,9 +44,7 @@ def read_configuration(path: str) -> tuple[LightningModule, LightningDataModule,
     return module, data, _options(trainer.strategy)
 
 
-def read_step(
-    path: str, batch_size: int | None = None
-) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
+def read_step(path: str, batch_size: int | None = None) -> tuple[LightningModule, Any, Around, dict[str, Any]]:
     """Module in the YAML file's precision and a batch, as a fit has them before its first step, what else the file says
     of a training step, and what it asks of AMPStrategy.
 
@@ -71,10 +69,7 @@ def _prepared(path: str, *, values: bool) -> tuple[LightningModule, Any, Around,
     trainer.datamodule = data  # type: ignore[attr-defined]
     try:
         module.setup("fit")
-        with (
-            trainer.precision_plugin.module_init_context(),
-            nullcontext() if values else torch.device("meta"),
-        ):
+        with trainer.precision_plugin.module_init_context(), nullcontext() if values else torch.device("meta"):
             module.configure_model()
     except Exception as error:
         raise ModelError(

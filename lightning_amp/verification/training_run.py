@@ -24,10 +24,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import apply_to_collection  # type: ignore[attr-defined]
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
-from lightning.pytorch.plugins.environments import (  # type: ignore[attr-defined]
-    LightningEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
@@ -40,15 +37,7 @@ from lightning_amp.errors import DataError
 from lightning_amp.lightning.checkpoints.write_checkpoint import write_state
 from lightning_amp.lightning.steps.cells import count_cells
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.verification.compare import (
-    DTYPES,
-    Precision,
-    Record,
-    Recorder,
-    Report,
-    common_factor,
-    record_errors,
-)
+from lightning_amp.verification.compare import DTYPES, Precision, Record, Recorder, Report, common_factor, record_errors
 
 Cells = Tensor | SparseCounts | np.ndarray
 """What has a first axis of cells."""
@@ -89,8 +78,7 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
 def cast(batch: Any, dtype: torch.dtype) -> Any:
     """The batch with its floating point tensors in another precision."""
     return _each(
-        batch,
-        lambda x: x if isinstance(x, np.ndarray) or not x.dtype.is_floating_point else x.to(dtype=dtype),
+        batch, lambda x: x if isinstance(x, np.ndarray) or not x.dtype.is_floating_point else x.to(dtype=dtype)
     )
 
 

@@ -45,18 +45,12 @@ from lightning_amp.verification.training_run import Run, first_of, train_and_com
 
 GRACE_S = 5.0
 """How long other ranks may still answer once one has failed; they may wait for it in a collective."""
-TORCH, LIGHTNING, OURS = (
-    Path(torch.__file__).parent,
-    Path(lightning.__file__).parent,
-    Path(__file__).parents[1],
-)
+TORCH, LIGHTNING, OURS = (Path(torch.__file__).parent, Path(lightning.__file__).parent, Path(__file__).parents[1])
 LIBRARIES = (str(TORCH), str(LIGHTNING), str(OURS))
 """Folders of code that says little about where an error in the user's code comes from."""
 
 
-def run_processes(
-    task: Callable[..., Any], ranks: int, folder: Path, *args: Any, timeout: float
-) -> list[Any]:
+def run_processes(task: Callable[..., Any], ranks: int, folder: Path, *args: Any, timeout: float) -> list[Any]:
     """Return `task(rank, ranks, folder, *args)` of every rank; all see the folder, and have `timeout` seconds."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise AmpError(
@@ -202,9 +196,7 @@ def verify(
     """
     for name, number in (("devices", devices), ("steps", steps)):
         if type(number) is not int or number < 1:
-            raise PlanError(
-                f"{name}={number!r} is not supported by verify; allowed is a whole number of 1 or more"
-            )
+            raise PlanError(f"{name}={number!r} is not supported by verify; allowed is a whole number of 1 or more")
     if not precisions or any(precision not in DTYPES for precision in precisions):
         raise PlanError(
             f"precisions={precisions!r} is not supported by verify; allowed are one or both of {list(DTYPES)!r}"

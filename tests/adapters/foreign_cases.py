@@ -73,14 +73,10 @@ def batches(copy: Copy) -> list[dict[str, Tensor]]:
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest difference by norm, of any parameter or buffer."""
     assert list(found) == list(expected), "the same names"
-    return max(
-        float((found[name] - value).norm() / value.norm().clamp_min(1e-3)) for name, value in expected.items()
-    )
+    return max(float((found[name] - value).norm() / value.norm().clamp_min(1e-3)) for name, value in expected.items())
 
 
-def every_plan(
-    rank: int, ranks: int, copies: dict[str, Copy], *, few: bool = False
-) -> dict[tuple[str, str], float]:
+def every_plan(rank: int, ranks: int, copies: dict[str, Copy], *, few: bool = False) -> dict[tuple[str, str], float]:
     """How far every plan's parameters are from those of one device, for every copy, or few: for one of them in turn."""
     if ranks > 1:  # else this is the process of the tests
         logging.getLogger("lightning").setLevel(logging.ERROR)

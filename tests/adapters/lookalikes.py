@@ -17,9 +17,7 @@ REACH = 54
 """Anchors that no small example has."""
 
 
-def changing(
-    name: str, *, v: Any = None, u: Any = None, key: Any = None, settings: Any = None
-) -> type[Decoder]:
+def changing(name: str, *, v: Any = None, u: Any = None, key: Any = None, settings: Any = None) -> type[Decoder]:
     """A decoder that changes v, u or a key, each by a function of the decoder and the tensor, or its settings."""
 
     class Changed(Decoder):
@@ -283,7 +281,5 @@ REAL: dict[Any, str] = {
     changing("ByAttribute", v=lambda self, v: v * self.plain[: len(v)], settings=buffers): VALUE,
     changing("BySize", v=lambda self, v: v * 1.001 if len(v) > REACH else v): VALUE,
     changing("Product", v=product): VALUE,
-    changing(
-        "CountingLater", v=counts_at_the_real_size, settings=with_calls
-    ): "changes its attributes ['calls']",
+    changing("CountingLater", v=counts_at_the_real_size, settings=with_calls): "changes its attributes ['calls']",
 }

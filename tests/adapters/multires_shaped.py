@@ -95,9 +95,7 @@ class Decoder(nn.Module):
             self.ff_layers_by_res = lists(lambda _: nn.Linear(d, 2 * d, bias=False))
             self.ff_activation = GEGLU()
         self.strata_weights_by_res = nn.ParameterList(torch.ones(n) for n, _ in kind.sizes)
-        self.strata_weight_heads = (
-            nn.ModuleList(nn.Linear(d, n) for n, _ in kind.sizes) if kind.head else None
-        )
+        self.strata_weight_heads = nn.ModuleList(nn.Linear(d, n) for n, _ in kind.sizes) if kind.head else None
 
     def sample_feature_subset(self) -> Any:
         if not self.anchor_subsample:
@@ -126,9 +124,7 @@ class Decoder(nn.Module):
 
     def shares(self, i: int, u: Tensor) -> Tensor:
         logits = self.strata_weights_by_res[i][None]
-        return (
-            logits if self.strata_weight_heads is None else logits + self.strata_weight_heads[i](u)
-        ).softmax(dim=1)
+        return (logits if self.strata_weight_heads is None else logits + self.strata_weight_heads[i](u)).softmax(dim=1)
 
     def forward(self, u: Tensor, v: Tensor, b: Tensor, l: Any, subset: Any = None) -> Any:  # noqa: E741
         l = u.new_ones(len(u), 1) if l is None else l  # noqa: E741

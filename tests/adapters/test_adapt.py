@@ -134,9 +134,7 @@ def fit(module: Foreign, batches: Any, strategy: AMPStrategy) -> None:
     loader = torch.utils.data.DataLoader(batches, batch_size=None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Trainer(**dict.fromkeys(quiet, False), accelerator="cpu", max_epochs=1, strategy=strategy).fit(
-            module, loader
-        )
+        Trainer(**dict.fromkeys(quiet, False), accelerator="cpu", max_epochs=1, strategy=strategy).fit(module, loader)
 
 
 @pytest.mark.long
@@ -187,12 +185,7 @@ def test_the_distribution_behaves_as_that_of_the_copy(kind: Copy) -> None:
     lazy = new.log_prob(x)
     assert (lazy.shape, lazy.numel(), lazy.dim(), lazy.size(1)) == (x.shape, x.numel(), 2, x.shape[1])
     two = torch.tensor(2.0, dtype=torch.float64)
-    waiting = [
-        (lazy, log_prob),
-        (-lazy, -log_prob),
-        (torch.neg(lazy), -log_prob),
-        (torch.neg(-lazy), log_prob),
-    ]
+    waiting = [(lazy, log_prob), (-lazy, -log_prob), (torch.neg(lazy), -log_prob), (torch.neg(-lazy), log_prob)]
     for a, b in waiting:
         assert isinstance(a, LazyLogProb)
         torch.testing.assert_close((a.mean(), a.sum()), (b.mean(), b.sum()), rtol=1e-12, atol=0)

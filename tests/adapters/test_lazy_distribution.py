@@ -137,16 +137,12 @@ CHANGES: dict[Any, str] = {
     without_attention: "'use_attn' was True and is False",
     lambda d: setattr(d.attn_layers[1], "window_size", 3): "'attn_layers.1.window_size' was 5 and is 3",
     another_layer: "'value_layers.0' is another Linear",
-    lambda d: prune.l1_unstructured(
-        d.value_layers[0], "weight", amount=0.5
-    ): "'value_layers.0.weight' is not there",
+    lambda d: prune.l1_unstructured(d.value_layers[0], "weight", amount=0.5): "'value_layers.0.weight' is not there",
     lambda d: d.attn_layers[0].register_forward_hook(lambda *_: None): "'attn_layers.0' has hooks",
     lambda d: setattr(d.dropout, "p", 0.5): r"'dropout\.p' was 0\.0 and is 0\.5",
     lambda d: d.temperature.mul_(0.9): "'temperature' has other values than it had",
     lambda d: d.shift.add_(0.1): "'shift' has other values than it had",
-    lambda d: d.softmax.register_forward_pre_hook(
-        lambda *_: None
-    ): "'softmax' has hooks, which would not run",
+    lambda d: d.softmax.register_forward_pre_hook(lambda *_: None): "'softmax' has hooks, which would not run",
 }
 
 
@@ -180,12 +176,7 @@ def test_an_argument_that_ours_does_not_know_is_refused() -> None:
     module, (u, v, b, l), _ = example(BASE)  # noqa: E741
     adapt(module)
     module.decoder(u, v, l=l, b=b)
-    for given, named in [
-        ((u, v, b, l), {"t": 1}),
-        ((u, v, b, l, 1), {}),
-        ((u, v, b), {}),
-        ((u, v, b), {"b": b}),
-    ]:
+    for given, named in [((u, v, b, l), {"t": 1}), ((u, v, b, l, 1), {}), ((u, v, b), {}), ((u, v, b), {"b": b})]:
         with pytest.raises(InstallError, match="was called with . arguments.*allowed are"):
             module.decoder(*given, **named)
 

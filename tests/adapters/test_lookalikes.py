@@ -67,9 +67,7 @@ def test_what_the_real_size_shows_is_refused_with_the_first_batch() -> None:
             for layer in module.decoder.prenorm_layers:
                 layer.bias.zero_()
         before = {name: value.clone() for name, value in module.state_dict().items()}
-        with pytest.raises(
-            ModelError, match=r"on the first batch of 6 cells and 61 rows of v.*'S1'"
-        ) as caught:
+        with pytest.raises(ModelError, match=r"on the first batch of 6 cells and 61 rows of v.*'S1'") as caught:
             first_call(module, training=kind.__name__ != "Evaluated")
         assert said in str(caught.value), f"{kind.__name__}: {caught.value}"
         assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
@@ -114,9 +112,7 @@ def test_a_comparison_that_fails_is_an_error_where_a_decoder_may_be_changed() ->
         (fails_later, "AssertionError: at the real size"),
         (lambda self, v: NoJvp.apply(v), "NotImplementedError"),
     ):
-        with pytest.raises(
-            ModelError, match=f"fails where it is compared with what the plan.*with {said}.*'S1'"
-        ):
+        with pytest.raises(ModelError, match=f"fails where it is compared with what the plan.*with {said}.*'S1'"):
             first_call(foreign(changing("Later", v=later), LONG))
 
 
@@ -166,9 +162,7 @@ def test_no_random_number_is_used_and_nothing_changed_with_the_first_batch() -> 
     with torch.inference_mode():
         module.decoder(*given).log_prob(x).sum()
     module.decoder(*given).log_prob(x).sum().backward()
-    assert forward.first_batch._calls == {(True, True, False), (True, True, True)}, (
-        "derivatives with gradients"
-    )
+    assert forward.first_batch._calls == {(True, True, False), (True, True, True)}, "derivatives with gradients"
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 

@@ -93,9 +93,7 @@ def test_trains_the_same_under_every_plan(name: str) -> None:
     assert differences(expected, parameters(Several(kind))) > 1e-2
     for strategies in ON_ONE:
         assert (
-            differences(
-                fit(kind, possible(strategies, attention=kind.attention, binarize=kind.binarize)), expected
-            )
+            differences(fit(kind, possible(strategies, attention=kind.attention, binarize=kind.binarize)), expected)
             <= 1e-9
         )
 
@@ -125,9 +123,7 @@ def on_two_ranks(rank: int, ranks: int, few: bool) -> dict[Any, Any]:
             found[name, chosen] = differences(fit(kind, chosen, rank=rank, ranks=ranks), expected)
     drawn = KINDS["a subset, features missing"]
     for strategies in ("S1,strata", "S1,stream,strata"):
-        found["drawn", strategies] = differences(
-            fit(drawn, strategies, rank=rank, ranks=ranks), fit(drawn, None)
-        )
+        found["drawn", strategies] = differences(fit(drawn, strategies, rank=rank, ranks=ranks), fit(drawn, None))
     single = replace(KINDS["one resolution"], attention=False)
     found["S5", "S1,S5"] = differences(fit(single, "S1,S5", rank=rank, ranks=ranks), fit(single, None))
     return found
@@ -190,9 +186,7 @@ def test_libraries_of_the_cells_of_every_resolution_or_none() -> None:
     module, (batch,) = Several(BASE), batches(BASE, steps=1)
     u = torch.randn(6, BASE.dim, dtype=torch.float64)
     allowed = [batch["l"], batch["l"][:, :1], None]
-    eager = [
-        module.decoder(u, module.anchors, batch["b"], given).log_prob(batch["x"]).sum() for given in allowed
-    ]
+    eager = [module.decoder(u, module.anchors, batch["b"], given).log_prob(batch["x"]).sum() for given in allowed]
     adapt(module)
     for given, expected in zip(allowed, eager, strict=True):
         found = module.decoder(u, module.anchors, batch["b"], given).log_prob(batch["x"]).sum()
@@ -278,9 +272,7 @@ DIFFERENT: dict[Callable[..., Any], str] = {
     FirstOnly: "has another log-probability",
     Leaving: "changes its attributes ['aux'] in forward",
     lambda d: setattr(d.attn_layers_by_res[0][1], "window_size", 7): "attention with windows of",
-    lambda d: setattr(
-        d, "band_idx_0", d.band_idx_0.flip(1)
-    ): "whose columns do not follow each other from 0 on",
+    lambda d: setattr(d, "band_idx_0", d.band_idx_0.flip(1)): "whose columns do not follow each other from 0 on",
     lambda d: d.attn_layers_by_res[1][1].register_forward_hook(lambda *_: None): "has hooks on modules of it",
 }
 

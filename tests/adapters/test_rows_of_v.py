@@ -37,9 +37,7 @@ class Steps(Foreign):
 def peaks(module: Any, strategy: AMPStrategy) -> tuple[int, int]:
     """Predicted and measured bytes of the second step."""
     counts = cells(LARGE, 24)
-    rows = [
-        {n: t[i].float() if t.is_floating_point() else t[i] for n, t in counts.items()} for i in range(24)
-    ]
+    rows = [{n: t[i].float() if t.is_floating_point() else t[i] for n, t in counts.items()} for i in range(24)]
     monitor = StratumMemoryMonitor(plot=False)
     loader = DataLoader(rows, batch_size=8)  # type: ignore[arg-type]
     quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
@@ -61,7 +59,5 @@ def test_the_prediction_is_for_the_rows_that_v_has(
     predicted, measured = peaks(Steps(), strategy)
     assert strategy.plan is not None
     assert predicted == strategy.plan.predicted_peak_bytes
-    assert any(
-        "v has 1200 rows, where the decoder's features have 400 anchors" in n for n in strategy.plan.notes
-    )
+    assert any("v has 1200 rows, where the decoder's features have 400 anchors" in n for n in strategy.plan.notes)
     assert predicted == pytest.approx(measured, rel=0.05)

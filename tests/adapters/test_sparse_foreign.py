@@ -21,12 +21,7 @@ from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.techniques.checks import cached_check
 from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelihood
 from tests.adapters.higlue_shaped import ZeroInflated
-from tests.techniques.hic.scores.test_sparse_likelihood import (
-    arguments,
-    assert_close,
-    counts,
-    forward_backward,
-)
+from tests.techniques.hic.scores.test_sparse_likelihood import arguments, assert_close, counts, forward_backward
 
 LEAST = 1e-7
 

@@ -64,10 +64,7 @@ def test_profile_and_plan_print_tables_and_json(data_dir, capsys) -> None:
         (["plan", "absent", "--shape", "anchors=9,dim=4,strata=2"], "both DIR='absent' and shape='anchors=9"),
         (["plan", "--shape", "anchors=9,dim=4,strata=2", "--window", "4"], "cannot be used with --window"),
         (["plan", "--shape", "anchors=9,dim=4,strata=2,batch=1", "--batch-size", "4"], "give one of them"),
-        (
-            ["plan", "absent", "--device-memory", "8"],
-            "would be bytes; add the unit, for example '8GiB' or '8MiB'",
-        ),
+        (["plan", "absent", "--device-memory", "8"], "would be bytes; add the unit, for example '8GiB' or '8MiB'"),
         (["plan"], "neither DIR nor --shape"),
         (["prepare", "--hic", "a", "--rna", "b", "--genes", "c", "--strata", "0", "--out", "d"], "strata"),
     ],
@@ -133,10 +130,7 @@ def config(data_dir: Path, **trainer: object) -> dict:
 @pytest.mark.ranks
 def test_fit_from_yaml_by_class_path(data_dir, tmp_path) -> None:
     """The demo and `last` of predict are by name."""
-    by_path = {
-        "class_path": "lightning_amp.AMPStrategy",
-        "init_args": {"policy": "paper", "strategies": "S1,S3,S4"},
-    }
+    by_path = {"class_path": "lightning_amp.AMPStrategy", "init_args": {"policy": "paper", "strategies": "S1,S3,S4"}}
     file = tmp_path / "path.yaml"
     file.write_text(yaml.safe_dump(config(data_dir, strategy=by_path)))
     done = run("fit", "--config", str(file), cwd=tmp_path)

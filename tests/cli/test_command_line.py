@@ -23,17 +23,9 @@ data:
 """
 MISTAKES = {
     "strategy: amp": ("strategy: ampp", "strategy 'ampp' is not supported; allowed are ['amp', ", "'amp'"),
-    "max_epochs": (
-        "max_epoch",
-        "'trainer.max_epoch' was set; fit has nothing of that",
-        "'trainer.max_epochs'",
-    ),
+    "max_epochs": ("max_epoch", "'trainer.max_epoch' was set; fit has nothing of that", "'trainer.max_epochs'"),
     "trainer:": ("trainr:", "'trainr.accelerator' was set", "'trainer.accelerator'"),
-    "batch_size": (
-        "batchsize",
-        "'batchsize' was given to lightning_amp.SingleCellDataModule",
-        "'batch_size'",
-    ),
+    "batch_size": ("batchsize", "'batchsize' was given to lightning_amp.SingleCellDataModule", "'batch_size'"),
     "lightning_amp.GLUE": ("lightning_amp.GLEU", "the class 'lightning_amp.GLEU' does not exist", "'GLUE'"),
     "amp\n": (
         "\n    class_path: lightning_amp.AMPStrategy\n    init_args: {polcy: paper}\n",
@@ -69,9 +61,7 @@ def test_a_missing_configuration_is_told_with_what_to_do(capsys: pytest.CaptureF
     for verb in ("fit", "validate"):
         assert main([verb]) == 2
         said = capsys.readouterr().err
-        assert said.startswith(
-            f"lightning-amp: error: --config is missing: lightning-amp {verb} --config FILE.yaml"
-        )
+        assert said.startswith(f"lightning-amp: error: --config is missing: lightning-amp {verb} --config FILE.yaml")
         assert len(said.splitlines()) == 1
 
 
@@ -95,19 +85,13 @@ def printed(text: str, words: list[str], folder: Path, capsys: pytest.CaptureFix
     return yaml.safe_load(capsys.readouterr().out)
 
 
-def test_options_of_the_strategy_are_taken_beside_its_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_the_strategy_are_taken_beside_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unnamed, given = (
         GOOD.replace("  strategy: amp\n", ""),
         GOOD.replace("y: amp\n", "y: {class_path: lightning_amp.AMPStrategy, init_args: {rescue: true}}\n"),
     )
     option = ["--trainer.strategy.device_memory", "20MiB"]
-    for text, start in (
-        (GOOD, "popen"),
-        (unnamed, "popen"),
-        (GOOD.replace("amp\n", "amp_spawn\n", 1), "spawn"),
-    ):
+    for text, start in ((GOOD, "popen"), (unnamed, "popen"), (GOOD.replace("amp\n", "amp_spawn\n", 1), "spawn")):
         strategy = printed(text, ["fit", *option], tmp_path, capsys)["trainer"]["strategy"]
         assert strategy["class_path"] == "lightning_amp.AMPStrategy"
         assert strategy["init_args"]["device_memory"] == "20MiB"

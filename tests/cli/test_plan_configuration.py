@@ -80,9 +80,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "deep_model.py").write_text(FILE)
     monkeypatch.syspath_prepend(tmp_path)
     path = tmp_path / "deep.yaml"
-    path.write_text(
-        "seed_everything: 1\nmodel:\n  class_path: deep_model.Deep\ndata:\n  class_path: deep_model.Rows\n"
-    )
+    path.write_text("seed_everything: 1\nmodel:\n  class_path: deep_model.Deep\ndata:\n  class_path: deep_model.Rows\n")
     return str(path)
 
 
@@ -186,10 +184,7 @@ def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None
     assert main(["plan", "--config", config, "--show-code"]) == 0
     assert "no block of this plan runs in chunks" in capsys.readouterr().out
     for words, said in (
-        (
-            ["--config", config, "--show-code", "--format", "json"],
-            "--show-code cannot be used with --format json",
-        ),
+        (["--config", config, "--show-code", "--format", "json"], "--show-code cannot be used with --format json"),
         (["data", "--show-code"], "--show-code requires --config"),
         (["data", "--config", config], "cannot be used with DIR"),
         (["--config", config, "--recommend-devices"], "cannot be used with --recommend-devices"),
@@ -240,9 +235,7 @@ def test_trainer_and_strategy_of_the_configuration_are_followed(config: str, cap
         assert (other.budget_bytes, other.strategies[-1], other.fits) == (memory, "recompute", True)
     assert held(strategy, "--device-memory", "1GiB", "--device", "cpu").rates_device != "mine"
     assert held(strategy, "--device-memory", "1GiB").budget_bytes == 2**30
-    file.write_text(
-        plain + "trainer: {strategy: {class_path: lightning_amp.AMPStrategy, init_args: {plan: x.json}}}\n"
-    )
+    file.write_text(plain + "trainer: {strategy: {class_path: lightning_amp.AMPStrategy, init_args: {plan: x.json}}}\n")
     assert main(words) == 2
     assert "has a strategy that carries out plan='x.json'" in capsys.readouterr().err
 

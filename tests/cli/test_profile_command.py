@@ -59,9 +59,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "wide_model.py").write_text(FILE)
     monkeypatch.syspath_prepend(tmp_path)
     path = tmp_path / "wide.yaml"
-    path.write_text(
-        "seed_everything: 1\nmodel:\n  class_path: wide_model.Wide\ndata:\n  class_path: wide_model.Rows\n"
-    )
+    path.write_text("seed_everything: 1\nmodel:\n  class_path: wide_model.Wide\ndata:\n  class_path: wide_model.Rows\n")
     return str(path)
 
 
@@ -126,10 +124,7 @@ def test_what_is_wrong_with_a_class_or_its_batch_is_said_in_one_message(
     batch = ["--batch", "4x100"]
     for words, said in (
         (["wide_modell:Wide", *batch], "there is no module 'wide_modell' in the current folder"),
-        (
-            ["broken_model:Net", *batch],
-            "importing 'broken_model' fails: ModuleNotFoundError: No module named 'no",
-        ),
+        (["broken_model:Net", *batch], "importing 'broken_model' fails: ModuleNotFoundError: No module named 'no"),
         (["wide_model:Wid", *batch], "'wide_model' has no 'Wid'; its LightningModules are ['Wide']"),
         (["wide_model:Rows", *batch], "'Rows' is no LightningModule; its LightningModules are ['Wide']"),
         (["wide_model", *batch], "expected MODULE:CLASS, got 'wide_model'; write for example"),

@@ -114,10 +114,7 @@ def test_where_memory_ends_the_text_says_what_may_help(capsys) -> None:
         ("dim=8,strata=3", "nothing was found for anchors; allowed is a size for anchors, dim, strata"),
         (f"{SHAPE},depth=3", "'depth=3' was found"),
         (f"{SHAPE},dim=9", "'dim' was found twice"),
-        (
-            "anchors=120,dim=9,strata=3,key=full_attention,window=4",
-            "allowed is no window with key=full_attention",
-        ),
+        ("anchors=120,dim=9,strata=3,key=full_attention,window=4", "allowed is no window with key=full_attention"),
         ("anchors=120,dim=9,strata=3", "dim=9 was found; allowed is an even dim, or another key"),
         ("anchors=1e3,dim=8,strata=3", "anchors='1e3' was found"),
         ("anchors=120,dim=8,strata=0", "strata='0' was found"),

@@ -66,9 +66,7 @@ def predicted(config: str, checkpoint: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_last_is_what_fit_of_the_same_configuration_wrote(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_last_is_what_fit_of_the_same_configuration_wrote(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write(folder)
     assert main(["predict", "--config", config, "--ckpt_path", "last"]) == 2
     assert "'last': fit has written no checkpoint" in (said := capsys.readouterr().err)
@@ -82,9 +80,7 @@ def test_last_is_what_fit_of_the_same_configuration_wrote(
     assert main(["fit", "--config", write(folder, rate=0.5)]) == 0
     assert predicted(write(folder), "last") == expected
     assert main(["predict", "--config", write(folder, rate=0.7), "--ckpt_path", "last"]) == 2
-    assert f"Found of other configurations: {folder}/lightning_logs/" in capsys.readouterr().err.replace(
-        "'", ""
-    )
+    assert f"Found of other configurations: {folder}/lightning_logs/" in capsys.readouterr().err.replace("'", "")
     for asked in ("best", "hpc", "absent.ckpt"):
         Path("predicted").unlink(missing_ok=True)
         assert main(["predict", "--config", write(folder), "--ckpt_path", asked]) == 2

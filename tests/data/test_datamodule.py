@@ -74,8 +74,7 @@ def test_a_batch_is_what_the_files_hold(root: Path) -> None:
 def test_cells_and_draws_do_not_depend_on_the_number_of_ranks(root: Path) -> None:
     def epoch(n: int, batch_size: int) -> list[set[tuple[int, int]]]:
         loaders = [
-            as_rank(module(root, batch_size=batch_size), rank, n, balance=True).train_dataloader()
-            for rank in range(n)
+            as_rank(module(root, batch_size=batch_size), rank, n, balance=True).train_dataloader() for rank in range(n)
         ]
         pairs = [
             [set(zip(b["hic"]["index"].tolist(), b["hic"]["draw"].tolist(), strict=True)) for b in loader]
@@ -93,11 +92,7 @@ def test_held_out_cells_are_in_validation_only(root: Path) -> None:
         assert len(held) == -(-n // 5)
         assert sorted(set(trained) | set(held)) == list(range(n))
         assert not set(trained) & set(held)
-        assert (
-            cells(data.test_dataloader(), modality)
-            == cells(data.predict_dataloader(), modality)
-            == list(range(n))
-        )
+        assert cells(data.test_dataloader(), modality) == cells(data.predict_dataloader(), modality) == list(range(n))
     again = module(root, batch_size=9, val_fraction=0.2)
     assert cells(again.val_dataloader(), "hic") == cells(data.val_dataloader(), "hic")
     other = module(root, val_fraction=0.2, seed=1)

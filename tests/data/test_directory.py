@@ -91,9 +91,7 @@ def test_a_one_way_edge_of_a_directed_graph_stays(tmp_path: Path) -> None:
 
 def test_a_setting_chooses_among_several(tmp_path: Path) -> None:
     names = [f"{m}/{m}_{s}.h5ad" for m in ("hic", "rna") for s in ("A_1", "B_1")]
-    touch(
-        tmp_path, *names, "graphs/A_1.graphml.gz", "graphs/x_prior_B_1.graphml.gz", "graphs/AB_1.graphml.gz"
-    )
+    touch(tmp_path, *names, "graphs/A_1.graphml.gz", "graphs/x_prior_B_1.graphml.gz", "graphs/AB_1.graphml.gz")
     found = find(tmp_path, setting="B_1")
     assert found.hic.name == "hic_B_1.h5ad"
     assert found.rna.name == "rna_B_1.h5ad"

@@ -59,9 +59,7 @@ def edges(graph: Graph) -> list[Any]:
     return sorted(zip(*ends, graph.weight.tolist(), graph.sign.tolist(), strict=True))
 
 
-def assert_same(
-    mine: SingleCellDataModule, theirs: SingleCellDataModule, *, edges_in_order: bool = True
-) -> None:
+def assert_same(mine: SingleCellDataModule, theirs: SingleCellDataModule, *, edges_in_order: bool = True) -> None:
     pairs = list(zip(served(mine), served(theirs), strict=True))
     assert pairs
     for one, other in pairs:
@@ -125,9 +123,7 @@ def test_genes_may_be_a_table_and_objects_a_mudata(prepared: Prepared) -> None:
     rna.var = rna.var.join(table)
     assert rna.var["chrom"].isna().sum() == 2, "genes without a position are left out"
     mdata = mudata.MuData({"rna": rna, "contacts": prepared.hic})
-    data = SingleCellDataModule.from_mudata(
-        mdata, hic="contacts", genes=rna.var, loop_quantile=0.5, batch_size=2
-    )
+    data = SingleCellDataModule.from_mudata(mdata, hic="contacts", genes=rna.var, loop_quantile=0.5, batch_size=2)
     assert_same(data, SingleCellDataModule(prepared.files.out, batch_size=2))
     with pytest.raises(DataError, match=r"\['hic'\] do not exist, found \['rna', 'contacts'\]"):
         SingleCellDataModule.from_mudata(mdata, genes=rna.var)
@@ -235,9 +231,7 @@ def synthetic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def trainer(devices: int = 1, **options: Any) -> Trainer:
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     more = {"strategy": "amp", "limit_val_batches": 0, "max_steps": 2} | options
     return Trainer(**quiet, accelerator="cpu", devices=devices, precision="64-true", **more)
 

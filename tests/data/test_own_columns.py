@@ -70,9 +70,7 @@ def test_own_columns_are_those_of_the_matrix(
         np.testing.assert_array_equal(torch.cat([*loader]), counts)
 
 
-def test_only_own_columns_of_csc_are_read(
-    tmp_path: Path, counts: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_own_columns_of_csc_are_read(tmp_path: Path, counts: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     path, read = write(tmp_path, "csc", counts), []
     take = h5py.Dataset.__getitem__
 
@@ -139,11 +137,7 @@ def test_a_part_is_that_of_the_place_in_the_model_axis() -> None:
     def trainer(**place: Any) -> Any:
         return SimpleNamespace(strategy=SimpleNamespace(own_parts=OwnParts(**place)))
 
-    assert [own_part(7, trainer(rank=rank, size=3)) for rank in range(3)] == [
-        slice(0, 3),
-        slice(3, 5),
-        slice(5, 7),
-    ]
+    assert [own_part(7, trainer(rank=rank, size=3)) for rank in range(3)] == [slice(0, 3), slice(3, 5), slice(5, 7)]
     x, plain = torch.ones(2, 7), SimpleNamespace(strategy=object())
     for other in (None, plain):
         assert own_part(7, other) == slice(0, 7)

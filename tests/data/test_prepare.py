@@ -117,9 +117,7 @@ def test_graph_has_the_edges_that_the_definitions_give(files: Files) -> None:
     hic = {frozenset((u, v)): data["weight"] for u, v, data in edges if data["type"] == "hic"}
     neighbours = [frozenset(bins[i : i + 2]) for i in range(19) if i != 11]
     assert all(hic.pop(pair) == 1 for pair in neighbours)
-    total = sum(
-        p.set_index(["bin1_id", "bin2_id"])["count"].reindex(every_pair(), fill_value=0) for p in all_pixels()
-    )
+    total = sum(p.set_index(["bin1_id", "bin2_id"])["count"].reindex(every_pair(), fill_value=0) for p in all_pixels())
     for first, after in ((0, 12), (12, 20)):
         far = {(i, j): n for (i, j), n in total.items() if first <= i < j - 1 < after - 1 and n > 0}
         limit = np.quantile(list(far.values()), 0.5)
@@ -166,12 +164,7 @@ def test_most_variable_finds_the_genes_that_vary_beyond_their_mean() -> None:
 def test_promoters_touch_bins_to_the_base() -> None:
     """Bins of 10 kb: a promoter of 2001 bases that ends with a bin, starts with one, or lies across two."""
     bins = pd.DataFrame({"chrom": "1", "start": [0, 10_000, 20_000], "end": [10_000, 20_000, 30_000]})
-    starts = {
-        "last base of bin 0": 9_999,
-        "first base of bin 1": 10_000,
-        "all in bin 1": 12_000,
-        "beyond": 32_001,
-    }
+    starts = {"last base of bin 0": 9_999, "first base of bin 1": 10_000, "all in bin 1": 12_000, "beyond": 32_001}
     genes = pd.DataFrame({"chrom": "1", "start": list(starts.values()), "strand": "+"}).assign(
         end=lambda t: t["start"] + 9
     )
@@ -259,33 +252,21 @@ def test_real_cells_keep_every_contact_in_the_strata(tmp_path: Path, real_data: 
 def test_scaffolds_and_the_mitochondrial_chromosome_are_left_out_unless_asked_for(
     files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = {
-        "chr1": 12,
-        "chr2": 8,
-        "chr1_gl000191_random": 2,
-        "chrUn_KI270302v1": 1,
-        "GL000009.2": 1,
-        "chrM": 1,
-    }
+    names = {"chr1": 12, "chr2": 8, "chr1_gl000191_random": 2, "chrUn_KI270302v1": 1, "GL000009.2": 1, "chrM": 1}
     write_scool(files.hic, {cell: make_pixels(i) for i, cell in enumerate(CELLS)}, make_bins(names))
     depths = sorted(int(make_pixels(i).query("bin2_id < 12")["count"].sum()) for i in range(len(CELLS)))
     counts = rna_counts().toarray()
     counts[3, :10] = 0
     write_rna(files.rna, counts)
     words = [w for name, value in files.arguments().items() for w in (f"--{name}", str(value))]
-    assert (
-        main(["prepare", *words, "--min-depth", str(depths[2]), "--n-genes", "7", "--chromosomes", "1"]) == 0
-    )
+    assert main(["prepare", *words, "--min-depth", str(depths[2]), "--n-genes", "7", "--chromosomes", "1"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.split("\n\n")[0].splitlines())) <= 80
     told = " ".join(text.split())
     assert f"Hi-C cells 6 4 2 with fewer than {depths[2]} contacts" in told
     assert "RNA cells 8 7 1 without counts in the genes kept" in told
     assert "genes 12 6 2 without a position in the annotation, 4 on chromosomes left out" in told
-    assert (
-        "chromosomes 6 1 chr2, chr1_gl000191_random, chrUn_KI270302v1, GL000009.2, chrM; --chromosomes"
-        in told
-    )
+    assert "chromosomes 6 1 chr2, chr1_gl000191_random, chrUn_KI270302v1, GL000009.2, chrM; --chromosomes" in told
     assert "no cell has a type: --labels has it in a column celltype, cell_type or cluster" in told
     hic = anndata.read_h5ad(prepare(**files.arguments(), overwrite=True).hic)
     assert set(hic.var["chrom"]) == {"chr1", "chr2"}

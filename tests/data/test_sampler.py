@@ -92,9 +92,7 @@ def test_evaluation_takes_every_cell_once_in_order() -> None:
     steps = list(zip(*ranks(3, 4, cycle=False), strict=True))
     assert len(steps) == 5  # ceil(53 / 12)
     for modality, contacts in CONTACTS.items():
-        rows = [
-            row for step in steps for rank in step for row in rank.rows.get(modality, np.empty(0)).tolist()
-        ]
+        rows = [row for step in steps for rank in step for row in rank.rows.get(modality, np.empty(0)).tolist()]
         assert rows == list(range(len(contacts)))
     present = [[sorted(rank.rows) for rank in step] for step in steps]
     assert present == [[["hic", "rna"]] * 3] * 3 + [[["hic"]] * 3] * 2  # rna has run out, on all ranks alike
@@ -138,9 +136,7 @@ class Recorder(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(
-    folder: Path, module: Recorder, *, ckpt: Path | None = None, workers: int = 0, **options: Any
-) -> pl.Trainer:
+def fit(folder: Path, module: Recorder, *, ckpt: Path | None = None, workers: int = 0, **options: Any) -> pl.Trainer:
     checkpoints = [
         ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
         ModelCheckpoint(folder, filename="end-{epoch}", every_n_epochs=1, save_top_k=-1),
@@ -162,9 +158,7 @@ def fit(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("crash_at", "workers"), [(3, 2), (5, 0), (9, 0)], ids=lambda value: str(value))
-def test_interrupted_run_sees_exactly_the_remaining_cells(
-    tmp_path: Path, crash_at: int, workers: int
-) -> None:
+def test_interrupted_run_sees_exactly_the_remaining_cells(tmp_path: Path, crash_at: int, workers: int) -> None:
     whole = Recorder()
     fit(tmp_path / "whole", whole)
     assert len(whole.seen) == 15
@@ -213,9 +207,7 @@ def test_state_carries_over_to_another_number_of_ranks() -> None:
         loader = StepLoader(Echo(), StepSampler({"hic": depths(40)}, 4, num_replicas=2, rank=rank))
         loader.load_state_dict(state)
         cells += chain(*(batch["hic"]["index"].tolist() for batch in loader))
-    whole = [
-        batch["hic"]["index"].tolist() for batch in StepLoader(Echo(), StepSampler({"hic": depths(40)}, 8))
-    ]
+    whole = [batch["hic"]["index"].tolist() for batch in StepLoader(Echo(), StepSampler({"hic": depths(40)}, 8))]
     assert sorted(cells) == sorted(chain(*whole[state["step"] :]))
 
 

@@ -35,16 +35,7 @@ from lightning_amp.models.latents import Encoder
 from lightning_amp.techniques.hic.features import share_rows
 from lightning_amp.techniques.hic.rows import RowParallelLinear
 from tests.ranks import run_ranks
-from tests.techniques.sharded_cases import (
-    Case,
-    Model,
-    Results,
-    differences,
-    make_plan,
-    model_mesh,
-    reference,
-    train,
-)
+from tests.techniques.sharded_cases import Case, Model, Results, differences, make_plan, model_mesh, reference, train
 
 RTOL = 1e-12
 CELLS, FEATURES = 7, 53
@@ -139,8 +130,7 @@ def test_travels_as_a_tensor_does() -> None:
 def test_without_values_entries_are_spread_evenly() -> None:
     found = SparseCounts.from_dense(torch.ones(6, 10)).to("meta")
     assert [
-        len(part.value)
-        for part in (found[:, 2:7], found[..., torch.arange(4)], found[1:3], found[1:3][:, :5])
+        len(part.value) for part in (found[:, 2:7], found[..., torch.arange(4)], found[1:3], found[1:3][:, :5])
     ] == [30, 24, 20, 10]
     layer = nn.Linear(10, 3, device="meta")
     layer(found).sum().backward()
@@ -197,9 +187,7 @@ def test_the_decoder_is_the_dense_one(name: str) -> None:
     case = replace(CASES[name], cells=5)
     expected = reference(case)
     for strategies in ALONE:
-        if (case.key == "attention" or "S3" not in strategies) and not (
-            case.binarized and "sparse" in strategies
-        ):
+        if (case.key == "attention" or "S3" not in strategies) and not (case.binarized and "sparse" in strategies):
             assert differences(alone(case, strategies, Sparse), expected) == [], strategies
 
 
@@ -233,26 +221,20 @@ def fitted(data_dir: Path, *, sparse: bool, make: Any) -> Results:
     trainer.fit(model, data)
     assert peeks.kinds == {SparseCounts if sparse else Tensor}
     scores = {name: value.double() for name, value in trainer.callback_metrics.items()}
-    u = [
-        batch["hic"]["embedding"] for batch in make(callbacks=[peeks]).predict(model, data) if "hic" in batch
-    ]
+    u = [batch["hic"]["embedding"] for batch in make(callbacks=[peeks]).predict(model, data) if "hic" in batch]
     return scores | {"u": torch.cat(u)} | {n: v.double() for n, v in model.state_dict().items()}
 
 
 def other_results(found: Results, expected: Results) -> list[str]:
     """RMSprop divides biases' gradients, which BatchNorm leaves at rounding, by their own size."""
     own = {n for n in expected if "." in n}
-    parts = [
-        ({n: v for n, v in r.items() if n not in own}, {n: r[n] for n in own}) for r in (found, expected)
-    ]
+    parts = [({n: v for n, v in r.items() if n not in own}, {n: r[n] for n in own}) for r in (found, expected)]
     (scores, state), (expected_scores, expected_state) = parts
     return differences(scores, expected_scores, 1e-9) + differences(state, expected_state, 1e-8)
 
 
 def one_process(**options: Any) -> pl.Trainer:
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return pl.Trainer(accelerator="cpu", devices=1, precision="64-true", max_epochs=2, **quiet, **options)
 
 
@@ -306,18 +288,11 @@ def module(root: Path, **options: Any) -> SingleCellDataModule:
 
 
 def kinds(data: SingleCellDataModule, modality: str = "hic") -> set[type]:
-    loaders = (
-        data.train_dataloader(),
-        data.val_dataloader(),
-        data.test_dataloader(),
-        data.predict_dataloader(),
-    )
+    loaders = (data.train_dataloader(), data.val_dataloader(), data.test_dataloader(), data.predict_dataloader())
     return {type(batch[modality]["x"]) for loader in loaders for batch in loader if modality in batch}
 
 
-def test_auto_is_sparse_where_it_pays_and_the_model_takes_it(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_sparse_where_it_pays_and_the_model_takes_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = module(root)
     table = data.tables["hic"]
     dense, given = table.share, {"distributed_sampler_kwargs": None, "overfit_batches": 0, "strategy": None}
@@ -340,12 +315,7 @@ def test_auto_is_sparse_where_it_pays_and_the_model_takes_it(
 def test_other_uses_are_refused(root: Path) -> None:
     dense = counts()
     x = SparseCounts.from_dense(dense)
-    for key in (
-        3,
-        torch.tensor([1]),
-        (slice(1, 3), slice(None)),
-        (..., slice(None), 1),
-    ):
+    for key in (3, torch.tensor([1]), (slice(1, 3), slice(None)), (..., slice(None), 1)):
         with pytest.raises(DataError, match=r"allowed are x\[a:b\] for cells"):
             x[key]
     with pytest.raises(DataError, match="allowed are steps of 1"):

@@ -68,19 +68,14 @@ def test_categorical_columns_of_anndata_0_7_are_read(tmp_path: Path) -> None:
 def test_columns_and_names_give_the_same_layout(tmp_path: Path) -> None:
     names, stratum, anchor = single_resolution()
     by_name = read_layout(write_var(tmp_path / "names.h5ad", names))
-    same(
-        by_name,
-        read_layout(write_var(tmp_path / "columns.h5ad", names, {"stratum": stratum, "anchor": anchor})),
-    )
+    same(by_name, read_layout(write_var(tmp_path / "columns.h5ad", names, {"stratum": stratum, "anchor": anchor})))
     text = [names[i] for i in anchor]
     columns = {"stratum": stratum, "anchor": pd.Categorical(text)}
     same(by_name, read_layout(write_var(tmp_path / "text.h5ad", names, columns)))
 
 
 @pytest.mark.parametrize("encode", [list, pd.Categorical], ids=["strings", "categorical"])
-def test_several_resolutions_are_numbered_one_after_another(
-    tmp_path: Path, encode: Callable[[Any], Any]
-) -> None:
+def test_several_resolutions_are_numbered_one_after_another(tmp_path: Path, encode: Callable[[Any], Any]) -> None:
     """As HiGLUE writes it: `anchor` is a bin's name, every stratum lists all bins, a name may come at both widths."""
     rows = [("1mb", k, a) for k in range(2) for a in ("chr1:0-9", "chrM:0-3")]
     rows += [("500kb", k, a) for k in range(3) for a in ("chr1:0-5", "chr1:5-9", "chrM:0-3")]
@@ -105,9 +100,7 @@ def test_several_resolutions_are_numbered_one_after_another(
 
 def write_table(path: Path, counts: Any, *, layer: Any = None, obs: dict[str, Any] | None = None) -> Path:
     frame = pd.DataFrame(obs or {}, index=[f"c{i}" for i in range(counts.shape[0])])
-    table = anndata.AnnData(
-        counts, obs=frame, var=pd.DataFrame(index=[f"g{i}" for i in range(counts.shape[1])])
-    )
+    table = anndata.AnnData(counts, obs=frame, var=pd.DataFrame(index=[f"g{i}" for i in range(counts.shape[1])]))
     if layer is not None:
         table.layers["counts"] = layer
     table.write_h5ad(path)

@@ -26,11 +26,11 @@ def test_sizes_are_those_asked_for(made: DataDirectory) -> None:
     layout, graph = read_layout(made.hic), read_graph(made.graph)
     assert (layout.n_anchors, layout.n_strata) == (120, 8)
     assert layout.n_features == sum(2 * (60 - k) for k in range(8))
-    assert (
-        read_header(made.hic).n_cells,
-        read_header(made.rna).n_cells,
-        read_header(made.rna).n_features,
-    ) == (200, 200, 150)
+    assert (read_header(made.hic).n_cells, read_header(made.rna).n_cells, read_header(made.rna).n_features) == (
+        200,
+        200,
+        150,
+    )
     assert set(layout.anchor_names) | set(anndata.read_h5ad(made.rna).var_names) == set(graph.vertices)
 
 
@@ -66,9 +66,7 @@ def linked_correlation(made: DataDirectory) -> float:
     return float(np.mean((x * y).sum(axis=0) / np.sqrt((x**2).sum(axis=0) * (y**2).sum(axis=0))))
 
 
-def test_genes_are_expressed_where_their_bins_have_more_short_contacts(
-    made: DataDirectory, tmp_path: Path
-) -> None:
+def test_genes_are_expressed_where_their_bins_have_more_short_contacts(made: DataDirectory, tmp_path: Path) -> None:
     """What makes an alignment of the modalities possible at all."""
     assert linked_correlation(made) >= 0.5
     for seed in (1, 2):

@@ -35,9 +35,7 @@ class Files:
 def make_bins(sizes: dict[str, int] = SIZES, width: int = BIN) -> pd.DataFrame:
     """Bins of fixed width; the last of a chromosome is half as wide, as a chromosome's end has it."""
     rows = [
-        (c, i * width, i * width + (width if i < n - 1 else width // 2))
-        for c, n in sizes.items()
-        for i in range(n)
+        (c, i * width, i * width + (width if i < n - 1 else width // 2)) for c, n in sizes.items() for i in range(n)
     ]
     return pd.DataFrame(rows, columns=["chrom", "start", "end"])
 
@@ -45,9 +43,7 @@ def make_bins(sizes: dict[str, int] = SIZES, width: int = BIN) -> pd.DataFrame:
 def make_pixels(seed: int, n_bins: int = 20, n: int = 60) -> pd.DataFrame:
     rng = np.random.default_rng(seed)
     pairs = np.unique(np.sort(rng.integers(0, n_bins, size=(n, 2)), axis=1), axis=0)
-    return pd.DataFrame(
-        {"bin1_id": pairs[:, 0], "bin2_id": pairs[:, 1], "count": rng.integers(1, 9, len(pairs))}
-    )
+    return pd.DataFrame({"bin1_id": pairs[:, 0], "bin2_id": pairs[:, 1], "count": rng.integers(1, 9, len(pairs))})
 
 
 def write_scool(path: Path, cells: dict[str, pd.DataFrame], bins: Any = None, dtype: type = np.int32) -> None:
@@ -69,9 +65,7 @@ def rna_counts() -> Any:
 
 
 def write_all(root: Path) -> Files:
-    files = Files(
-        root / "cells.scool", root / "rna.h5ad", root / "genes.bed", root / "labels.tsv", root / "out"
-    )
+    files = Files(root / "cells.scool", root / "rna.h5ad", root / "genes.bed", root / "labels.tsv", root / "out")
     write_scool(files.hic, {cell: make_pixels(i) for i, cell in enumerate(CELLS)})
     write_rna(files.rna, rna_counts())
     # Genes 0 to 5 on chromosome 1, the others on 2, one a bin; even ones on the forward strand.

@@ -40,10 +40,7 @@ def test_each_signal_depends_on_its_own_criterion_only(modality, absent) -> None
 @pytest.mark.parametrize(
     ("parts", "evidence"),
     [
-        (
-            {"full": True, "known_from": "declared by A"},
-            "full attention, of an anchor to all 5,400 (declared by A)",
-        ),
+        ({"full": True, "known_from": "declared by A"}, "full attention, of an anchor to all 5,400 (declared by A)"),
         ({"window": 640}, "local attention, of an anchor to 1,920 in 3 buckets of 640"),
         ({"window": 2000}, "local attention, of an anchor to 5,400 in 3 buckets of 2,000"),
         ({"known_from": "as it was requested"}, "local attention (as it was requested)"),

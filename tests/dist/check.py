@@ -70,9 +70,7 @@ def compare(case: Case, splits: Sequence[Splits], axes: Sequence[MeshAxis]) -> f
         loss = torch.zeros((), dtype=torch.float64)
         for t in results:
             if isinstance(t, Tensor) and t.requires_grad:
-                loss = (
-                    loss + (t * torch.randn(t.shape, generator=draw, dtype=torch.float64)).abs().pow(2).sum()
-                )
+                loss = loss + (t * torch.randn(t.shape, generator=draw, dtype=torch.float64)).abs().pow(2).sum()
         if loss.requires_grad:
             loss.backward()
         gradients = []

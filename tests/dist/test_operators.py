@@ -77,9 +77,7 @@ def everything(rank: int, size: int, of: int) -> dict[str, Any]:
         exact = name == "cases" or size < 4
         most = 1 if name == "odd" and size == 2 else 2
         outcomes = [
-            outcome(c, s, a, named=n and exact)
-            for i, c in some
-            for s, a, n in ways(i, c, size, axis, grid)[:most]
+            outcome(c, s, a, named=n and exact) for i, c in some for s, a, n in ways(i, c, size, axis, grid)[:most]
         ]
         found[name] = [text for text in outcomes if text]
     if size == 2:
@@ -87,9 +85,7 @@ def everything(rank: int, size: int, of: int) -> dict[str, Any]:
         with patch.object(ring_attention, "ON_CPU", ()):
             some = [c for c in PRODUCTS if c.name.startswith(("attention", "causal", "cross-attention"))]
             found["attention"] = [
-                text
-                for c in some
-                if (text := outcome(c, named_splits(c, [axis], "uneven"), [axis], named=True))
+                text for c in some if (text := outcome(c, named_splits(c, [axis], "uneven"), [axis], named=True))
             ]
     n = 120 // of if size > 2 else 60 // of
     found["chains"], refused = wrong_chains(axis, n)
@@ -113,9 +109,7 @@ Reports = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(
-    scope="module",
-    params=[FEW, pytest.param({2: 1, 3: 2, 4: 2}, marks=pytest.mark.exhaustive)],
-    ids=["few", "all"],
+    scope="module", params=[FEW, pytest.param({2: 1, 3: 2, 4: 2}, marks=pytest.mark.exhaustive)], ids=["few", "all"]
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     return {

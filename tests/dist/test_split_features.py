@@ -34,9 +34,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def counted(
-    call: Callable[..., Tensor], *given: tuple[tuple[int, ...], dict[str, int]]
-) -> tuple[list[Sent], int]:
+def counted(call: Callable[..., Tensor], *given: tuple[tuple[int, ...], dict[str, int]]) -> tuple[list[Sent], int]:
     """What a rank of a grid of 2 x 2 sends for a call and its gradients, and its largest tensor.
 
     Args:
@@ -57,16 +55,11 @@ def counted(
 def test_a_table_is_never_gathered() -> None:
     index = torch.arange(ROWS)
     sent, _ = counted(lambda w: F.embedding(index, w), ((WORDS, 8), {"y": 0, "x": 1}))
-    assert [(one.kind, one.why) for one in sent if one.why] == [
-        ("all_reduce", "embedding"),
-        ("all_reduce", "sum"),
-    ]
+    assert [(one.kind, one.why) for one in sent if one.why] == [("all_reduce", "embedding"), ("all_reduce", "sum")]
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"label_smoothing": 0.1}, {"weight": torch.rand(WORDS)}],
-    ids=["plain", "smooth", "weights"],
+    "options", [{}, {"label_smoothing": 0.1}, {"weight": torch.rand(WORDS)}], ids=["plain", "smooth", "weights"]
 )
 def test_logits_are_never_whole(options: dict[str, Any]) -> None:
     """A head over the vocabulary: a few numbers per row are sent beside the sums of features."""

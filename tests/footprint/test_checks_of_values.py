@@ -7,15 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributions import (
-    Bernoulli,
-    Categorical,
-    Dirichlet,
-    Distribution,
-    Normal,
-    Poisson,
-    kl_divergence,
-)
+from torch.distributions import Bernoulli, Categorical, Dirichlet, Distribution, Normal, Poisson, kl_divergence
 from torchmetrics import Accuracy, ConfusionMatrix, F1Score
 
 from lightning_amp import AMPStrategy, profile
@@ -125,12 +117,7 @@ def fails(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_weights_and_bins_give_the_type_and_length_of_a_count() -> None:
-    for weights in (
-        None,
-        torch.ones(3),
-        torch.ones(3, dtype=torch.float64),
-        torch.ones(3, dtype=torch.int32),
-    ):
+    for weights in (None, torch.ones(3), torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.int32)):
         real = torch.bincount(torch.tensor([0, 1, 1]), weights, minlength=7)
         with quick_fakes.QuickFakes(valid=True) as fake:
             given = None if weights is None else fake.from_tensor(weights)

@@ -85,13 +85,7 @@ def fitted(kind: type[Closing], look: Callable[[Closing, Tensor], Any]) -> list[
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    kept = [
-        kind.n_steps,
-        module.calls,
-        len(FEATURES),
-        len(module.seen),
-        *map(type, [*FEATURES, *TABLES.values()]),
-    ]
+    kept = [kind.n_steps, module.calls, len(FEATURES), len(module.seen), *map(type, [*FEATURES, *TABLES.values()])]
     FEATURES.clear()
     TABLES.clear()
     table.cache_clear()

@@ -55,9 +55,7 @@ def counts(hidden: list[int] = []) -> None:  # noqa: B006
 def state() -> Any:
     drawn = COUNTS.generator.bit_generator.state["state"]["state"]
     given = counts.__defaults__, cached.cache_info().currsize
-    return repr(
-        (N_CALLS, dict(CALLS), Counts.n_calls, Counts.names, COUNTS.own, drawn, vars(COUNTS).keys(), given)
-    )
+    return repr((N_CALLS, dict(CALLS), Counts.n_calls, Counts.names, COUNTS.own, drawn, vars(COUNTS).keys(), given))
 
 
 def test_files_of_a_function_are_as_before() -> None:

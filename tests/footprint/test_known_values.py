@@ -122,11 +122,7 @@ UNKNOWN = {
     "data": lambda step, batch: batch.mean() > 0,
     "a parameter": lambda step, batch: step.first.weight.mean() > 0,
     "data were written into it": lambda step, batch: torch.zeros(N, N).add_(batch).sum() > 0,
-    "data were written into a view": lambda step, batch: (
-        z := torch.zeros(N, N),
-        z[0].copy_(batch[0]),
-        z.sum() > 0,
-    )[2],
+    "data were written into a view": lambda step, batch: (z := torch.zeros(N, N), z[0].copy_(batch[0]), z.sum() > 0)[2],
     "data were written as an output": lambda step, batch: (
         z := torch.zeros(N, N),
         torch.neg(batch.detach(), out=z),

@@ -24,9 +24,7 @@ LARGEST = {"gpt2": "head", "wide_mlp": "parameters"}
 
 def measured(module: pl.LightningModule, batch: Any, added_up: int = 1) -> int:
     meter = Meter(added_up)
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, accumulate_grad_batches=added_up, **QUIET, callbacks=[meter]
-    )
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, accumulate_grad_batches=added_up, **QUIET, callbacks=[meter])
     batches: Any = [batch] * 2 * added_up
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     return meter.live.peak
@@ -165,10 +163,7 @@ def test_recomputation_belongs_to_its_module() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return checkpoint(self.net, batch[0], use_reentrant=False).sum()
 
-    module, batch = (
-        Recomputed(nn.Sequential(nn.Linear(5, 999), nn.GELU(), nn.Linear(999, 3))),
-        small_batch(64),
-    )
+    module, batch = (Recomputed(nn.Sequential(nn.Linear(5, 999), nn.GELU(), nn.Linear(999, 3))), small_batch(64))
     found = lightning_amp.profile(module, batch)
     assert {m.fqn for m in found.timeline if m.phase == "backward"} >= {"net.0", "net.1", "net.2"}
     assert found.peak_phase != "forward"
@@ -261,10 +256,7 @@ class Manual(Small):
             optimizer.step()
 
     def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.Adam(self.net.parameters()),
-            torch.optim.SGD(self.other.parameters(), momentum=0.9),
-        ]
+        return [torch.optim.Adam(self.net.parameters()), torch.optim.SGD(self.other.parameters(), momentum=0.9)]
 
 
 class Closure(Small):
@@ -319,8 +311,7 @@ def test_lightnings_ways_are_followed(kind: type[Small]) -> None:
 @pytest.mark.parametrize(("precision", "times"), [("bf16-true", 0.5), ("64-true", 2)])
 def test_what_hooks_make_has_the_precision_of_the_run(precision: str, times: float) -> None:
     plain, found = (
-        profile_module(Late(), small_batch(), around=Around(precision=name))
-        for name in ("32-true", precision)
+        profile_module(Late(), small_batch(), around=Around(precision=name)) for name in ("32-true", precision)
     )
     for kind in ("parameters", "gradients"):
         assert found.by_kind[kind] == times * plain.by_kind[kind]

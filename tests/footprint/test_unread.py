@@ -58,9 +58,7 @@ DECIDES = {
     "a slice": lambda step, loss, correct: step.first.weight[: correct.item()].sum(),
     "an int": lambda step, loss, correct: step.losses.append(int(loss.item())),
     "rounded": lambda step, loss, correct: step.losses.append(round(loss.item())),
-    "a whole number for torch": lambda step, loss, correct: (
-        torch.ones(3, dtype=torch.int64).mul(correct.item()).sum()
-    ),
+    "a whole number for torch": lambda step, loss, correct: torch.ones(3, dtype=torch.int64).mul(correct.item()).sum(),
     "known to a set": lambda step, loss, correct: correct.item() in {1, 2},
     "float()": lambda step, loss, correct: float(loss) > 3,
     "sum of floats": lambda step, loss, correct: sum([loss.item(), 1.0]) / 2 > 1,

@@ -56,9 +56,7 @@ def record(module: nn.Module, step: Callable[[], Any]) -> list[Called]:
 
         return hook
 
-    hooks = [
-        b.register_forward_pre_hook(note(fqn), with_kwargs=True) for fqn, b in find_blocks(module).items()
-    ]
+    hooks = [b.register_forward_pre_hook(note(fqn), with_kwargs=True) for fqn, b in find_blocks(module).items()]
     step()
     for hook in hooks:
         hook.remove()

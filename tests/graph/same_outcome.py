@@ -46,9 +46,7 @@ def difference(
     return ""
 
 
-def _outcome(
-    block: nn.Module, form: Form, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int
-) -> dict[str, Any]:
+def _outcome(block: nn.Module, form: Form, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Everything that the block computes, by name."""
     twin = copy.deepcopy(block).double()
     twin.zero_grad(set_to_none=True)
@@ -61,9 +59,7 @@ def _outcome(
         results = [r for r in tree_leaves(form(twin, *given_args, **given_kwargs)) if isinstance(r, Tensor)]
         generator = torch.Generator().manual_seed(seed + 1)
         weights = [torch.rand(r.shape, generator=generator, dtype=torch.float64) for r in results]
-        loss = sum(
-            ((r * w).sum() for r, w in zip(results, weights, strict=True) if r.is_floating_point()), 0.0
-        )
+        loss = sum(((r * w).sum() for r, w in zip(results, weights, strict=True) if r.is_floating_point()), 0.0)
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
     found: dict[str, Any] = {f"result {k}": r.detach() for k, r in enumerate(results)}
@@ -97,9 +93,7 @@ def _compare(found: Any, right: Any, rtol: float) -> str:
     error = float((found.double() - right.double()).abs().max())
     scale = float(right.double().abs().max())
     # not <=: a difference that is no number is one too
-    return (
-        "" if error <= rtol * max(scale, 1e-300) or error == 0 else f"differs by {error:.3g} of {scale:.3g}"
-    )
+    return "" if error <= rtol * max(scale, 1e-300) or error == 0 else f"differs by {error:.3g} of {scale:.3g}"
 
 
 def _word(value: Any) -> str:

@@ -38,9 +38,7 @@ def test_the_blocks_of_eight_modules_are_captured_and_exact(name: str) -> None:
 def test_blocks_of_one_class_with_unlike_children_are_captured_apart() -> None:
     """Children without settings, and a hook on one of them: each has its own numbers, or its own reason."""
     captures, x = Captures(), torch.randn(3, 4)
-    blocks = [
-        nn.Sequential(nn.Linear(4, 4), last) for last in (nn.Sigmoid(), nn.Tanh(), nn.Tanh(), nn.Tanh())
-    ]
+    blocks = [nn.Sequential(nn.Linear(4, 4), last) for last in (nn.Sigmoid(), nn.Tanh(), nn.Tanh(), nn.Tanh())]
     blocks[2][0].register_forward_hook(lambda module, args, result: result + 1)
     for block in (*blocks, *blocks[::-1]):
         assert torch.equal(captures.run(block, x), block(x))
@@ -328,7 +326,5 @@ def test_a_wrong_form_is_seen() -> None:
     assert "result 0: differs by" in difference(Base(), lambda b, x: b(x) * (1 + 1e-9), (x_of(),))
     assert "gradient of input 0: differs" in difference(Base(), lambda b, x: b(Twice.apply(x)), (x_of(),))
     assert "buffer count: differs" in difference(Buffer(), lambda b, x: b.layer(x) * (b.count + 1), (x_of(),))
-    assert "gradient of unused.weight" in difference(
-        Base(), lambda b, x: b(x) + 0 * b.unused.weight.sum(), (x_of(),)
-    )
+    assert "gradient of unused.weight" in difference(Base(), lambda b, x: b(x) + 0 * b.unused.weight.sum(), (x_of(),))
     assert "result 0: torch.float64 (3, 3)" in difference(Base(), lambda b, x: b(x)[:, :3], (x_of(),))

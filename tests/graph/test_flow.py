@@ -45,9 +45,7 @@ def check(block: nn.Module, args: Any, kwargs: Any | None = None) -> tuple[Table
     assert capture.graph is not None
     values: dict[Any, Any] = {}
     state = [*block.parameters(), *block.buffers()]
-    given = iter(
-        [*state, *(v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor))]
-    )
+    given = iter([*state, *(v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor))])
     for node, row in zip(capture.graph.graph.nodes, (*table.rows, None), strict=True):
         if node.op == "placeholder":
             values[node] = next(given).detach()
@@ -115,8 +113,7 @@ def test_every_flow_of_the_eight_modules(name: str) -> None:
 ])  # fmt: skip
 def test_results_of_pieces_add_up_where_a_rule_says_so(function: Any, args: Any, groups: int) -> None:
     given = [
-        [X, Y, S, torch.randn(2, 8), torch.randn(2), torch.randn(2, 6, 3), torch.randint(6, (4, 8))][k]
-        for k in args
+        [X, Y, S, torch.randn(2, 8), torch.randn(2), torch.randn(2, 6, 3), torch.randint(6, (4, 8))][k] for k in args
     ]
     row = build_table(Captures().of(Op(function), given, {})).rows[-1]
     assert len(row.sums) == groups

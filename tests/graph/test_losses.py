@@ -81,9 +81,7 @@ def test_a_loss_in_chunks(name: str, reduction: str) -> None:
     loss, given = LOSSES[name]
     found = Case(Op(lambda *args: loss(args[0].sin(), *args[1:], reduction=reduction)), given)
     assert found.table.unknown == ()
-    regions = [
-        r for r in found.regions if any("loss" in found.table.rows[i].op for i in r.inside(found.table))
-    ]
+    regions = [r for r in found.regions if any("loss" in found.table.rows[i].op for i in r.inside(found.table))]
     regions = regions or [r for r in found.regions if r.sums or reduction == "none"]
     assert regions
     for region in {(r.last, r.dims.get(r.last), *r.dims.items()): r for r in regions}.values():
@@ -109,11 +107,7 @@ def test_other_means(loss: Loss, given: Any) -> None:
 def test_a_mean_of_16_bits_stays_one() -> None:
     """Its sum has no room in them; under autocast the loss has 32."""
     x = torch.full((64, 64), 1000.0, dtype=torch.float16)
-    for loss in (
-        lambda x: x.mean(),
-        lambda x: F.mse_loss(x, torch.zeros_like(x)),
-        lambda x: F.l1_loss(x, -x),
-    ):
+    for loss in (lambda x: x.mean(), lambda x: F.mse_loss(x, torch.zeros_like(x)), lambda x: F.l1_loss(x, -x)):
         block = Op(loss)
         assert torch.equal(Captures().run(block, x), block(x))
         assert not any(row.sums for row in build_table(Captures().of(block, (x,), {})).rows)

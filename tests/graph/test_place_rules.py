@@ -71,9 +71,7 @@ def test_a_rule(function: Callable[..., Any], args: Any, flowing: set[int]) -> N
     found = Case(Op(lambda x, *more: function(x.sin(), *more)), args)
     assert found.table.unknown == ()
     (result,) = found.table.outputs
-    own = next(
-        r for r in reversed(found.table.rows[: result + 1]) if r.kind == OPERATOR and r.op != "getitem"
-    )
+    own = next(r for r in reversed(found.table.rows[: result + 1]) if r.kind == OPERATOR and r.op != "getitem")
     assert {d for d, sources in enumerate(own.dims or ()) if sources} == flowing
     for region in {(r.last, r.dims.get(r.last)): r for r in found.regions}.values():
         assert found.error(replace(region, n_chunks=min(3, region.units))) == "", region

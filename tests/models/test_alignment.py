@@ -25,12 +25,8 @@ def test_neighbours_in_the_other_modality_are_of_the_same_type(seed: int, tmp_pa
     settings = yaml.safe_load(CONFIG.substitute(out=tmp_path, devices=RANKS, epochs=EPOCHS))
     seed_everything(seed)
     model = GLUE(**settings["model"]["init_args"])
-    data = SingleCellDataModule(
-        tmp_path / "data", batch_size=RANKS * settings["data"]["init_args"]["batch_size"]
-    )
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
+    data = SingleCellDataModule(tmp_path / "data", batch_size=RANKS * settings["data"]["init_args"]["batch_size"])
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = Trainer(accelerator="cpu", devices=1, max_epochs=EPOCHS, limit_val_batches=0, **quiet)
     trainer.fit(model, data)
     embeddings: dict[str, np.ndarray] = {}

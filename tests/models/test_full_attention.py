@@ -47,9 +47,7 @@ def test_what_has_no_kernel_or_no_window_is_refused() -> None:
         FullAttention()(q[:5], k, values)
     with (
         warnings.catch_warnings(action="ignore"),
-        pytest.raises(
-            ModelError, match=r"2 channels of torch.complex128 on 'cpu', for which torch has no fused"
-        ),
+        pytest.raises(ModelError, match=r"2 channels of torch.complex128 on 'cpu', for which torch has no fused"),
     ):
         FullAttention()(*(x.detach().cdouble() for x in (q, k, values)))
     arguments = {"stratum_index": [0, 1], "n_anchors": 6, "n_batches": 1, "key": "full_attention"}

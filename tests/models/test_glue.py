@@ -68,10 +68,7 @@ def cells(n, n_features, *, n_batches, seed):
 
 
 def batch(n=8, seed=0):
-    return {
-        "hic": cells(n, N_HIC, n_batches=2, seed=seed),
-        "rna": cells(n, N_GENES, n_batches=1, seed=seed + 1),
-    }
+    return {"hic": cells(n, N_HIC, n_batches=2, seed=seed), "rna": cells(n, N_GENES, n_batches=1, seed=seed + 1)}
 
 
 def part(batch, rows):
@@ -80,8 +77,7 @@ def part(batch, rows):
 
 def to_double(batch):
     return {
-        m: {k: t.double() if t.is_floating_point() else t for k, t in fields.items()}
-        for m, fields in batch.items()
+        m: {k: t.double() if t.is_floating_point() else t for k, t in fields.items()} for m, fields in batch.items()
     }
 
 
@@ -189,9 +185,7 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_would(tmp_path):
     trainer(tmp_path, max_epochs=2).fit(second, datamodule=Batches(2), ckpt_path=tmp_path / "half.ckpt")
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(second.state_dict()[name], value, rtol=1e-5, atol=1e-7, msg=name)
-    assert not torch.equal(
-        first.state_dict()["graph_encoder.embedding"], whole.state_dict()["graph_encoder.embedding"]
-    )
+    assert not torch.equal(first.state_dict()["graph_encoder.embedding"], whole.state_dict()["graph_encoder.embedding"])
 
 
 def test_checkpoint_stands_alone(tmp_path):

@@ -110,9 +110,7 @@ def unit(name: str, nll: Any) -> type[Chromosome]:
 
 
 Centred = unit("Centred", lambda m, v, u, **cells: Chromosome.nll(m, v, u - u.mean(0), **cells))
-Penalised = unit(
-    "Penalised", lambda m, v, u, **cells: Chromosome.nll(m, v, u, **cells) + m.gate.weight.square().sum()
-)
+Penalised = unit("Penalised", lambda m, v, u, **cells: Chromosome.nll(m, v, u, **cells) + m.gate.weight.square().sum())
 Noisy = unit("Noisy", lambda m, v, u, **cells: Chromosome.nll(m, v, u + torch.rand_like(u), **cells))
 
 

@@ -30,9 +30,7 @@ def test_zinb_sums_to_one_and_mixes():
 def test_normal():
     x = torch.tensor([-1.0, 0.0, 2.5], dtype=torch.float64)
     density = Normal(LOG_MU, LOG_THETA.exp())
-    torch.testing.assert_close(
-        likelihoods.normal(x, LOG_MU, LOG_THETA), density.log_prob(x), rtol=1e-12, atol=0
-    )
+    torch.testing.assert_close(likelihoods.normal(x, LOG_MU, LOG_THETA), density.log_prob(x), rtol=1e-12, atol=0)
 
 
 def test_ziln():

@@ -28,9 +28,7 @@ def package(dim, window):
 
 def inputs(n, dim, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(n, dim, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3)
-    ]
+    return [torch.randn(n, dim, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3)]
 
 
 @pytest.mark.parametrize(("n", "window", "dim"), SHAPES, ids=IDS)
@@ -54,9 +52,7 @@ def test_pieces_equal_the_whole(n, window, dim, size):
     attention = LocalAttention(dim, window)
     state = attention.prepare(*inputs(n, dim))
     n_buckets = attention.n_buckets(n)
-    pieces = [
-        attention.attend(state, first, min(first + size, n_buckets)) for first in range(0, n_buckets, size)
-    ]
+    pieces = [attention.attend(state, first, min(first + size, n_buckets)) for first in range(0, n_buckets, size)]
     assert torch.equal(torch.cat(pieces), attention.attend(state, 0, n_buckets))
 
 

@@ -73,9 +73,7 @@ def batches_of(data: SingleCellDataModule, rank: int | None) -> list[Any]:
     assert len(steps) == STEPS
     return [
         {
-            name: {
-                key: part[own].double() if part.is_floating_point() else part[own] for key, part in c.items()
-            }
+            name: {key: part[own].double() if part.is_floating_point() else part[own] for key, part in c.items()}
             for name, c in batch.items()
         }
         for batch in steps

@@ -81,9 +81,7 @@ def weights_of_attention_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Iterat
     """As in large decoders; in small ones they make stream the fastest, and the choice is none."""
     # sizes that were counted before are remembered
     terms.same_strata.cache_clear()
-    monkeypatch.setattr(
-        "lightning_amp.planning.sizes.rank_sizes.keeps_weights", lambda anchors, *, window: False
-    )
+    monkeypatch.setattr("lightning_amp.planning.sizes.rank_sizes.keeps_weights", lambda anchors, *, window: False)
     yield
     terms.same_strata.cache_clear()
 

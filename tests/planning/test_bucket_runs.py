@@ -9,8 +9,7 @@ W = 5
 
 
 @pytest.mark.parametrize(
-    ("n", "before", "after"),
-    [(60, 0, 0), (58, 0, 0), (60, 5, 5), (35, 10, 3), (2, 5, 0), (60, 10, 10), (0, 5, 5)],
+    ("n", "before", "after"), [(60, 0, 0), (58, 0, 0), (60, 5, 5), (35, 10, 3), (2, 5, 0), (60, 10, 10), (0, 5, 5)]
 )
 @each(together=(1, 2, 3, 100), padded=(False, True))
 def test_runs_take_every_bucket_once_and_meet_its_neighbours(
@@ -30,9 +29,7 @@ def test_runs_take_every_bucket_once_and_meet_its_neighbours(
             assert run.outside == (begin < 0, end > band.n_key_buckets * W)
             assert padded or not any(run.outside)
             continue
-        assert (first, last) == (max(begin, 0), min(end, band.keys)), (
-            "a single bucket meets the keys that exist"
-        )
+        assert (first, last) == (max(begin, 0), min(end, band.keys)), "a single bucket meets the keys that exist"
         assert last + run.missing == min(end, band.n_key_buckets * W), "and the rows that fill the last one"
     if padded:
         assert len(band.runs) == -(-buckets // together), "no more runs than need be"

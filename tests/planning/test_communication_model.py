@@ -28,9 +28,7 @@ def test_latency_is_paid_by_the_message() -> None:
     assert [collective_seconds(kind, 0, 1, slow) for kind in KINDS] == [0, 0, 0, 0, 0]
     # what an all-reduce does in two steps
     whole = collective_seconds("all_reduce", 40, 4, slow)
-    assert whole == collective_seconds("reduce_scatter", 40, 4, slow) + collective_seconds(
-        "all_gather", 10, 4, slow
-    )
+    assert whole == collective_seconds("reduce_scatter", 40, 4, slow) + collective_seconds("all_gather", 10, 4, slow)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +47,4 @@ def test_bandwidth_by_placement(ranks, inner, expected) -> None:
     assert NODES.bandwidth(ranks, inner=inner) == expected * GIB
     n_bytes = 6 * GIB
     seconds = 2 * (ranks - 1) / ranks * n_bytes / (expected * GIB)
-    assert collective_seconds("all_reduce", n_bytes, ranks, NODES, inner=inner) == pytest.approx(
-        seconds, rel=1e-12
-    )
+    assert collective_seconds("all_reduce", n_bytes, ranks, NODES, inner=inner) == pytest.approx(seconds, rel=1e-12)

@@ -59,9 +59,7 @@ def test_a_calibrated_prediction_is_what_was_measured() -> None:
 
 
 def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"rates of 'TPU v4'.*one of cpu, RTX 3090, A100, H100, H200: choose the one"
-    ):
+    with pytest.raises(PlanError, match=r"rates of 'TPU v4'.*one of cpu, RTX 3090, A100, H100, H200: choose the one"):
         rates_for("TPU v4")
 
 

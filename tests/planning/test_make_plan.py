@@ -87,14 +87,8 @@ def test_reports_fit_80_columns() -> None:
         ({"strategies": "S1,S9"}, r"\['S9'\] is not in the library; allowed are S1, S2, S3, S4, S5"),
         ({"strategies": ""}, "'nothing' is not in the library"),
         ({"model_parallel_size": "most"}, "model_parallel_size='most'"),
-        (
-            {"model_parallel_size": 3, "devices": 4, "strategies": "S5"},
-            r"must divide them, choose one of \[1, 2, 4\]",
-        ),
-        (
-            {"model_parallel_size": 2, "devices": 2, "strategies": "S1"},
-            "S1 split nothing over the model axis",
-        ),
+        ({"model_parallel_size": 3, "devices": 4, "strategies": "S5"}, r"must divide them, choose one of \[1, 2, 4\]"),
+        ({"model_parallel_size": 2, "devices": 2, "strategies": "S1"}, "S1 split nothing over the model axis"),
         ({"strategies": "S5", "devices": 1}, "S5 split a module over the model axis"),
         ({"strategies": "pipeline", "devices": 4}, "they cannot be stages. Use 'strata'"),
     ],
@@ -105,9 +99,7 @@ def test_bad_requests_are_refused(request_, message) -> None:
 
 
 def test_strategies_beyond_s1_need_the_decoder_they_change() -> None:
-    with pytest.raises(
-        PlanError, match="S3 change attention, but 'decoders.hic' builds its keys without attention"
-    ):
+    with pytest.raises(PlanError, match="S3 change attention, but 'decoders.hic' builds its keys without attention"):
         plan(profile(hic(attention=False), rna()), devices=2, strategies="S3")
     with pytest.raises(PlanError, match="S4 requires a decoder of strata, and none was detected"):
         plan(profile(rna()), devices=2, strategies="S4")
@@ -140,10 +132,7 @@ def test_a_rule_of_unknown_type_and_a_missing_file(tmp_path) -> None:
 
 EDITS = [
     (lambda p: p["rules"].pop(), r"strategies=\['S1', 'S3'\], but its rules are for \['S1'\]"),
-    (
-        lambda p: p["axes"].update(attention="eager"),
-        "axes.attention='eager', with these strategies it is 'chunked'",
-    ),
+    (lambda p: p["axes"].update(attention="eager"), "axes.attention='eager', with these strategies it is 'chunked'"),
     (lambda p: p["axes"].update(decode="bogus"), "axes.decode='bogus', with these strategies it is 'full'"),
     (
         lambda p: p["rules"][-1].update(spec={"type": "KeyFirstDecode"}),
@@ -157,10 +146,7 @@ EDITS = [
     (lambda p: p["rules"][-1].update(fqn=5), "fqn=5 is not text"),
     (lambda p: p.update(notes=[1]), "holds something other than text"),
     (lambda p: p["mesh"].update(data=2.0), "a mesh of 2.0 x 1 is not supported"),
-    (
-        lambda p: (p["strategies"].append("S7"), p["rules"][0].update(strategy="S7")),
-        r"strategies=\['S7'\] are not of",
-    ),
+    (lambda p: (p["strategies"].append("S7"), p["rules"][0].update(strategy="S7")), r"strategies=\['S7'\] are not of"),
 ]
 
 
@@ -189,9 +175,7 @@ def test_more_cells_in_a_step_than_there_are_is_said() -> None:
         "a step has 8 x 64 = 512 cells, and hic has 400, rna has 466: some cells come more than once in a"
         " step; choose fewer cells per rank, or fewer ranks on the data axis"
     ) in made.notes
-    assert not [
-        n for n in plan(profile(), devices=2, batch_size=64).notes if "some cells come more than once" in n
-    ]
+    assert not [n for n in plan(profile(), devices=2, batch_size=64).notes if "some cells come more than once" in n]
 
 
 def test_sizes_that_no_model_can_have() -> None:
@@ -209,15 +193,11 @@ def test_a_module_that_was_not_detected_is_not_said_to_fit() -> None:
     made = plan(profile(rna()), devices=2, device_memory="1GiB", shape=unknown)
     assert made.strategies == ("S1",)
     assert made.fits is None
-    assert "unknown, at least 2.93 KiB of 1.00 GiB: weights, gradients," in " ".join(
-        plan_report(made).split()
-    )
+    assert "unknown, at least 2.93 KiB of 1.00 GiB: weights, gradients," in " ".join(plan_report(made).split())
     assert "ShareBatchStatistics" not in plan_report(made), "there is no batch norm"
     for normed in (None, replace(unknown, batch_norms=True)):
         assert "ShareBatchStatistics" in plan_report(plan(profile(rna()), devices=2, shape=normed))
-    tight = plan(
-        profile(rna()), devices=2, device_memory="1MiB", shape=replace(unknown, parameter_bytes=10**7)
-    )
+    tight = plan(profile(rna()), devices=2, device_memory="1MiB", shape=replace(unknown, parameter_bytes=10**7))
     assert tight.fits is False
     assert "without the activations, which are not known" in plan_report(tight)
     assert "no decomposed decoder was detected: data parallelism (S1) only" in plan_report(made)
@@ -226,14 +206,7 @@ def test_a_module_that_was_not_detected_is_not_said_to_fit() -> None:
 
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
-    [
-        ("24GiB", 24 * 2**30),
-        ("24 gb", 24 * 10**9),
-        ("1.5k", 1536),
-        (7, 7),
-        ("1048576", 2**20),
-        ("2TiB", 2 * 2**40),
-    ],
+    [("24GiB", 24 * 2**30), ("24 gb", 24 * 10**9), ("1.5k", 1536), (7, 7), ("1048576", 2**20), ("2TiB", 2 * 2**40)],
 )
 def test_sizes_are_read(text, n_bytes) -> None:
     assert parse_bytes(text) == n_bytes
@@ -262,17 +235,12 @@ def test_the_model_axis_has_no_more_ranks_than_there_are_buckets() -> None:
     for strategies, ranks in (("nodes", 4), ("strata", 2), ("S4,nodes", 4)):
         assert plan(data, devices=8, strategies=strategies, shape=ours).mesh.model == ranks
     with pytest.raises(
-        PlanError,
-        match="nodes got 8 ranks .* N=61 anchors in buckets of 20 can be split over 4 at most; choose a",
+        PlanError, match="nodes got 8 ranks .* N=61 anchors in buckets of 20 can be split over 4 at most; choose a"
     ):
         plan(data, devices=8, strategies="nodes", model_parallel_size=8, shape=ours)
     for window, devices, found in (
         (61, 2, "N=61 anchors in buckets of 61 cannot be split; choose a smaller window, or leave"),
-        (
-            40,
-            3,
-            "no number of ranks that N=61 .* can be split over, up to 2, divides 3 devices; choose a smaller",
-        ),
+        (40, 3, "no number of ranks that N=61 .* can be split over, up to 2, divides 3 devices; choose a smaller"),
         (20, 1, "that has one rank with devices=1; use two ranks or more"),
     ):
         few = reference_shape(data, batch_size=4, window=window)

@@ -34,10 +34,7 @@ def planned(rates: Rates) -> Any:
 ASKED: dict[str, Callable[[Rates], Any]] = {
     "plan": planned,
     "plan of a shape that was on the other device": lambda rates: plan(
-        DATA,
-        batch_size=32,
-        rates=rates,
-        shape=on_device(shape(), next(r for r in DEVICES.values() if r != rates)),
+        DATA, batch_size=32, rates=rates, shape=on_device(shape(), next(r for r in DEVICES.values() if r != rates))
     ).candidates[0],
     "policy paper": lambda rates: plan(DATA, batch_size=32, devices=4, policy="paper", rates=rates),
     "named strategies": lambda rates: plan(

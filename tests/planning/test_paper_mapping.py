@@ -5,12 +5,7 @@ plan follow from these rows.
 import pytest
 
 from lightning_amp.costs.model_shape import reference_shape
-from lightning_amp.diagnosis import (
-    ATTENTION_DECODER,
-    HEAVY_DECOMPOSITION,
-    HIGH_INPUT_DIMENSIONALITY,
-    SIGNALS,
-)
+from lightning_amp.diagnosis import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY, SIGNALS
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes
 from lightning_amp.planning.policies.make_plan import plan
@@ -69,9 +64,7 @@ def test_full_attention_has_nothing_in_place_of_s3_and_nodes_in_place_of_s5() ->
         assert made.strategies == expected
 
 
-def test_every_spec_belongs_to_one_technique_and_has_an_installer_unless_the_strategy_carries_it_out() -> (
-    None
-):
+def test_every_spec_belongs_to_one_technique_and_has_an_installer_unless_the_strategy_carries_it_out() -> None:
     owned = [spec for row in STRATEGIES.values() for spec in row.specs]
     assert len(owned) == len(set(owned))
     for name, row in STRATEGIES.items():

@@ -75,9 +75,7 @@ def recommended(monkeypatch, seconds: dict[int, float], *, peaks: dict[int, int]
         ({2**i: 2.0**-i for i in range(12)}, 256, "more were not looked at"),
     ],
 )
-def test_the_largest_number_up_to_which_every_doubling_is_worth_it(
-    monkeypatch, seconds, devices, why
-) -> None:
+def test_the_largest_number_up_to_which_every_doubling_is_worth_it(monkeypatch, seconds, devices, why) -> None:
     found = recommended(monkeypatch, seconds)
     assert found.devices == devices
     assert why in found.why
@@ -149,9 +147,7 @@ def test_a_recommendation_needs_cells_and_a_decoder(cells) -> None:
         recommend_devices(DATA, shape_of, cells=cells, budget=None, rates=CPU_CORE)
     flat = profile(rna())
     with pytest.raises(PlanError, match=r"no modality with strata \(Hi-C\)"):
-        recommend_devices(
-            flat, lambda n: reference_shape(flat, batch_size=n), cells=1, budget=None, rates=CPU_CORE
-        )
+        recommend_devices(flat, lambda n: reference_shape(flat, batch_size=n), cells=1, budget=None, rates=CPU_CORE)
 
 
 def test_the_command_line_recommends_in_text_and_json(data_dir, capsys) -> None:

@@ -60,8 +60,7 @@ def test_blocks_of_cells_cost_gradients_of_the_key() -> None:
     blocks = -(-cells // block_cells(40_000, anchors=40_000))
     assert blocks == 3
     retain, stream = (
-        stratum_work(sizes, Axes(activations=a, decode="key-first"), k=1, cells=cells)
-        for a in ("retain", "stream")
+        stratum_work(sizes, Axes(activations=a, decode="key-first"), k=1, cells=cells) for a in ("retain", "stream")
     )
     assert stream.flops == retain.flops
     # keys selected twice and their gradient; the gradient of all keys made and added; sums and rows of the tables
@@ -104,9 +103,7 @@ def test_what_a_stratum_sends() -> None:
     hidden = stratum_work(sizes, Axes(placement="hidden"), k=2, cells=b, ranks=4)
     assert hidden.collectives == 15, "7 and the scores forward, 6 backward: techniques/hic/hidden/decoder.py"
     chunked = stratum_work(sizes, Axes(placement="hidden", attention="chunked"), k=2, cells=b, ranks=4)
-    assert chunked.collectives == 7 + 2 + 6 + 2 + 2, (
-        "two chunks of 128 queries, and again in the backward pass"
-    )
+    assert chunked.collectives == 7 + 2 + 6 + 2 + 2, "two chunks of 128 queries, and again in the backward pass"
     gathered = stratum_work(sizes, Axes(placement="hidden-gathered"), k=2, cells=b, ranks=4)
     assert gathered.collectives == 15 - 4 + 2
     assert stratum_work(sizes, Axes(placement="strata"), k=2, cells=b, ranks=4).collectives == 0
@@ -114,10 +111,7 @@ def test_what_a_stratum_sends() -> None:
     assert nodes.sent_bytes == 4 * (2 * 4 * 32 * d + 2 * b)
     assert nodes.collectives == 4
     region = region_traffic(sizes, Axes(placement="nodes"), cells=b, ranks=4)
-    assert [(c.kind, c.numbers) for c in region] == [
-        ("all_reduce", 1),
-        ("all_gather", (64 + b) * d + 3),
-    ]
+    assert [(c.kind, c.numbers) for c in region] == [("all_reduce", 1), ("all_gather", (64 + b) * d + 3)]
     region = region_traffic(sizes, Axes(placement="strata"), cells=b, ranks=4)
     assert [(c.kind, c.numbers) for c in region] == [("all_reduce", 1), ("all_reduce", n * d + b * d + 3)]
     keys, tables = 2 * (4 * d * d + 4 * d), 4 * 2 * (3 * n - 3)

@@ -69,8 +69,6 @@ def test_a_term_sees_the_axes_that_it_names_and_no_others() -> None:
     strata = Strata(RankSizes, decoder, cells=4, ranks=1)
     placed = Term(lambda s: s.axes.placement, "placement")
     assert strata.column(placed, Axes(placement="nodes")) == ("nodes",) * 5
-    assert strata.column(placed, Axes(placement="strata")) == ("replicated",) * 5, (
-        "a stratum is as it is alone"
-    )
+    assert strata.column(placed, Axes(placement="strata")) == ("replicated",) * 5, "a stratum is as it is alone"
     with pytest.raises(AttributeError, match="decode"):
         strata.column(Term(lambda s: s.axes.decode, "placement"), Axes())

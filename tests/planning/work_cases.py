@@ -47,12 +47,8 @@ def work(sizes: DecoderShape, axes: Axes, *, ranks: int = 1) -> Work:
 def sent(sizes: DecoderShape, axes: Axes, ranks: int) -> Counter[str]:
     """Bytes that the model hands to collectives, by kind."""
     found: Counter[str] = Counter()
-    strata = [
-        RankSizes(decoder=sizes, axes=axes, k=k, cells=CELLS, ranks=ranks) for k in range(len(sizes.features))
-    ]
-    for collective in chain(
-        *map(stratum_traffic, strata), region_traffic(sizes, axes, cells=CELLS, ranks=ranks)
-    ):
+    strata = [RankSizes(decoder=sizes, axes=axes, k=k, cells=CELLS, ranks=ranks) for k in range(len(sizes.features))]
+    for collective in chain(*map(stratum_traffic, strata), region_traffic(sizes, axes, cells=CELLS, ranks=ranks)):
         found[collective.kind] += 4 * int(collective.numbers)
     found["all_reduce"] += 4 * gradient_numbers(sizes, axes)[0]
     return found

@@ -85,9 +85,7 @@ def test_a_profile_and_a_plan_print_as_reports_in_a_new_process(data_dir) -> Non
         "import lightning_amp; profile = lightning_amp.profile('.'); print(profile);"
         "print(lightning_amp.plan(profile, device_memory='24GiB', batch_size=4))"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=data_dir, capture_output=True, text=True, check=True
-    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=data_dir, capture_output=True, text=True, check=True)
     assert run.stdout.startswith("Profile of .\n"), run.stdout
     assert "\nPlan (policy auto): " in run.stdout
 
@@ -113,9 +111,8 @@ def test_modalities_that_are_not_known_are_named_and_not_read(data_dir, tmp_path
     made = profile(copied)
     assert made.unread == ("spatial/spots.h5ad",)
     assert made.modalities == profile(data_dir).modalities
-    assert (
-        "not read, because its modality is none of hic, rna, atac, methyl:\nspatial/spots.h5ad"
-        in profile_report(made)
+    assert "not read, because its modality is none of hic, rna, atac, methyl:\nspatial/spots.h5ad" in profile_report(
+        made
     )
     assert json.loads(json.dumps(made.to_dict()))["unread"] == ["spatial/spots.h5ad"]
     alone = shutil.copytree(copied / "spatial", tmp_path / "alone" / "spatial").parent

@@ -113,9 +113,7 @@ def test_a_decoder_looks_for_the_entries_of_dense_counts_once_a_batch() -> None:
         assert_same(train(model, 2, installed), expected)
         with OperatorCounter() as counter:
             model().backward()
-        assert not [name for name, _ in counter.host_syncs if name == "nonzero"], (
-            "known from the steps before"
-        )
+        assert not [name for name, _ in counter.host_syncs if name == "nonzero"], "known from the steps before"
         model.batch["x"].add_(1)
         with OperatorCounter() as counter:
             changed = model()

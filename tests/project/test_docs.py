@@ -29,9 +29,7 @@ from tests.cli import options
 from tests.each import BEFORE_A_RELEASE
 from tests.paths import ROOT
 
-PAGES = {
-    str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-}
+PAGES = {str(page.relative_to(ROOT)): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 TUTORIALS = [name for name in PAGES if name.startswith("docs/tutorials/")]
 SLOW = [f"docs/tutorials/{name}.md" for name in ("slurm", "long_inputs", "many_gpus", "data_to_maps")]
 """Pages that take longest; before a release."""

@@ -94,12 +94,7 @@ def runs(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
     """One process, then both ranks."""
     settings = {"strategies": "S1,S3,S4", "balance_cells": True}
     (one,) = run_ranks(
-        on_rank,
-        1,
-        tmp_path_factory.mktemp("one"),
-        data_dir,
-        {"strategies": "S1", "balance_cells": False},
-        timeout=120,
+        on_rank, 1, tmp_path_factory.mktemp("one"), data_dir, {"strategies": "S1", "balance_cells": False}, timeout=120
     )
     return [one, *run_ranks(on_rank, 2, tmp_path_factory.mktemp("two"), data_dir, settings, timeout=120)]
 
@@ -112,14 +107,10 @@ def test_losses_of_every_step_agree(runs: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.ranks
-def test_weights_and_batch_statistics_agree(
-    runs: list[dict[str, Any]], data_dir: Path, tmp_path: Path
-) -> None:
+def test_weights_and_batch_statistics_agree(runs: list[dict[str, Any]], data_dir: Path, tmp_path: Path) -> None:
     """To what rounding makes of one process: RMSprop's first steps divide rounding by rounding."""
     one, *ranks = runs
-    (nudged,) = run_ranks(
-        on_rank, 1, tmp_path, data_dir, {"balance_cells": False, "nudged": True}, timeout=120
-    )
+    (nudged,) = run_ranks(on_rank, 1, tmp_path, data_dir, {"balance_cells": False, "nudged": True}, timeout=120)
     rounding = furthest(nudged["state"], one["state"])
     assert 0 < rounding < 1e-8
     for rank in ranks:
@@ -190,7 +181,5 @@ def test_the_peak_of_a_step_is_predicted(data_dir: Path, precision: Any) -> None
 
 def test_the_reference_model_can_be_tested(data_dir: Path) -> None:
     trainer = fitted(AMPStrategy(), data_dir)
-    results = trainer.test(
-        trainer.lightning_module, SingleCellDataModule(data_dir, batch_size=4), verbose=False
-    )
+    results = trainer.test(trainer.lightning_module, SingleCellDataModule(data_dir, batch_size=4), verbose=False)
     assert results[0]["test_loss"] > 0

@@ -53,9 +53,7 @@ def test_links_of_a_wheel_lead_to_the_project(monkeypatch: pytest.MonkeyPatch) -
     assert len(links) > 15
     assert [link for link in links if not link.startswith("https://")] == []
     assert f"]({url}/raw/main/docs/memory_per_stratum.png)" in found["long_description"]
-    paths = [
-        link.removeprefix(f"{url}/blob/main/").partition("#")[0] for link in links if f"{url}/blob" in link
-    ]
+    paths = [link.removeprefix(f"{url}/blob/main/").partition("#")[0] for link in links if f"{url}/blob" in link]
     assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 

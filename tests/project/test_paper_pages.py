@@ -17,10 +17,7 @@ def numbers(cell: str) -> list[float]:
 def test_the_pages_have_every_table() -> None:
     written = read_part(shardtensor.PAGE, "domain.paper")
     assert [line[4:] for line in written if line.startswith("### ")] == list(shardtensor.SECTIONS)
-    parts = {
-        name: read_part(axonn.PAGE, f"tensor3d.paper.{part.__name__}")
-        for name, part in axonn.SECTIONS.items()
-    }
+    parts = {name: read_part(axonn.PAGE, f"tensor3d.paper.{part.__name__}") for name, part in axonn.SECTIONS.items()}
     for name, lines in parts.items():
         assert lines[0] == f"### {name}"
         assert any(line.startswith("|---") for line in lines)

@@ -26,10 +26,5 @@ def test_two_ranks_learn_the_cell_types_of_the_cortex(real_data: Path, tmp_path:
     assert scores["depth alone"] < 0.5, scores
     cells = cooler.fileops.list_scool_cells(str(tmp_path / "predictions" / "imputed.scool"))
     assert len(cells) == 4
-    for name in (
-        "memory/memory.csv",
-        "memory/memory.png",
-        "predictions/embedding.png",
-        "checkpoints/last.ckpt",
-    ):
+    for name in ("memory/memory.csv", "memory/memory.png", "predictions/embedding.png", "checkpoints/last.ckpt"):
         assert (tmp_path / name).stat().st_size > 0

@@ -65,25 +65,15 @@ def test_the_fitted_step_is_predicted_as_measured_and_the_check_is_told(slow_clo
     assert max(map(len, text.splitlines())) <= 80
     assert "3.00 s" in text
     assert f"{CPU_CORE.matmul_flops / 1e9:.4g} GFLOP/s" in text
-    assert "best of 7 rounds; the slowest took 14.33 times (fitted), 41.00 times (check)" in " ".join(
-        text.split()
-    )
+    assert "best of 7 rounds; the slowest took 14.33 times (fitted), 41.00 times (check)" in " ".join(text.split())
     assert json.loads(json.dumps(found.to_dict()))["fitted"]["measured"] == 3.0
 
 
 @pytest.mark.parametrize(
     ("seconds", "worked", "found"),
     [
-        (
-            [1.0, 9.0, 9.0, 9.0, 8.0],
-            1.0,
-            "took 9.0 times as long as the best one, which had 100% of a processor",
-        ),
-        (
-            [1.0, 1.0, 1.0, 1.0, 1.0],
-            0.1,
-            "took 1.0 times as long as the best one, which had 10% of a processor",
-        ),
+        ([1.0, 9.0, 9.0, 9.0, 8.0], 1.0, "took 9.0 times as long as the best one, which had 100% of a processor"),
+        ([1.0, 1.0, 1.0, 1.0, 1.0], 0.1, "took 1.0 times as long as the best one, which had 10% of a processor"),
     ],
 )
 def test_a_busy_machine_is_not_calibrated(monkeypatch, seconds, worked, found) -> None:
@@ -122,19 +112,14 @@ def test_the_command_writes_a_file_that_plan_reads(capsys, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     words = ["calibrate", "--device", "cpu", "--out", "rates.json"]
     assert main(words) == 0
-    assert (
-        "wrote rates.json: use it with --rates, or AMPStrategy(rates='rates.json')" in capsys.readouterr().out
-    )
+    assert "wrote rates.json: use it with --rates, or AMPStrategy(rates='rates.json')" in capsys.readouterr().out
     first = Rates.read("rates.json")
     assert first.device == "cpu, 1 thread, calibrated"
     assert main(words) == 2
     assert "exists; choose another name, or add --overwrite" in capsys.readouterr().err
     assert main([*words, "--overwrite", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["before"]["device"] == "one CPU core"
-    for out, message in (
-        ("rates.txt", "the name of a JSON file"),
-        ("no/r.json", "its folder does not exist"),
-    ):
+    for out, message in (("rates.txt", "the name of a JSON file"), ("no/r.json", "its folder does not exist")):
         assert main(["calibrate", "--out", out]) == 2
         assert message in capsys.readouterr().err
 
@@ -161,12 +146,8 @@ def products() -> Iterator[Any]:
         ("NVIDIA GeForce RTX 4090", "ieee", DEVICES["RTX 3090"].matmul_flops, True),
     ],
 )
-def test_rates_are_those_of_the_gpu_or_the_nearest(
-    monkeypatch, products, name, precision, flops, noted
-) -> None:
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: Properties(name, 24 if noted else 40)
-    )
+def test_rates_are_those_of_the_gpu_or_the_nearest(monkeypatch, products, name, precision, flops, noted) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties(name, 24 if noted else 40))
     products.fp32_precision = precision
     rates, note = rates_of(torch.device("cuda", 0))
     assert rates.matmul_flops == flops
@@ -273,9 +254,7 @@ def test_a_fit_tells_both_times_and_takes_the_rates_of_the_file(tmp_path, caplog
     trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, **QUIET)
     callbacks = list(trainer.callbacks)
     with caplog.at_level(logging.INFO):
-        trainer.fit(
-            GLUE(latent_dim=8, window=8), datamodule=SingleCellDataModule(tmp_path / "data", batch_size=8)
-        )
+        trainer.fit(GLUE(latent_dim=8, window=8), datamodule=SingleCellDataModule(tmp_path / "data", batch_size=8))
     assert strategy.plan is not None
     assert strategy.plan.rates_device == "a snail"
     assert strategy.plan.predicted_step_seconds > 10

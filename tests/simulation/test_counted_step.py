@@ -123,18 +123,14 @@ def test_one_device_does_what_is_counted(name: str, axes: Axes) -> None:
         assert counted.flops == products.get_total_flops() + spine
     # of a sparse likelihood numbers stand for the time that they take in a cache
     if axes.attention not in ("fused", "sdpa"):  # of which the numbers that stay in the cache are not counted
-        assert counted.bytes == pytest.approx(
-            operators.bytes, rel=0.06 if axes.likelihood == "sparse" else 0.03
-        )
+        assert counted.bytes == pytest.approx(operators.bytes, rel=0.06 if axes.likelihood == "sparse" else 0.03)
     assert counted.kernels == pytest.approx(operators.kernels, rel=0.02)
     assert counted.sent_bytes == counted.collectives == 0
 
 
 def made(sizes: DecoderShape, strategies: str, ranks: int) -> Plan:
     described = describe(decoder_subject(sizes, batch_size=CELLS).module, batch_size=CELLS)
-    return plan(
-        profile_of_module(described), devices=ranks, strategies=strategies, batch_size=CELLS, shape=described
-    )
+    return plan(profile_of_module(described), devices=ranks, strategies=strategies, batch_size=CELLS, shape=described)
 
 
 PAPER = {"variant": "paper", "chained": True, "n_batches": 2}
@@ -152,9 +148,7 @@ PAPER = {"variant": "paper", "chained": True, "n_batches": 2}
         ("S1,nodes,S4", 3, 1, PAPER | {"anchors": 480}),
     ],
 )
-def test_several_devices_do_what_is_counted(
-    strategies: str, ranks: int, rank: int, changes: dict[str, Any]
-) -> None:
+def test_several_devices_do_what_is_counted(strategies: str, ranks: int, rank: int, changes: dict[str, Any]) -> None:
     sizes = shape(**({"anchors": 256, "dim": 32} | changes))
     prescribed = made(sizes, strategies, ranks)
     with fake_world(prescribed.mesh, rank=rank) as mesh:

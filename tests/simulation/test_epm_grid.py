@@ -87,9 +87,7 @@ def compare(decoder: DecoderShape, asked: str, *, ranks: int, batch_size: int) -
     batch_bytes = sum(t.nbytes for t in tensors_of(subject.batch))
     known = describe(subject.module, batch_size=batch_size, base_activation_bytes=batch_bytes)
     strategies, *forms = asked.split()
-    usual = plan(
-        profile_of_module(known), devices=ranks, strategies=strategies, batch_size=batch_size, shape=known
-    )
+    usual = plan(profile_of_module(known), devices=ranks, strategies=strategies, batch_size=batch_size, shape=known)
     made = in_forms(usual, forms)
     predicted = predict(known, made.strategies, model_ranks=made.mesh.model, axes=made.axes)
     step = simulate_plan(lambda: decoder_subject(decoder, batch_size=batch_size), made)

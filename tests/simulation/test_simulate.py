@@ -133,9 +133,7 @@ def measured_step(module: DecoderAlone, batch: dict[str, Tensor], optimizer: Any
 
 def test_compiled_strata_are_simulated_as_they_are() -> None:
     as_it_is, compiled = (
-        simulate_plan(
-            lambda: decoder_subject(shape(), batch_size=BATCH), planned(shape(), strategies, ranks=1)
-        )
+        simulate_plan(lambda: decoder_subject(shape(), batch_size=BATCH), planned(shape(), strategies, ranks=1))
         for strategies in ("S4,fused,sparse", "S4,fused,sparse,compile")
     )
     assert compiled.peak_bytes == as_it_is.peak_bytes
@@ -172,9 +170,7 @@ def test_the_reference_model_holds_what_a_trainer_measures(strategies, tmp_path)
     trainer.fit(GLUE(latent_dim=8, window=8), datamodule=data)
     dist.destroy_process_group()
     *strata, step = [row for row in monitor.rows if row["step"] == 1]
-    asked = request_reference(
-        profile(tmp_path / "data"), batch_size=4, latent_dim=8, window=8, strategies=strategies
-    )
+    asked = request_reference(profile(tmp_path / "data"), batch_size=4, latent_dim=8, window=8, strategies=strategies)
     found = simulate_plan(asked.make, asked.plan)
     assert found.worst.strata_bytes == tuple(row["current_bytes"] for row in strata)
     assert found.peak_bytes == (step["peak_bytes"],)
@@ -205,9 +201,7 @@ def test_a_step_ends_where_the_budget_does() -> None:
 
 def test_communication_of_s2_by_hand() -> None:
     decoder = shape(anchors=40, dim=4, window=8, strata=3)
-    found = simulate(
-        lambda: decoder_subject(decoder, batch_size=BATCH), planned(decoder, "S1,S2", ranks=2), rank=0
-    )
+    found = simulate(lambda: decoder_subject(decoder, batch_size=BATCH), planned(decoder, "S1,S2", ranks=2), rank=0)
     parameters = list(decoder_subject(decoder, batch_size=BATCH).module.parameters())
     n_partial = sum(p.numel() for p in parameters) - 3
     forward_and_border = 4 + 4 * (BATCH * 4 + 40 * 4 + 3)

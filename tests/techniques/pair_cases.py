@@ -174,13 +174,7 @@ ON: dict[str, tuple[Any, Iterable[str]]] = {
     "fsdp": (FullyShard(), ()),
 }
 """Of a technique its spec, and the blocks that it can be on."""
-TOGETHER = [
-    set[str](),
-    {"recompute", "chunk", "S6", "fsdp"},
-    {"recompute", "S6", "S7", "fsdp"},
-    {"chunk"},
-    {"S7"},
-]
+TOGETHER = [set[str](), {"recompute", "chunk", "S6", "fsdp"}, {"recompute", "S6", "S7", "fsdp"}, {"chunk"}, {"S7"}]
 """Every pair that can be, but chunk with S7, which exclude each other; these two also alone."""
 ALONE = [{name} for name in ("recompute", "S6", "fsdp")]
 PAIRS = [{*pair} for pair in combinations(ON, 2) if {*pair} != {"chunk", "S7"}]
@@ -191,11 +185,7 @@ COMBINED = {True: TOGETHER, False: [*TOGETHER, *ALONE, *PAIRS]}
 def rules(name: str, module: nn.Module, kinds: Iterable[str] = ()) -> list[Rule]:
     """Of a technique on some blocks, or on all that it can be on."""
     spec, found = ON[name]
-    names = (
-        [*blocks_with_own_parameters(module), ""]
-        if name == "fsdp"
-        else [NAMES[kind] for kind in kinds or found]
-    )
+    names = [*blocks_with_own_parameters(module), ""] if name == "fsdp" else [NAMES[kind] for kind in kinds or found]
     return [Rule(fqn=fqn, spec=spec, strategy=name, why="a test") for fqn in names]
 
 
@@ -262,9 +252,7 @@ class Line(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            [nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.Linear(6, 6)]
-        )
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.Linear(6, 6)])
         self.double()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -124,18 +124,14 @@ def decoder(case: Case) -> StratifiedDecoder:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             noise = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
-            parameter.copy_(
-                noise * (0.4 if parameter.dim() > 1 else 0.3) + (1.0 if "norm.weight" in name else 0)
-            )
+            parameter.copy_(noise * (0.4 if parameter.dim() > 1 else 0.3) + (1.0 if "norm.weight" in name else 0))
     return module
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """u, v and the rest of a batch as the decoder's keyword arguments."""
     generator = torch.Generator().manual_seed(case.seed + 1)
-    u, v = (
-        torch.randn(n, case.dim, dtype=torch.float64, generator=generator) for n in (case.cells, case.anchors)
-    )
+    u, v = (torch.randn(n, case.dim, dtype=torch.float64, generator=generator) for n in (case.cells, case.anchors))
     n_features = sum(map(len, case.nodes()))
     x = torch.poisson(torch.full((case.cells, n_features), 0.7, dtype=torch.float64), generator=generator)
     batch = torch.arange(case.cells) % case.n_batches
@@ -192,12 +188,7 @@ def reference(case: Case, steps: int = 3) -> Results:
 
 
 def sharded(
-    case: Case,
-    strategies: Sequence[str],
-    mesh: DeviceMesh,
-    steps: int = 3,
-    *,
-    specs: Mapping[str, Spec] | None = None,
+    case: Case, strategies: Sequence[str], mesh: DeviceMesh, steps: int = 3, *, specs: Mapping[str, Spec] | None = None
 ) -> Results:
     """Results with strategies installed; every rank of the mesh must call it."""
     model, ranks = Model(case), mesh["model"].size()
@@ -207,9 +198,7 @@ def sharded(
     return train(model, steps, install(model, plan, mesh), mesh)
 
 
-def train(
-    model: Model, steps: int, installed: Installed | None = None, mesh: DeviceMesh | None = None
-) -> Results:
+def train(model: Model, steps: int, installed: Installed | None = None, mesh: DeviceMesh | None = None) -> Results:
     """Some steps of RMSprop."""
     optimizer = torch.optim.RMSprop(model.parameters(), lr=2e-3)
     results: Results = {}

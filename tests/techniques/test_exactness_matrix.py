@@ -73,9 +73,7 @@ def compare(rank: int, world_size: int, rows: list[Row]) -> list[str]:
     wrong = []
     for row in rows:
         found = sharded(CASES[row[0]], techniques(row), mesh, STEPS)
-        wrong += [
-            f"{row[0]} {'+'.join(techniques(row))}: {line}" for line in differences(found, expected[row[0]])
-        ]
+        wrong += [f"{row[0]} {'+'.join(techniques(row))}: {line}" for line in differences(found, expected[row[0]])]
     return wrong
 
 
@@ -84,8 +82,7 @@ BEFORE_A_RELEASE = [pytest.mark.exhaustive, pytest.mark.release]
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("world_size", "which"),
-    [(3, all_pairs), *(pytest.param(n, list, marks=BEFORE_A_RELEASE) for n in (2, 3, 4))],
+    ("world_size", "which"), [(3, all_pairs), *(pytest.param(n, list, marks=BEFORE_A_RELEASE) for n in (2, 3, 4))]
 )
 def test_combinations_over_ranks(world_size: int, which, tmp_path) -> None:
     rows = [row for row in which(ON_RANKS) if world_size < 4 or row[1] in ("S2", "S5", "S2,S5")]

@@ -185,9 +185,7 @@ def test_what_a_rank_raises_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> N
     # quicker than to spawn
     monkeypatch.setattr(processes, "_is_interactive", lambda: True)
     verify = partial(lightning_amp.verify, steps=1, precisions=["float64"])
-    with pytest.raises(
-        AmpError, match=r"in rank [01] ArithmeticError was raised: on purpose(?s:.*)training_step"
-    ):
+    with pytest.raises(AmpError, match=r"in rank [01] ArithmeticError was raised: on purpose(?s:.*)training_step"):
         verify(cases.RaisesOnRank(), cells(8))
     with pytest.raises(DataError, match=r"a batch of 1 samples cannot be split over 2 data ranks"):
         verify(cases.Inline(), torch.ones(1, 3))
@@ -204,11 +202,7 @@ def test_the_command_reads_the_configuration_of_fit(
     config.write_text(CONFIG.substitute(data=data_dir, share="false"))
     words = ["verify", "--config", str(config), "--precision", "float64", "--steps", "2", "--format", "json"]
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_amp", *words],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+        [sys.executable, "-m", "lightning_amp", *words], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
@@ -244,9 +238,7 @@ def test_requests_are_checked_before_anything_starts(options: dict[str, Any], wo
 def test_what_cannot_be_sent_or_read_is_refused_before_anything_starts() -> None:
     module = cases.Clean()
     module.scale = lambda x: x
-    with pytest.raises(
-        AmpError, match=r"Clean and its data to other processes, because they cannot be pickled"
-    ):
+    with pytest.raises(AmpError, match=r"Clean and its data to other processes, because they cannot be pickled"):
         lightning_amp.verify(module, cells(8))
     with pytest.raises(DataError, match=r"a loader without batches"):
         lightning_amp.verify(cases.Clean(), DataLoader([]))
@@ -326,9 +318,7 @@ class Inherited:
         (self.folder / f"thrown-away-{os.getpid()}").touch()
 
 
-def test_a_session_that_has_a_process_group_is_not_forked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_has_a_process_group_is_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_is_interactive", lambda: True)
     monkeypatch.setattr(processes.dist, "is_initialized", lambda: True)
     with pytest.raises(AmpError, match=r"call torch\.distributed\.destroy_process_group\(\) first"):
@@ -336,9 +326,7 @@ def test_a_session_that_has_a_process_group_is_not_forked(
 
 
 @pytest.mark.ranks
-def test_a_forked_process_collects_no_garbage_of_its_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forked_process_collects_no_garbage_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process group of the parent's would wait in its destructor for threads that a fork does not have."""
     monkeypatch.setattr(processes, "_is_interactive", lambda: True)
     gc.disable()

@@ -13,19 +13,13 @@ from tests.verification.verify_cases import EXAMPLES, verified
 pytestmark = [pytest.mark.ranks, pytest.mark.long]
 
 
-def test_examples_are_equal_and_random_draws_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_are_equal_and_random_draws_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     transformer, unet = importlib.import_module("gene_transformer"), importlib.import_module("unet")
     torch.manual_seed(0)
     batch = transformer.make_batch(6, 14)
     equal = {
-        strategies: (
-            transformer.GeneTransformer(dim=16, layers=2, dropout=0.0),
-            batch,
-            {"strategies": strategies},
-        )
+        strategies: (transformer.GeneTransformer(dim=16, layers=2, dropout=0.0), batch, {"strategies": strategies})
         for strategies in ("S1,recompute", "S1,fsdp", "S1,recompute,fsdp")
     }
     drawing = {
@@ -34,11 +28,7 @@ def test_examples_are_equal_and_random_draws_are_named(
             batch,
             {"strategies": "S1,recompute,fsdp"},
         ),
-        "manual optimisation with noise": (
-            unet.UNet(channels=8),
-            unet.make_batch(4, 8),
-            {"strategies": "S1,fsdp"},
-        ),
+        "manual optimisation with noise": (unet.UNet(channels=8), unet.make_batch(4, 8), {"strategies": "S1,fsdp"}),
     }
     for name, found in verified(tmp_path, equal | drawing).items():
         if name in equal:

@@ -94,10 +94,7 @@ class Adversarial(Clean):
         u = self.encoder(batch["x"])
         for optimizer, loss in zip(
             self.optimizers(),  # type: ignore[arg-type]
-            (
-                lambda: F.softplus(self.critic(u.detach())).mean(),
-                lambda: self.loss(batch) - self.critic(u).mean(),
-            ),
+            (lambda: F.softplus(self.critic(u.detach())).mean(), lambda: self.loss(batch) - self.critic(u).mean()),
             strict=True,
         ):
             optimizer.zero_grad()

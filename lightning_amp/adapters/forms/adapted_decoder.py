@@ -74,9 +74,7 @@ class AdaptedAttentionKey(AttentionKey):
 class AdaptedConvolutionKey(nn.Module):
     """Key by a depthwise convolution of kernel 2 over rows of v, with `padding` zeros behind the last anchor."""
 
-    def __init__(
-        self, pairs: nn.Module, activation: nn.Module, *, padding: int, rows: slice = slice(None)
-    ) -> None:
+    def __init__(self, pairs: nn.Module, activation: nn.Module, *, padding: int, rows: slice = slice(None)) -> None:
         super().__init__()
         self.pairs = pairs
         self.activation = activation
@@ -96,9 +94,7 @@ class AdaptedConvolutionKey(nn.Module):
 class PairedAttentionKey(nn.Module):
     """Key by a convolution, local attention and a gated layer; `checkpointed`: computed again in the backward pass."""
 
-    def __init__(
-        self, paired: AdaptedConvolutionKey, layers: dict[str, nn.Module], *, checkpointed: bool
-    ) -> None:
+    def __init__(self, paired: AdaptedConvolutionKey, layers: dict[str, nn.Module], *, checkpointed: bool) -> None:
         super().__init__()
         self.paired = paired
         self.prenorm, self.qk, self.attention = (layers[name] for name in ("prenorm", "qk", "attention"))
@@ -131,11 +127,7 @@ class GivenDistribution(nn.Module):
         return self.kind.__name__
 
     def forward(
-        self,
-        x: OwnCounts,
-        location: OwnCounts,
-        log_theta: OwnTable | None = None,
-        zi_logits: OwnTable | None = None,
+        self, x: OwnCounts, location: OwnCounts, log_theta: OwnTable | None = None, zi_logits: OwnTable | None = None
     ) -> Scalar:
         """Sum over cells and features; the location is log mu, or the logits of binary data."""
         given = distribution(self.kind, location, log_theta, zi_logits)
@@ -261,9 +253,7 @@ def read_layout(decoder: nn.Module) -> Layout:
 
 def _indices(name: str, value: Any) -> list[Tensor]:
     if not isinstance(value, list | tuple) or not value:
-        raise NotDetected(
-            f"has {name}={type(value).__name__!r}, and not a list with one list of indices per stratum"
-        )
+        raise NotDetected(f"has {name}={type(value).__name__!r}, and not a list with one list of indices per stratum")
     try:
         lists = [torch.as_tensor(rows).detach().cpu() for rows in value]
     except (TypeError, ValueError, RuntimeError) as error:

@@ -163,9 +163,7 @@ class MultiResDecoder(AdaptedDecoder):
                 f"has {len(self.bands)!r} resolutions, and every stratum is predicted with the anchors of the largest"
             )
         if drawn:
-            found.append(
-                f"draws {drawn!r} anchors of a resolution in every step, and is predicted for all of them"
-            )
+            found.append(f"draws {drawn!r} anchors of a resolution in every step, and is predicted for all of them")
         return found
 
     def among(self, subset: Any) -> "MultiResDecoder":

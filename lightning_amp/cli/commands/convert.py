@@ -12,9 +12,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="FILE.ckpt", help="file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     parser.add_argument(
-        "--trust",
-        action="store_true",
-        help="read classes of your own, which may run code, as weights_only=False does",
+        "--trust", action="store_true", help="read classes of your own, which may run code, as weights_only=False does"
     )
     parser.set_defaults(run=_run)
 

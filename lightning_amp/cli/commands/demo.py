@@ -53,9 +53,7 @@ NOTES = {
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument(
-        "--out", default="demo", help="folder to write to (default: demo); replaced if a demo made it"
-    )
+    parser.add_argument("--out", default="demo", help="folder to write to (default: demo); replaced if a demo made it")
     parser.add_argument("--devices", type=int, default=2, help="CPU ranks (default: 2)")
     parser.add_argument("--epochs", type=int, default=40, help="training epochs (default: 40)")
     parser.set_defaults(run=_run)
@@ -77,8 +75,7 @@ def run_demo(out: Path, *, devices: int = 2, epochs: int = 40) -> Iterator[str]:
 
     if out.exists() and not (out / MARK).exists() and any(out.iterdir()):
         raise DataError(
-            f"--out {str(out)!r} is not supported: it holds files that no demo wrote; choose an empty or new"
-            " folder"
+            f"--out {str(out)!r} is not supported: it holds files that no demo wrote; choose an empty or new folder"
         )
     out.mkdir(parents=True, exist_ok=True)
     (out / MARK).touch()
@@ -97,7 +94,5 @@ def run_demo(out: Path, *, devices: int = 2, epochs: int = 40) -> Iterator[str]:
         yield from NOTES.get(command[0], ())
         status = subprocess.run([sys.executable, "-m", "lightning_amp", *command], check=False).returncode
         if status != 0:
-            raise AmpError(
-                f"`lightning-amp {shlex.join(command)}` ended with status {status}; its message is above"
-            )
+            raise AmpError(f"`lightning-amp {shlex.join(command)}` ended with status {status}; its message is above")
     yield f"\nEverything is under {out}: start with {out / 'predictions' / 'embedding.png'}"

@@ -61,9 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 
     if arguments.show_code and arguments.format == "json":
-        raise PlanError(
-            "--show-code cannot be used with --format json, which holds the plan alone; leave one out"
-        )
+        raise PlanError("--show-code cannot be used with --format json, which holds the plan alone; leave one out")
     named = named_step(arguments)
     if named is not None or arguments.config is not None:
         of = f"--config {arguments.config!r}" if named is None else repr(arguments.data_dir)
@@ -82,9 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
         "which is of --config FILE.yaml or MODULE:CLASS",
     )
     if arguments.show_code:
-        raise PlanError(
-            "--show-code requires --config FILE.yaml or MODULE:CLASS, whose blocks it would show; name one"
-        )
+        raise PlanError("--show-code requires --config FILE.yaml or MODULE:CLASS, whose blocks it would show; name one")
     if arguments.recommend_devices:
         return _recommend(arguments)
     request = request_of(arguments)
@@ -97,10 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         profile = read(arguments)
         shape = reference_shape(
-            profile,
-            batch_size=request["batch_size"],
-            latent_dim=latent_dim(arguments),
-            window=arguments.window,
+            profile, batch_size=request["batch_size"], latent_dim=latent_dim(arguments), window=arguments.window
         )
         of_data = f"{profile_report(profile)}\n\n"
     made = plan(profile, **request, shape=shape, rates=rates)

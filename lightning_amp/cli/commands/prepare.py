@@ -26,20 +26,14 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--labels", help="table of Hi-C cells (TSV): cell, celltype, batch, depth")
     parser.add_argument("--resolution", help="check: the bin size that the file must have, such as 500kb")
-    parser.add_argument(
-        "--min-depth", type=int, default=0, help="drop cells with fewer contacts (default: 0)"
-    )
-    parser.add_argument(
-        "--n-genes", type=int, default=2000, help="most variable genes to keep (default: 2000)"
-    )
+    parser.add_argument("--min-depth", type=int, default=0, help="drop cells with fewer contacts (default: 0)")
+    parser.add_argument("--n-genes", type=int, default=2000, help="most variable genes to keep (default: 2000)")
     parser.add_argument("--trans", action="store_true", help="keep pairs that cross a chromosome's end")
     parser.add_argument(
         "--chromosomes",
         help="chromosomes to keep, separated by commas (default: all but scaffolds and the mitochondrial one)",
     )
-    parser.add_argument(
-        "--loop-quantile", type=float, default=0.98, help="pseudobulk quantile of graph edges"
-    )
+    parser.add_argument("--loop-quantile", type=float, default=0.98, help="pseudobulk quantile of graph edges")
     parser.add_argument(
         "--by-columns", action="store_true", help="store counts by columns, for ranks that read their own"
     )

@@ -19,11 +19,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE.yaml", help="of `lightning-amp fit`: profile its model's step instead"
     )
     parser.add_argument("--batch-size", type=int, help="of a step: cells or samples of the batch")
-    parser.add_argument(
-        "--plot",
-        metavar="FILE.png",
-        help="of a step: draw it by kind and module; replaces the file",
-    )
+    parser.add_argument("--plot", metavar="FILE.png", help="of a step: draw it by kind and module; replaces the file")
     add_named_class(parser)
     parser.set_defaults(run=_run)
 

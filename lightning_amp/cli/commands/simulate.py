@@ -68,12 +68,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _draw_schedule(arguments: argparse.Namespace, made: "Plan") -> None:
     """What every rank of a pipeline computes when."""
-    from lightning_amp.planning.reports.stages_report import (
-        Panel,
-        schedule_chart,
-        schedule_title,
-        timeline_of,
-    )
+    from lightning_amp.planning.reports.stages_report import Panel, schedule_chart, schedule_title, timeline_of
 
     if not made.stages:
         refuse(

@@ -28,14 +28,10 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("--config", required=True, metavar="FILE.yaml", help="of `lightning-amp fit`")
     parser.add_argument("--devices", required=True, type=int, help="ranks on this machine")
-    parser.add_argument(
-        "--out", required=True, metavar="PLAN.json", help="file to write, for AMPStrategy(plan=)"
-    )
+    parser.add_argument("--out", required=True, metavar="PLAN.json", help="file to write, for AMPStrategy(plan=)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     parser.add_argument("--grids", type=int, default=3, help="grids to try, of the first five (default: 3)")
-    parser.add_argument(
-        "--steps", type=int, default=8, help="steps of each, of which two do not count (default: 8)"
-    )
+    parser.add_argument("--steps", type=int, default=8, help="steps of each, of which two do not count (default: 8)")
     parser.add_argument("--device-memory", help="memory of one device, such as 24GiB (default: unknown)")
     parser.add_argument("--rates", metavar="FILE.json", help="rates that `calibrate` has measured")
     parser.set_defaults(run=_run)
@@ -103,15 +99,7 @@ def _measured(plan: Plan, arguments: argparse.Namespace) -> tuple[float, str]:
             **dict.fromkeys(OFF, "false"),
         }
         words = [f"--trainer.{name}={value}" for name, value in settings.items()]
-        command = [
-            sys.executable,
-            "-m",
-            "lightning_amp",
-            "fit",
-            "--config",
-            arguments.config,
-            "--ckpt_path=null",
-        ]
+        command = [sys.executable, "-m", "lightning_amp", "fit", "--config", arguments.config, "--ckpt_path=null"]
         done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
         if done.returncode or not seconds.exists():
             said = done.stderr.strip().splitlines() or ["it has said nothing"]

@@ -14,9 +14,7 @@ OF_THE_PLAN = ("policy", "strategies", "plan", "model_parallel_size")
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """Add the words of the command; torch is loaded when it runs."""
-    parser.add_argument(
-        "--config", required=True, metavar="FILE.yaml", help="what `lightning-amp fit` is given"
-    )
+    parser.add_argument("--config", required=True, metavar="FILE.yaml", help="what `lightning-amp fit` is given")
     parser.add_argument("--devices", type=int, default=2, help="CPU ranks (default: 2)")
     parser.add_argument("--steps", type=int, default=3, help="batches to train on (default: 3)")
     parser.add_argument("--policy", choices=["auto", "paper"], help="default: the configuration's")
@@ -30,9 +28,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 
 def _verify(arguments: argparse.Namespace) -> None:
     if not Path(arguments.config).is_file():
-        raise PlanError(
-            f"verify found no file --config {arguments.config!r}; give the YAML of `lightning-amp fit`"
-        )
+        raise PlanError(f"verify found no file --config {arguments.config!r}; give the YAML of `lightning-amp fit`")
 
     # late: torch takes seconds to load, and mistakes are reported before
     from lightning_amp.verification.read_configuration import read_configuration

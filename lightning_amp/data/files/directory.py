@@ -49,9 +49,7 @@ def find(root: str | Path, *, setting: str | None = None, others: bool = False) 
     root = Path(root)
     if not root.is_dir():
         found = "a file" if root.exists() else "nothing"
-        raise DataError(
-            f"{root}: expected a data directory, found {found}; `lightning-amp prepare` writes one"
-        )
+        raise DataError(f"{root}: expected a data directory, found {found}; `lightning-amp prepare` writes one")
     files = {name: _choose(root, name, setting) for name in MODALITIES}
     unread = tuple(path for path in sorted(root.glob("*/*.h5ad")) if path.parent.name not in FOLDERS)
     if not any(files.values()) and not (others and unread):
@@ -76,9 +74,7 @@ def _choose(root: Path, modality: str, setting: str | None) -> Path | None:
     settings = [_setting(path, modality) for path in files]
     if setting is not None and files:
         if setting not in settings:
-            raise DataError(
-                f"{folder}: no file of setting {setting!r}, found {settings!r}; choose one of them"
-            )
+            raise DataError(f"{folder}: no file of setting {setting!r}, found {settings!r}; choose one of them")
         return files[settings.index(setting)]
     if len(files) > 1:
         raise DataError(f"{folder}: found {len(files)} settings {settings!r}; choose one with setting=...")

@@ -130,6 +130,4 @@ def _elements(path: Path) -> Iterator[tuple[str, ElementTree.Element]]:
                     yield tag, element
                     element.clear()
         except ElementTree.ParseError as error:
-            raise DataError(
-                f"{path}: the graph is no whole GraphML file ({error}); write it again"
-            ) from error
+            raise DataError(f"{path}: the graph is no whole GraphML file ({error}); write it again") from error

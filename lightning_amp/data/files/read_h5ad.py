@@ -113,9 +113,7 @@ def read_header(h5ad_path: str | Path) -> ModalityHeader:
         has_layer = "layers" in file and "counts" in file["layers"]
         matrix = file["layers/counts"] if has_layer else file.get("X")
         if matrix is None:
-            raise DataError(
-                f"{path}: neither X nor layers['counts'] found; write raw counts into one of them"
-            )
+            raise DataError(f"{path}: neither X nor layers['counts'] found; write raw counts into one of them")
         shape = shape_of(matrix)
         if shape != (len(obs), n_features):
             raise DataError(

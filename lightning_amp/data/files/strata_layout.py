@@ -173,9 +173,7 @@ def _assemble(
             )
         if k == 0:
             if own.min() < 0 or len(np.unique(own)) != len(own):
-                raise DataError(
-                    "stratum 0 lists a bin twice or without a name; every bin must be listed exactly once"
-                )
+                raise DataError("stratum 0 lists a bin twice or without a name; every bin must be listed exactly once")
             row_of[:] = -1
             row_of[own] = np.arange(len(anchor_names), len(anchor_names) + len(own))
             anchor_names += read_strings(names, start=start, stop=stop)

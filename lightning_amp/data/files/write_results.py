@@ -14,13 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from lightning_amp.data.files.directory import written_aside
-from lightning_amp.data.files.new_hdf5 import (
-    UNKNOWN_ASSEMBLY,
-    new_hdf5,
-    write_annotations,
-    write_cool,
-    write_scool,
-)
+from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY, new_hdf5, write_annotations, write_cool, write_scool
 from lightning_amp.data.files.read_h5ad import open_h5ad
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
 

@@ -137,20 +137,12 @@ class SingleCellDataModule(pl.LightningDataModule):
         weakref.finalize(data, _remove, home, os.getpid())
         with write_aside(data.data_dir) as aside:
             write_objects(
-                aside,
-                rna=rna,
-                hic=hic,
-                graph=graph,
-                genes=genes,
-                n_genes=n_genes,
-                loop_quantile=loop_quantile,
+                aside, rna=rna, hic=hic, graph=graph, genes=genes, n_genes=n_genes, loop_quantile=loop_quantile
             )
         return data
 
     @classmethod
-    def from_mudata(
-        cls, mdata: Any, *, rna: str = "rna", hic: str = "hic", **options: Any
-    ) -> "SingleCellDataModule":
+    def from_mudata(cls, mdata: Any, *, rna: str = "rna", hic: str = "hic", **options: Any) -> "SingleCellDataModule":
         """Make a data module of two modalities of a MuData; see `from_anndata`.
 
         Args:
@@ -185,9 +177,7 @@ class SingleCellDataModule(pl.LightningDataModule):
                 f"{self.data_dir}: sparse=True is for {HIC!r}; loaded are {sorted(paths)!r}: leave sparse out"
             )
         layout = read_layout(paths[HIC]) if HIC in paths else None
-        own = {
-            modality: self._own(modality, read_header(path).n_features) for modality, path in paths.items()
-        }
+        own = {modality: self._own(modality, read_header(path).n_features) for modality, path in paths.items()}
         self.tables = {modality: CellTable(path, modality, own[modality]) for modality, path in paths.items()}
         vars(self).pop("on_after_batch_transfer", None)
         if any(own.values()):
@@ -302,9 +292,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         return {"num_workers": self.num_workers, "pin_memory": bool(pins)}
 
     def _dataset(self) -> MultiModalDataset:
-        return MultiModalDataset(
-            self.tables, sparse=[HIC] if HIC in self.tables and self._is_sparse() else []
-        )
+        return MultiModalDataset(self.tables, sparse=[HIC] if HIC in self.tables and self._is_sparse() else [])
 
     def _is_sparse(self) -> bool:
         if self.sparse != "auto":

@@ -82,9 +82,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
             rows = {modality: self._share(modality, cells[batch]) for modality, cells in order.items()}
             yield StepIndices(
                 rows={modality: mine for modality, mine in rows.items() if len(mine)},
-                draw_key=hash_integers(self.seed, self.epoch, step)
-                if self.cycle
-                else hash_integers(self.seed),
+                draw_key=hash_integers(self.seed, self.epoch, step) if self.cycle else hash_integers(self.seed),
             )
 
     def _order(self) -> CellRowsOf:

@@ -74,9 +74,7 @@ def _check_arguments(**given: Any) -> None:
         raise DataError(f"{question}give graph, or genes to build one with, not both")
     both = given["rna"] is not None and given["hic"] is not None
     if given["genes"] is not None and not both:
-        raise DataError(
-            f"{question}genes build a graph between rna and hic, which needs both; leave genes out"
-        )
+        raise DataError(f"{question}genes build a graph between rna and hic, which needs both; leave genes out")
     if both and given["graph"] is None and given["genes"] is None:
         raise DataError(
             f"{question}rna and hic are related through a guidance graph: give genes=, a GTF, a BED or a table of"
@@ -96,12 +94,7 @@ def _raw_counts(name: str, data: Any) -> Any:
 
 
 def _write_matrix(
-    root: Path,
-    name: str,
-    counts: Any,
-    obs: pd.DataFrame,
-    var: pd.DataFrame,
-    uns: dict[str, Any] | None = None,
+    root: Path, name: str, counts: Any, obs: pd.DataFrame, var: pd.DataFrame, uns: dict[str, Any] | None = None
 ) -> Path:
     from anndata.io import write_elem
 

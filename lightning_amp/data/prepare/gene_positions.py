@@ -50,13 +50,9 @@ def read_genes(path: str | Path) -> pd.DataFrame:
     elif lowered.endswith(".bed"):
         found = _collect(path, _parse_bed)
     else:
-        raise DataError(
-            f"{path}: expected a gene annotation, found the name {path.name!r}; allowed: .gtf, .bed (.gz)"
-        )
+        raise DataError(f"{path}: expected a gene annotation, found the name {path.name!r}; allowed: .gtf, .bed (.gz)")
     if not found:
-        raise DataError(
-            f"{path}: found no gene and no transcript in the annotation; give one that lists genes"
-        )
+        raise DataError(f"{path}: found no gene and no transcript in the annotation; give one that lists genes")
     return _keep_longest(found)
 
 
@@ -219,9 +215,7 @@ def build_graph(
     source, target, weight = contact_edges(bulk, bins, loop_quantile=loop_quantile)
     every, symbols = vertices.index.to_numpy(), genes.index.to_numpy()
     parts = [
-        pd.DataFrame(
-            {"source": symbols[gene_rows], "target": names[overlapped], "weight": 1.0, "type": "overlap"}
-        ),
+        pd.DataFrame({"source": symbols[gene_rows], "target": names[overlapped], "weight": 1.0, "type": "overlap"}),
         pd.DataFrame({"source": names[source], "target": names[target], "weight": weight, "type": "hic"}),
         pd.DataFrame({"source": every, "target": every, "weight": 1.0, "type": "self-loop"}),
     ]

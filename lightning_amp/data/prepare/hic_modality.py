@@ -200,13 +200,7 @@ def write_hic(
             file["X/indptr"] = ends.astype(np.int32)
         obs = labels.loc[kept].assign(depth=depths, dataset="train")
         obs.index = pd.Index(kept, dtype=object)
-        dropped = {
-            "n_dropped_cells": n_seen - len(kept),
-            "n_shallow_cells": n_shallow,
-            "min_depth": min_depth,
-        }
-        amp = (
-            settings | {"schema": 1, "chromosomes_left_out": np.array(grid.left_out, dtype=object)} | dropped
-        )
+        dropped = {"n_dropped_cells": n_seen - len(kept), "n_shallow_cells": n_shallow, "min_depth": min_depth}
+        amp = settings | {"schema": 1, "chromosomes_left_out": np.array(grid.left_out, dtype=object)} | dropped
         write_annotations(file, obs=obs, var=grid.var(), uns={"amp": amp})
     return bulk.total()

@@ -40,9 +40,7 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
         except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
             raise DataError(f"{path}: the labels are no tab-separated table ({error})") from error
     if "cell" not in table:
-        raise DataError(
-            f"{path}: no column 'cell', found {list(table)!r}; tab-separated with a header is needed"
-        )
+        raise DataError(f"{path}: no column 'cell', found {list(table)!r}; tab-separated with a header is needed")
     names = table["cell"].fillna("")
     cells = pd.Index([strip_resolution(name, resolution=resolution) for name in names], name="cell")
     if cells.has_duplicates:
@@ -55,8 +53,7 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
     if depth.isna().any() or (depth < 0).any():
         line = int((depth.isna() | (depth < 0)).to_numpy().argmax())
         raise DataError(
-            f"{path}: depth {table['depth'].iloc[line]!r} of cell {cells[line]!r} is no non-negative number; "
-            "correct it"
+            f"{path}: depth {table['depth'].iloc[line]!r} of cell {cells[line]!r} is no non-negative number; correct it"
         )
     known = {
         "celltype": celltype.to_numpy(),

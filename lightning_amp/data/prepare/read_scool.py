@@ -97,9 +97,7 @@ class ScoolFile:
 
     path: Path
     cells: list[str] = field(init=False)  # names of the cells as in the file, in natural order
-    bins: pd.DataFrame = field(
-        init=False
-    )  # chrom (str), start and end (int64, base pairs, half-open), in file order
+    bins: pd.DataFrame = field(init=False)  # chrom (str), start and end (int64, base pairs, half-open), in file order
     # name of the genome assembly in the attributes of the file or its first cell, else "unknown"
     assembly: str = field(init=False, default=UNKNOWN_ASSEMBLY)
 
@@ -156,9 +154,7 @@ class ScoolFile:
                 where = f"{self.path}: cell {cell!r}"
                 group = file["cells"].get(cell)
                 if group is None:
-                    raise DataError(
-                        f"{where} is not in the file, found e.g. {self.cells[:3]!r}; use one of `cells`"
-                    )
+                    raise DataError(f"{where} is not in the file, found e.g. {self.cells[:3]!r}; use one of `cells`")
                 self._check_cell(group, where)
                 offset = group["indexes/bin1_offset"]
                 run = (0, None) if own is None else (int(offset[own.start]), int(offset[own.stop]))
@@ -182,9 +178,7 @@ class ScoolFile:
             )
         mode = group.attrs.get("storage-mode", "symmetric-upper")
         if mode != "symmetric-upper":
-            raise DataError(
-                f"{where} has storage-mode {mode!r}; 'symmetric-upper' is needed, write it so with cooler"
-            )
+            raise DataError(f"{where} has storage-mode {mode!r}; 'symmetric-upper' is needed, write it so with cooler")
 
 
 def _check_kind(file: Any, path: Path) -> None:
@@ -196,9 +190,7 @@ def _check_kind(file: Any, path: Path) -> None:
     elif "pixels" in file:
         found = "expected a .scool, found a .cool (one bulk matrix)"
     elif "cells" not in file and any(isinstance(g, h5py.Group) and "pixels" in g for g in file.values()):
-        found = (
-            f"cells are at the root of the file ({sorted(file)[:3]!r}), where cooler before 0.8.9 wrote them"
-        )
+        found = f"cells are at the root of the file ({sorted(file)[:3]!r}), where cooler before 0.8.9 wrote them"
     elif "cells" not in file:
         found = f"expected a .scool, found an HDF5 file with {sorted(file)[:5]!r}"
     elif missing:
@@ -215,9 +207,7 @@ def _read_bins(group: Any) -> pd.DataFrame:
     from cooler.api import bins
 
     table = bins(group, fields=["chrom", "start", "end"])
-    return table.assign(chrom=table["chrom"].astype(str).astype(object)).astype(
-        {"start": "int64", "end": "int64"}
-    )
+    return table.assign(chrom=table["chrom"].astype(str).astype(object)).astype({"start": "int64", "end": "int64"})
 
 
 def _check_pixels(table: pd.DataFrame, n_bins: int, where: str) -> None:
@@ -231,6 +221,4 @@ def _check_pixels(table: pd.DataFrame, n_bins: int, where: str) -> None:
     bad = np.flatnonzero((first < 0) | (second >= n_bins) | (first > second))
     if len(bad):
         pair = (int(first[bad[0]]), int(second[bad[0]]))
-        raise DataError(
-            f"{where} has a pixel of bins {pair!r}; bin1 <= bin2 < {n_bins!r} is needed, write it again"
-        )
+        raise DataError(f"{where} has a pixel of bins {pair!r}; bin1 <= bin2 < {n_bins!r} is needed, write it again")

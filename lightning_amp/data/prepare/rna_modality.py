@@ -43,17 +43,13 @@ def read_rna(path: str | Path) -> RnaCounts:
     with open_h5ad(path) as file:
         place = "layers/counts" if "layers" in file and "counts" in file["layers"] else "X"
         if place not in file:
-            raise DataError(
-                f"{path}: neither layers['counts'] nor X found; write raw counts into one of them"
-            )
+            raise DataError(f"{path}: neither layers['counts'] nor X found; write raw counts into one of them")
         others = [f"layers[{name!r}]" for name in file.get("layers", ()) if name != "counts"]
         others += ["raw.X"] if "raw" in file and place == "X" else []
         counts = sp.csr_array(read_elem(file[place]))
         obs, var = read_elem(file["obs"]), read_elem(file["var"])
     if counts.shape != (len(obs), len(var)):
-        raise DataError(
-            f"{path}: {place} has shape {counts.shape!r}, obs and var {(len(obs), len(var))!r}; rewrite it"
-        )
+        raise DataError(f"{path}: {place} has shape {counts.shape!r}, obs and var {(len(obs), len(var))!r}; rewrite it")
     check_raw(counts, obs.index, var.index, where=str(path), place=place, others=others)
     return RnaCounts(counts.astype(np.float32), _cell_columns(obs), var.index.astype(str), str(path))
 
@@ -79,9 +75,7 @@ def check_raw(
     for names, what in ((cells, "cell"), (features, feature)):
         if names.has_duplicates:
             again = names[names.duplicated()].unique().tolist()
-            raise DataError(
-                f"{where}: {what} names are repeated: {again[:3]!r} ({len(again)}); make them unique"
-            )
+            raise DataError(f"{where}: {what} names are repeated: {again[:3]!r} ({len(again)}); make them unique")
 
 
 def _cell_columns(obs: pd.DataFrame) -> pd.DataFrame:
@@ -89,9 +83,7 @@ def _cell_columns(obs: pd.DataFrame) -> pd.DataFrame:
     for name, (sources, default) in CELL_COLUMNS.items():
         source = next((s for s in sources if s in obs), None)
         found = None if source is None else obs[source].astype(object)
-        columns[name] = (
-            default if found is None else found.where(found.notna(), default).astype(str).to_numpy()
-        )
+        columns[name] = default if found is None else found.where(found.notna(), default).astype(str).to_numpy()
     known = pd.DataFrame(columns, index=obs.index.astype(str))
     return known.join(obs.drop(columns=list(columns), errors="ignore").set_axis(known.index))
 

@@ -66,13 +66,7 @@ def synthesize(out: str | Path, *, overwrite: bool = False, **sizes: int) -> Dat
     """
     drawn = _draw(**sizes)
     with write_aside(out, overwrite=overwrite) as aside:
-        write_modalities(
-            aside,
-            **drawn,
-            loop_quantile=LOOP_QUANTILE,
-            min_depth=0,
-            source="synthetic cells",
-        )
+        write_modalities(aside, **drawn, loop_quantile=LOOP_QUANTILE, min_depth=0, source="synthetic cells")
     return find(Path(out))
 
 
@@ -96,9 +90,7 @@ def synthesize_files(out: str | Path, **sizes: int) -> list[Path]:
         var = pd.DataFrame(index=drawn["rna"].genes)
         AnnData(sp.csr_matrix(drawn["rna"].counts), obs=drawn["rna"].obs, var=var).write_h5ad(rna)
         bed = drawn["positions"].assign(name=drawn["positions"].index, score=0)
-        bed[["chrom", "start", "end", "name", "score", "strand"]].to_csv(
-            genes, sep="\t", header=False, index=False
-        )
+        bed[["chrom", "start", "end", "name", "score", "strand"]].to_csv(genes, sep="\t", header=False, index=False)
     return [Path(out) / name for name in names]
 
 
@@ -129,9 +121,7 @@ def _draw(
     start = np.concatenate([np.arange(n) * resolution for n in parts])
     chrom = np.repeat([f"chr{i + 1}" for i in range(chromosomes)], parts).astype(object)
     table = pd.DataFrame({"chrom": chrom, "start": start, "end": start + resolution})
-    grid = build_grid(
-        table, strata=strata, chromosomes=table["chrom"].unique().tolist(), source="synthetic bins"
-    )
+    grid = build_grid(table, strata=strata, chromosomes=table["chrom"].unique().tolist(), source="synthetic bins")
     population = _make_population(rng, grid, cell_types)
     positions = _place_genes(rng, table, genes)
     rna = _draw_rna(rng, population, positions, rna_cells)
@@ -187,16 +177,12 @@ def _place_genes(rng: np.random.Generator, bins: pd.DataFrame, n_genes: int) -> 
     home = bins.iloc[np.sort(rng.integers(len(bins), size=n_genes))]
     width = (home["end"] - home["start"]).to_numpy()
     start = home["start"].to_numpy() + rng.integers(0, np.maximum(width // 2, 1))
-    table = pd.DataFrame(
-        {"chrom": home["chrom"].to_numpy(), "start": start, "end": start + np.maximum(width // 4, 1)}
-    )
+    table = pd.DataFrame({"chrom": home["chrom"].to_numpy(), "start": start, "end": start + np.maximum(width // 4, 1)})
     table["strand"] = rng.choice(["+", "-"], size=n_genes).astype(object)
     return table.set_index(pd.Index([f"GENE{i}" for i in range(n_genes)], dtype=object, name="gene"))
 
 
-def _draw_rna(
-    rng: np.random.Generator, population: _Population, genes: pd.DataFrame, n_cells: int
-) -> RnaCounts:
+def _draw_rna(rng: np.random.Generator, population: _Population, genes: pd.DataFrame, n_cells: int) -> RnaCounts:
     """Draw negative binomial counts whose means follow the activity of each gene's bin."""
     types = rng.permutation(np.arange(n_cells) % len(population.activity))
     bins = population.grid.bins

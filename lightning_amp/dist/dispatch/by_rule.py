@@ -59,10 +59,7 @@ def rule_plan(
     if call is None:
         return None
     labels: dict[Place, int] = {}
-    for j, places in [
-        *enumerate(dims_of(call) or ()),
-        *((-1 - i, group) for i, group in enumerate(sums_of(call))),
-    ]:
+    for j, places in [*enumerate(dims_of(call) or ()), *((-1 - i, group) for i, group in enumerate(sums_of(call)))]:
         # two dims of one tensor, as of a diagonal, cannot be split in the same way
         if len({k for k, _ in places}) == len(places):
             labels |= {place: j for place in places if not (place[0] == 0 and place[1] in but)}
@@ -129,9 +126,7 @@ def layout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartL
     return found
 
 
-def _without_values(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[list[Tensor], list[Tensor]]:
+def _without_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that an operator returns, and those that it is given, without values."""
     given = list[Tensor]()
 
@@ -245,18 +240,12 @@ def with_whole(func: Any, x: Tensor, dims: Sequence[int]) -> Tensor:
     return redistribute(x, splits_with_whole(func, x, splits_of(x), dims))
 
 
-def splits_with_whole(
-    func: Any, x: Tensor, splits: Splits, dims: Sequence[int], stay: Sequence[int] = ()
-) -> Splits:
+def splits_with_whole(func: Any, x: Tensor, splits: Splits, dims: Sequence[int], stay: Sequence[int] = ()) -> Splits:
     """Splits with some dims whole: another dim, not one of `stay`, is split instead, or the tensor is gathered."""
     shape = shape_of(x)
     for split in [s for s in splits if s.dim in dims]:
         axis = split.axis
-        free = [
-            d
-            for d, n in enumerate(shape)
-            if n >= axis.size and d not in (*dims, *stay) and splits.at(d) is None
-        ]
+        free = [d for d, n in enumerate(shape) if n >= axis.size and d not in (*dims, *stay) and splits.at(d) is None]
         if not free and axis.unknown == "error":
             raise needs_whole(func, [x], x, split)
         dim = max(free, key=lambda d: shape[d], default=None)

@@ -132,9 +132,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> N
     target = next((t for t in tensors if t is args[0]), None)
     if type(target) is ShardedTensor:
         if target.copied:
-            raise shard_error(
-                func, tensors, LOST, remedy="write into the tensor itself, or build it with cat or where"
-            )
+            raise shard_error(func, tensors, LOST, remedy="write into the tensor itself, or build it with cat or where")
     elif any(type(t) is ShardedTensor and t.splits for t in tensors):
         why = "it writes sharded values into a tensor that every rank has whole"
         raise shard_error(func, tensors, why, remedy="use the operator that returns a new tensor")

@@ -83,9 +83,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
 
         return register_hook(x, whole)
 
-    def run(
-        outputs: Any, seeds: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def run(outputs: Any, seeds: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Of `torch.autograd.grad`, whatever name it was imported under, and of backward().
 
         Every rank differentiates its copy of a whole output, so a copy counts as one of R. The gradient of a whole
@@ -135,10 +133,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
 
 def _in_handler(apply: Any) -> bool:
     """Whether a handler calls an autograd Function, with parts."""
-    codes = {
-        apply,
-        *(getattr(ShardedTensor, f"__torch_{kind}__").__code__ for kind in ("function", "dispatch")),
-    }
+    codes = {apply, *(getattr(ShardedTensor, f"__torch_{kind}__").__code__ for kind in ("function", "dispatch"))}
     frame = sys._getframe(2)
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back  # type: ignore[assignment]

@@ -126,9 +126,7 @@ def keep(key: Any, plan: CallPlan, tensors: Sequence[Tensor]) -> None:
     PLANS[key] = plan, stays and not plan.sums and plan.settled is None
 
 
-def run(
-    plan: CallPlan, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]
-) -> Any:
+def run(plan: CallPlan, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
     """Compute a call by its plan."""
     with because(plan.name):
         parts = [part_in(t, splits) for t, splits in zip(tensors, plan.arguments, strict=True)]

@@ -34,9 +34,7 @@ class _SplitColumns(torch.autograd.Function):
     """Whole queries, split keys and values: the results of all ranks are merged."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, axis: MeshAxis
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, axis: MeshAxis) -> Tensor:
         found, own = block_forward(q, k, v, mask, False, scale)
         top = reduce_now(own, axis, torch.distributed.ReduceOp.MAX)
         top = torch.where(torch.isfinite(top), top, 0)
@@ -62,9 +60,7 @@ def _attention(
 ) -> Any:
     n, scale = len(shape_of(q)), shape_of(q)[-1] ** -0.5 if scale is None else scale
     if causal and mask is not None:
-        raise shard_error(
-            func, [q, k, v, mask], "it has a mask and is causal", remedy="put both into the mask"
-        )
+        raise shard_error(func, [q, k, v, mask], "it has a mask and is causal", remedy="put both into the mask")
     if n != 4:
         lead = shape_of(q)[:-2]
         if n < 4:
@@ -121,9 +117,7 @@ def _attention(
     return wrap(found, splits_of(q))
 
 
-def _with_weights(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float
-) -> Tensor:
+def _with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float) -> Tensor:
     """Attention that computes all scores of the own rows, for dropout and for masks that are trained."""
     scores = torch.matmul(q, k.mT) * scale
     if causal:

@@ -89,11 +89,7 @@ def _register_hook(x: ShardedTensor, hook: Any) -> Any:
 
     def whole(grad: Tensor) -> Tensor | None:
         found = hook(wrap(true_gradient(grad, splits, axes), splits))
-        return (
-            None
-            if found is None
-            else part_in(found, splits) * prod(axis.size for axis in axes if splits.on(axis))
-        )
+        return None if found is None else part_in(found, splits) * prod(axis.size for axis in axes if splits.on(axis))
 
     return x.local.register_hook(whole)
 
@@ -166,6 +162,4 @@ def _equal(x: Any, other: Any) -> Any:
 
 @function(Tensor.__reduce_ex__)
 def _pickle(x: ShardedTensor, protocol: int) -> NoReturn:
-    raise shard_error(
-        Tensor.__reduce_ex__, [x], "a file would hold one rank's part", remedy="save its full_tensor()"
-    )
+    raise shard_error(Tensor.__reduce_ex__, [x], "a file would hold one rank's part", remedy="save its full_tensor()")

@@ -155,9 +155,7 @@ def _getitem(x: Tensor, index: Any) -> Any:
     given = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, list | tuple) for i in given):
         device = held_by(x).device
-        index = tuple(
-            torch.tensor(i, device=device) if isinstance(i, list | tuple) and len(i) else i for i in given
-        )
+        index = tuple(torch.tensor(i, device=device) if isinstance(i, list | tuple) and len(i) else i for i in given)
     return COMPUTE["function"](Tensor.__getitem__, (x, index), {})
 
 
@@ -165,16 +163,12 @@ def _getitem(x: Tensor, index: Any) -> Any:
 def _setitem(x: Tensor, index: Any, value: Any) -> None:
     """Write into a part of a tensor; every rank writes what it owns."""
     if not splits_of(x):
-        raise shard_error(
-            Tensor.__setitem__, [x], "it writes sharded values into a tensor that every rank has whole"
-        )
+        raise shard_error(Tensor.__setitem__, [x], "it writes sharded values into a tensor that every rank has whole")
     if x.copied:  # type: ignore[attr-defined]
         raise shard_error(Tensor.__setitem__, [x], LOST, remedy="write into the tensor itself, or use where")
     index = list(index) if isinstance(index, tuple) else [index]
     # a boolean is a mask without dims
-    looked_up = [
-        i for i in index if isinstance(i, bool) or not isinstance(i, int | slice | EllipsisType | None)
-    ]
+    looked_up = [i for i in index if isinstance(i, bool) or not isinstance(i, int | slice | EllipsisType | None)]
     if looked_up:
         _put(x, index, looked_up, value)
         return
@@ -220,7 +214,5 @@ def _put(x: Tensor, index: Sequence[Any], looked_up: Sequence[Any], value: Any) 
     if len(leading) != len(looked_up) or any(i is Ellipsis for i in index[:-1]):
         raise shard_error(Tensor.__setitem__, [x], "it writes to slices of positions that depend on values")
     own = [None if isinstance(i, slice) else torch.as_tensor(i) for i in index if i is not Ellipsis]
-    value = (
-        value if isinstance(value, Tensor) else torch.tensor(value, dtype=local_of(x).dtype, device=x.device)
-    )
+    value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=local_of(x).dtype, device=x.device)
     torch.ops.aten.index_put_.default(x, own, value)

@@ -229,9 +229,7 @@ def _scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
         split = next((s for t in given if (s := splits_of(t).on(axis)) and s.dim != dim), None)
         if split is not None and shape[split.dim] == shape_of(x)[split.dim] and splits.at(split.dim) is None:
             splits = splits.replaced(axis, split)
-    over = next(
-        (s for t in given[1:] for s in splits_of(t) if s.dim == dim and splits.on(s.axis) is None), None
-    )
+    over = next((s for t in given[1:] for s in splits_of(t) if s.dim == dim and splits.on(s.axis) is None), None)
     if name_of(func) == "scatter_add" and over is not None:
         own = splits.replaced(over.axis, over)
         zeros = torch.zeros_like(part_in(x, splits))

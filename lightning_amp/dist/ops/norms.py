@@ -11,9 +11,7 @@ from lightning_amp.dist.registry import BY_RULE, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import local_of, part_in, shape_of, splits_of, wrap
 
 
-def _normalised(
-    x: Tensor, dims: Sequence[int], eps: float, *parameters: Tensor | None, centre: bool = True
-) -> Tensor:
+def _normalised(x: Tensor, dims: Sequence[int], eps: float, *parameters: Tensor | None, centre: bool = True) -> Tensor:
     """See `normalised`; the statistics are those over some dims of the whole tensor."""
     splits = splits_of(x)
     weight, bias = [

@@ -108,9 +108,7 @@ def _rrelu(func: Any, x: Tensor, low: float, high: float, training: bool, *_: An
     return _refused(func, x, training) if training else torch.nn.functional.leaky_relu(x, (low + high) / 2)
 
 
-@operator(
-    "alpha_dropout", "feature_alpha_dropout", "randint_like", "multinomial", "poisson", "native_dropout"
-)
+@operator("alpha_dropout", "feature_alpha_dropout", "randint_like", "multinomial", "poisson", "native_dropout")
 def _refused(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if "alpha" in name_of(func) and not args[1]:
         return x

@@ -142,9 +142,7 @@ def _twice(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             for d in gone:
                 t = t.prod(d, keepdim=True)
             return t
-        return (
-            t.logsumexp(gone, True) if name == "logsumexp" else torch.linalg.vector_norm(t, ord, gone, True)
-        )
+        return t.logsumexp(gone, True) if name == "logsumexp" else torch.linalg.vector_norm(t, ord, gone, True)
 
     one_each = [
         split._replace(owners=Owners.even(split.axis.size, split.axis.size)) if split.dim in gone else split
@@ -156,9 +154,7 @@ def _twice(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 @operator("norm", "frobenius_norm")
-def _norm(
-    func: Any, x: Tensor, p: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor:
+def _norm(func: Any, x: Tensor, p: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     if name_of(func) == "frobenius_norm":
         p, dim, keepdim = 2, p, bool(dim)
     return torch.linalg.vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
@@ -175,9 +171,7 @@ def _histc(func: Any, x: Tensor, bins: int = 100, min: float = 0, max: float = 0
 
 
 @operator("quantile", "nanquantile")
-def _quantile(
-    func: Any, x: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any
-) -> Any:
+def _quantile(func: Any, x: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> Any:
     dims = dims_of(dim, len(shape_of(x)))
     x = with_whole(func, x, dims)
     found = func(local_of(x), q, dim, keepdim, **kwargs)

@@ -72,9 +72,7 @@ def resampled(part: Tensor, split: Split, outputs: Owners, found: Taps) -> Tenso
     rows = [WindowRows(range(min(map(min, own)), max(map(max, own)) + 1)) for own in places]
     part = with_rows(part, split, rows)
     index = torch.tensor(places[rank], device=part.device) - rows[rank].inside.start
-    shares = torch.tensor(
-        found.weights[spans[rank].start : spans[rank].stop], dtype=part.dtype, device=part.device
-    )
+    shares = torch.tensor(found.weights[spans[rank].start : spans[rank].stop], dtype=part.dtype, device=part.device)
     shares = shares.view(*shares.shape, *[1] * (part.dim() - 1 - split.dim))
     taken = [part.index_select(split.dim, tap) for tap in index.unbind(1)]
     if len(taken) == 1:

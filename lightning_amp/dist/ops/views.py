@@ -17,19 +17,7 @@ from lightning_amp.graph.flow_rules import groups
 Groups = list[tuple[list[int], list[int]]]
 
 
-@operator(
-    *[
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "view_as",
-        "reshape_as",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-    ]
-)
+@operator(*["view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"])
 def _view(func: Any, x: Tensor, *args: Any) -> CallPlan:
     """A view in another shape, with the owners of the merged and split dims."""
     (new,), old = result_shapes(func, (x, *args), {}), shape_of(x)

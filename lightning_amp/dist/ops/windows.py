@@ -50,9 +50,7 @@ class Window(NamedTuple):
         return found - 1 if ceil and (found - 1) * self.stride >= n + self.padding else found
 
 
-def in_parts(
-    x: Tensor, dims: Sequence[int], n_out: Sequence[int]
-) -> tuple[Tensor, list[tuple[Split, Owners]]]:
+def in_parts(x: Tensor, dims: Sequence[int], n_out: Sequence[int]) -> tuple[Tensor, list[tuple[Split, Owners]]]:
     """A tensor with contiguous parts along some dims, the splits of these, and the owners of the outputs.
 
     Outputs belong to ranks in proportion to the inputs. A dim with less outputs than ranks is gathered.
@@ -171,12 +169,7 @@ def _own_groups(
     of the result; None where groups are not apart.
     """
     split = splits_of(x).at(at) or splits_of(weight).at(0)
-    if (
-        groups == 1
-        or split is None
-        or groups < split.axis.size
-        or splits_of(x).on(split.axis) not in (None, split)
-    ):
+    if groups == 1 or split is None or groups < split.axis.size or splits_of(x).on(split.axis) not in (None, split):
         return None
     axis = split.axis
     of_groups = split.owners.outer(split.owners.n // groups) or Owners.even(groups, axis.size)
@@ -236,9 +229,7 @@ def _transposed(
             for (out,) in outputs.spans:
                 # an output between the reach of two inputs is zero; the one before keeps the count
                 start = min(max(0, (out.start + p - spans[i] + 1) // s), size[i] - 1)
-                rows.append(
-                    WindowRows(range(start, max(start + 1, min(size[i], (out.stop - 1 + p) // s + 1))))
-                )
+                rows.append(WindowRows(range(start, max(start + 1, min(size[i], (out.stop - 1 + p) // s + 1)))))
             part = with_rows(part, split, rows)
             ((own,), start) = outputs.spans[split.axis.rank], rows[split.axis.rank].inside.start
             keep.append((split.dim, own.start + p - start * s, len(own)))
@@ -319,9 +310,7 @@ def _pad(func: Any, x: Tensor, pad: Sequence[int], mode: Any = "constant", value
     return wrap(aten.pad.default(local_of(x), rest, mode, value), splits_of(x))
 
 
-def _padded(
-    func: Any, x: Tensor, split: Split, before: int, after: int, mode: str, value: float | None
-) -> Tensor:
+def _padded(func: Any, x: Tensor, split: Split, before: int, after: int, mode: str, value: float | None) -> Tensor:
     axis, dim, owners = split
     n, runs = owners.n, list(owners.expanded())
     first, last = runs[0].rank, runs[-1].rank

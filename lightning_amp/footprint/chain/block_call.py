@@ -79,9 +79,7 @@ class BlockCall:
             args=found[0],
             kwargs=found[1],
             autocast=autocast_now(),
-            sparse=any(
-                isinstance(v, Tensor) and v.layout is not torch.strided for v in tree_leaves((args, kwargs))
-            ),
+            sparse=any(isinstance(v, Tensor) and v.layout is not torch.strided for v in tree_leaves((args, kwargs))),
         )
 
     def arguments(self, fake: FakeTensorMode) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -350,9 +350,7 @@ def _raise(rows: dict[frozenset[int], tuple[int, int]], held: frozenset[int], t:
         rows[held] = int(n_bytes), t
 
 
-def _highest(
-    rows: dict[frozenset[int], tuple[int, int]],
-) -> Iterator[tuple[frozenset[int], tuple[int, int]]]:
+def _highest(rows: dict[frozenset[int], tuple[int, int]]) -> Iterator[tuple[frozenset[int], tuple[int, int]]]:
     """Leave out what is below another one with the same tensors and more."""
     kept: list[frozenset[int]] = []
     for held, row in sorted(rows.items(), key=lambda item: -item[1][0]):

@@ -27,9 +27,7 @@ from lightning_amp.footprint.profile_module import FAKE, REAL, counted_step, pro
 
 CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_seconds=8e-6)
 """Of one core of a server's processor (costs/device_rates.py)."""
-TRANSFORMED = (
-    "the step calls torch.func.grad or a similar function, with which it is not known what blocks keep"
-)
+TRANSFORMED = "the step calls torch.func.grad or a similar function, with which it is not known what blocks keep"
 NO_BLOCKS = "it has no ModuleList or Sequential of two modules and more that could be stages"
 
 
@@ -102,9 +100,7 @@ def count_step(
         PlanError: The step does not call a block that was named.
     """
     make = partial(ChainRecorder, rates=rates, stages=names)
-    step, reason = counted_step(
-        module, batch, batch_size, make, around, plain=partial(make, watches_saved=False)
-    )
+    step, reason = counted_step(module, batch, batch_size, make, around, plain=partial(make, watches_saved=False))
     if step.watches_saved:
         refuse_uncalled(module, {call.fqn for call in step.calls})
     chain = build_chain(step, values=bool(reason))
@@ -115,9 +111,7 @@ def count_step(
         passes = "the tensors of its batch have no length in common"
         if len(step.lengths) > 1:
             # as nodes and edges of graphs: rows of one of them point to rows of another
-            passes = (
-                f"no micro-batch can be cut from its batch, whose tensors have {sorted(step.lengths)!r} rows"
-            )
+            passes = f"no micro-batch can be cut from its batch, whose tensors have {sorted(step.lengths)!r} rows"
         elif rows is not None:
             passes = passes_of(step, names, rows=rows, values=bool(reason))
     return CountedStep(

@@ -121,12 +121,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        rates: OperatorRates,
-        stages: Collection[str] = (),
-        *,
-        watches_saved: bool = True,
+        self, module: nn.Module, rates: OperatorRates, stages: Collection[str] = (), *, watches_saved: bool = True
     ) -> None:
         super().__init__(module)
         self.calls: list[RecordedCall] = []
@@ -298,9 +293,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         if self._open is not None and self.work[-1][0] == FORWARD:
             self.calls[self._open].seconds += self.took[-1]
         if func._opname in VALUES:
-            self.decides |= any(
-                id(life) in self.drawn and id(life) not in self.computed for life in self._given
-            )
+            self.decides |= any(id(life) in self.drawn and id(life) not in self.computed for life in self._given)
         if self.work[-1][0] == FORWARD:
             self._note_reads(made, draws=torch.Tag.nondeterministic_seeded in func.tags, view=func.is_view)
 
@@ -339,9 +332,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self._aside = False
             kept = _KeptTensor(use, lambda: alias)
         else:
-            kept = _KeptTensor(
-                use, partial(_empty, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-            )
+            kept = _KeptTensor(use, partial(_empty, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device))
         if use is not None:
             weakref.finalize(kept, self._let_go, use)
         return kept
@@ -371,9 +362,7 @@ def _later(death: int | None, other: int | None) -> int | None:
 
 def _apart(result: Any) -> Any:
     """What a block returns, as none of a module's arguments."""
-    return tree_map(
-        lambda leaf: replace(leaf, same=-1 - leaf.same) if isinstance(leaf, Like) else leaf, result
-    )
+    return tree_map(lambda leaf: replace(leaf, same=-1 - leaf.same) if isinstance(leaf, Like) else leaf, result)
 
 
 def _empty(shape: Any, stride: Any, dtype: Any, device: Any) -> Tensor:

@@ -212,8 +212,7 @@ class _Cut:
         step, lives = self._step, self._lives
         segment = self._segments()
         kinds = {
-            kind: {life.name: life for life in step.lives if life.kind == kind}
-            for kind in (PARAMETERS, GRADIENTS)
+            kind: {life.name: life for life in step.lives if life.kind == kind} for kind in (PARAMETERS, GRADIENTS)
         }
         return Passes(
             rows=self._rows,
@@ -244,9 +243,7 @@ class _Cut:
                 dtype=np.int64,
             ).reshape(-1, 4),
             parameters=tuple(self._parameters(kinds)),
-            buffer_bytes=sum(
-                life.n_bytes for name, life in kinds[PARAMETERS].items() if name not in step.trained
-            ),
+            buffer_bytes=sum(life.n_bytes for name, life in kinds[PARAMETERS].items() if name not in step.trained),
             batch_bytes=sum(life.n_bytes for life in step.lives if life.name == "batch"),
         )
 
@@ -352,9 +349,7 @@ class _Cut:
                     gradient_bytes=0 if gradient is None else gradient.n_bytes,
                     state_bytes=state.get(name, 0),
                     segments=tuple(sorted(read_in.union(*(needed_by[t] for t in reads)))),
-                    block=next(
-                        (i for i, call in enumerate(self._calls) if name.startswith(f"{call.fqn}.")), None
-                    ),
+                    block=next((i for i, call in enumerate(self._calls) if name.startswith(f"{call.fqn}.")), None),
                 )
 
 

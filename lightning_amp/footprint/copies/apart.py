@@ -39,11 +39,7 @@ def apart(value: Any, memo: dict[int, Any]) -> Any:
     elif isinstance(value, MethodType):
         owner = value.__self__
         # a method of a module or data module may change that one, which is then a copy in what it remembers too
-        own = (
-            _shallow(owner, memo)
-            if isinstance(owner, OWNERS) and id(owner) not in memo
-            else apart(owner, memo)
-        )
+        own = _shallow(owner, memo) if isinstance(owner, OWNERS) and id(owner) not in memo else apart(owner, memo)
         memo[id(value)] = MethodType(value.__func__, own)
     elif _remembers(value):
         try:

@@ -146,9 +146,7 @@ def _content(cell: CellType) -> list[Any]:
 
 def _copied(value: Any, *, memo: dict[int, Any], own: set[int]) -> Any:
     """What a copied function holds: copies of the module's parts and of small things, and all else itself."""
-    if isinstance(value, SHARED) or (
-        isinstance(value, nn.Module | Tensor) and id(value) not in own | memo.keys()
-    ):
+    if isinstance(value, SHARED) or (isinstance(value, nn.Module | Tensor) and id(value) not in own | memo.keys()):
         return value
     try:
         return copy.deepcopy(value, memo)
@@ -259,9 +257,7 @@ def _map(values: Any, change: Any) -> Any:
     if isinstance(values, list | tuple):
         return type(values)(_map(value, change) for value in values)
     if is_dataclass(values) and not isinstance(values, type):
-        return replace(
-            values, **{f.name: _map(getattr(values, f.name), change) for f in fields(values) if f.init}
-        )
+        return replace(values, **{f.name: _map(getattr(values, f.name), change) for f in fields(values) if f.init})
     return values
 
 

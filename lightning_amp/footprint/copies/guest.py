@@ -20,13 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -222,9 +216,7 @@ class _Files:
     def save(self, what: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         """`torch.save`; in a step nothing, for fake tensors have no bytes."""
         if not is_watched():
-            with (
-                self.open(file, "wb") if isinstance(file, str | os.PathLike) else nullcontext(file) as opened
-            ):
+            with self.open(file, "wb") if isinstance(file, str | os.PathLike) else nullcontext(file) as opened:
                 self._save(what, opened, *args, **kwargs)
 
 

@@ -111,9 +111,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Recipe:
     """How the memory of the first argument is made, after an operator has written to it."""
     into = _view(args[0])
     before, into.recipe = into.recipe, None
-    return Recipe(
-        func=func, args=(into, *tree_map(_seen, args[1:])), kwargs=tree_map(_seen, kwargs), before=before
-    )
+    return Recipe(func=func, args=(into, *tree_map(_seen, args[1:])), kwargs=tree_map(_seen, kwargs), before=before)
 
 
 def _write(tensor: Tensor, after: Recipe | None) -> None:

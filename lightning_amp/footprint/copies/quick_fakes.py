@@ -26,11 +26,7 @@ from lightning_amp._torch import (
 )
 from lightning_amp.footprint.copies.known_values import note, value_of
 
-_OF_VALUES = {
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.inplace_view,
-}
+_OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose results follow from values, or that change the layout of an argument."""
 
 

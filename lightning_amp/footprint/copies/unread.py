@@ -23,11 +23,7 @@ class _Unread:
     """Arithmetic gives further unknown numbers, and all that needs the value raises."""
 
     def _number(self, *others: Any) -> Any:
-        return (
-            UnreadFloat()
-            if isinstance(self, float) or any(isinstance(x, float) for x in others)
-            else UnreadInt()
-        )
+        return UnreadFloat() if isinstance(self, float) or any(isinstance(x, float) for x in others) else UnreadInt()
 
     def _ratio(self, *others: Any) -> Any:
         return UnreadFloat()
@@ -69,12 +65,7 @@ def numbers_may_be_taken() -> Iterator[None]:
     usual = FakeTensor.item
 
     def item(tensor: FakeTensor) -> Any:
-        if (
-            tensor.numel() != 1
-            or tensor.is_complex()
-            or tensor.constant is not None
-            or value_of(tensor) is not None
-        ):
+        if tensor.numel() != 1 or tensor.is_complex() or tensor.constant is not None or value_of(tensor) is not None:
             return usual(tensor)
         return UnreadFloat() if tensor.is_floating_point() else UnreadInt()
 

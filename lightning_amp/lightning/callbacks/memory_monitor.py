@@ -27,19 +27,10 @@ from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.lightning.callbacks.step_files import (
-    Ran,
-    StepMeter,
-    module_rows,
-    write_schedule,
-    write_step,
-)
+from lightning_amp.lightning.callbacks.step_files import Ran, StepMeter, module_rows, write_schedule, write_step
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_decoders
 
-COLUMNS = (
-    *("rank", "step", "decoder", "stratum"),
-    *("current_bytes", "peak_bytes", "predicted_bytes", "rss_bytes"),
-)
+COLUMNS = (*("rank", "step", "decoder", "stratum"), *("current_bytes", "peak_bytes", "predicted_bytes", "rss_bytes"))
 WHOLE_STEP = "step"
 Row = dict[str, Any]
 
@@ -74,9 +65,7 @@ class StratumMemoryMonitor(pl.Callback):
         InstallError: every_n_steps is not a positive number.
     """
 
-    def __init__(
-        self, every_n_steps: int = 50, dirpath: str | Path | None = None, *, plot: bool = True
-    ) -> None:
+    def __init__(self, every_n_steps: int = 50, dirpath: str | Path | None = None, *, plot: bool = True) -> None:
         if every_n_steps < 1:
             raise InstallError(
                 f"StratumMemoryMonitor(every_n_steps={every_n_steps!r}) is not supported; allowed are whole numbers"
@@ -119,13 +108,9 @@ class StratumMemoryMonitor(pl.Callback):
             for one in meters:
                 one.start([held, states, batch])
             place = {"rank": trainer.global_rank, "step": step}
-            self._open = _MeasuredStep(
-                meters, pl_module, place=place, plan=_plan(trainer), by_module=by_module
-            )
+            self._open = _MeasuredStep(meters, pl_module, place=place, plan=_plan(trainer), by_module=by_module)
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """What follows is the optimiser's."""
         if self._open is not None and self._open.by_module is not None:
             self._open.by_module.begin_optimiser()
@@ -168,9 +153,7 @@ class StratumMemoryMonitor(pl.Callback):
         if passes and target is not None and trainer.is_global_zero:
             self.written += write_schedule(target, passes, _plan(trainer), plot=self.plot)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Write what rank 0 has: other ranks may be gone, so no collective."""
         self._stop()
         # a full disk may have ended the run, whose own error is the one to tell, to the other ranks too

@@ -254,11 +254,7 @@ class PredictionWriter(pl.Callback):
             )
 
     def _draw(
-        self,
-        embeddings: Embeddings,
-        tables: dict[str, pd.DataFrame],
-        maps: Embeddings,
-        data: SingleCellDataModule,
+        self, embeddings: Embeddings, tables: dict[str, pd.DataFrame], maps: Embeddings, data: SingleCellDataModule
     ) -> None:
         self.remarks += _agreement(embeddings, tables, self.celltype_key)
         labels = {self.celltype_key or "cell type": _types(tables, self.celltype_key)}

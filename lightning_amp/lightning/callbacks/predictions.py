@@ -15,12 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_amp import figures
 from lightning_amp.data.files.strata_layout import FeatureLayout
-from lightning_amp.data.files.write_results import (
-    NO_FEATURES,
-    bin_table,
-    describe_embedding,
-    principal_components,
-)
+from lightning_amp.data.files.write_results import NO_FEATURES, bin_table, describe_embedding, principal_components
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.errors import DataError, ModelError

@@ -34,9 +34,7 @@ SHOWN = 10
 class StepMeter:
     """Counts a step by storage and by module, from `start` to `stop`."""
 
-    def __init__(
-        self, module: LightningModule, optimizers: Iterable[torch.optim.Optimizer], batch: Any
-    ) -> None:
+    def __init__(self, module: LightningModule, optimizers: Iterable[torch.optim.Optimizer], batch: Any) -> None:
         # on a GPU nothing counts that lies in the host's memory, as fsdp's rows may
         device = module.device.type
         self._recorder = StepRecorder(module, device_type=None if device == "cpu" else device)
@@ -81,12 +79,7 @@ def module_rows(measured: ModuleProfile, predicted: ModuleProfile | None) -> lis
 
 
 def write_step(
-    folder: Path,
-    measured: ModuleProfile,
-    predicted: ModuleProfile | None,
-    *,
-    budget_bytes: int | None,
-    plot: bool,
+    folder: Path, measured: ModuleProfile, predicted: ModuleProfile | None, *, budget_bytes: int | None, plot: bool
 ) -> list[Path]:
     """Write memory_step.json, and memory.png if requested; returns their paths."""
     plain = {"measured": measured.to_dict(), "predicted": None if predicted is None else predicted.to_dict()}
@@ -96,9 +89,7 @@ def write_step(
     if not plot:
         return [path]
     with written_aside(picture) as aside:
-        measured.plot(
-            aside, predicted=predicted, budget_bytes=budget_bytes, title="memory of a measured step"
-        )
+        measured.plot(aside, predicted=predicted, budget_bytes=budget_bytes, title="memory of a measured step")
     return [path, picture]
 
 
@@ -148,9 +139,7 @@ def _from_zero(ran: Iterable[Ran]) -> Timeline:
     """Of the ranks of one pipeline, from the begin of its first pass."""
     every = [times.passes for _, _, times in ran]
     zero = min(begin for passes in every for begin, _ in passes.values())
-    return Timeline(
-        passes=tuple({step: (a - zero, b - zero) for step, (a, b) in passes.items()} for passes in every)
-    )
+    return Timeline(passes=tuple({step: (a - zero, b - zero) for step, (a, b) in passes.items()} for passes in every))
 
 
 def _rows(

@@ -50,9 +50,7 @@ ReadFile = Callable[..., dict[str, Any]]
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
+        if (module, name) in _KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         # in the words of torch.load
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
@@ -104,9 +102,7 @@ class Stored:
                 load(values, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as error:
             reasons = [repr(reason) for reason, _ in error.failures.values()]
-            raise _damaged(
-                self.directory, f"has shards of {self.key!r} that cannot be read: {reasons}"
-            ) from error
+            raise _damaged(self.directory, f"has shards of {self.key!r} that cannot be read: {reasons}") from error
         return values[self.key]
 
 

@@ -120,9 +120,7 @@ class Shards:
         own.update({name: self._own(one, state[name], name) for name, one in self._named(state)})
         return own
 
-    def saved_optimizer_state(
-        self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool
-    ) -> dict[str, Any]:
+    def saved_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
         """An optimiser's state with whole tensors, a collective, or with this rank's parts of them.
 
         Raises:
@@ -162,9 +160,7 @@ class Shards:
         self._check_optimizers(trainer.optimizers)
         plugin: Any = trainer.precision_plugin
         # on the instance: clipping belongs to the plugin, which the user may have chosen
-        plugin.clip_grad_by_norm = lambda optimizer, clip_val: self.clip(
-            plugin.main_params(optimizer), clip_val
-        )
+        plugin.clip_grad_by_norm = lambda optimizer, clip_val: self.clip(plugin.main_params(optimizer), clip_val)
         handles: list[RemovableHandle] = []
         if (units := self.units) is not None:
             # whoever calls the step of an optimiser, Lightning or the user
@@ -229,9 +225,7 @@ class Shards:
             for o in (optimizers if self._trains else ())
             if any(id(p) in held for group in o.param_groups for p in group["params"])
         ]
-        states = [
-            self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in optimizers if complete
-        ]
+        states = [self.saved_optimizer_state(o, o.state_dict(), in_parts=False) for o in optimizers if complete]
         restore(list(dict.fromkeys(held.values())), complete=complete)
         # whole parameters first: torch compares a state with the shapes of the parameters that it is for
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -325,9 +319,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], sharded: Sequence[ShardedP
                 " rank's shard, which it would not train; make it in configure_optimizers from self.parameters(), not"
                 f" before, or leave {_who(sharded)} out"
             )
-        kinds = {
-            kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")
-        }
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")}
         if not (own := sum(p in shards for p in held)):
             continue
         coupled: bool | None = bool(kinds & set(COUPLED))

@@ -228,9 +228,7 @@ class StageParameters(Shards):
             for name, buffer in part.named_buffers(recurse=False)
         }
 
-    def saved_optimizer_state(
-        self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool
-    ) -> dict[str, Any]:
+    def saved_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any], *, in_parts: bool) -> dict[str, Any]:
         """An optimiser's state with that of every rank's parameters, a collective."""
         everyones: list[Any] = [None] * self._model.size()
         own = {

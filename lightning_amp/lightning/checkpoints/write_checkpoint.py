@@ -66,9 +66,7 @@ WITHOUT_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Reads and writes checkpoint files."""
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint; a DataError where that cannot be done, and what was there before is still there."""
         if storage_options is not None or _is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -81,9 +79,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 write_state(checkpoint, file)
         except OSError as error:
             there = next((folder for folder in target.parents if folder.exists()), Path())
-            before = (
-                "the one that was there is untouched" if target.is_file() else "no file of that name was left"
-            )
+            before = "the one that was there is untouched" if target.is_file() else "no file of that name was left"
             raise DataError(
                 f"checkpoint {str(target)!r} cannot be written: {error}; {before},"
                 f" {format_bytes(shutil.disk_usage(there).free)} are free on that disk{_others(target)}. Make room"
@@ -91,10 +87,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ) from error
 
     def load_checkpoint(
-        self,
-        path: str | Path,
-        map_location: Any = lambda storage, loc: storage,
-        weights_only: bool | None = None,
+        self, path: str | Path, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint; a DataError where the file is not a complete one."""
         try:
@@ -180,9 +173,7 @@ def _is_remote(path: str | Path) -> bool:
 
 def _others(path: Path) -> str:
     """The complete checkpoints in the folder of a path, the newest first."""
-    files = [
-        file for file in path.parent.glob(f"*{path.suffix}") if file != path and zipfile.is_zipfile(file)
-    ]
+    files = [file for file in path.parent.glob(f"*{path.suffix}") if file != path and zipfile.is_zipfile(file)]
     files.sort(key=lambda file: -file.stat().st_mtime)
     return f"; complete in the same folder: {[file.name for file in files[:5]]!r}" if files else ""
 
@@ -239,12 +230,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def write_directory(
-    checkpoint: dict[str, Any],
-    filepath: str | Path,
-    storage_options: object = None,
-    *,
-    rank: int,
-    broadcast: Broadcast,
+    checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None, *, rank: int, broadcast: Broadcast
 ) -> None:
     """Write a checkpoint, with a `Part` for each sharded tensor, in the place of what is there; a collective.
 
@@ -286,9 +272,7 @@ def write_directory(
 
     try:
         on_rank_zero(make_way)
-        planner = _Planner(
-            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
-        )
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
         # all ranks write, each its own entries; rank 0 makes way before and gives the name after
         save(tensors, storage_writer=FileSystemWriter(aside), planner=planner)
         on_rank_zero(finish)
@@ -314,9 +298,7 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor 
         tensors[key] = value
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    skeleton = {
-        name: replaced(tree, take, name) if name in BULK else tree for name, tree in checkpoint.items()
-    }
+    skeleton = {name: replaced(tree, take, name) if name in BULK else tree for name, tree in checkpoint.items()}
     return skeleton, tensors
 
 

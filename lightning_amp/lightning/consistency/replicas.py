@@ -100,9 +100,7 @@ def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadc
     told = error
     if error is not None and not isinstance(error, AmpError):
         # it may not survive pickling, and the other ranks must not wait for ever
-        told = PlanError(
-            f"rank 0 failed to plan: {type(error).__name__}: {error}; its own traceback says more"
-        )
+        told = PlanError(f"rank 0 failed to plan: {type(error).__name__}: {error}; its own traceback says more")
     decided, told = broadcast((decided, told))
     if (failure := error or told) is not None:
         raise failure
@@ -147,9 +145,7 @@ def take_buffers_of_first(module: nn.Module, group: ProcessGroup) -> None:
                 dist.broadcast(buffer, src=get_global_rank(group, 0), group=group)
 
 
-def check_replicas(
-    module: nn.Module, *, rank: int, broadcast: Broadcast, any_rank: Callable[[bool], bool]
-) -> None:
+def check_replicas(module: nn.Module, *, rank: int, broadcast: Broadcast, any_rank: Callable[[bool], bool]) -> None:
     """Make sure that every rank has built the same module, before anything is sent between them.
 
     Args:

@@ -170,9 +170,7 @@ def common_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def differing(
-    held: Mapping[str, Tensor], mesh: DeviceMesh, parts: Set[int] = frozenset()
-) -> list[Difference]:
+def differing(held: Mapping[str, Tensor], mesh: DeviceMesh, parts: Set[int] = frozenset()) -> list[Difference]:
     """What differs by more than rounding, the largest difference first; a collective of all ranks.
 
     Args:

@@ -97,11 +97,7 @@ LOADER = "torch/utils/data/dataloader.py"
 FOLDERS = (*torch.__path__, *lightning.__path__, str(Path(__file__).parents[2]))
 LIBRARIES = tuple(
     folder.encode("ascii", "backslashreplace").decode()
-    for folder in (
-        *(f"{Path(folder).as_posix()}/" for folder in FOLDERS),
-        "<frozen",
-        sysconfig.get_path("stdlib"),
-    )
+    for folder in (*(f"{Path(folder).as_posix()}/" for folder in FOLDERS), "<frozen", sysconfig.get_path("stdlib"))
 )
 """Spelled as faulthandler spells paths."""
 WAITS = {wait_in_all_reduce.__name__: "all_reduce"}

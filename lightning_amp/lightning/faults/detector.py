@@ -255,9 +255,7 @@ class Detector:
             # a stack is not read more often than it takes to say who is stuck: see activity.py
             self._doing, self._next_close = self._look_closely(), 1.5 * self._idle
         for seen in self._seen.values():
-            seen.link.send(
-                doing=str(self._doing), waiting=bool(self._doing.waiting), idle=self._idle, host=this_host()
-            )
+            seen.link.send(doing=str(self._doing), waiting=bool(self._doing.waiting), idle=self._idle, host=this_host())
 
     def _look_around(self) -> None:
         """Find who is silent; on rank 0 also who is stuck."""
@@ -285,11 +283,7 @@ class Detector:
         if 0 < rank <= len(self._children):
             try:
                 status = self._children[rank - 1].wait(timeout=0.5)
-                how = (
-                    f"was ended by {signal.Signals(-status).name}"
-                    if status < 0
-                    else f"ended with status {status}"
-                )
+                how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             except subprocess.TimeoutExpired:
                 how = "closed its connection"
         what = (

@@ -79,9 +79,7 @@ def how_to_resume(trainer: Trainer | None) -> str:
 
 
 OF_ALL_RANKS = (errors.PlanError, errors.InstallError)
-RAISED = re.compile(
-    r"\nlightning_amp\.errors\.(PlanError|InstallError): ((?:(?!\nTraceback \().)*)\Z", re.DOTALL
-)
+RAISED = re.compile(r"\nlightning_amp\.errors\.(PlanError|InstallError): ((?:(?!\nTraceback \().)*)\Z", re.DOTALL)
 
 
 class MistakesOnce:
@@ -90,9 +88,7 @@ class MistakesOnce:
     def __init__(self, before: Callable[..., object]) -> None:
         self._before = before
 
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, /
-    ) -> None:
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, /) -> None:
         """Print the message of an uncaught mistake on rank 0."""
         if not issubclass(kind, OF_ALL_RANKS):
             self._before(kind, error, trace)

@@ -118,9 +118,7 @@ class DrySteps:
             technique = import_module(STRATEGIES[self.name].steps)
             if hasattr(technique, "refuse"):
                 technique.refuse(module)
-            return put_methods(
-                module, {name: MethodType(step, module) for name, step in self._looking.items()}
-            )
+            return put_methods(module, {name: MethodType(step, module) for name, step in self._looking.items()})
         axis = self.axis
         if STRATEGIES[self.name].data_axis:
             axis = MeshAxis("ranks", self.run_ranks, 0, None, sent=self.sent)
@@ -198,16 +196,12 @@ class DrySteps:
             moved[one.why] += 0 if one.backward else one.n_bytes * one.moves
         kinds = Counter(one.kind for one in self.sent).most_common()
         most = [f"{format_bytes(n)} for {why}" for why, n in by_operator.most_common(MOST_SHOWN) if why]
-        told = (
-            ", ".join(f"{n} {kind}" for kind, n in kinds) + f"){'; most: ' if most else ''}{', '.join(most)}"
-        )
+        told = ", ".join(f"{n} {kind}" for kind, n in kinds) + f"){'; most: ' if most else ''}{', '.join(most)}"
         whole = format_bytes(by_operator.total())
         if row.data_axis:
             yield Explanation(f"over its grid a rank sends {whole} a batch ({told}")
         else:
-            yield Explanation(
-                f"over the model axis a rank sends {whole} a batch in addition to gradients ({told}"
-            )
+            yield Explanation(f"over the model axis a rank sends {whole} a batch in addition to gradients ({told}")
         if row.data_axis and moved.total() > MOST_MOVED * forward_bytes:
             named = ", ".join(f"{why} ({format_bytes(n)})" for why, n in moved.most_common(MOST_SHOWN) if n)
             yield (
@@ -236,9 +230,7 @@ def with_spec(plan: Plan, steps: DrySteps | None, why: str) -> Plan:
         found = f"which fails: {why}" if why else "and none is counted in this run"
         # a grid alone does not say how layers are split
         hint = "" if why and row.data_axis else f". {row.without_step}"
-        raise PlanError(
-            f"{steps.name} finds how it splits by a count of the first batch's step, {found}{hint}"
-        )
+        raise PlanError(f"{steps.name} finds how it splits by a count of the first batch's step, {found}{hint}")
     rules = (replace(rule, spec=steps.spec) if rule.strategy == steps.name else rule for rule in plan.rules)
     return replace(plan, rules=tuple(rules))
 
@@ -283,11 +275,7 @@ def choose_grid(
     spec = steps.spec
     given = spec.sizes if spec.grid else None
     ranks, budget = steps.run_ranks, steps.budget
-    grids = [
-        grid
-        for grid in factorings(ranks)
-        if (grid[:3] == given if given else prod(grid[:3]) > 1 or ranks == 1)
-    ]
+    grids = [grid for grid in factorings(ranks) if (grid[:3] == given if given else prod(grid[:3]) > 1 or ranks == 1)]
     pairs = sorted({pair for x, y, *_ in grids for pair in ((x, y), (y, x))}, key=lambda p: (prod(p), p))
     layouts: dict[Pair, str] = technique.layouts(pairs, look)
 
@@ -296,9 +284,7 @@ def choose_grid(
         steps.ranks, steps.run_ranks = steps.spec.model_ranks, prod(sizes) * copies
         step = count()
         of_axes = dict(zip(("x", "y", "z", "data"), (*sizes, copies), strict=True))
-        run = DryRun(
-            sizes=of_axes, seconds=step.chain.seconds, messages=steps.messages(), profile=step.profile
-        )
+        run = DryRun(sizes=of_axes, seconds=step.chain.seconds, messages=steps.messages(), profile=step.profile)
         return CountedRun(run=run, step=step, sent=list(steps.sent))
 
     # where z and the copies are open, two of each show what they send
@@ -352,9 +338,7 @@ def _costs(
 
 def _notes(chosen: GridCost, costs: list[GridCost], budget: int | None, *, n_grids: int) -> Iterator[str]:
     """The first grids, each in a line, and why the chosen one won."""
-    exchanged = (
-        "; its layers split features over y where those of AxoNN do over x" if chosen.exchanged else ""
-    )
+    exchanged = "; its layers split features over y where those of AxoNN do over x" if chosen.exchanged else ""
     if n_grids == 1:
         if exchanged:
             yield f"tensor_grid={chosen.sizes}{exchanged}"

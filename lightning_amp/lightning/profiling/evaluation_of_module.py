@@ -36,11 +36,7 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.protocol import find_decoders
 
-STEPS = {
-    TrainerFn.VALIDATING: "validation_step",
-    TrainerFn.TESTING: "test_step",
-    TrainerFn.PREDICTING: "predict_step",
-}
+STEPS = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step", TrainerFn.PREDICTING: "predict_step"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -94,10 +94,7 @@ def loaders_of(source: Any, trainer: "pl.Trainer") -> tuple[object, str]:
         loaders, drew = _loaders(source)
     except Exception as error:
         # it may read what a hook makes that comes later; what is really wrong with it, the Trainer will say
-        return (
-            None,
-            f"{type(source.instance).__name__}.{source.name}() gave {type(error).__name__}: {error}",
-        )
+        return (None, f"{type(source.instance).__name__}.{source.name}() gave {type(error).__name__}: {error}")
     # draws must be made where a plain run makes them, and a distributed sampler is of a plan that is not made yet
     samplers = [getattr(loader, "sampler", None) for loader in _each(loaders)]
     if not drew and not any(isinstance(sampler, DistributedSampler) for sampler in samplers):

@@ -263,13 +263,7 @@ def saved_bytes(chain: Chain) -> dict[str, int]:
 def recomputed(saved: dict[str, int], why: str) -> tuple[Rule, ...]:
     """A rule for each; the bytes that it saves are put into the reason."""
     return tuple(
-        Rule(
-            fqn=name,
-            spec=RecomputeBlock(),
-            strategy="recompute",
-            why=why.format(format_bytes(n)),
-            saves_bytes=n,
-        )
+        Rule(fqn=name, spec=RecomputeBlock(), strategy="recompute", why=why.format(format_bytes(n)), saves_bytes=n)
         for name, n in saved.items()
     )
 

@@ -113,9 +113,7 @@ class ModulePlan:
     def _budget(self, question: str) -> int:
         if self.plan.budget_bytes is None or self.unlike:
             found = "unlike ones of its devices" if self.unlike else "none"
-            raise PlanError(
-                f"{question} requires a plan with one budget, found {found}; give device_memory='24GiB'"
-            )
+            raise PlanError(f"{question} requires a plan with one budget, found {found}; give device_memory='24GiB'")
         if self.steps is not None:
             raise PlanError(
                 f"{question} does not support a plan with {self.steps.name!r}; plan batches of several"
@@ -187,10 +185,7 @@ def plan_of_module(
         request["model_parallel_size"] = steps.ranks
     with naming():
         made = plan_step(
-            Counted(seen=seen, shape=shape),
-            **request,
-            micro_batches=options.get("micro_batches"),
-            count=step.count,
+            Counted(seen=seen, shape=shape), **request, micro_batches=options.get("micro_batches"), count=step.count
         )
     made = with_spec(made, steps, "")
     if not share:

@@ -143,9 +143,7 @@ class StepOfModule:
         if steps is None or row is None:
             shared = statistics_bytes(self.module)
             return replace(found, statistics_bytes=shared, counted=self._counted_with)
-        others = {
-            other: not_together(steps.name, other) for other in PREDICTIONS if other not in row.together
-        }
+        others = {other: not_together(steps.name, other) for other in PREDICTIONS if other not in row.together}
         found = replace(
             found,
             refused={**found.refused, **others},
@@ -163,9 +161,7 @@ class StepOfModule:
 
     def step_with(self, rules: Sequence[Rule], rows: int | None = None) -> CountedStep:
         """The step with rules installed, which are undone; raises an AmpError where it cannot have them."""
-        return self.run_with(
-            rules, partial(count_step, names=self._blocks, rates=self.operator_rates()), rows
-        )
+        return self.run_with(rules, partial(count_step, names=self._blocks, rates=self.operator_rates()), rows)
 
     def run_with(self, rules: Sequence[Rule], count: Callable[..., T], rows: int | None = None) -> T:
         """What `count(module, batch, batch_size=, around=)` returns while rules are installed."""
@@ -180,9 +176,7 @@ class StepOfModule:
         """Rates of the device that the times of operators follow from."""
         rates = self._rates
         return OperatorRates(
-            matmul_flops=rates.matmul_flops,
-            memory_bytes=rates.memory_bytes,
-            overhead_seconds=rates.overhead_seconds,
+            matmul_flops=rates.matmul_flops, memory_bytes=rates.memory_bytes, overhead_seconds=rates.overhead_seconds
         )
 
     def _counted_with(self, rule: Rule) -> CountedStep | str:
@@ -202,9 +196,7 @@ class StepOfModule:
 
     def _notes(self, step: CountedStep) -> Iterator[str]:
         if step.profile.reason:
-            yield Explanation(
-                f"the step was measured with real values before it was planned: {step.profile.reason}"
-            )
+            yield Explanation(f"the step was measured with real values before it was planned: {step.profile.reason}")
         if step.decides and step.chain.blocks:
             yield (
                 "the step draws random numbers in Python: if they decide which blocks run, as in stochastic depth, this"
@@ -294,9 +286,7 @@ def facts_of_step(module: LightningModule, step: CountedStep) -> dict[str, Any]:
 def refused_techniques(module: LightningModule, step: CountedStep, *, values: bool) -> dict[str, str]:
     """Techniques that the module is known to refuse, or that its step has shown to be impossible, and why."""
     found = {
-        name: function_at(row.refusal)(module, step, values=values)
-        for name, row in STRATEGIES.items()
-        if row.refusal
+        name: function_at(row.refusal)(module, step, values=values) for name, row in STRATEGIES.items() if row.refusal
     }
     return {name: why for name, why in found.items() if why}
 

@@ -66,9 +66,7 @@ TIMES = 3
 """Plans that are tried in a fit, after the first."""
 
 
-def tell_where(
-    error: BaseException, module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device
-) -> None:
+def tell_where(error: BaseException, module: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
     """Add to an error's text where memory has ended and what was held; once."""
     if getattr(error, TOLD, False):
         return
@@ -143,9 +141,7 @@ def advice_on_memory(plan: Plan | None, device: torch.device) -> str:
     if plan is None:
         return f"{measured}. No plan was made yet: the module itself, or the data, do not fit"
     least = " at least" if plan.uncounted else ""
-    predicted = (
-        f"a peak of {format_bytes(plan.predicted_peak_bytes)}{least} was predicted for {batch_text(plan)}"
-    )
+    predicted = f"a peak of {format_bytes(plan.predicted_peak_bytes)}{least} was predicted for {batch_text(plan)}"
     if plan.budget_bytes is not None:
         predicted += f", of {format_bytes(plan.budget_bytes)}"
     return f"{predicted}, and {measured}. {_next(plan)}"
@@ -265,20 +261,13 @@ class Rescue(pl.Callback):
     """
 
     def __init__(
-        self,
-        module: pl.LightningModule,
-        *,
-        leaner: Callable[[], str],
-        budget: int | None,
-        device: torch.device,
+        self, module: pl.LightningModule, *, leaner: Callable[[], str], budget: int | None, device: torch.device
     ) -> None:
         self._module, self._leaner, self._device = module, leaner, device
         self._left, self._updating, self._told = TIMES, False, False
         self._counted = None if budget is None else CountedBatches(module, budget)
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """From here on parameters may change, and the batch cannot run again."""
         self._updating = True
         if self._counted is not None:

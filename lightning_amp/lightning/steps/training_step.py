@@ -185,9 +185,7 @@ class TrainingStep:
         )
         # loss scaling overflows on purpose and skips such steps
         scaled = getattr(precision, "scaler", None) is not None
-        self._finite = (
-            FiniteCheck(model, rank=mesh.get_rank(), gradients=not scaled) if check_finite else None
-        )
+        self._finite = FiniteCheck(model, rank=mesh.get_rank(), gradients=not scaled) if check_finite else None
         self._gradients.watch()
         self._steps = 0
         self._refuse: Callable[[], None] | None = None

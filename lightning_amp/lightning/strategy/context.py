@@ -39,13 +39,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.time.step_seconds import on_device
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
-from lightning_amp.techniques.table import (
-    PREDICTIONS,
-    STRATEGIES,
-    of_blocks_alone,
-    parse_strategies,
-    with_steps,
-)
+from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, of_blocks_alone, parse_strategies, with_steps
 
 
 class PlanningContext:
@@ -110,9 +104,7 @@ class PlanningContext:
     @cached_property
     def read(self) -> tuple[Profile, ModelShape, list[str]]:
         """Profile and shape of the run, and what a prediction leaves out."""
-        profile, shape, notes = read_run(
-            self.request, self.trainer, self._cells, self.seen[0], self.not_profiled
-        )
+        profile, shape, notes = read_run(self.request, self.trainer, self._cells, self.seen[0], self.not_profiled)
         return profile, on_device(shape, self.rates[0]), notes
 
     @cached_property
@@ -210,13 +202,9 @@ def read_run(
         batch_size = seen.profile.batch_size or batch_size or 1
     notes = [note for note in (unknown if batch_size is None else "", why) if note]
     if seen is None and "mixed" in str(trainer.precision):
-        notes.append(
-            f"predicted without precision={trainer.precision!r}, which keeps some tensors in half the bytes"
-        )
+        notes.append(f"predicted without precision={trainer.precision!r}, which keeps some tensors in half the bytes")
     if seen is None and not reference:
-        notes.append(
-            "the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet"
-        )
+        notes.append("the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet")
     slots = RMSPROP_SLOTS if reference else ADAM_SLOTS
     shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
     shape = replace(shape if reference else with_counts(shape), profiled=seen is not None)

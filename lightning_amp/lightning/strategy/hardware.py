@@ -73,9 +73,7 @@ def let_segments_grow(device: torch.device) -> None:
         set_allocator("expandable_segments:True")
 
 
-def make_mesh(
-    device_type: str, *, n_ranks: int, model_ranks: int, shard_ranks: int | None = None
-) -> DeviceMesh:
+def make_mesh(device_type: str, *, n_ranks: int, model_ranks: int, shard_ranks: int | None = None) -> DeviceMesh:
     """The mesh of all ranks with the axes "data" and "model"; consecutive ranks are a model group.
 
     With `shard_ranks`, which divide the data axis, that axis is two: "replicate" and "shard".

@@ -69,10 +69,7 @@ def shard_fully(
     split = getattr(import_module(STRATEGIES[name].steps), "split_parameters", None) if name else None
     if split is not None:
         # a technique with steps that splits parameters too
-        spec, agreement = (
-            next(rule.spec for rule in plan.rules if rule.strategy == name),
-            Agreement(mesh, name),
-        )
+        spec, agreement = (next(rule.spec for rule in plan.rules if rule.strategy == name), Agreement(mesh, name))
 
         def agree(what: str) -> None:
             agreement.on(what)
@@ -110,12 +107,7 @@ def check_split(plan: Plan, fn: TrainerFn | None) -> None:
 
 
 def install_stages(
-    request: Request,
-    trainer: pl.Trainer,
-    model: nn.Module,
-    installed: Installed,
-    plan: Plan,
-    mesh: DeviceMesh,
+    request: Request, trainer: pl.Trainer, model: nn.Module, installed: Installed, plan: Plan, mesh: DeviceMesh
 ) -> tuple[StageParameters, PipelinedSteps] | None:
     """Free what other stages of a pipeline hold, and let the module's steps run as stages until these are undone.
 
@@ -155,6 +147,4 @@ def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> C
             f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"
             " its anchors over the model axis"
         )
-    return put_steps(
-        module, name, next(rule.spec for rule in plan.rules if rule.strategy == name), mesh["model"]
-    )
+    return put_steps(module, name, next(rule.spec for rule in plan.rules if rule.strategy == name), mesh["model"])

@@ -160,11 +160,7 @@ class InstalledPlan:
                 self._foreign.stand_in()
                 self._install(before)
                 return ""
-        self._keep(
-            replace(
-                found, policy=before.policy, candidates=before.candidates, budget_bytes=before.budget_bytes
-            )
-        )
+        self._keep(replace(found, policy=before.policy, candidates=before.candidates, budget_bytes=before.budget_bytes))
         return (
             f"{techniques(found.strategies)}, for which {format_bytes(found.predicted_peak_bytes)} are predicted,"
             f" instead of {techniques(before.strategies)} with {format_bytes(before.predicted_peak_bytes)}"
@@ -183,9 +179,7 @@ class InstalledPlan:
         if not fitting:
             raise PlanError(f"no plan for these ranks needs {format_bytes(limit)} or less")
         names = min(fitting, key=lambda c: c.cell_seconds).strategies
-        plan = resolve_plan(
-            self._facts, notes=before.notes, strategies=names or ["S1"], model_ranks=before.mesh.model
-        )
+        plan = resolve_plan(self._facts, notes=before.notes, strategies=names or ["S1"], model_ranks=before.mesh.model)
         # what is requested has S1 always, what is compared on one device never
         rules = tuple(rule for rule in plan.rules if rule.strategy in names)
         return keeping_blocks(replace(plan, strategies=names, rules=rules), before)

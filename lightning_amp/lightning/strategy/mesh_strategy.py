@@ -169,9 +169,7 @@ class MeshStrategy(DDPStrategy):
             find_entries(batch, moved, SparseZINB, self.lightning_module)
         return moved
 
-    def reduce(
-        self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Tensor:
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
         """Reduce over all ranks, as DDPStrategy, but do not round a mean of integers, and sum cells once.
 
         Anything but a tensor is returned as it is; one of torch's operations is left as it is.
@@ -227,14 +225,10 @@ class MeshStrategy(DDPStrategy):
     ) -> None:
         """Save a file on rank 0, or a directory of shards, a collective."""
         if self.request.save_distributed_checkpoint:
-            write_directory(
-                checkpoint, filepath, storage_options, rank=self.global_rank, broadcast=self.broadcast
-            )
+            write_directory(checkpoint, filepath, storage_options, rank=self.global_rank, broadcast=self.broadcast)
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a file or a directory of shards, whichever this strategy would write."""
         return load_either(checkpoint_path, super().load_checkpoint, weights_only=weights_only)

@@ -17,12 +17,7 @@ from lightning_amp.lightning.profiling.outside_decoder import DecoderPlan, with_
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.candidates import TIE
-from lightning_amp.planning.modules.plan_module import (
-    model_axis_size,
-    plan_again,
-    plan_module,
-    split_by_planner,
-)
+from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.policies.build_rules import (
     remarks,
@@ -96,9 +91,7 @@ def resolve_plan(
     return plan if balance == "auto" else with_balance(plan, balance=bool(balance))
 
 
-def plan_run(
-    facts: PlanningContext, strategies: Sequence[str] | None = None, model_ranks: int | None = None
-) -> Plan:
+def plan_run(facts: PlanningContext, strategies: Sequence[str] | None = None, model_ranks: int | None = None) -> Plan:
     """Make the plan of one run; without a data directory it is made from the module only, and says so.
 
     Raises:
@@ -110,14 +103,10 @@ def plan_run(
     return _plan_of_decoder(facts, strategies, model_ranks)
 
 
-def _plan_of_module(
-    facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None
-) -> Plan:
+def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
     """Of any module, by a count of its step."""
     request, seen, shape = facts.request, facts.seen[0], facts.read[1]
-    asked, named = split_by_planner(
-        request.strategies if strategies is None else strategies, policy=request.policy
-    )
+    asked, named = split_by_planner(request.strategies if strategies is None else strategies, policy=request.policy)
     if asked is not None:
         asked += _without_profile(named or (), facts)
     size, stages = model_axis_size(request.model_parallel_size, asked, shape, seen)
@@ -141,9 +130,7 @@ def _plan_of_module(
     return found
 
 
-def _plan_of_decoder(
-    facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None
-) -> Plan:
+def _plan_of_decoder(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
     """Of a decoder by closed forms, with blocks outside of it by a count of the step."""
     request, outside = facts.request, facts.blocks_outside if strategies is None else ()
     asked: Sequence[str] | None = strategies
@@ -342,11 +329,7 @@ def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
         why = f"{', '.join(whole.strategies)} takes {_pace(whole) / _pace(best):.1f} times as long"
     else:
         why = f"every plan that leaves samples whole needs {format_bytes(whole.predicted_peak_bytes)} or more"
-    slower = (
-        f"{other} takes {_pace(plan) / _pace(best):.1f} times as long"
-        for other, plan in found
-        if other != name
-    )
+    slower = (f"{other} takes {_pace(plan) / _pace(best):.1f} times as long" for other, plan in found if other != name)
     why = "; ".join([why, *slower])
     rules = tuple(replace(rule, why=why) if rule.strategy == name else rule for rule in best.rules)
     notes = (*best.notes, Explanation(f"{name} was taken: {why}"))

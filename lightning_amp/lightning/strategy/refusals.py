@@ -166,12 +166,7 @@ def _sharding(installed: Installed, plan: Plan) -> tuple[str, str]:
 
 TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics, PipelineStages, RecomputeBlock, ChunkBlock)
 """Rules that go together with stages."""
-SEE_GRADIENTS = (
-    "configure_gradient_clipping",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "optimizer_step",
-)
+SEE_GRADIENTS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
 NORMS = ("clip_grad_norm_", "get_total_norm", "grad_norm")
 
 
@@ -189,9 +184,7 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: It
         raise PlanError(f"pipeline cannot be used with {what}; {why}, or leave 'pipeline' out")
 
 
-def _apart_from_stages(
-    request: Request, trainer: pl.Trainer, rules: Iterable[Rule]
-) -> Iterator[tuple[str, str]]:
+def _apart_from_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Rule]) -> Iterator[tuple[str, str]]:
     """What does not go together with stages, and why."""
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         why = "stages run the backward pass before the loss is scaled: use 'bf16-mixed' or '32-true'"
@@ -222,9 +215,7 @@ def _apart_from_stages(
                 )
 
 
-def without_stages(
-    seen: ProfiledStep, device: torch.device, request: Request, trainer: pl.Trainer
-) -> ProfiledStep:
+def without_stages(seen: ProfiledStep, device: torch.device, request: Request, trainer: pl.Trainer) -> ProfiledStep:
     """The step without a pipeline, where the run's options or its device do not go with one."""
     if device.type != "cpu":
         return no_pipeline(seen, f"it runs on the CPU by now, and not on {device.type!r}")

@@ -12,12 +12,7 @@ from lightning_amp.footprint.find_blocks import check_entries
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import is_number, memory_of_ranks
 from lightning_amp.techniques.option_checks import one_of
-from lightning_amp.techniques.table import (
-    STRATEGIES,
-    options_of_techniques,
-    parse_strategies,
-    requested_specs,
-)
+from lightning_amp.techniques.table import STRATEGIES, options_of_techniques, parse_strategies, requested_specs
 from lightning_amp.techniques.tensor3d.row import OVERLAP
 
 CHOICES: dict[str, tuple[str | bool | None, ...]] = {
@@ -109,9 +104,7 @@ class Request:
     @property
     def may_change_decoders(self) -> bool:
         """Whether a technique of decoders may be in the plan: not where others alone are named."""
-        return self.strategies is None or any(
-            STRATEGIES[name].choice for name in parse_strategies(self.strategies)
-        )
+        return self.strategies is None or any(STRATEGIES[name].choice for name in parse_strategies(self.strategies))
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -131,9 +124,7 @@ class Request:
                 " or more"
             )
         if not (is_number(self.bucket_mb) and 0 < self.bucket_mb < inf):
-            raise PlanError(
-                f"bucket_mb={self.bucket_mb!r} is not supported; allowed is a number of MiB above 0"
-            )
+            raise PlanError(f"bucket_mb={self.bucket_mb!r} is not supported; allowed is a number of MiB above 0")
         for name in ("lost_after", "stuck_after"):
             value = getattr(self, name)
             if not (is_number(value) and value > 0):
@@ -150,9 +141,7 @@ class Request:
             given = (tuple(value) if isinstance(value, list) else value) != getattr(Request, name)
             if given and not {*owners} & {*chosen}:
                 of = owners[0]
-                raise PlanError(
-                    f"{name}={value!r} is an option of {of}; add strategies={of!r}, or leave it out"
-                )
+                raise PlanError(f"{name}={value!r} is an option of {of}; add strategies={of!r}, or leave it out")
         for spec in self.specs.values():
             # a grid that was given decides the model axis
             if getattr(spec, "grid", "") and (ranks := getattr(spec, "model_ranks", None)):

@@ -30,12 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_amp.footprint.find_blocks import named_blocks
-from lightning_amp.lightning._compat import (
-    broadcast_module,
-    default_pg_timeout,
-    optimizers_to_device,
-    trainer_of,
-)
+from lightning_amp.lightning._compat import broadcast_module, default_pg_timeout, optimizers_to_device, trainer_of
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO
 from lightning_amp.lightning.consistency.replicas import (
@@ -351,9 +346,7 @@ class AMPStrategy(MeshStrategy):
         step = partial(super().training_step, *args, **kwargs)
         return step() if self._step is None else self._step.forward(step, args[0] if args else None)
 
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward of the mean over the cells of all ranks; outside of a fit of the rank's own loss, as under ddp."""
         if self._step is None:
             self._shards.refuse_backward()

@@ -71,9 +71,7 @@ def bernoulli(x: Numbers, logits: Numbers) -> Float[Tensor, "..."]:
     return x * F.logsigmoid(logits) + (1 - x) * F.logsigmoid(-logits)
 
 
-def table_rows(
-    table: Float[Tensor, "experiment feature"], batch: Experiment
-) -> Float[Tensor, "#cell feature"]:
+def table_rows(table: Float[Tensor, "experiment feature"], batch: Experiment) -> Float[Tensor, "#cell feature"]:
     """Each cell's row of a table with one row per experimental batch.
 
     A single row is broadcast, because a copy per cell would cost as much as the data.
@@ -104,9 +102,7 @@ class PlainDecoder(nn.Module):
         tables = (self._rows(name, batch) for name in self.tables)
         return -type(self).likelihood(x, self._location(u, v, batch, library), *tables).mean()
 
-    def mean(
-        self, u: PerCell, v: Float[Tensor, "feature dim"], *, batch: Experiment, library: Library
-    ) -> Counts:
+    def mean(self, u: PerCell, v: Float[Tensor, "feature dim"], *, batch: Experiment, library: Library) -> Counts:
         """Expected counts without zero inflation, or the location of values (of their logarithm for ZILN)."""
         location = self._location(u, v, batch, library)
         return location.exp() if self.counts else location

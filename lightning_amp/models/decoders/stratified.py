@@ -112,9 +112,7 @@ class StratifiedDecoder(nn.Module):
         self.region = StrataRegion()
         self.walk = EveryStratum()
         # contacts fall off about as one over the distance
-        self.strata_weights = nn.Parameter(
-            -torch.tensor(stratum_index, dtype=torch.get_default_dtype()).log1p()
-        )
+        self.strata_weights = nn.Parameter(-torch.tensor(stratum_index, dtype=torch.get_default_dtype()).log1p())
         self.head = nn.Linear(dim, self.n_strata) if strata_weight_head else None
         if self.head is not None:
             nn.init.zeros_(self.head.weight)
@@ -188,9 +186,7 @@ def _check_settings(key: KeyKind, chained: bool, window: int | None) -> None:
         )
 
 
-def _check_strata(
-    feature_anchors: "list[NDArray[np.int64]]", stratum_index: Sequence[int], n_anchors: int
-) -> None:
+def _check_strata(feature_anchors: "list[NDArray[np.int64]]", stratum_index: Sequence[int], n_anchors: int) -> None:
     if not feature_anchors or len(feature_anchors) != len(stratum_index):
         raise ModelError(
             f"StratifiedDecoder got {len(feature_anchors)!r} strata and {len(stratum_index)!r} stratum indices; "

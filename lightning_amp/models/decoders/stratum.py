@@ -15,13 +15,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from lightning_amp.data.sparse_counts import SparseCounts
-from lightning_amp.models.decoders.likelihoods import (
-    FIRST_LOG_THETA,
-    FIRST_ZI_LOGIT,
-    bernoulli,
-    table_rows,
-    zinb,
-)
+from lightning_amp.models.decoders.likelihoods import FIRST_LOG_THETA, FIRST_ZI_LOGIT, bernoulli, table_rows, zinb
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, ConvolutionKey
 from lightning_amp.shapes import (
     Counts,
@@ -84,9 +78,7 @@ class AllFeatures(nn.Module):
         """The columns of the features that this device holds."""
         return values
 
-    def scores(
-        self, decode: nn.Module, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor
-    ) -> OwnCounts:
+    def scores(self, decode: nn.Module, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor) -> OwnCounts:
         """Decoded scores of the own features."""
         scores: Tensor = decode(u, key, feature_anchor)
         return scores
@@ -170,9 +162,7 @@ class Stratum(nn.Module):
     def forward(self, v: PerAnchor, u: PerCell, **cells: Any) -> tuple[Scalar, PerAnchor]:
         """Negative log-likelihood summed over cells and features, and v for the next stratum; `cells` as of `nll`."""
         key, v_next = self._keys(v)
-        return self.sum_over_cells(
-            self.nll, key, u, parameters=self.parameters(recurse=False), **cells
-        ), v_next
+        return self.sum_over_cells(self.nll, key, u, parameters=self.parameters(recurse=False), **cells), v_next
 
     def arguments(
         self, k: int, log_weights: LogWeights, *, x: Counts | SparseCounts, **cells: Tensor
@@ -214,13 +204,7 @@ class Stratum(nn.Module):
         return (location.sigmoid() if self.binarized else location.exp()), v_next
 
     def location(
-        self,
-        v: PerAnchor,
-        u: PerCell,
-        *,
-        batch: Experiment,
-        library: Library,
-        log_weight: Float[Tensor, "#cell 1"],
+        self, v: PerAnchor, u: PerCell, *, batch: Experiment, library: Library, log_weight: Float[Tensor, "#cell 1"]
     ) -> tuple[Float[Tensor, "cell stratum_feature"], PerAnchor]:
         """Logarithm of the mean (logits of binary data) of all features, and the next v."""
         key, v_next = self._keys(v)

@@ -166,9 +166,7 @@ class FullAttention(nn.Module):
         """Attention of all rows to all rows."""
         check_rows(q, k, values)
         # the kernels read a row's channels side by side
-        q, k, values = (
-            x[None, None] if x.stride(-1) == 1 else x.contiguous()[None, None] for x in (q, k, values)
-        )
+        q, k, values = (x[None, None] if x.stride(-1) == 1 else x.contiguous()[None, None] for x in (q, k, values))
         if q.device.type == "meta":
             # without values torch would choose the form with scores
             return attend_on_cpu(q, k, values)[0][0, 0]  # type: ignore[no-any-return]

@@ -262,9 +262,7 @@ def _beside(s: RankSizes | None, found: tuple[StratumBytes, ...]) -> int:
     """What strata hold besides one: the most of the others, and the gradients of one that waits to be added."""
     if s is None or s.side_by_side == 1:
         return 0
-    waiting = s.element * (s.latents * (1 + s.decoder.chained) + s.cells * s.width) + max(
-        n.left for n in found
-    )
+    waiting = s.element * (s.latents * (1 + s.decoder.chained) + s.cells * s.width) + max(n.left for n in found)
     return (s.side_by_side - 1) * max(max(n.forward, n.backward) for n in found) + waiting
 
 
@@ -276,11 +274,7 @@ def _spines(s: RankSizes, runs: tuple[tuple[int, int], ...]) -> list[int]:
     row = s.element * s.latents
     if not s.streamed:
         # of those before a rank's own strata the anchors, normalised and projected
-        return [
-            row * 2 * sum(k > 0 for k in distances[:start])
-            for start, stop in runs
-            for _ in range(start, stop)
-        ]
+        return [row * 2 * sum(k > 0 for k in distances[:start]) for start, stop in runs for _ in range(start, stop)]
     # every step-th row of the spine is kept, and those of one part while its strata run (stream.py)
     step, same = isqrt(len(distances) - 1) + 1, 1 - s.keyed
     # the first of the rows that are kept, and of its part, is v itself, which a stratum without a key hands on

@@ -252,9 +252,7 @@ def _fused_work(s: RankSizes, *, back: bool = False) -> int:
     for band in (*s.bands, *s.bands_at_the_end):
         before, after = band.around
         buckets = band.n_key_buckets + before + after
-        scores = max(
-            (run.n_buckets * min(run.own[1], band.sizes.rows) * run.columns for run in band.runs), default=0
-        )
+        scores = max((run.n_buckets * min(run.own[1], band.sizes.rows) * run.columns for run in band.runs), default=0)
         copied = max((_copied(band, run, back=back) for run in band.runs), default=0)
         rows = w * (2 * band.largest + before + after + (3 if back else 1) * buckets) + copied
         tables = 2 * (w + buckets + 1)

@@ -91,9 +91,7 @@ def compare(
     """
     found, dropped = list[Draft](), dict(refused)
     for names in sets_of_techniques():
-        if any(set(names) >= set(one) for one in refused) or _is_needless(
-            seen, names, ranks=ranks, budget=budget
-        ):
+        if any(set(names) >= set(one) for one in refused) or _is_needless(seen, names, ranks=ranks, budget=budget):
             continue
         made = _draft_within(seen, names, ranks=ranks, budget=budget, beyond=beyond)
         if isinstance(made, str):
@@ -109,9 +107,7 @@ def compare(
         else:
             found.append(made)
     best = _chosen(found, budget)
-    rows = sorted(
-        found, key=lambda one: (one is not best, budget is not None and one.peak_bytes > budget, *merit(one))
-    )
+    rows = sorted(found, key=lambda one: (one is not best, budget is not None and one.peak_bytes > budget, *merit(one)))
     return Compared(
         best=best,
         candidates=tuple(_candidate(one, best, budget, base=base, batch_size=batch_size) for one in rows),
@@ -130,9 +126,7 @@ def asked_for(
     ordered = tuple(name for name in PREDICTIONS if name in names)
     made = _draft_within(seen, ordered, ranks=ranks, budget=budget, beyond=beyond)
     if isinstance(made, str):
-        raise PlanError(
-            f"strategies={','.join(names)!r}: {made}; leave that one out, or let policy 'auto' choose"
-        )
+        raise PlanError(f"strategies={','.join(names)!r}: {made}; leave that one out, or let policy 'auto' choose")
     return made
 
 
@@ -176,12 +170,7 @@ def _draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: in
 
 
 def advice(
-    seen: ProfiledStep,
-    *,
-    ranks: int,
-    budget: int | None = None,
-    stages: Draft | None = None,
-    compared: bool,
+    seen: ProfiledStep, *, ranks: int, budget: int | None = None, stages: Draft | None = None, compared: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
     """What each technique by itself would make of the peak, or why it would not help; those that help most first.
 
@@ -230,11 +219,7 @@ def _advise_stages(
 def _is_needless(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> bool:
     """Whether a set has something that takes seconds to look for, and the step fits as it is, which is faster."""
     known = any(getattr(fact, "known", False) for fact in seen.facts.values())
-    return (
-        not known
-        and any(PREDICTIONS[name].slow for name in names)
-        and _fits(seen, ranks=ranks, budget=budget)
-    )
+    return not known and any(PREDICTIONS[name].slow for name in names) and _fits(seen, ranks=ranks, budget=budget)
 
 
 def _stages_are_needless(seen: ProfiledStep, *, ranks: int, budget: int | None, faster: bool = True) -> bool:
@@ -286,9 +271,7 @@ def merit(one: Draft) -> tuple[float, int, int]:
     return one.pace, len(one.strategies), one.peak_bytes
 
 
-def _candidate(
-    one: Draft, best: Draft, budget: int | None, *, base: tuple[str, ...], batch_size: int
-) -> Candidate:
+def _candidate(one: Draft, best: Draft, budget: int | None, *, base: tuple[str, ...], batch_size: int) -> Candidate:
     if one is best:
         verdict = "chosen"
     elif budget is not None and one.peak_bytes > budget:
@@ -310,9 +293,7 @@ def _candidate(
 
 def replaced_peak(compared: Compared, peak_bytes: int) -> Compared:
     """The same choice with a peak that was counted instead of predicted."""
-    rows = tuple(
-        replace(row, peak_bytes=peak_bytes) if row.verdict == "chosen" else row for row in compared.candidates
-    )
+    rows = tuple(replace(row, peak_bytes=peak_bytes) if row.verdict == "chosen" else row for row in compared.candidates)
     return replace(compared, best=replace(compared.best, peak_bytes=peak_bytes), candidates=rows)
 
 

@@ -66,9 +66,7 @@ def evidence(profile: ModuleProfile) -> tuple[str, ...]:
 def where(profile: ModuleProfile) -> tuple[str, ...]:
     """Where in the step the peak is, and which module and tensor hold most of it."""
     at = f" of {profile.peak_module}" if profile.peak_module else ""
-    said = [
-        f"the peak of {format_bytes(profile.peak_bytes)} is in the {PHASES[profile.peak_phase]}{at}",
-    ]
+    said = [f"the peak of {format_bytes(profile.peak_bytes)} is in the {PHASES[profile.peak_phase]}{at}"]
     if profile.modules:
         most = profile.modules[0]
         said.append(f"{called(most.fqn)} holds most of it: {_part_of(profile, most.n_bytes)}")

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
-from lightning_amp.planning.modules.candidates import (
-    Compared,
-)
+from lightning_amp.planning.modules.candidates import Compared
 from lightning_amp.planning.modules.diagnosis import diagnose_module, evidence, signals
 from lightning_amp.planning.modules.min_memory_plan import LEAST, missing
 from lightning_amp.planning.plan.axes import Axes, MeshShape

@@ -75,8 +75,7 @@ def with_techniques_of(plan: Plan, seen: ProfiledStep) -> Draft:
         made = [draft(seen, names, ranks=plan.gradient_ranks, budget=0) for names in sets]
         return min((one for one in made if isinstance(one, Draft)), key=_leaner)
     asked = PipelineOptions(
-        again=("*",) if "recompute" in plan.strategies else (),
-        chunks=None if "chunk" in plan.strategies else {},
+        again=("*",) if "recompute" in plan.strategies else (), chunks=None if "chunk" in plan.strategies else {}
     )
     found = staged(seen, plan.mesh.model, data=plan.mesh.data, budget=0, asked=asked)
     if isinstance(found, str):

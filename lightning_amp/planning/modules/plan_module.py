@@ -34,12 +34,7 @@ from lightning_amp.planning.modules.finish_plan import (
     on_model_axis,
     rules_of,
 )
-from lightning_amp.planning.modules.plan_stages import (
-    options_of_named,
-    pipeline_of,
-    predicted_again,
-    with_stages,
-)
+from lightning_amp.planning.modules.plan_stages import options_of_named, pipeline_of, predicted_again, with_stages
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_memory, with_requested
@@ -65,9 +60,7 @@ def split_by_planner(
     if asked is None:
         return None, () if policy == "paper" else None
     ids = parse_strategies(asked if isinstance(asked, str) else list(asked))
-    return [name for name in ids if name not in PREDICTIONS], tuple(
-        name for name in ids if name in PREDICTIONS
-    )
+    return [name for name in ids if name not in PREDICTIONS], tuple(name for name in ids if name in PREDICTIONS)
 
 
 def model_axis_size(
@@ -116,9 +109,7 @@ def plan_module(
     limit = None if named is not None and not budget_named else budget
     beyond = defaultdict[frozenset[str], list[int]](list)
     while True:
-        compared = _compared(
-            seen, base, named=named, limit=limit, refused=refused, beyond=beyond, asked=asked
-        )
+        compared = _compared(seen, base, named=named, limit=limit, refused=refused, beyond=beyond, asked=asked)
         best = compared.best
         rules = rules_of(best, named=named is not None)
         if best.stages:
@@ -137,9 +128,7 @@ def plan_module(
         compared = replaced_peak(compared, peak)
         found = beyond[frozenset(best.strategies)]
         # of techniques that a person has named there is more to be had, until as much as can be
-        hopeless = (
-            limit is not None and best.peak_bytes > limit and (named is None or len(found) >= TRIES - 1)
-        )
+        hopeless = limit is not None and best.peak_bytes > limit and (named is None or len(found) >= TRIES - 1)
         if not rules or limit is None or peak <= limit or hopeless:
             break
         found.append(max(peak - best.peak_bytes, 1) if best.peak_bytes <= limit else peak - limit)
@@ -167,9 +156,7 @@ def _why(error: AmpError) -> str:
     return str(error.__cause__ if isinstance(error.__cause__, AmpError) else error)
 
 
-def plan_again(
-    given: Plan, seen: ProfiledStep, *, count: Count | None = None, memory: tuple[int, ...] = ()
-) -> Plan:
+def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None, memory: tuple[int, ...] = ()) -> Plan:
     """A plan that was given, with the prediction for this step, on ranks of so much memory."""
     if (spec := pipeline_of(given, seen)) is not None:
         return predicted_again(given, seen, spec, memory)
@@ -184,9 +171,7 @@ def plan_again(
         diagnosis=diagnose_module(seen, ranks=ranks, budget=given.budget_bytes),
         notes=(
             *kept_notes(given, seen),
-            *missing_bytes(
-                seen, replace(as_it_is(seen, ranks), peak_bytes=made.peak_bytes), given.budget_bytes
-            ),
+            *missing_bytes(seen, replace(as_it_is(seen, ranks), peak_bytes=made.peak_bytes), given.budget_bytes),
         ),
     )
 

@@ -4,17 +4,9 @@ from dataclasses import replace
 
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.modules.candidates import (
-    Compared,
-)
+from lightning_amp.planning.modules.candidates import Compared
 from lightning_amp.planning.modules.diagnosis import diagnose_module
-from lightning_amp.planning.modules.finish_plan import (
-    finished,
-    kept_notes,
-    missing_bytes,
-    of_fullest,
-    rules_of,
-)
+from lightning_amp.planning.modules.finish_plan import finished, kept_notes, missing_bytes, of_fullest, rules_of
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.pipeline.options import PipelineOptions
@@ -76,9 +68,7 @@ def _uncounted(plan: Plan, seen: ProfiledStep, why: str) -> Plan:
     )
 
 
-def options_of_named(
-    asked: PipelineOptions, named: tuple[str, ...], *, budget_named: bool
-) -> PipelineOptions:
+def options_of_named(asked: PipelineOptions, named: tuple[str, ...], *, budget_named: bool) -> PipelineOptions:
     """What techniques that a person has named together with a pipeline ask of it.
 
     Raises:
@@ -96,9 +86,7 @@ def options_of_named(
     )
 
 
-def predicted_again(
-    given: Plan, seen: ProfiledStep, spec: PipelineStages, memory: tuple[int, ...] = ()
-) -> Plan:
+def predicted_again(given: Plan, seen: ProfiledStep, spec: PipelineStages, memory: tuple[int, ...] = ()) -> Plan:
     """A given plan with the prediction of its stages for this step, on ranks of so much memory."""
     ends = tuple(int(end) for end in spec.ends.split(","))
     asked = PipelineOptions(
@@ -128,8 +116,5 @@ def predicted_again(
         predicted_step_seconds=found.seconds,
         rates_device=seen.rates.device,
         stages=found.stages,
-        notes=(
-            *kept_notes(given, seen),
-            *missing_bytes(seen, found, given.budget_bytes),
-        ),
+        notes=(*kept_notes(given, seen), *missing_bytes(seen, found, given.budget_bytes)),
     )

@@ -82,9 +82,7 @@ def largest_batches(
     return LargestBatch(plain=plain, lean=lean, techniques=best.strategies, sharing=best.model)
 
 
-def answers(
-    seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, named: Plan | None = None
-) -> list[str]:
+def answers(seen_at: SeenAt, seen: ProfiledStep, *, ranks: int, budget: int, named: Plan | None = None) -> list[str]:
     """Two sentences for a plan on so many ranks: the fewest devices and the largest batch.
 
     Arguments as of `largest_batches`.

@@ -18,8 +18,7 @@ class MeshShape:
     def __post_init__(self) -> None:
         if not all(type(n) is int and n >= 1 for n in (self.data, self.model)):
             raise PlanError(
-                f"a mesh of {self.data!r} x {self.model!r} is not supported; both axes need a whole number"
-                " of 1 or more"
+                f"a mesh of {self.data!r} x {self.model!r} is not supported; both axes need a whole number of 1 or more"
             )
 
 

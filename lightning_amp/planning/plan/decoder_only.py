@@ -12,20 +12,13 @@ from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfil
 def profile_of_module(shape: ModelShape) -> Profile:
     """A profile of what the module itself says, when no data directory is known."""
     modalities = () if shape.decoder is None else (_modality(shape.decoder),)
-    return Profile(
-        data_dir="(no data directory: planned from the module only)", modalities=modalities, graph=None
-    )
+    return Profile(data_dir="(no data directory: planned from the module only)", modalities=modalities, graph=None)
 
 
 def attention_of(decoder: DecoderShape) -> dict[str, Any]:
     """What a profile says of a decoder's attention, by name of the field."""
     window = decoder.window if decoder.attention and not decoder.full else None
-    return {
-        "attention": decoder.attention,
-        "full": decoder.full,
-        "window": window,
-        "known_from": decoder.known_from,
-    }
+    return {"attention": decoder.attention, "full": decoder.full, "window": window, "known_from": decoder.known_from}
 
 
 def shape_of_decoder(decoder: DecoderShape, *, batch_size: int) -> ModelShape:
@@ -53,9 +46,6 @@ def _modality(decoder: DecoderShape) -> ModalityProfile:
         scale=None,
         contact_spread=None,
         decomposition=DecompositionProfile(
-            anchors=decoder.anchors,
-            features=decoder.features,
-            distances=decoder.distances,
-            **attention_of(decoder),
+            anchors=decoder.anchors, features=decoder.features, distances=decoder.distances, **attention_of(decoder)
         ),
     )

@@ -16,13 +16,7 @@ from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.techniques.data.row import BalanceCells
 from lightning_amp.techniques.hic.rows import StreamStrata
-from lightning_amp.techniques.table import (
-    STRATEGIES,
-    conflicts,
-    specs_by_name,
-    with_steps,
-    without_blocks,
-)
+from lightning_amp.techniques.table import STRATEGIES, conflicts, specs_by_name, with_steps, without_blocks
 
 SCHEMA = 1
 
@@ -281,11 +275,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     together = together or plan.axes.kernels == "compiled"
     for rule in plan.rules:
         if together and isinstance(rule.spec, StreamStrata) and rule.spec.workers != 1:
-            why = (
-                "strata are compiled"
-                if plan.axes.kernels == "compiled"
-                else "ranks compute each stratum together"
-            )
+            why = "strata are compiled" if plan.axes.kernels == "compiled" else "ranks compute each stratum together"
             yield f"workers={rule.spec.workers!r}, where {why}, in one order: it is 1"
     if plan.balance_cells != any(isinstance(rule.spec, BalanceCells) for rule in plan.rules):
         yield f"balance_cells={plan.balance_cells!r}, and the rules say otherwise"

@@ -159,9 +159,7 @@ def _verdict(candidate: Candidate, best: Candidate, budget: int | None) -> str:
     return f"{ratio:.2f} x the time"
 
 
-def _order(
-    candidate: Candidate, best: Candidate, budget: int | None, *, nothing_fits: bool
-) -> tuple[object, ...]:
+def _order(candidate: Candidate, best: Candidate, budget: int | None, *, nothing_fits: bool) -> tuple[object, ...]:
     exceeds = budget is not None and candidate.peak_bytes > budget
     merit = candidate.peak_bytes if nothing_fits else candidate.cell_seconds
     return candidate != best, exceeds, merit, _simplicity(candidate)

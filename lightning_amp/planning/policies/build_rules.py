@@ -34,13 +34,7 @@ BY_USER = "requested by the user"
 
 
 def build_rules(
-    chosen: tuple[str, ...],
-    shape: ModelShape,
-    mesh: MeshShape,
-    diagnosis: Diagnosis,
-    *,
-    balance: bool,
-    policy: str,
+    chosen: tuple[str, ...], shape: ModelShape, mesh: MeshShape, diagnosis: Diagnosis, *, balance: bool, policy: str
 ) -> tuple[Rule, ...]:
     """The rules of a plan in the order of installation: data axis first, then modules, by the strategies' numbers.
 
@@ -59,8 +53,7 @@ def build_rules(
         targets = [t for t in targets_of(strategy, shape) if _belongs(t[1], axes)]
         if not targets:
             raise PlanError(
-                f"{strategy} ({STRATEGIES[strategy].title}) finds nothing to change in this model; leave"
-                f" {strategy} out"
+                f"{strategy} ({STRATEGIES[strategy].title}) finds nothing to change in this model; leave {strategy} out"
             )
         saved = _saved(strategy, chosen, shape, mesh)
         for n, (fqn, spec) in enumerate(targets):
@@ -95,9 +88,7 @@ def decide_balance(profile: Profile, mesh: MeshShape, batch_size: int) -> tuple[
     The sum over B cells has a relative spread of spread / sqrt(B); the largest of R such sums exceeds their mean by
     about that times the expected maximum of R standard normal numbers (Blom's approximation).
     """
-    spreads = [
-        m.contact_spread for m in profile.modalities if m.decomposition is not None and m.contact_spread
-    ]
+    spreads = [m.contact_spread for m in profile.modalities if m.decomposition is not None and m.contact_spread]
     if mesh.data == 1 or not spreads:
         return False, []
     largest = NormalDist().inv_cdf((mesh.data - 0.375) / (mesh.data + 0.25))
@@ -132,9 +123,7 @@ def with_balance(plan: Plan, *, balance: bool) -> Plan:
     return replace(plan, rules=rules, balance_cells=balance and "S1" in plan.strategies)
 
 
-def with_requested(
-    plan: Plan, requested: Mapping[str, Spec], shape: ModelShape, *, launches: bool = False
-) -> Plan:
+def with_requested(plan: Plan, requested: Mapping[str, Spec], shape: ModelShape, *, launches: bool = False) -> Plan:
     """The same plan whose rules have the specs that a person has requested, by technique.
 
     Args:

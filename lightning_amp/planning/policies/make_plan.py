@@ -15,23 +15,13 @@ from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Candidate, Explanation, Plan
 from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, candidates
-from lightning_amp.planning.policies.build_rules import (
-    build_rules,
-    decide_balance,
-    too_few_cells,
-    with_memory,
-)
+from lightning_amp.planning.policies.build_rules import build_rules, decide_balance, too_few_cells, with_memory
 from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
 from lightning_amp.planning.policies.request import PlanRequest, check_request
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, memory_of_ranks
-from lightning_amp.techniques.table import (
-    STRATEGIES,
-    conflicts,
-    parse_strategies,
-    with_steps,
-)
+from lightning_amp.techniques.table import STRATEGIES, conflicts, parse_strategies, with_steps
 
 
 def plan(
@@ -99,9 +89,7 @@ class StrategyChoice:
     notes: tuple[str, ...] = ()
 
 
-def _choose(
-    request: PlanRequest, asked: str, strategies: str | list[str] | tuple[str, ...] | None
-) -> StrategyChoice:
+def _choose(request: PlanRequest, asked: str, strategies: str | list[str] | tuple[str, ...] | None) -> StrategyChoice:
     size = request.model_parallel_size
     if strategies is not None:
         return StrategyChoice(strategies=parse_strategies(strategies), model_parallel_size=size)
@@ -255,10 +243,7 @@ def _one_model_rank(sharding: list[str], request: PlanRequest) -> tuple[str, str
     remedy = "choose a smaller window" if limiting == "nodes" else "use another number of devices"
     if most == 1:
         return f"{whole} cannot be split", remedy
-    return (
-        f"no number of ranks that {whole} can be split over, up to {most!r}, divides {node!r} devices",
-        remedy,
-    )
+    return (f"no number of ranks that {whole} can be split over, up to {most!r}, divides {node!r} devices", remedy)
 
 
 def _wholes(decoder: DecoderShape) -> dict[str, str]:

@@ -51,9 +51,7 @@ def mapped(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
         limit = "no memory budget is known" if budget is None else f"it fits in {format_bytes(budget)}"
         first = f"{format_bytes(whole)} per device under {under} and {limit}: {under} only"
         return in_order(base), [Explanation(first), *notes]
-    asked = {
-        s for s, row in STRATEGIES.items() if row.signal in request.diagnosis.signals and not row.registered
-    }
+    asked = {s for s, row in STRATEGIES.items() if row.signal in request.diagnosis.signals and not row.registered}
     # the paper's S3 and S5 are of local attention; of full attention it names sequence parallelism (Section 5)
     split = "nodes" if shape.decoder.full else "S5"
     chosen = base | (asked - {"S5"} - ({"S3"} if shape.decoder.full else set()))

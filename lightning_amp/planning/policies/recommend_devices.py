@@ -81,12 +81,7 @@ class Recommendation:
 
 
 def recommend_devices(
-    profile: Profile,
-    shape_of: Callable[[int], ModelShape],
-    *,
-    cells: int,
-    budget: int | None,
-    rates: Rates,
+    profile: Profile, shape_of: Callable[[int], ModelShape], *, cells: int, budget: int | None, rates: Rates
 ) -> Recommendation:
     """Compare numbers of devices.
 

@@ -44,9 +44,7 @@ def check_request(
         raise PlanError(f"policy={policy!r} is not supported; allowed are {', '.join(map(repr, POLICIES))}")
     for name, value in (("devices", devices), ("batch_size", batch_size)):
         if type(value) is not int or not 1 <= value <= LARGEST:
-            raise PlanError(
-                f"{name}={value!r} is not supported; allowed is a whole number from 1 to {LARGEST:,}"
-            )
+            raise PlanError(f"{name}={value!r} is not supported; allowed is a whole number from 1 to {LARGEST:,}")
     if device_memory is not None:
         memory_of_ranks(device_memory)
     if strategies is not None:

@@ -25,11 +25,7 @@ def diagnosis_sections(diagnosis: ModuleDiagnosis) -> list[str]:
         f" {PARTS_IN_WORDS[diagnosis.largest]}"
     )
     rows = [
-        [
-            format_bytes(size),
-            f"{100 * size / max(1, diagnosis.peak_bytes):.0f} %",
-            fqn or "(the module itself)",
-        ]
+        [format_bytes(size), f"{100 * size / max(1, diagnosis.peak_bytes):.0f} %", fqn or "(the module itself)"]
         for fqn, size in diagnosis.modules.items()
     ]
     sections = ["\n".join(wrap(first, WIDTH)), table(["bytes", "share", "modules at the peak"], rows)]
@@ -62,9 +58,7 @@ def module_report(profile: ModuleProfile) -> str:
     """Kinds at the peak, largest modules, largest tensors."""
     head = "\n".join(fill(line, WIDTH) for line in peak_lines(profile))
     kinds = [[*share_of(profile, profile.by_kind[kind]), kind] for kind in KINDS]
-    modules = [
-        [*share_of(profile, row.n_bytes), row.fqn or "(the module itself)"] for row in profile.modules[:SHOWN]
-    ]
+    modules = [[*share_of(profile, row.n_bytes), row.fqn or "(the module itself)"] for row in profile.modules[:SHOWN]]
     tensors = [
         [*share_of(profile, row.n_bytes), f"{list(row.shape)} {row.dtype}", called(row)]
         for row in profile.tensors[:SHOWN]
@@ -84,8 +78,7 @@ def peak_lines(profile: ModuleProfile) -> list[str]:
     where = f" of {profile.peak_module}" if profile.peak_module else ""
     largest = f"{PARTS_IN_WORDS[profile.largest]} ({profile.largest})"
     return [
-        f"peak of a training step: {format_bytes(profile.peak_bytes)} in the"
-        f" {PHASES[profile.peak_phase]}{where}{size}",
+        f"peak of a training step: {format_bytes(profile.peak_bytes)} in the {PHASES[profile.peak_phase]}{where}{size}",
         f"largest part: {largest}, {' = '.join(share_of(profile, profile.parts[profile.largest]))}",
     ]
 
@@ -101,16 +94,8 @@ ModuleProfile.__str__ = module_report  # type: ignore[method-assign, assignment]
 
 def called(tensor: TensorBytes) -> str:
     """A parameter's name has its module's in it."""
-    return (
-        tensor.name
-        if not tensor.fqn or tensor.name.startswith(tensor.fqn)
-        else f"{tensor.fqn}: {tensor.name}"
-    )
+    return tensor.name if not tensor.fqn or tensor.name.startswith(tensor.fqn) else f"{tensor.fqn}: {tensor.name}"
 
 
 def _because(profile: ModuleProfile) -> str:
-    return (
-        f", because the step needs values ({profile.reason.partition(chr(10))[0]:.80})"
-        if profile.reason
-        else ""
-    )
+    return f", because the step needs values ({profile.reason.partition(chr(10))[0]:.80})" if profile.reason else ""

@@ -45,11 +45,7 @@ def profile_report(profile: Profile) -> str:
     header = ["modality", "model", "cells", "features", "zeros", "scale", "decoder"]
     text = table(header, rows) if rows else "no modality that is known"
     graph = profile.graph
-    line = (
-        f"guidance graph: {graph.vertices:,} vertices, {graph.edges:,} edges"
-        if graph
-        else "no guidance graph"
-    )
+    line = f"guidance graph: {graph.vertices:,} vertices, {graph.edges:,} edges" if graph else "no guidance graph"
     if profile.unread:
         known = ", ".join(MODALITIES)
         names = ", ".join(profile.unread)
@@ -156,10 +152,7 @@ def shown_candidates(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
             continue
         least = one.peak_bytes
         # what is nearly the chosen one in both is no choice
-        if (
-            max(_ratio(one.peak_bytes, chosen.peak_bytes), _ratio(one.cell_seconds, chosen.cell_seconds))
-            > 1 / LESS
-        ):
+        if max(_ratio(one.peak_bytes, chosen.peak_bytes), _ratio(one.cell_seconds, chosen.cell_seconds)) > 1 / LESS:
             found.append(one)
     plain = next((c for c in candidates if techniques(c.strategies) == "none"), None)
     return [*found[: SHOWN - 1], plain] if plain is not None and plain not in found else found[:SHOWN]

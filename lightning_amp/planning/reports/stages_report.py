@@ -59,9 +59,7 @@ def timeline_of(plan: Plan) -> Timeline:
     """When every rank of a plan's pipeline is predicted to compute what."""
     _, spec = pipeline_rule(plan)
     stages = plan.stages
-    orders = schedule(
-        spec.schedule, plan.mesh.model, spec.micro_batches, stages_per_device=spec.stages_per_rank
-    )
+    orders = schedule(spec.schedule, plan.mesh.model, spec.micro_batches, stages_per_device=spec.stages_per_rank)
     times = StageTimes(
         forward=tuple(stage.forward_seconds for stage in stages),
         backward=tuple(stage.backward_seconds for stage in stages),
@@ -126,9 +124,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
         f"rank {row}: stage {', '.join(str(s) for s in sorted({step.stage for step in rank}))}"
         for row, rank in enumerate(line.passes)
     ]
-    axes.set_title(
-        f"{panel.name}: {format_seconds(end)}, micro-batches numbered", loc="left", fontsize="medium"
-    )
+    axes.set_title(f"{panel.name}: {format_seconds(end)}, micro-batches numbered", loc="left", fontsize="medium")
     axes.set_xlabel(f"time ({unit})")
     axes.set_yticks(range(len(named)), named)
     axes.set_xlim(0, end / size)
@@ -142,6 +138,4 @@ def _draw(axes: Axes, panel: Panel) -> None:
 def _bar(axes: Axes, row: int, begin: float, width: float, colour: str, text: str) -> None:
     axes.barh(row, width, left=begin, color=colour, height=0.8, edgecolor="white", linewidth=0.6, zorder=2)
     if text:
-        axes.text(
-            begin + width / 2, row, text, ha="center", va="center", fontsize=7, color="white", clip_on=True
-        )
+        axes.text(begin + width / 2, row, text, ha="center", va="center", fontsize=7, color="white", clip_on=True)

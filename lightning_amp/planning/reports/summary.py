@@ -35,9 +35,7 @@ def plan_summary(plan: Plan, *, report: str = "") -> str:
     for name, text in rows:
         # a path is copied from here: it stays whole, however long it is
         parts = wrap(text, WIDTH - NAMES, break_long_words=False, break_on_hyphens=False)
-        lines += [
-            f"{first:<{NAMES}}{part}" for first, part in zip((name, *[""] * len(parts)), parts, strict=False)
-        ]
+        lines += [f"{first:<{NAMES}}{part}" for first, part in zip((name, *[""] * len(parts)), parts, strict=False)]
     return "\n".join(lines)
 
 

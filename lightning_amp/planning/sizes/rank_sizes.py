@@ -242,9 +242,7 @@ class RankSizes:
     @property
     def keeps_weights(self) -> bool:
         """Whether fused attention keeps its weights."""
-        return (
-            self.streamed and self.fused and keeps_weights(self.decoder.anchors, window=self.decoder.window)
-        )
+        return self.streamed and self.fused and keeps_weights(self.decoder.anchors, window=self.decoder.window)
 
     @property
     def kept_weights(self) -> int:

@@ -74,9 +74,7 @@ class Strata(Generic[Sizes]):
 same_strata = lru_cache(maxsize=KEPT)(Strata)
 
 
-def strata_of(
-    kind: type[Sizes], decoder: DecoderShape, axes: Axes, *, ranks: int, **sizes: Any
-) -> Strata[Sizes]:
+def strata_of(kind: type[Sizes], decoder: DecoderShape, axes: Axes, *, ranks: int, **sizes: Any) -> Strata[Sizes]:
     """The strata of a decoder under the choices of a plan, as `Strata`: the same object for the same sizes."""
     split = axes.placement not in ("replicated", "strata") or axes.features == "sharded"
     return cast(Strata[Sizes], same_strata(cast(Any, kind), decoder, ranks=ranks if split else 1, **sizes))

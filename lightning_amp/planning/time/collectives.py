@@ -108,8 +108,7 @@ def _halo(s: RankSizes) -> tuple[Traffic, Traffic]:
 def _ring(s: RankSizes) -> tuple[Traffic, Traffic]:
     steps = s.ranks - 1
     there, back = (
-        (Collective(kind="exchange", numbers=calls * s.latents, calls=calls),)
-        for calls in (2 * steps, 4 * steps + 2)
+        (Collective(kind="exchange", numbers=calls * s.latents, calls=calls),) for calls in (2 * steps, 4 * steps + 2)
     )
     return there, back
 

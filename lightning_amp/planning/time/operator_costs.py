@@ -207,9 +207,7 @@ def _likelihood(s: RankSizes) -> Part:
         chunks = -(-s.mean_features // s.sparse_columns)
         return (
             PassCosts(
-                0,
-                forward * s.batch_scores,
-                ((24 if single else 28) + (22 + (chunks > 1) * 2) * chunks) * blocks,
+                0, forward * s.batch_scores, ((24 if single else 28) + (22 + (chunks > 1) * 2) * chunks) * blocks
             ),
             PassCosts(0, backward * s.batch_scores, (8 if single else 14) * blocks),
         )

@@ -46,12 +46,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.sizes.terms import Strata, Term, strata_of
-from lightning_amp.planning.time.collectives import (
-    Collective,
-    gradient_numbers,
-    region_traffic,
-    stratum_traffic,
-)
+from lightning_amp.planning.time.collectives import Collective, gradient_numbers, region_traffic, stratum_traffic
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
 from lightning_amp.techniques.hic.rows import FusedAttention, StrataParallel, StreamStrata
 from lightning_amp.techniques.table import STRATEGIES
@@ -72,13 +67,7 @@ class TimedSizes(RankSizes):
 
 
 def stratum_seconds(
-    decoder: DecoderShape,
-    axes: Axes,
-    *,
-    cells: int,
-    ranks: int = 1,
-    rates: Rates = CPU_CORE,
-    element_bytes: int = 4,
+    decoder: DecoderShape, axes: Axes, *, cells: int, ranks: int = 1, rates: Rates = CPU_CORE, element_bytes: int = 4
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of every stratum, which strata parallelism balances; arguments as those of `step_seconds`.
 
@@ -92,13 +81,7 @@ def stratum_seconds(
 
 
 def step_seconds(
-    decoder: DecoderShape,
-    axes: Axes,
-    mesh: MeshShape,
-    *,
-    cells: int,
-    rates: Rates = CPU_CORE,
-    element_bytes: int = 4,
+    decoder: DecoderShape, axes: Axes, mesh: MeshShape, *, cells: int, rates: Rates = CPU_CORE, element_bytes: int = 4
 ) -> float:
     """Seconds of a training step of the decoder on the slowest rank.
 
@@ -182,9 +165,7 @@ def _python_seconds(s: TimedSizes) -> float:
     return kernels * s.rates.overhead_seconds
 
 
-IN_PYTHON: Term[TimedSizes, float] = Term(
-    _python_seconds, "activations", "attention", "likelihood", of_features=False
-)
+IN_PYTHON: Term[TimedSizes, float] = Term(_python_seconds, "activations", "attention", "likelihood", of_features=False)
 
 
 def _of_parts(count: Callable[[str, TimedSizes], float]) -> Iterator[Term[TimedSizes, float]]:
@@ -197,16 +178,12 @@ def _of_parts(count: Callable[[str, TimedSizes], float]) -> Iterator[Term[TimedS
 COMPUTING = (*_of_parts(_part_seconds), IN_PYTHON)
 OVERHEADS = (*_of_parts(_overhead_seconds), IN_PYTHON)
 """Of the same parts what passes between operators, which Python does in one thread at a time."""
-PASSING: Term[TimedSizes, float] = Term(
-    lambda s: _seconds("spine", spine(s), s), "placement", of_features=False
-)
+PASSING: Term[TimedSizes, float] = Term(lambda s: _seconds("spine", spine(s), s), "placement", of_features=False)
 """What it takes a rank to pass a stratum without its branch, there and back."""
 SENDING = Term(_sending_seconds, "placement", "features", "attention", "activations")
 
 
-def _gradient_seconds(
-    decoder: DecoderShape, axes: Axes, mesh: MeshShape, *, rates: Rates, element_bytes: int
-) -> float:
+def _gradient_seconds(decoder: DecoderShape, axes: Axes, mesh: MeshShape, *, rates: Rates, element_bytes: int) -> float:
     partial, whole = gradient_numbers(decoder, axes)
     groups = ((partial, mesh.data * mesh.model, 1), (whole, mesh.data, mesh.model))
     return sum(
@@ -236,12 +213,7 @@ def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates
         return None
     assert shape.decoder.launched == rates.launches, "the shape is that on the device of the rates: on_device"
     return step_seconds(
-        shape.decoder,
-        axes,
-        mesh,
-        cells=shape.batch_size,
-        rates=rates,
-        element_bytes=shape.element_bytes,
+        shape.decoder, axes, mesh, cells=shape.batch_size, rates=rates, element_bytes=shape.element_bytes
     )
 
 
@@ -277,9 +249,7 @@ def settle(strategy: str, spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshS
     return spec if own is None else own(spec, shape, mesh.model)
 
 
-def strata_ends(
-    shape: ModelShape, axes: Axes, *, ranks: int, speeds: tuple[float, ...] = ()
-) -> tuple[int, ...]:
+def strata_ends(shape: ModelShape, axes: Axes, *, ranks: int, speeds: tuple[float, ...] = ()) -> tuple[int, ...]:
     """One past the last stratum of every rank of the model axis, balanced by the modelled time of the strata, and by
     the speeds of the ranks where these are not equal.
 

@@ -55,9 +55,7 @@ def leaf(tensor: Tensor, needed: bool) -> Tensor:
     return own
 
 
-def gradients(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]
-) -> Gradients:
+def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None]) -> Gradients:
     """Gradients that share no memory, so that they can be added to and scaled in place; frees the graph.
 
     Args:

@@ -107,9 +107,7 @@ def _alike(run: Callable[[Tensor], Any], v: PerAnchor, part: Part) -> bool:
     """Whether the result of a part is the part of the whole result."""
     expected = [whole[part] for whole in _tensors(run(v))]
     found = _tensors(run(v[part]))
-    return len(found) == len(expected) and all(
-        close(x, y, rtol=RTOL) for x, y in zip(found, expected, strict=True)
-    )
+    return len(found) == len(expected) and all(close(x, y, rtol=RTOL) for x, y in zip(found, expected, strict=True))
 
 
 def _tensors(made: Any) -> tuple[Tensor, ...]:

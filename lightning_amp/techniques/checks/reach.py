@@ -42,9 +42,7 @@ def reach_of(attention: nn.Module) -> Reach:
     kind = type(attention).__name__
     if not full_problem(attention):
         return Reach(True, f"detected: {kind} computes softmax(q k^T D^-0.5) values on an example")
-    return Reach(
-        False, f"taken as local: {kind} declares no `reach`, has no buckets and is no full attention"
-    )
+    return Reach(False, f"taken as local: {kind} declares no `reach`, has no buckets and is no full attention")
 
 
 def full_problem(attention: nn.Module) -> str:

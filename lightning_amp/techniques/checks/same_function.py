@@ -56,12 +56,7 @@ def mismatch(
 
 
 def difference(
-    found: Values,
-    right: Values,
-    *,
-    rtol: float = 0.0,
-    scale: float | None = None,
-    equal_nan: bool = False,
+    found: Values, right: Values, *, rtol: float = 0.0, scale: float | None = None, equal_nan: bool = False
 ) -> str:
     """The first result that differs, with its name; "" if all are the same.
 
@@ -75,16 +70,12 @@ def difference(
         if isinstance(own, Tensor) and isinstance(expected, Tensor):
             if not close(own, expected, rtol=rtol, scale=scale, equal_nan=equal_nan):
                 return f"{name} {_in_words(own, expected)}".strip()
-        elif own is not expected and (
-            isinstance(own, Tensor) or isinstance(expected, Tensor) or own != expected
-        ):
+        elif own is not expected and (isinstance(own, Tensor) or isinstance(expected, Tensor) or own != expected):
             return f"{name} {_short(own)} and not {_short(expected)}".strip()
     return ""
 
 
-def close(
-    found: Tensor, right: Tensor, *, rtol: float, scale: float | None = None, equal_nan: bool = False
-) -> bool:
+def close(found: Tensor, right: Tensor, *, rtol: float, scale: float | None = None, equal_nan: bool = False) -> bool:
     """Whether two tensors have the same shape, type and numbers; arguments as of `difference`."""
     if found.shape != right.shape or found.dtype != right.dtype:
         return False

@@ -16,9 +16,7 @@ from lightning_amp.techniques.checks.same_function import mismatch, shown
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder
 
 
-def walk_of(
-    decoder: DecomposedDecoder, strategy: str, *, stacked: bool = False, once: bool = False
-) -> nn.Module:
+def walk_of(decoder: DecomposedDecoder, strategy: str, *, stacked: bool = False, once: bool = False) -> nn.Module:
     """The child `walk` of a decoder, checked.
 
     Args:

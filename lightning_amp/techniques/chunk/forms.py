@@ -18,16 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lightning_amp.costs.chain import (
-    CHUNKED,
-    KEPT,
-    RECOMPUTED,
-    BlockCost,
-    Chain,
-    ChainMoment,
-    ChunkForm,
-    group_reasons,
-)
+from lightning_amp.costs.chain import CHUNKED, KEPT, RECOMPUTED, BlockCost, Chain, ChainMoment, ChunkForm, group_reasons
 from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks, rung
@@ -168,9 +159,7 @@ class ChunkForms:
                 by_name[block.fqn] = "it is called in several ways in one step"
         tables = [by_name[block.fqn] for block in self._plain.blocks]
         distinct = {id(table): table for table in tables if isinstance(table, Table)}
-        return tables, {
-            key: (list(_levels(table)), block_bytes(table, train=True)) for key, table in distinct.items()
-        }
+        return tables, {key: (list(_levels(table)), block_bytes(table, train=True)) for key, table in distinct.items()}
 
 
 def _levels(table: Table) -> Iterator[_Level]:

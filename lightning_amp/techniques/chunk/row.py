@@ -10,9 +10,7 @@ ROW = Technique(
     shrinks="inner tensors of a block to those of one chunk",
     specs=(ChunkBlock,),
     installers={
-        ChunkBlock: Installer(
-            "lightning_amp.techniques.chunk.run.chunk_module:chunk_block", on_blocks=True, last=True
-        )
+        ChunkBlock: Installer("lightning_amp.techniques.chunk.run.chunk_module:chunk_block", on_blocks=True, last=True)
     },
     look="lightning_amp.techniques.chunk.look:look",
     refusal="lightning_amp.techniques.chunk.look:refusal",

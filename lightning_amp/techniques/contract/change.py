@@ -49,14 +49,11 @@ def hooks_of(parameter: nn.Parameter, name: str) -> list[str]:
     return [f"{name}.{kind.strip('_')}" for kind in OF_PARAMETERS if getattr(parameter, kind)]
 
 
-def check_parameters(
-    fqn: str, old: nn.Module | None, new: nn.Module, sharded: Sequence[ShardedParameter]
-) -> None:
+def check_parameters(fqn: str, old: nn.Module | None, new: nn.Module, sharded: Sequence[ShardedParameter]) -> None:
     """Optimisers and checkpoints find parameters by object and by name: a replacement keeps both."""
     if old is None:
         raise InstallError(
-            f"a technique cannot replace {fqn!r}, which is no module; allowed are the rule's module and its"
-            " children"
+            f"a technique cannot replace {fqn!r}, which is no module; allowed are the rule's module and its children"
         )
     shards = {id(parameter.whole): parameter.shard for parameter in sharded}
     named = old.named_parameters(remove_duplicate=False)

@@ -97,12 +97,7 @@ class ShardedParameter:
             return own
         shard: Any = self.shard
         whole: Any = type(shard).from_local(
-            own,
-            shard.device_mesh,
-            shard.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=shard.stride(),
+            own, shard.device_mesh, shard.placements, run_check=False, shape=self.shape, stride=shard.stride()
         )
         # torch has brought it to the ranks' devices
         return cast(Tensor, whole.to(self.shard.device))
@@ -168,6 +163,4 @@ def shard_parameter(module: nn.Module, name: str, whole: nn.Parameter, *, parts:
     own = parts.own(whole.detach()).clone(memory_format=torch.contiguous_format)
     shard = nn.Parameter(own, requires_grad=whole.requires_grad)
     module.register_parameter(name, shard)
-    return ShardedParameter(
-        whole=whole, shard=shard, module=module, name=name, parts=parts, version=shard._version
-    )
+    return ShardedParameter(whole=whole, shard=shard, module=module, name=name, parts=parts, version=shard._version)

@@ -25,13 +25,7 @@ from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.dist.normalise import batch_normalised
 from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import InstallError
-from lightning_amp.footprint.forward_overrides import (
-    Override,
-    Position,
-    add_override,
-    overrides_of,
-    remove_override,
-)
+from lightning_amp.footprint.forward_overrides import Override, Position, add_override, overrides_of, remove_override
 from lightning_amp.techniques.autograd.received import once
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from lightning_amp.techniques.contract.batch_norms import normalises_by_batch
@@ -136,10 +130,7 @@ class SharedStatistics:
         self._mesh = mesh
 
     def __call__(
-        self,
-        inside: Callable[..., Any],
-        layer: AnyBatchNorm,
-        input: Float[Tensor, "cell channel *position"],
+        self, inside: Callable[..., Any], layer: AnyBatchNorm, input: Float[Tensor, "cell channel *position"]
     ) -> Float[Tensor, "cell channel *position"]:
         """Normalise; where it is by the statistics of a batch that is trained on, a collective."""
         # outside of training ranks have unlike numbers of batches, and a layer without running statistics its own
@@ -150,13 +141,7 @@ class SharedStatistics:
             return plain
         layer._check_input_dim(input)  # type: ignore[no-untyped-call]
         return batch_normalised(
-            input,
-            layer.weight,
-            layer.bias,
-            layer.eps,
-            over=[axis_of(mesh)],
-            once=once,
-            track=partial(_track, layer),
+            input, layer.weight, layer.bias, layer.eps, over=[axis_of(mesh)], once=once, track=partial(_track, layer)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SharedStatistics":

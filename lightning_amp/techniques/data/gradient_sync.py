@@ -160,11 +160,7 @@ class GradientSync:
             others = self._partial | self._sharded
             kinds = (
                 ([i for i in reached if i in self._partial], self._everyone, 1),
-                (
-                    [i for i in reached if i not in others],
-                    self._everyone if self._copies > 1 else data,
-                    self._copies,
-                ),
+                ([i for i in reached if i not in others], self._everyone if self._copies > 1 else data, self._copies),
                 ([i for i in reached if i in self._sharded], data, 1),
             )
             for indices, ranks, copies in kinds:
@@ -220,9 +216,7 @@ class GradientSync:
             )
         return [i for i, word in enumerate(found) if word]
 
-    def _reduce(
-        self, indices: list[int], grads: Mapping[int, Tensor], ranks: ProcessGroup, copies: int
-    ) -> None:
+    def _reduce(self, indices: list[int], grads: Mapping[int, Tensor], ranks: ProcessGroup, copies: int) -> None:
         if get_world_size(ranks) == 1:
             return
         travelling: deque[Callable[[], None]] = deque()

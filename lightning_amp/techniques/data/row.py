@@ -21,7 +21,5 @@ class BalanceCells:
 
 
 ROW = Technique(
-    title="data parallel",
-    shrinks="cells per rank",
-    specs=(DataParallel, ShareBatchStatistics, BalanceCells),
+    title="data parallel", shrinks="cells per rank", specs=(DataParallel, ShareBatchStatistics, BalanceCells)
 )

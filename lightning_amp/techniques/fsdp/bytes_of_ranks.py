@@ -117,9 +117,7 @@ def fsdp_held_bytes(
 class _FsdpWalk:
     """One walk through a step: bytes alive at its moments, and between them where FSDP itself has more."""
 
-    def __init__(
-        self, profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool
-    ) -> None:
+    def __init__(self, profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, offload: bool) -> None:
         self._timeline, self._ranks, self._offload = profile.timeline, ranks, offload
         self._units = {unit.fqn: unit for unit in units}
         self._whole = {fqn: unit.whole_bytes(trained=True) for fqn, unit in self._units.items()}
@@ -148,9 +146,7 @@ class _FsdpWalk:
         yield self._buffers + 2 * self._padded[""] + self._on_its_way("")
         for moment in self._of(FORWARD):
             unit = self._unit_of(moment)
-            held = (
-                self._held(moment) + self._other(moment) + self._share(moment, GRADIENTS) + self._padded[""]
-            )
+            held = self._held(moment) + self._other(moment) + self._share(moment, GRADIENTS) + self._padded[""]
             if unit and unit != last:
                 # what was received before is let go of only when this is in its place
                 yield held + received + 2 * self._padded[unit] + self._on_its_way(unit)

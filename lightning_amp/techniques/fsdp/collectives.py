@@ -17,9 +17,7 @@ from lightning_amp.techniques.ranks.agreement import Agreement
 
 # torch 2.13 renames both and warns of the old names
 _ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER: Callable[..., Any] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
+_REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Comm:
@@ -37,11 +35,7 @@ class Gather(_Comm):
     """Every rank's part of the parameters [n] to the whole [R n]."""
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather them; a ModelError where another rank gathers those of another unit."""
         self._agreement.on(f"gathers the parameters of {self._fqn!r}")
@@ -62,19 +56,12 @@ class AddUp(_Comm):
         self._reached = reached
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Add up; a ModelError where another rank has gradients of other parameters."""
         self._agreement.on(f"adds up the gradients of {self._reached()!r} in {self._fqn!r}")
         if dist.get_backend(group) != "gloo":
-            work: dist.Work | None = _REDUCE_SCATTER(
-                output_tensor, input_tensor, group=group, op=op, async_op=async_op
-            )
+            work: dist.Work | None = _REDUCE_SCATTER(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
             return work
         start_adding_rows(input_tensor.view(group.size(), -1), group, out=output_tensor)()
         if op == dist.ReduceOp.AVG:

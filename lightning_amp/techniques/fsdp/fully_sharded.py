@@ -40,14 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from lightning_amp._torch import (
-    begin_gathered,
-    end_gathered,
-    forget_step,
-    make_root,
-    start_backward,
-    undo_fully_shard,
-)
+from lightning_amp._torch import begin_gathered, end_gathered, forget_step, make_root, start_backward, undo_fully_shard
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
@@ -385,9 +378,7 @@ def _chosen(module: nn.Module, fqns: Sequence[str]) -> dict[str, nn.Module]:
 def _differs(parameter: ShardedParameter) -> bool:
     """Whether the whole parameter is at hand, and has other values than this rank's rows."""
     whole, rows = parameter.module._parameters[parameter.name], local(parameter.shard)
-    return not (whole is None or is_split(whole)) and not torch.equal(
-        parameter.own(whole).to(rows.device), rows
-    )
+    return not (whole is None or is_split(whole)) and not torch.equal(parameter.own(whole).to(rows.device), rows)
 
 
 def _read_elsewhere(what: str) -> str:

@@ -72,9 +72,7 @@ class ReachedParameters:
     def has_gradients(self) -> bool:
         """Whether whole parameters of the unit have gradients that were not reduced."""
         held = (child._parameters[name] for child, name in self._places.values())
-        return any(
-            p is not None and not is_split(p) and p.grad is not None and not is_split(p.grad) for p in held
-        )
+        return any(p is not None and not is_split(p) and p.grad is not None and not is_split(p.grad) for p in held)
 
     def take(self) -> list[str]:
         """Names, since the last time."""

@@ -16,9 +16,7 @@ SWAPPED = (
 )
 
 
-def refuse(
-    module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool = True, values: bool = True
-) -> None:
+def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool = True, values: bool = True) -> None:
     """Refuse, with an InstallError, a module that cannot be split; it is unchanged.
 
     Args:
@@ -38,9 +36,7 @@ def refuse(
     for name, parameter in module.named_parameters():
         found = _problem(parameter, values=values)
         if found:
-            raise InstallError(
-                f"fsdp cannot split the parameter {name!r} over the ranks, which {found}, {LEAVE_OUT}"
-            )
+            raise InstallError(f"fsdp cannot split the parameter {name!r} over the ranks, which {found}, {LEAVE_OUT}")
     taken: set[int] = set()
     for fqn, unit in (*units.items(), ("", module)):
         own = [p for p in unit.parameters() if id(p) not in taken and p.dim()]

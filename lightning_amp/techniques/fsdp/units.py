@@ -33,8 +33,5 @@ def units_of(module: nn.Module, apart: Collection[str] = ()) -> tuple[ParameterU
 
 def _shape(name: str, parameter: Tensor) -> ParameterShape:
     return ParameterShape(
-        name=name,
-        shape=tuple(parameter.shape),
-        item_bytes=parameter.element_size(),
-        trained=parameter.requires_grad,
+        name=name, shape=tuple(parameter.shape), item_bytes=parameter.element_size(), trained=parameter.requires_grad
     )

@@ -38,12 +38,7 @@ from lightning_amp.errors import InstallError
 from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor, PerCell
 from lightning_amp.techniques.checks.same_function import mismatch
 from lightning_amp.techniques.contract.change import Change, hooks_of, hooks_within
-from lightning_amp.techniques.contract.protocol import (
-    FEATURE_METHODS,
-    DecomposedDecoder,
-    ScattersFeatures,
-    has_methods,
-)
+from lightning_amp.techniques.contract.protocol import FEATURE_METHODS, DecomposedDecoder, ScattersFeatures, has_methods
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
 from lightning_amp.techniques.hic.rows import FeatureParallel, RowParallelLinear
 from lightning_amp.techniques.ranks import collectives
@@ -95,9 +90,7 @@ class ShardedFeatures(nn.Module):
         assert values.shape[-1] == self.n_features, "columns of all features of the stratum"
         return values[..., self.run if self.columns is None else self.columns]
 
-    def scores(
-        self, decode: nn.Module, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor
-    ) -> OwnCounts:
+    def scores(self, decode: nn.Module, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor) -> OwnCounts:
         """Decoded scores of the own features; a decode with parts of all scores hands each to the owner."""
         if isinstance(decode, ScattersFeatures):
             return decode.scatter(u, key, feature_anchor, run_length(self.n_features, self.mesh))
@@ -156,10 +149,7 @@ def _run(features: Any) -> dict[str, Tensor]:
     return {
         "own": features.own(values),
         "scores": features.scores(
-            lambda u, key, feature_anchor: (u @ key.T)[:, feature_anchor],
-            values,
-            key,
-            torch.tensor([2, 0, 1]),
+            lambda u, key, feature_anchor: (u @ key.T)[:, feature_anchor], values, key, torch.tensor([2, 0, 1])
         ),
         "log_softmax": features.log_softmax(values),
         "whole": features.whole(values),

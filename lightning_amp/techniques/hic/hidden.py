@@ -181,9 +181,7 @@ def refusal(fqn: str, found: str, allowed: str) -> InstallError:
     )
 
 
-def _share_attention(
-    attention: nn.Module, fqn: str, channels: Channels, *, gather: bool
-) -> dict[str, nn.Module]:
+def _share_attention(attention: nn.Module, fqn: str, channels: Channels, *, gather: bool) -> dict[str, nn.Module]:
     """The outermost attention that can be sharded; S3 may have wrapped it."""
     found = [(name, m) for name, m in attention.named_modules() if isinstance(m, ShardableAttention)]
     if not found or not channels.paired:
@@ -274,9 +272,7 @@ def share_hidden(decoder: DecomposedDecoder, spec: HiddenParallel, mesh: DeviceM
         swaps[f"{fqn}.decode"] = _share_decode(stratum, fqn, channels)
         key = getattr(stratum, "key", "missing")
         if not (key is None or isinstance(key, nn.Module)):
-            raise refusal(
-                f"{fqn}.key", f"is {shown(key)}", "a module, or None where the anchors are the keys"
-            )
+            raise refusal(f"{fqn}.key", f"is {shown(key)}", "a module, or None where the anchors are the keys")
         if key is not None:
             swaps |= share_key(key, f"{fqn}.key", channels, gather=spec.gather)
             parameters += key.parameters()

@@ -84,9 +84,7 @@ class ChunkedAttention:
 class FusedAttention:
     """Local attention whose scores exist for one chunk of queries only, and whose backward pass is written out."""
 
-    keep: bool = (
-        False  # keep the weights of all queries for the backward pass instead of computing them twice
-    )
+    keep: bool = False  # keep the weights of all queries for the backward pass instead of computing them twice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,9 +248,7 @@ S5 = Technique(
 class DomainParallel:
     """The anchors of the decoder are split over the model axis, in whole buckets of attention."""
 
-    vertices: bool = (
-        False  # v comes with the own rows only, from a graph encoder whose vertices are split too
-    )
+    vertices: bool = False  # v comes with the own rows only, from a graph encoder whose vertices are split too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

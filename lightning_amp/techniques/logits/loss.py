@@ -150,11 +150,7 @@ def cross_entropy(
     rows.check()
     of_rows = target.reshape(-1) if classes else target.reshape(-1, rows.n_outputs)
     loss = partial(
-        F.cross_entropy,
-        weight=weight,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
+        F.cross_entropy, weight=weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
     losses = cast(Tensor, _RowLosses.apply(rows.x, rows.weight, rows.bias, of_rows, rows, loss))  # type: ignore[no-untyped-call]
     if reduction == "none":
@@ -184,9 +180,7 @@ class _RowLosses(torch.autograd.Function):
         ctx.loss, ctx.given = loss, (rows.dtype, rows.after)
         ctx.autocast = _autocast_of(x.device.type, _autocast_now(x.device.type))
         of_weight, of_bias = _computed_in(rows)
-        return torch.cat(
-            [loss(_outputs(rows, part, of_weight, of_bias), t) for part, t in rows.chunks(target)]
-        )
+        return torch.cat([loss(_outputs(rows, part, of_weight, of_bias), t) for part, t in rows.chunks(target)])
 
     @staticmethod
     @once_differentiable

@@ -34,14 +34,8 @@ MOVED = (
     " operator that torch does not see in Python. Leave 'logits' out of the strategies"
 )
 METADATA = {
-    *(
-        getattr(Tensor, name)
-        for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__")
-    ),
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda")
-    ),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__")),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda")),
     *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_quantized", "is_meta", "layout")),
     Tensor.__hash__,
 }
@@ -62,10 +56,7 @@ class Pending(Tensor):
 
     @staticmethod
     def of(
-        rows: Rows,
-        shape: Any,
-        dtype: torch.dtype,
-        base: "tuple[Pending, Callable[[Tensor], Tensor]] | None" = None,
+        rows: Rows, shape: Any, dtype: torch.dtype, base: "tuple[Pending, Callable[[Tensor], Tensor]] | None" = None
     ) -> "Pending":
         """A tensor of a shape; with `base` a view or copy of another one, and how to make it."""
         if not torch.is_grad_enabled():
@@ -117,9 +108,7 @@ class Pending(Tensor):
             found = NotImplemented if given is None else handler(*given.args, **given.kwargs)
             if found is not NotImplemented:
                 return found
-        if func is torch.autograd.grad and any(
-            isinstance(t, Pending) and not t.is_made for t in tree_leaves(args)
-        ):
+        if func is torch.autograd.grad and any(isinstance(t, Pending) and not t.is_made for t in tree_leaves(args)):
             raise ModelError(MOVED)
         return func(*tree_map(values, args), **tree_map(values, kwargs))
 
@@ -285,19 +274,7 @@ def _after(func: Any, x: Pending, *args: Any) -> Any:
     return Pending.of(x.rows.with_after(call), x.shape, dtype, (x, call))
 
 
-BY_VALUE = (
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "to",
-    "mul",
-    "div",
-    "__mul__",
-    "__truediv__",
-    "__rmul__",
-    "tanh",
-)
+BY_VALUE = ("float", "double", "half", "bfloat16", "to", "mul", "div", "__mul__", "__truediv__", "__rmul__", "tanh")
 for _name in BY_VALUE:
     for _home in (Tensor, torch):
         if hasattr(_home, _name):

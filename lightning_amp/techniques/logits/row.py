@@ -53,7 +53,5 @@ ROW = Technique(
     shrinks="logits of a training step, and their gradients, to those of a few rows",
     specs=(ChunkLogits,),
     installers={ChunkLogits: Installer("lightning_amp.techniques.logits.install:install")},
-    prediction=Prediction(
-        add=add, kinds=(ACTIVATIONS, TEMPORARIES), limit="the peak is elsewhere", turn=1, slow=True
-    ),
+    prediction=Prediction(add=add, kinds=(ACTIVATIONS, TEMPORARIES), limit="the peak is elsewhere", turn=1, slow=True),
 )

@@ -36,14 +36,7 @@ class LayerSeconds:
 
     @classmethod
     def of(
-        cls,
-        part: Passes,
-        whole: Passes,
-        *,
-        links: Links,
-        crossing: Sequence[bool],
-        micro_batches: int,
-        at_once: bool,
+        cls, part: Passes, whole: Passes, *, links: Links, crossing: Sequence[bool], micro_batches: int, at_once: bool
     ) -> "LayerSeconds":
         """Of the segments of a micro-batch.
 
@@ -96,10 +89,7 @@ def crossing_nodes(links: Links, ranks: int, copies: int) -> tuple[bool, ...]:
     """Of every rank of a pipeline, whether the next one is on another node in any copy; the first follows the last."""
     node = links.ranks_per_node
     return tuple(
-        any(
-            (first + r) // node != (first + (r + 1) % ranks) // node
-            for first in range(0, copies * ranks, ranks)
-        )
+        any((first + r) // node != (first + (r + 1) % ranks) // node for first in range(0, copies * ranks, ranks))
         for r in range(ranks)
     )
 
@@ -125,7 +115,5 @@ def segment_seconds(passes: Passes) -> tuple[Any, Any]:
     before = np.concatenate([[0.0], np.cumsum(passes.seconds)])
     forward = before[passes.first[1:]] - before[passes.first[:-1]]
     inside = passes.segment >= 0
-    backward = np.bincount(
-        passes.segment[inside], weights=passes.seconds[inside], minlength=len(passes.names) + 1
-    )
+    backward = np.bincount(passes.segment[inside], weights=passes.seconds[inside], minlength=len(passes.names) + 1)
     return forward, backward

@@ -69,9 +69,7 @@ class _Counts:
         """The passes of a micro-batch of which some blocks run in chunks, or why one of them cannot."""
         key = rows, frozenset(chunks.items())
         if key not in self._chunked:
-            rules = [
-                Rule(fqn=fqn, spec=spec, strategy="chunk", why="counted") for fqn, spec in chunks.items()
-            ]
+            rules = [Rule(fqn=fqn, spec=spec, strategy="chunk", why="counted") for fqn, spec in chunks.items()]
             try:
                 self._chunked[key] = self._step.step_with(rules, rows).passes
             except AmpError as error:

@@ -24,9 +24,7 @@ def _asked(spec: PipelineStages, request: Any) -> tuple[PipelineStages, bool]:
     one_of("schedule", schedule, (None, *SCHEDULES))
     spec = replace(spec, micro_batches=micro_batches or spec.micro_batches)
     if schedule is not None and schedule != spec.schedule:
-        spec = replace(
-            spec, schedule=schedule, stages_per_rank=2 if schedule == "interleaved" else 1, ends=""
-        )
+        spec = replace(spec, schedule=schedule, stages_per_rank=2 if schedule == "interleaved" else 1, ends="")
     return spec, True
 
 
@@ -71,9 +69,7 @@ ROW = Technique(
     title="pipeline of stages",
     shrinks="K blocks to those of a rank",
     specs=(PipelineStages,),
-    installers={
-        PipelineStages: Installer("lightning_amp.techniques.pipeline.run.blocks:pipeline_stages", last=True)
-    },
+    installers={PipelineStages: Installer("lightning_amp.techniques.pipeline.run.blocks:pipeline_stages", last=True)},
     targets=_targets,
     model_axis=True,
     option_names=("micro_batches", "schedule"),

@@ -128,9 +128,7 @@ class _Shape:
         )
 
 
-def best_pipeline(
-    seen: ProfiledStep, *, ranks: int, budget: int | None, asked: PipelineOptions
-) -> Draft | str:
+def best_pipeline(seen: ProfiledStep, *, ranks: int, budget: int | None, asked: PipelineOptions) -> Draft | str:
     """The fastest pipeline that fits, over all lengths of the model axis that divide the ranks, or why there is none.
 
     Args:
@@ -154,9 +152,7 @@ def best_pipeline(
     return _best(made, budget)
 
 
-def staged(
-    seen: ProfiledStep, model: int, *, data: int, budget: int | None, asked: PipelineOptions
-) -> Draft | str:
+def staged(seen: ProfiledStep, model: int, *, data: int, budget: int | None, asked: PipelineOptions) -> Draft | str:
     """The step over so many stages, or why it cannot be."""
     known = stages_of(seen)
     whole = known.whole()
@@ -277,9 +273,7 @@ def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: PipelineOpti
     return sorted({fastest, _cut(shape, least, shape.seconds(least))})
 
 
-def _draft(
-    shape: _Shape, run: StagesInChunks, *, ends: tuple[int, ...] | None, again: tuple[int, ...] = ()
-) -> Draft:
+def _draft(shape: _Shape, run: StagesInChunks, *, ends: tuple[int, ...] | None, again: tuple[int, ...] = ()) -> Draft:
     """Cut, and predict."""
     part = computed_again(run.part, again)
     layers = shape.seconds(part)
@@ -312,11 +306,7 @@ def _draft(
         peak_bytes=peak,
         more_bytes=more,
         seconds=seconds,
-        targets=(
-            _target(shape, ends, stages),
-            *targets_again(run.part, again),
-            *targets_in_chunks(run, again),
-        ),
+        targets=(_target(shape, ends, stages), *targets_again(run.part, again), *targets_in_chunks(run, again)),
         stages=stages,
         held_bytes=max(held_bytes(pipeline, rank, gradients=True) for rank in range(shape.ranks)),
     )

@@ -34,9 +34,7 @@ class Agreement:
         """
         number = zlib.crc32(what.encode())
         box = torch.tensor([number, -number], device=self._mesh.device_type)
-        wait_in_all_reduce(
-            dist.all_reduce(box, dist.ReduceOp.MAX, group=self._mesh.get_group(), async_op=True)
-        )
+        wait_in_all_reduce(dist.all_reduce(box, dist.ReduceOp.MAX, group=self._mesh.get_group(), async_op=True))
         self._unseen.append((what, box))
         if self._mesh.device_type == "cpu":
             self.look()

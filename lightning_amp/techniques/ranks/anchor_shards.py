@@ -127,7 +127,6 @@ class _TakeAnchors(torch.autograd.Function):
         parts = iter(torch.split(block, [grad.numel() for grad in sent], dim=1))
         blocks = [None if grad is None else next(parts).reshape(-1, *grad.shape) for grad in padded]
         u, v, log_weights = (
-            None if part is None else rows.join(part) if i == 1 else part.sum(0)
-            for i, part in enumerate(blocks)
+            None if part is None else rows.join(part) if i == 1 else part.sum(0) for i, part in enumerate(blocks)
         )
         return None, u, v, log_weights

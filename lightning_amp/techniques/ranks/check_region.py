@@ -81,9 +81,7 @@ def leaves_of(loss: Tensor) -> Iterator[tuple[Tensor, bool]]:
         inside = inside if side is None else side == "inside"
         home = getattr(node, "home", ())
         found += [
-            (before, inside)
-            for before, _ in node.next_functions
-            if id(getattr(before, "variable", None)) not in home
+            (before, inside) for before, _ in node.next_functions if id(getattr(before, "variable", None)) not in home
         ]
 
 

@@ -45,9 +45,7 @@ class FormChoice:
         return tuple(name for name, form in self.forms.items() if form == RECOMPUTED)
 
 
-def choose(
-    chain: Chain, budget_bytes: int, *, recompute: bool = True, chunk: bool = False
-) -> FormChoice | None:
+def choose(chain: Chain, budget_bytes: int, *, recompute: bool = True, chunk: bool = False) -> FormChoice | None:
     """The forms of blocks with which the step's peak is within the budget, at the least extra time.
 
     Args:
@@ -69,9 +67,7 @@ def choose(
     forms = _FormSearch(chain, budget_bytes, recompute=recompute, chunk=chunk).best()
     if forms is None:
         return None
-    return FormChoice(
-        forms=forms, peak_bytes=peak_bytes(chain, forms), extra_seconds=extra_seconds(chain, forms)
-    )
+    return FormChoice(forms=forms, peak_bytes=peak_bytes(chain, forms), extra_seconds=extra_seconds(chain, forms))
 
 
 def leanest(chain: Chain, *, recompute: bool = True, chunk: bool = False, at_least: int = 0) -> FormChoice:
@@ -113,9 +109,7 @@ class _FormSearch:
             elif moment.block is None:
                 self._by_place[moment.after].append(moment)
             else:
-                assert moment.after == moment.block, (
-                    "a form of a block needs memory together with the blocks before it"
-                )
+                assert moment.after == moment.block, "a form of a block needs memory together with the blocks before it"
                 self._by_form[moment.block, moment.form].append(moment)
         self._starts = {moment.first for moment in chain.moments}
         self._last_use = self._last_uses()

@@ -21,10 +21,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Blocks keep nothing but their inputs, and run again in the backward pass."""
     chain = draft.chain or seen.chain
     if not chain.names:
-        return (
-            all_fixed(chain)
-            or "the step calls no child of a list or a sequence of modules; blocks= names others"
-        )
+        return all_fixed(chain) or "the step calls no child of a list or a sequence of modules; blocks= names others"
     names = chain.names if budget is None else _blocks(chain, budget + draft.relief_bytes)
     seconds = extra_seconds(chain, names)
     return replace(
@@ -37,9 +34,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
 
 def all_fixed(chain: Chain) -> str:
     """Why no block can run a second time; "" where one can, and where there is none."""
-    fixed = group_reasons(
-        (block.fqn, block.fixed) for block in chain.blocks if block.fixed and not block.after
-    )
+    fixed = group_reasons((block.fqn, block.fixed) for block in chain.blocks if block.fixed and not block.after)
     return f"no block can run a second time; {fixed}" if fixed and not chain.names else ""
 
 
@@ -70,18 +65,14 @@ ROW = Technique(
     shrinks="K strata to one, or a block to its inputs, computed twice",
     specs=(RecomputeStrata, RecomputeBlock),
     installers={
-        RecomputeStrata: Installer(
-            "lightning_amp.techniques.hic.strata.loops:recompute_strata", on_decoder=True
-        ),
+        RecomputeStrata: Installer("lightning_amp.techniques.hic.strata.loops:recompute_strata", on_decoder=True),
         RecomputeBlock: Installer(
             "lightning_amp.techniques.recompute.recompute:recompute_block", on_blocks=True, last=True
         ),
     },
     targets=on_decoder(lambda _: RecomputeStrata()),
     choice=("activations", "recompute"),
-    conflicts={
-        "stream": "both say what is kept of a stratum; stream keeps as little and computes it once",
-    },
+    conflicts={"stream": "both say what is kept of a stratum; stream keeps as little and computes it once"},
     refusal="lightning_amp.techniques.recompute.look:refusal",
     prediction=Prediction(
         add=add,

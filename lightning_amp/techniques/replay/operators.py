@@ -51,8 +51,7 @@ def how_of(func: Any) -> How:
         writes = (
             (i, argument.name)
             for i, argument in enumerate(func._schema.arguments)
-            if (argument.alias_info is not None and argument.alias_info.is_write)
-            or argument.name in STATISTICS
+            if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in STATISTICS
         )
         how = How(
             replayable=not collective,

@@ -8,12 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_amp.dist._torch import (
-    AUTOGRAD_AND_AUTOCAST,
-    excluded_keys,
-    force_dispatch_keys,
-    included_keys,
-)
+from lightning_amp.dist._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.footprint.recompute_state import digests, same_digests
@@ -30,8 +25,7 @@ UNSEEN = (
     " leave replay out"
 )
 ALLOCATIONS = {
-    getattr(torch.ops.aten, name)
-    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
 """Operators whose results have no values yet."""
 Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
@@ -133,11 +127,7 @@ class Segment:
     """
 
     def __init__(
-        self,
-        alive: "dict[int, list[weakref.ref[Outside]]]",
-        *,
-        kind: int = AT_ONCE,
-        compares: bool = False,
+        self, alive: "dict[int, list[weakref.ref[Outside]]]", *, kind: int = AT_ONCE, compares: bool = False
     ) -> None:
         self.operators: list[Operator] = []
         self.slots: list[Slot] = []

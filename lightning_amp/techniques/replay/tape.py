@@ -33,14 +33,7 @@ from lightning_amp._torch import TorchDispatchMode, autograd_node
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, tensors_of
 from lightning_amp.footprint.recompute_state import digests
-from lightning_amp.techniques.replay.operators import (
-    HOW,
-    copied,
-    draws_of,
-    how_of,
-    is_plain,
-    version_of,
-)
+from lightning_amp.techniques.replay.operators import HOW, copied, draws_of, how_of, is_plain, version_of
 from lightning_amp.techniques.replay.segment import (
     CHANGED,
     Handle,
@@ -265,9 +258,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 segment.keep(number, tensor.detach())
                 self._just_written.append((segment.slots[number], tensor))
 
-    def _results(
-        self, segment: Segment, results: Sequence[Tensor], given: set[int]
-    ) -> tuple[list[int | None], bool]:
+    def _results(self, segment: Segment, results: Sequence[Tensor], given: set[int]) -> tuple[list[int | None], bool]:
         """The slots of results, and whether one is new, or is the first of its type in one."""
         numbers, new = list[int | None](), False
         for tensor in results:

@@ -82,7 +82,7 @@ ROW = Technique(
     together=("S1", "recompute", "fsdp"),
     apart={
         "tensor3d": "z of a grid splits samples: leave 'sequence' out, and give strategies='tensor3d' with"
-        " sequence_dim, such as {'ids': 1, 'labels': 1}",
+        " sequence_dim, such as {'ids': 1, 'labels': 1}"
     },
     option_names=("sequence_dim", "sequence_sizes", "sequence_grid"),
     options=asked,

@@ -108,7 +108,5 @@ def read_grid(text: str, size: int) -> tuple[int, ...]:
     """
     grid = tuple(int(n) for n in text.split("x")) if text else (size,)
     if prod(grid) != size:
-        raise PlanError(
-            f"a grid of {text} ranks was given for {size} ranks of the model axis; change one of them"
-        )
+        raise PlanError(f"a grid of {text} ranks was given for {size} ranks of the model axis; change one of them")
     return grid

@@ -81,9 +81,7 @@ class Atoms:
         sets, family, size = self._set[axis], self._family[axis], self.sizes[axis]
         n = len(sets)
         shape = (n + self._families, n + self._families)
-        _, group = connected_components(
-            coo_array((np.ones(n), (sets, family + n)), shape=shape), directed=False
-        )
+        _, group = connected_components(coo_array((np.ones(n), (sets, family + n)), shape=shape), directed=False)
         rank = np.zeros(n, np.int64)
         # atoms of one set, and sets of one family, are in one group
         for one in np.unique(group[sets]) if n else ():

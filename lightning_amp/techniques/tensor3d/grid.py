@@ -40,11 +40,7 @@ class Grid:
 
     @staticmethod
     def dry(
-        sizes: tuple[int, int, int],
-        *,
-        ranks: tuple[int, int, int] = (0, 0, 0),
-        copies: int = 1,
-        sent: Any = None,
+        sizes: tuple[int, int, int], *, ranks: tuple[int, int, int] = (0, 0, 0), copies: int = 1, sent: Any = None
     ) -> "Grid":
         """One rank of a grid whose collectives send nothing.
 
@@ -55,8 +51,7 @@ class Grid:
             sent: Gets the collectives that it would issue.
         """
         x, y, z = (
-            MeshAxis(name, n, rank, None, "gather", sent)
-            for name, n, rank in zip(AXES, sizes, ranks, strict=True)
+            MeshAxis(name, n, rank, None, "gather", sent) for name, n, rank in zip(AXES, sizes, ranks, strict=True)
         )
         replicas = MeshAxis("data", copies, 0, None, "gather", sent) if copies > 1 else None
         return Grid(x=x, y=y, z=z, replicas=replicas)

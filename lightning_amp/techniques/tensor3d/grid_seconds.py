@@ -123,9 +123,7 @@ def one_bandwidth(links: Links) -> Links:
     return replace(links, inter_bandwidth=links.intra_bandwidth, adapters=1, ranks_per_node=2**31)
 
 
-def sent_seconds(
-    messages: Iterable[Message], sizes: SizesOf, links: Links, *, order: Sequence[str] = ORDER
-) -> float:
+def sent_seconds(messages: Iterable[Message], sizes: SizesOf, links: Links, *, order: Sequence[str] = ORDER) -> float:
     """Seconds of collectives one after the other.
 
     Args:
@@ -136,8 +134,7 @@ def sent_seconds(
     """
     inner = {axis: prod(sizes.get(own, 1) for own in order[:i]) for i, axis in enumerate(order)}
     return sum(
-        collective_seconds(m.kind, m.n_bytes, sizes[m.axis], links, inner=inner.get(m.axis, 1))
-        for m in messages
+        collective_seconds(m.kind, m.n_bytes, sizes[m.axis], links, inner=inner.get(m.axis, 1)) for m in messages
     )
 
 

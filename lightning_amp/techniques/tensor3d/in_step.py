@@ -93,10 +93,7 @@ class InStep:
         self._reached: dict[int, nn.Parameter] = {}
         # a step may have several backward passes, each of which ends a part of it
         self._part = "", 0
-        self._orders, self._changes = (
-            dict[tuple[str, int], list[InStepCollective]](),
-            Counter[tuple[str, int]](),
-        )
+        self._orders, self._changes = (dict[tuple[str, int], list[InStepCollective]](), Counter[tuple[str, int]]())
         self._order: list[InStepCollective] | None = None
         self._done: list[InStepCollective] = []
         self._at = self._begun_to = 0

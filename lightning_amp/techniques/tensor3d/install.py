@@ -84,9 +84,7 @@ def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | 
     return {function.__name__: MethodType(function, module) for function in made}
 
 
-def layouts(
-    pairs: Sequence[Pair], look: Callable[[Mapping[str, Callable[..., Any]]], None]
-) -> dict[Pair, str]:
+def layouts(pairs: Sequence[Pair], look: Callable[[Mapping[str, Callable[..., Any]]], None]) -> dict[Pair, str]:
     """Layouts for numbers of ranks of x and y, found by one forward pass of the step's copy.
 
     Args:
@@ -97,9 +95,7 @@ def layouts(
 
     def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
         step = MethodType(type(module).training_step, module)
-        planners = {
-            (x, y): LayoutPlanner(list(module.named_parameters()), {"x": x, "y": y}) for x, y in pairs
-        }
+        planners = {(x, y): LayoutPlanner(list(module.named_parameters()), {"x": x, "y": y}) for x, y in pairs}
         # of a step that optimises by hand the forward passes are followed
         vars(module)["manual_backward"] = lambda *args, **kwargs: None
         try:
@@ -107,9 +103,7 @@ def layouts(
                 stack.enter_context(_Unhooked())
                 for planner in planners.values():
                     stack.enter_context(planner)
-                stack.enter_context(
-                    force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST)
-                )
+                stack.enter_context(force_dispatch_keys(included_keys(), excluded_keys() | AUTOGRAD_AND_AUTOCAST))
                 step(*args, **kwargs)
         except RuntimeError as error:
             if NO_GRADIENT not in str(error):
@@ -137,22 +131,13 @@ class _Unhooked(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def on_grid(
-    spec: TensorParallel3D, sizes: tuple[int, int, int], layouts: str, *, exchanged: bool
-) -> TensorParallel3D:
+def on_grid(spec: TensorParallel3D, sizes: tuple[int, int, int], layouts: str, *, exchanged: bool) -> TensorParallel3D:
     """The spec on a grid, with layouts that were found for (x, y), or for (y, x) where they are exchanged."""
-    return replace(
-        spec, grid="x".join(map(str, sizes)), layouts=with_axes_exchanged(layouts) if exchanged else layouts
-    )
+    return replace(spec, grid="x".join(map(str, sizes)), layouts=with_axes_exchanged(layouts) if exchanged else layouts)
 
 
 def split_parameters(
-    module: nn.Module,
-    spec: TensorParallel3D,
-    mesh: DeviceMesh,
-    *,
-    fitting: bool,
-    agree: Callable[[str], None],
+    module: nn.Module, spec: TensorParallel3D, mesh: DeviceMesh, *, fitting: bool, agree: Callable[[str], None]
 ) -> GridUnits:
     """Split a module's parameters over the grid; in a fit once there are optimisers.
 
@@ -207,9 +192,7 @@ def refuse(module: LightningModule) -> None:
                 f"tensor3d: the parameter {name!r} has hooks, which would see a part of its gradient; remove them"
             )
         if parameter.is_complex():
-            raise InstallError(
-                f"tensor3d: the parameter {name!r} is complex; keep its real and imaginary parts"
-            )
+            raise InstallError(f"tensor3d: the parameter {name!r} is complex; keep its real and imaginary parts")
 
 
 def _optimizers_in(found: Any) -> Iterator[Optimizer]:

@@ -11,15 +11,7 @@ from lightning_amp.dist.registry import name_of, tensors_in
 from lightning_amp.graph.flow import dims_of, sums_of
 from lightning_amp.graph.flow_rules import groups
 from lightning_amp.techniques.tensor3d.atoms import Grid
-from lightning_amp.techniques.tensor3d.plan_layouts import (
-    RULES,
-    Grids,
-    Labels,
-    LayoutPlanner,
-    Rule,
-    View,
-    along,
-)
+from lightning_amp.techniques.tensor3d.plan_layouts import RULES, Grids, Labels, LayoutPlanner, Rule, View, along
 
 
 def _rule(*names: str) -> Callable[[Rule], Rule]:
@@ -97,15 +89,11 @@ def _layer(
     """A product with a weight: features of the input are added up, other dims stay, the bias follows the outputs."""
     n = x.dim()
     rows: Labels = ["inner" if d == feature % n else ("row", d) for d in range(n)]
-    of_weight: Labels = [
-        "out" if d == out else "inner" if d == inner else ("kernel", d) for d in range(weight.dim())
-    ]
+    of_weight: Labels = ["out" if d == out else "inner" if d == inner else ("kernel", d) for d in range(weight.dim())]
     result: Labels = ["out" if d == feature % n else ("row", d) for d in range(n)]
     # positions of a convolution change, so they have to be whole
     whole = (
-        [row for row in rows if row != "inner" and isinstance(row, tuple) and row[1] > 1]
-        if weight.dim() > 2
-        else []
+        [row for row in rows if row != "inner" and isinstance(row, tuple) and row[1] > 1] if weight.dim() > 2 else []
     )
     whole += [label for label in of_weight if isinstance(label, tuple)]
     grids = planner.combine(why, [x, weight], [rows, of_weight], result, whole=whole, sums=["inner"])
@@ -229,9 +217,7 @@ def _reorder(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: T
 def _reshape(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Tensor) -> Grids:
     x = args[0]
     _settle(planner, x)
-    return {
-        axis: _reshaped(grid, tuple(x.shape), tuple(found.shape)) for axis, grid in planner.grids(x).items()
-    }
+    return {axis: _reshaped(grid, tuple(x.shape), tuple(found.shape)) for axis, grid in planner.grids(x).items()}
 
 
 def _settle(planner: LayoutPlanner, x: Tensor) -> None:

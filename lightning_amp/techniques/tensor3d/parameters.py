@@ -111,13 +111,7 @@ class GridParameter:
     technique = "tensor3d"
 
     def __init__(
-        self,
-        parameter: nn.Parameter,
-        grid: Grid,
-        splits: Splits,
-        *,
-        name: str = "",
-        in_step: InStep | None = None,
+        self, parameter: nn.Parameter, grid: Grid, splits: Splits, *, name: str = "", in_step: InStep | None = None
     ) -> None:
         self.parameter, self.grid, self.splits = parameter, grid, splits
         self.name, self._in_step, self.is_cut = name, in_step or InStep(), False

@@ -175,9 +175,7 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
             apart = {name for name, n in zip(names, now.shape, strict=True) if n > 1}
             adding = apart & sums
             # what is added up over ranks has no other dim apart on the axis
-            for name in sorted(
-                apart & (whole if not adding else whole | (set(names) - sums)), key=names.index
-            ):
+            for name in sorted(apart & (whole if not adding else whole | (set(names) - sums)), key=names.index):
                 first = now.take([0], names.index(name))
                 if not self.atoms.unite(axis, now, first):
                     now = None

@@ -63,9 +63,7 @@ def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]
             " it is x * y, or leave both out"
         )
     given = getattr(request, "sequence_dim", "auto")
-    dims = (
-        "" if given == "auto" else sequence_row.asked(sequence_row.SequenceParallel(dims=""), request)[0].dims
-    )
+    dims = "" if given == "auto" else sequence_row.asked(sequence_row.SequenceParallel(dims=""), request)[0].dims
     if dims and grid is None:
         raise PlanError(
             f"sequence_dim={given!r} was given with strategies='tensor3d' and without a grid; give"
@@ -96,12 +94,8 @@ def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]
 def _check_grid(grid: Any) -> None:
     if grid is None:
         return
-    if not (
-        isinstance(grid, tuple | list) and len(grid) == 3 and all(type(n) is int and n > 0 for n in grid)
-    ):
-        raise PlanError(
-            f"tensor_grid={grid!r} was given; allowed are three whole numbers of ranks, as (2, 1, 2)"
-        )
+    if not (isinstance(grid, tuple | list) and len(grid) == 3 and all(type(n) is int and n > 0 for n in grid)):
+        raise PlanError(f"tensor_grid={grid!r} was given; allowed are three whole numbers of ranks, as (2, 1, 2)")
 
 
 def cache_bytes(text: str | int) -> int:

@@ -58,18 +58,7 @@ _ASKED = (
     "__eq__",
     "eq",
 )
-_BY_VALUE = (
-    "detach",
-    "alias",
-    "clone",
-    "copy_",
-    "zero_",
-    "fill_",
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "_to_copy",
-)
+_BY_VALUE = ("detach", "alias", "clone", "copy_", "zero_", "fill_", "zeros_like", "ones_like", "empty_like", "_to_copy")
 
 
 def refuse_aliases(module: nn.Module) -> None:
@@ -192,17 +181,13 @@ class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # a part is not written into what all ranks have
             return of[0] is not None and all(one or t.numel() == 1 for t, one in zip(given, of, strict=True))
         # other ranks have padding in the place of a single number
-        return prod(parts[0].shape) > 1 and all(
-            one or t.numel() == 1 for t, one in zip(given, of, strict=True)
-        )
+        return prod(parts[0].shape) > 1 and all(one or t.numel() == 1 for t, one in zip(given, of, strict=True))
 
 
 def watch_hooks(module: nn.Module, parameters: list[GridParameter]) -> Callable[[], None]:
     """Refuse what the module's own hooks compute of parts; the returned function ends it."""
     overridden = {*vars(module), *_overridden(type(module))}
-    watched = {
-        name: _watched(name, getattr(module, name), parameters) for name in HOOKS if name in overridden
-    }
+    watched = {name: _watched(name, getattr(module, name), parameters) for name in HOOKS if name in overridden}
     return put_methods(module, watched)
 
 

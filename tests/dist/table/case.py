@@ -33,12 +33,7 @@ class Case(NamedTuple):
 
 
 def case(
-    name: str,
-    call: Callable[..., Any],
-    *inputs: Any,
-    at: Any = 1,
-    refused: str = "",
-    tolerance: float = 1e-10,
+    name: str, call: Callable[..., Any], *inputs: Any, at: Any = 1, refused: str = "", tolerance: float = 1e-10
 ) -> Case:
     return Case(name, call, inputs, at if isinstance(at, dict) else {0: at}, refused, tolerance)
 

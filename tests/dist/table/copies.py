@@ -80,10 +80,7 @@ COPIES = [
 COPIES += [
     # a copy on several ranks, a view in torch
     case(
-        f"read {name} after a write",
-        lambda x, base=base: _read(lambda y: y, base, x),
-        X,
-        refused="read after a write",
+        f"read {name} after a write", lambda x, base=base: _read(lambda y: y, base, x), X, refused="read after a write"
     )
     for name, base in {
         "a row": lambda y: y[:, 1],

@@ -103,9 +103,7 @@ def _of_neighbours(x):
 
 def _mha(x, memory, w, b, o, **masks):
     masks = {"need_weights": False, **masks}
-    return F.multi_head_attention_forward(
-        x, memory, memory, 6, 2, w, b, None, None, False, 0.0, o, None, **masks
-    )
+    return F.multi_head_attention_forward(x, memory, memory, 6, 2, w, b, None, None, False, 0.0, o, None, **masks)
 
 
 def _spectral(x, w):

@@ -86,17 +86,9 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
 
-def fit(
-    monitor: StratumMemoryMonitor, model: pl.LightningModule, tmp_path: Path, **arguments: Any
-) -> pl.Trainer:
+def fit(monitor: StratumMemoryMonitor, model: pl.LightningModule, tmp_path: Path, **arguments: Any) -> pl.Trainer:
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        default_root_dir=tmp_path,
-        **QUIET,
-        callbacks=[monitor],
-        **arguments,
+        accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp_path, **QUIET, callbacks=[monitor], **arguments
     )
     trainer.fit(model)
     return trainer
@@ -167,14 +159,10 @@ def test_an_exception_after_training_does_not_write_again(tmp_path: Path) -> Non
     trainer = fit(monitor, model, tmp_path)
     (tmp_path / "amp_memory" / "memory.csv").unlink()
     monitor.on_exception(trainer, model, RuntimeError("too late"))
-    assert not (tmp_path / "amp_memory" / "memory.csv").exists(), (
-        "rank 0 alone would overwrite all ranks' rows"
-    )
+    assert not (tmp_path / "amp_memory" / "memory.csv").exists(), "rank 0 alone would overwrite all ranks' rows"
 
 
-def test_without_a_decoder_the_step_is_measured_by_module(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_decoder_the_step_is_measured_by_module(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     model.decoder.strata.__class__ = nn.Sequential
     model.decoder.forward = lambda v: v.sum()  # type: ignore[method-assign]
@@ -191,12 +179,7 @@ def test_without_a_decoder_the_step_is_measured_by_module(
     assert {moment.phase for moment in found.timeline} == {"forward", "backward", "optimiser"}
     assert monitor.modules()[0] == {"module": "", "predicted": None, "measured": ANY_BYTES, "ratio": None}
     folder = tmp_path / "amp_memory"
-    assert {p.name for p in monitor.written} == {
-        "memory.csv",
-        "memory.jsonl",
-        "memory_step.json",
-        "memory.png",
-    }
+    assert {p.name for p in monitor.written} == {"memory.csv", "memory.jsonl", "memory_step.json", "memory.png"}
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "memory_step.json").read_text())["measured"]["peak_bytes"] == found.peak_bytes
 
@@ -227,9 +210,7 @@ def gather(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
 def test_rank_zero_writes_the_rows_of_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "meet").mkdir()
     first, second = run_ranks(gather, 2, tmp_path / "meet", str(tmp_path / "out"))
-    assert [(r["rank"], r["step"]) for r in first] == [(0, 1), (0, 2), (1, 2)], (
-        "rows of a checkpoint count once"
-    )
+    assert [(r["rank"], r["step"]) for r in first] == [(0, 1), (0, 2), (1, 2)], "rows of a checkpoint count once"
     assert len(second) == 2
     lines = (tmp_path / "out" / "memory.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == first

@@ -94,11 +94,7 @@ def test_the_h5ad_has_genes_and_settings(root: Path, tmp_path: Path) -> None:
         assert found.uns["pca"]["variance_ratio"].sum() == pytest.approx(1)
         about = found.uns["lightning_amp"]
         assert about["torch"] == torch.__version__
-        assert (about["model"], about["checkpoint"], about["strategy"]) == (
-            "Halves",
-            "none",
-            "SingleDeviceStrategy",
-        )
+        assert (about["model"], about["checkpoint"], about["strategy"]) == ("Halves", "none", "SingleDeviceStrategy")
         assert dict(about["settings"]) == KEYS
         assert json.loads(about["hyper_parameters"]) == {}
         pd.testing.assert_frame_equal(found.var, collected[modality].var)

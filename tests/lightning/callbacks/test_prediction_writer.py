@@ -46,12 +46,7 @@ class Halves(pl.LightningModule):
             modality: {
                 "index": cells["index"],
                 "embedding": torch.stack(
-                    [
-                        cells["index"].float(),
-                        cells["library"][:, 0],
-                        torch.full_like(cells["library"][:, 0], i),
-                    ],
-                    1,
+                    [cells["index"].float(), cells["library"][:, 0], torch.full_like(cells["library"][:, 0], i)], 1
                 ),
             }
             for i, (modality, cells) in enumerate(batch.items())
@@ -68,9 +63,7 @@ def quiet_trainer(**options: Any) -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", devices=1, **QUIET, **options)
 
 
-def predict(
-    root: Path, writer: PredictionWriter, model: pl.LightningModule | None = None, **options: Any
-) -> None:
+def predict(root: Path, writer: PredictionWriter, model: pl.LightningModule | None = None, **options: Any) -> None:
     trainer = quiet_trainer(callbacks=[writer], **options)
     data = SingleCellDataModule(root, batch_size=8)
     trainer.predict(model or Halves(), datamodule=data, return_predictions=False)
@@ -79,13 +72,7 @@ def predict(
 def test_embeddings_are_in_the_order_of_the_files(root: Path, tmp_path: Path) -> None:
     writer = PredictionWriter(tmp_path / "new" / "out")
     predict(root, writer)
-    names = [
-        "embeddings_hic.h5ad",
-        "embeddings_rna.h5ad",
-        "imputed.scool",
-        "embedding.png",
-        "contact_map.png",
-    ]
+    names = ["embeddings_hic.h5ad", "embeddings_rna.h5ad", "imputed.scool", "embedding.png", "contact_map.png"]
     assert [path.name for path in writer.written] == names
     assert sorted(path.name for path in (tmp_path / "new" / "out").iterdir()) == sorted(names)
     for modality in ("hic", "rna"):
@@ -100,9 +87,7 @@ def test_embeddings_are_in_the_order_of_the_files(root: Path, tmp_path: Path) ->
 
 def test_what_is_no_prediction_becomes_no_anndata(root: Path) -> None:
     data = SingleCellDataModule(root, batch_size=8)
-    with pytest.raises(
-        DataError, match=r"outputs=\[\] of trainer=None were given; call it with what trainer"
-    ):
+    with pytest.raises(DataError, match=r"outputs=\[\] of trainer=None were given; call it with what trainer"):
         collect_predictions([], data)
     outputs = quiet_trainer().predict(Halves(), datamodule=data, return_predictions=False)
     with pytest.raises(DataError, match=r"outputs=None .* predict on one device, or let the callback"):
@@ -173,17 +158,13 @@ def test_the_share_of_neighbours_of_the_same_type() -> None:
     rng = np.random.default_rng(0)
     centres = np.array([[0, 0], [9, 0], [0, 9], [9, 9]])
     types = {"hic": np.arange(80) % 4, "rna": np.arange(100) % 4}
-    apart = {
-        name: (centres[t] + rng.normal(size=(len(t), 2))).astype(np.float32) for name, t in types.items()
-    }
+    apart = {name: (centres[t] + rng.normal(size=(len(t), 2))).astype(np.float32) for name, t in types.items()}
     names = {name: t.astype(str) for name, t in types.items()}
     assert same_type_share(apart, names) == pytest.approx((1.0, 0.25), abs=0.01)
     mixed = {"hic": apart["hic"], "rna": apart["rna"][rng.permutation(100)]}
     assert same_type_share(mixed, names)[0] == pytest.approx(0.25, abs=0.08)
     lost = {"hic": np.where(types["hic"][:, None] == 0, np.nan, apart["hic"]), "rna": apart["rna"]}
-    assert same_type_share(lost, names)[0] == pytest.approx(1.0, abs=0.01), (
-        "cells that were not embedded do not count"
-    )
+    assert same_type_share(lost, names)[0] == pytest.approx(1.0, abs=0.01), "cells that were not embedded do not count"
     tables = {name: pd.DataFrame({"celltype": t}) for name, t in names.items()}
     assert _agreement(apart, tables)[0].endswith("25% by chance")
     assert _agreement(mixed, tables)[0].endswith("the modalities do not meet: train for more epochs")
@@ -256,9 +237,7 @@ def test_pictures_are_drawn_and_not_cut_off(tmp_path: Path) -> None:
     curve(tmp_path / "memory.png", budget_bytes=4e9)
     rng = np.random.default_rng(0)
     many = [f"a type with a long name {i % 40}" for i in range(60)]
-    figures.embedding(
-        tmp_path / "cells.png", xy=rng.normal(size=(60, 2)), labels={"type": many, "b": many}, title="t"
-    )
+    figures.embedding(tmp_path / "cells.png", xy=rng.normal(size=(60, 2)), labels={"type": many, "b": many}, title="t")
     maps = {"observed": rng.poisson(3, (9, 9)), "imputed": np.ones((9, 9))}
     bins = {"chromosomes": ["chr1"] * 5 + ["chr2"] * 4, "starts": [10**6 * i for i in (*range(5), *range(4))]}
     figures.contact_maps(tmp_path / "maps.png", maps=maps, **bins, title="Contacts")

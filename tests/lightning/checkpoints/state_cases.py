@@ -277,9 +277,7 @@ class Validated(Maps):
 def directories(rank: int, folder: Path) -> Found:
     """What a run leaves in its folder, what is loaded from there, and writing that fails."""
     kind = KINDS["S2 in shards"]
-    saver = ModelCheckpoint(
-        folder / "best", filename="{epoch}", monitor="quality", save_top_k=1, save_last=True
-    )
+    saver = ModelCheckpoint(folder / "best", filename="{epoch}", monitor="quality", save_top_k=1, save_last=True)
     trainer = trainer_of(kind, rank, max_epochs=3, limit_val_batches=1, callbacks=[saver])
     model = Validated()
     trainer.fit(model, loader_of(kind, rank), loader_of(kind, rank))
@@ -345,9 +343,7 @@ def failures(rank: int, folder: Path) -> Found:
     }
     told = {}
     for name, (checkpoint, target) in cases.items():
-        told[name] = _refusal(
-            lambda c=checkpoint, t=target: write_directory(c, t, rank=rank, broadcast=broadcast)
-        )
+        told[name] = _refusal(lambda c=checkpoint, t=target: write_directory(c, t, rank=rank, broadcast=broadcast))
     dist.barrier()
     intact = torch.equal(fill(open_directory(path)["state_dict"])["w"], WHOLE_ROWS)
     return {"told": told, "intact": intact, "aside": sorted(p.name for p in folder.glob(".*"))}

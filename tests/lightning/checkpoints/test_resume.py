@@ -59,11 +59,7 @@ def phases() -> list[tuple[int, list[Job]]]:
     for ranks in (1, 2, 4, 2, 1):
         here = {job.name for job in WRITE if KINDS[job.kind].ranks == ranks}
         ready = saved | here
-        jobs = [
-            job
-            for job in left
-            if KINDS[job.kind].ranks == ranks and job.source in (ready, saved)[job.reads_file]
-        ]
+        jobs = [job for job in left if KINDS[job.kind].ranks == ranks and job.source in (ready, saved)[job.reads_file]]
         found.append((ranks, jobs))
         left = [job for job in left if job not in jobs]
         saved |= here
@@ -102,9 +98,7 @@ def differences(found: Any, expected: Any, place: str = "") -> list[str]:
         if len(found) != len(expected):
             return [f"{place}: {len(found)} instead of {len(expected)}"]
         return [
-            d
-            for i, pair in enumerate(zip(found, expected, strict=True))
-            for d in differences(*pair, f"{place}/{i}")
+            d for i, pair in enumerate(zip(found, expected, strict=True)) for d in differences(*pair, f"{place}/{i}")
         ]
     if isinstance(expected, Tensor):
         if (found.shape, found.dtype) != (expected.shape, expected.dtype):
@@ -203,9 +197,7 @@ print("steps", trainer.global_step)
 @pytest.mark.long
 def test_loading_needs_nothing_of_this_package(folder: Path, runs: Runs) -> None:
     path = folder / "2 x 2 in shards" / "converted.ckpt"
-    done = subprocess.run(
-        [sys.executable, "-c", LOADS, str(path)], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", LOADS, str(path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "position {'epoch': 0, 'step': 3, 'global_batch': 8}",
@@ -247,18 +239,13 @@ def test_directories_are_chosen_replaced_and_removed_like_files(runs: Runs) -> N
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        (
-            "full",
-            "failed on ranks {1: \"OSError(28, 'No space left on device')\"}. What was there before is unchanged",
-        ),
+        ("full", "failed on ranks {1: \"OSError(28, 'No space left on device')\"}. What was there before is unchanged"),
         ("piece", "a part of a tensor of shape (7, 3) into the checkpoint, outside of 'state_dict'"),
         ("no folder", "was not written: it failed with"),
         ("gap", "invalid fill tensor-volume"),
     ],
 )
-def test_what_cannot_be_written_is_told_to_every_rank_and_leaves_the_old(
-    runs: Runs, case: str, text: str
-) -> None:
+def test_what_cannot_be_written_is_told_to_every_rank_and_leaves_the_old(runs: Runs, case: str, text: str) -> None:
     for found in runs["directories"]:
         assert found["told"][case].startswith("DataError: ")
         assert text in found["told"][case]
@@ -296,14 +283,8 @@ def forget_a_chunk(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (
-            lambda path: (path / "meta.pt").unlink(),
-            "has no file 'meta.pt' that can be read: FileNotFoundError",
-        ),
-        (
-            lambda path: (path / ".metadata").unlink(),
-            "has no file '.metadata' that can be read: FileNotFound",
-        ),
+        (lambda path: (path / "meta.pt").unlink(), "has no file 'meta.pt' that can be read: FileNotFoundError"),
+        (lambda path: (path / ".metadata").unlink(), "has no file '.metadata' that can be read: FileNotFound"),
         (lambda path: cut(path / "meta.pt"), "has no file 'meta.pt' that can be read: "),
         (lambda path: (path / "__1_0.distcp").unlink(), "has no file of the shard '__1_0.distcp', of which "),
         (lambda path: cut(path / "__1_0.distcp"), " bytes of the shard '__1_0.distcp', of which "),
@@ -335,9 +316,7 @@ def test_bytes_that_are_no_tensor_are_refused(damaged: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.ranks
-def test_the_command_converts(
-    folder: Path, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_converts(folder: Path, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.ckpt"
     assert main(["convert", str(damaged), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"

@@ -105,9 +105,7 @@ def test_a_checkpoint_moves_from_two_ranks_to_three_to_one(tmp_path: Path) -> No
     for each, its in ((model, optimizer), (alone, last)):
         train(each, its, range(4, 6))
     assert (
-        differences(
-            flat((alone.state_dict(), last.state_dict())), flat((model.state_dict(), optimizer.state_dict()))
-        )
+        differences(flat((alone.state_dict(), last.state_dict())), flat((model.state_dict(), optimizer.state_dict())))
         == []
     )
 
@@ -202,15 +200,12 @@ def test_what_autograd_does_not_see_and_what_changed_nothing_here_count_as_train
 
 
 @pytest.mark.parametrize(
-    ("value", "found"),
-    [(torch.ones(HIDDEN, 4), r"\(5, 4\)"), (torch.ones(HIDDEN, 8), r"\(5, 8\)"), (None, "None")],
+    ("value", "found"), [(torch.ones(HIDDEN, 4), r"\(5, 4\)"), (torch.ones(HIDDEN, 8), r"\(5, 8\)"), (None, "None")]
 )
 def test_state_of_another_size_is_refused(value: Tensor | None, found: str) -> None:
     model, sharded = shared_weight()
     state = {**model.state_dict(), "0.weight": value}
-    with pytest.raises(
-        DataError, match=rf"cannot load '0.weight' .* found {found}, .* shape \(5, 7\) is required"
-    ):
+    with pytest.raises(DataError, match=rf"cannot load '0.weight' .* found {found}, .* shape \(5, 7\) is required"):
         Shards(model, sharded).own_state(state)
     del state["0.weight"]
     assert Shards(model, sharded).own_state(state) == state, "what is missing is load_state_dict's to refuse"
@@ -228,9 +223,7 @@ def test_state_of_an_optimizer_of_another_size_is_refused() -> None:
 def test_optimizers_that_mix_elements_are_refused() -> None:
     model, sharded = shared_weight()
     for make_optimizer in (torch.optim.LBFGS, torch.optim.Adafactor):
-        with pytest.raises(
-            InstallError, match=f"{make_optimizer.__name__!r} was given 1 parameters that S2 splits"
-        ):
+        with pytest.raises(InstallError, match=f"{make_optimizer.__name__!r} was given 1 parameters that S2 splits"):
             check_optimizers([make_optimizer(model.parameters())], sharded)
         check_optimizers([make_optimizer(model[2].parameters())], sharded)
     check_optimizers([torch.optim.RMSprop(model.parameters())], sharded)

@@ -69,9 +69,7 @@ def test_a_pickle_that_runs_code_is_refused(
     ran = tmp_path / "ran"
     place(directory, inside, ran)
     for weights_only in (None, True):
-        with pytest.raises(
-            DataError, match=rf"its file '{name}' contains '.*', which is neither .*weights_only=False"
-        ):
+        with pytest.raises(DataError, match=rf"its file '{name}' contains '.*', which is neither .*weights_only=False"):
             open_directory(directory, weights_only=weights_only)
     assert not ran.exists()
     # what is left of it may be no checkpoint

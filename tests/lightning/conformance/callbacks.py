@@ -65,9 +65,7 @@ def checkpoint(path: Path | str) -> Outcome:
 
 @feature("ModelCheckpoint: top-k by a monitored loss, last", checked="files, scores, contents", plans=EVERY)
 def top_k(site: Site) -> Outcome:
-    saver = ModelCheckpoint(
-        site.folder, filename="{epoch}-{step}", monitor="val_loss", save_top_k=2, save_last=True
-    )
+    saver = ModelCheckpoint(site.folder, filename="{epoch}-{step}", monitor="val_loss", save_top_k=2, save_last=True)
     fit(site, max_epochs=4, limit_val_batches=2, callbacks=[saver], enable_checkpointing=True)
     files = sorted(file.name for file in site.folder.glob("*.ckpt"))
     scores = sorted(value.item() for value in saver.best_k_models.values())
@@ -84,9 +82,7 @@ def resumed(site: Site) -> Outcome:
     return trained(site, module)
 
 
-@feature(
-    "save_checkpoint on every rank, load_from_checkpoint", checked="contents, loaded parameters", plans=EVERY
-)
+@feature("save_checkpoint on every rank, load_from_checkpoint", checked="contents, loaded parameters", plans=EVERY)
 def saved_by_hand(site: Site) -> Outcome:
     module, trainer = Tiny(), site.trainer()
     trainer.fit(module, site.loader())
@@ -242,12 +238,7 @@ def device_stats(site: Site) -> Outcome:
 )
 def lr_find(site: Site) -> Outcome:
     module, trainer = Tiny(), site.trainer()
-    options: dict[str, Any] = {
-        "num_training": 12,
-        "min_lr": 1e-3,
-        "max_lr": 0.3,
-        "early_stop_threshold": None,
-    }
+    options: dict[str, Any] = {"num_training": 12, "min_lr": 1e-3, "max_lr": 0.3, "early_stop_threshold": None}
     found = Tuner(trainer).lr_find(module, site.loader(), **options)
     assert found is not None
     losses = torch.tensor(found.results["loss"], dtype=torch.float64)

@@ -128,11 +128,7 @@ class Site:
         own = options.pop("plugins", [])
         plugins = [*own, *([RunningRanks(self.rank, self.ranks)] if self.strategies else [])]
         return Trainer(
-            **{**defaults, **options},
-            accelerator="cpu",
-            devices=self.ranks,
-            strategy=self.strategy(),
-            plugins=plugins,
+            **{**defaults, **options}, accelerator="cpu", devices=self.ranks, strategy=self.strategy(), plugins=plugins
         )
 
     def part(self, batch: Batch) -> Batch:

@@ -57,10 +57,7 @@ def read_fit(site: Site, loader: Any, **options: Any) -> Outcome:
     """Train on a loader, and say which cells every step had."""
     module = Reading()
     site.trainer(**options).fit(module, loader)
-    steps = [
-        sorted(cell for part in parts for cell in part)
-        for parts in zip(*site.gather(module.read), strict=True)
-    ]
+    steps = [sorted(cell for part in parts for cell in part) for parts in zip(*site.gather(module.read), strict=True)]
     return trained(site, module) | {"cells": steps}
 
 
@@ -168,9 +165,7 @@ class Two(Tiny):
         return loss
 
 
-@feature(
-    "several dataloaders, training and validation", checked=TRAINED + ", both logged losses", plans=EVERY
-)
+@feature("several dataloaders, training and validation", checked=TRAINED + ", both logged losses", plans=EVERY)
 def several(site: Site) -> Outcome:
     module, trainer = Two(), site.trainer()
     loaders = {"one": site.loader(), "other": site.loader(steps=2, seed=8)}

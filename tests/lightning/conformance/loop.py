@@ -44,9 +44,7 @@ def predict(site: Site) -> Outcome:
     return {"cells": [cell for cell, _ in rows], "latent": torch.tensor([row for _, row in rows])}
 
 
-@feature(
-    "fit, test and predict with one Trainer, then fit on", checked=TRAINED + ", logged loss", plans=EVERY
-)
+@feature("fit, test and predict with one Trainer, then fit on", checked=TRAINED + ", logged loss", plans=EVERY)
 def one_trainer(site: Site) -> Outcome:
     module, trainer = Tiny(), site.trainer(max_epochs=1)
     trainer.fit(module, site.loader())
@@ -77,9 +75,7 @@ class Counting(Tiny):
         super().test_step(batch, batch_idx)
 
 
-@feature(
-    "limit_{train,val,test}_batches, whole and as a fraction", checked=TRAINED + ", batches of each kind"
-)
+@feature("limit_{train,val,test}_batches, whole and as a fraction", checked=TRAINED + ", batches of each kind")
 def limits(site: Site) -> Outcome:
     module = Counting()
     trainer = site.trainer(limit_train_batches=3, limit_val_batches=0.5, limit_test_batches=0.25)
@@ -162,9 +158,7 @@ def pytorch_profiler(site: Site) -> Outcome:
 
 
 @feature(
-    "PyTorchProfiler(record_module_names=False)",
-    checked=TRAINED + "; the file has operators",
-    plans=(WIDE, NODES),
+    "PyTorchProfiler(record_module_names=False)", checked=TRAINED + "; the file has operators", plans=(WIDE, NODES)
 )
 def pytorch_profiler_without_names(site: Site) -> Outcome:
     return _profiled(site, _pytorch_profiler(site, names=False), "aten::linear")
@@ -172,11 +166,7 @@ def pytorch_profiler_without_names(site: Site) -> Outcome:
 
 def _pytorch_profiler(site: Site, *, names: bool) -> PyTorchProfiler:
     return PyTorchProfiler(
-        dirpath=str(site.folder),
-        filename="profile",
-        export_to_chrome=False,
-        row_limit=-1,
-        record_module_names=names,
+        dirpath=str(site.folder), filename="profile", export_to_chrome=False, row_limit=-1, record_module_names=names
     )
 
 
@@ -229,9 +219,7 @@ class Logging(Tiny):
         return super().training_step(batch, batch_idx)
 
 
-@feature(
-    "self.log with sync_dist: mean, sum, max", checked="what the Trainer holds after the run", plans=EVERY
-)
+@feature("self.log with sync_dist: mean, sum, max", checked="what the Trainer holds after the run", plans=EVERY)
 def logging(site: Site) -> Outcome:
     trainer = site.trainer()
     trainer.fit(Logging(), site.loader())

@@ -174,9 +174,7 @@ CHANGED = {WIDE: COMPILED, STRATA: COMPILED, NODES: COMPILED}
 @feature("torch.compile of the LightningModule", plans=EVERY, refused=CHANGED)
 def compiled(site: Site) -> Outcome:
     module = Tiny()
-    site.trainer(max_epochs=1, limit_train_batches=2).fit(
-        torch.compile(module, backend="eager"), site.loader()
-    )
+    site.trainer(max_epochs=1, limit_train_batches=2).fit(torch.compile(module, backend="eager"), site.loader())
     torch._dynamo.reset()
     return trained(site, module)
 

@@ -31,9 +31,7 @@ fits(
     trainer={"gradient_clip_val": 0.02, "accumulate_grad_batches": 2},
     plans=EVERY,
 )
-fits(
-    "clipping by value", trainer={"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}, plans=EVERY
-)
+fits("clipping by value", trainer={"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}, plans=EVERY)
 
 
 class Norms(Tiny):
@@ -54,8 +52,7 @@ class Norms(Tiny):
     "norm of the gradients taken by hand",
     checked="the norm of every step",
     plans=EVERY,
-    note="with trainer.strategy.gradient_norm(); under S2 a norm over module.parameters() is that of the rank's"
-    " shards",
+    note="with trainer.strategy.gradient_norm(); under S2 a norm over module.parameters() is that of the rank's shards",
 )
 def norm_by_hand(site: Site) -> Outcome:
     module = Norms()
@@ -273,18 +270,13 @@ def backward_in_validation(site: Site) -> Outcome:
 
 
 @feature(
-    "self.manual_backward after a fit",
-    checked="all gradients, which stay on their rank",
-    against="ddp",
-    plans=EVERY,
+    "self.manual_backward after a fit", checked="all gradients, which stay on their rank", against="ddp", plans=EVERY
 )
 def backward_after_fit(site: Site) -> Outcome:
     module = InValidation()
     site.trainer(max_epochs=1).fit(module, site.loader())
     module.zero_grad()
-    batch = {
-        name: value.double() if value.is_floating_point() else value for name, value in batches()[0].items()
-    }
+    batch = {name: value.double() if value.is_floating_point() else value for name, value in batches()[0].items()}
     module.manual_backward(module.loss(site.part(batch)))
     return _gradients(module)
 

@@ -6,12 +6,7 @@ from typing import Any
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    EarlyStopping,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
@@ -80,9 +75,7 @@ fits("stages: fit", Layered, plans=(PIPELINE, RECOMPUTED))
 fits("stages: fit, blocks in chunks", lambda: Layered(Spread(), Spread()), plans=(CHUNKED,))
 
 
-@feature(
-    "stages: fit, validate, test and predict with one Trainer", checked=TRAINED + ", logged loss", **ONLY
-)
+@feature("stages: fit, validate, test and predict with one Trainer", checked=TRAINED + ", logged loss", **ONLY)
 def evaluated(site: Site) -> Outcome:
     module, trainer = Layered(), site.trainer(max_epochs=1, num_sanity_val_steps=2)
     trainer.fit(module, site.loader(), site.loader(seed=9))
@@ -108,9 +101,7 @@ fits(
 )
 
 
-@feature(
-    "stages: self.log with sync_dist, and a metric", checked="what the Trainer holds after the run", **ONLY
-)
+@feature("stages: self.log with sync_dist, and a metric", checked="what the Trainer holds after the run", **ONLY)
 def logged(site: Site) -> Outcome:
     trainer = site.trainer()
     trainer.fit(Layered(), site.loader())
@@ -122,9 +113,7 @@ def saved(site: Site) -> Outcome:
     stop = EarlyStopping("val_loss", mode="max", patience=1)
     saver = ModelCheckpoint(site.folder, monitor="val_loss", filename="best")
     callbacks = [stop, saver]
-    found = fit(
-        site, Layered(), max_epochs=6, limit_val_batches=2, callbacks=callbacks, enable_checkpointing=True
-    )
+    found = fit(site, Layered(), max_epochs=6, limit_val_batches=2, callbacks=callbacks, enable_checkpointing=True)
     return found | checkpoint(saver.best_model_path) | {"stopped": stop.stopped_epoch}
 
 
@@ -156,10 +145,7 @@ def half(site: Site) -> Outcome:
 
 
 @feature(
-    "stages: precision 16-mixed (loss scaling)",
-    refused={PIPELINE: "before the loss is scaled"},
-    rtol=2e-2,
-    **ONLY,
+    "stages: precision 16-mixed (loss scaling)", refused={PIPELINE: "before the loss is scaled"}, rtol=2e-2, **ONLY
 )
 def scaled(site: Site) -> Outcome:
     module = Layered()

@@ -77,17 +77,13 @@ def sites(rank: int, ranks: int, feature: Feature, *, few: bool) -> dict[str, Si
     if few:
         turn = list(FEATURES).index(feature.name) % len(places)
         refused = [p for p in places if p in feature.refused]
-        places = tuple(
-            dict.fromkeys([places[turn], *(refused[turn % len(refused) :][:1] if refused else ())])
-        )
+        places = tuple(dict.fromkeys([places[turn], *(refused[turn % len(refused) :][:1] if refused else ())]))
     if ranks == 1:
         found = {} if set(places) <= feature.refused.keys() else {PLAIN: Site(strategies="")}
         if not few or feature.against == "ddp" or AMP_1 in feature.refused:
             found[AMP_1] = Site(strategies="S1")
         return found | ({DDP_1: Site(strategies="ddp")} if feature.against == "ddp" else {})
-    needed = AMP_2 in places and (
-        feature.against in ("ddp", "sampler") or (feature.against == "plain" and not few)
-    )
+    needed = AMP_2 in places and (feature.against in ("ddp", "sampler") or (feature.against == "plain" and not few))
     found = {DDP_2: Site(strategies="ddp", rank=rank, ranks=ranks)} if needed else {}
     for place in places:
         alone = {"strategies": "S1"} if place == AMP_2 else {"strategies": place, "model_ranks": ranks}
@@ -104,9 +100,7 @@ def run_group(rank: int, ranks: int, folder: Path, names: list[str], few: bool) 
     for name in names:
         found[name] = {}
         for place, site in sites(rank, ranks, FEATURES[name], few=few).items():
-            own = (
-                folder / f"{re.sub('[^a-z]+', '_', name.lower())}-{re.sub('[^a-z0-9]+', '_', place.lower())}"
-            )
+            own = folder / f"{re.sub('[^a-z]+', '_', name.lower())}-{re.sub('[^a-z0-9]+', '_', place.lower())}"
             own.mkdir(parents=True, exist_ok=True)
             seed_everything(7, verbose=False)
             start = time.monotonic()
@@ -241,9 +235,7 @@ NAMES = {WIDE: "W", STRATA: "T", NODES: "N", PIPELINE: "P", RECOMPUTED: "R", CHU
 def document(rows: list[Row]) -> str:
     """docs/reference/conformance.md."""
     rows = sorted(rows, key=lambda row: ORDER.index(row.feature.run.__module__.rpartition(".")[2]))
-    head = HEAD.format(
-        wide=WIDE, strata=STRATA, nodes=NODES, pipeline=PIPELINE, recomputed=RECOMPUTED, chunked=CHUNKED
-    )
+    head = HEAD.format(wide=WIDE, strata=STRATA, nodes=NODES, pipeline=PIPELINE, recomputed=RECOMPUTED, chunked=CHUNKED)
     columns = "| feature | 1 rank | 2 ranks | 2 ranks, model axis | compared | note |"
     lines = [head, columns, "|---|---|---|---|---|---|", *map(_line, rows)]
     refusals = [row for row in rows if row.messages]
@@ -262,9 +254,7 @@ def _line(row: Row) -> str:
     reference = "" if feature.against == "plain" else AGAINST[feature.against]
     note = "; ".join(part for part in (reference, _tolerance(feature), feature.note) if part)
     shown = feature.name.replace("|", "\\|")
-    return (
-        f"| {shown} | {row.cells[AMP_1]} | {row.cells[AMP_2]} | {model or '-'} | {feature.checked} | {note} |"
-    )
+    return f"| {shown} | {row.cells[AMP_1]} | {row.cells[AMP_2]} | {model or '-'} | {feature.checked} | {note} |"
 
 
 AGAINST = {
@@ -280,9 +270,7 @@ def _tolerance(feature: Feature) -> str:
 
 def main() -> None:
     """Run everything; print the table, or write it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
     asked = parser.parse_args()
     # else Lightning sets as many threads as there are cores

@@ -12,17 +12,7 @@ import torch
 
 from tests.each import FEW
 from tests.lightning.conformance.cases import FEATURES, Tiny
-from tests.lightning.conformance.table import (
-    AMP_1,
-    AMP_2,
-    DOCUMENT,
-    Found,
-    Row,
-    differences,
-    document,
-    judge,
-    run_all,
-)
+from tests.lightning.conformance.table import AMP_1, AMP_2, DOCUMENT, Found, Row, differences, document, judge, run_all
 
 # the first test runs everything
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.full, pytest.mark.ranks]

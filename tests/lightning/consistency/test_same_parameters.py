@@ -86,8 +86,7 @@ def looks(rank: int, ranks: int) -> dict[str, str]:
     found = {}
     for case, changes in cases.items():
         held = {
-            name: nn.Parameter(value.clone(), requires_grad=value.is_floating_point())
-            for name, value in KINDS.items()
+            name: nn.Parameter(value.clone(), requires_grad=value.is_floating_point()) for name, value in KINDS.items()
         }
         held["shard"].data += rank % 2
         for by, where, name in changes:
@@ -121,10 +120,7 @@ def test_what_differs_is_named_with_its_ranks(tmp_path: Path) -> None:
     assert "'a' by nan, on ranks [2]" in first["nan on one"]
     assert "'infinite' by nan, on ranks [2]" in first["finite on one"]
     assert "buffers differ between ranks" in first["buffers"]
-    assert (
-        "first such rank's largest entry): 'within.running' by 7.5e-01, on ranks [1, 2, 3]."
-        in first["buffers"]
-    )
+    assert "first such rank's largest entry): 'within.running' by 7.5e-01, on ranks [1, 2, 3]." in first["buffers"]
     assert "sum its terms and its number of samples over the ranks" in first["buffers"]
     assert "parameters" not in first["buffers"]
     assert "batch statistics differ" in first["shared"]
@@ -207,9 +203,7 @@ def scaled(rank: int, ranks: int, folder: Path) -> dict[tuple[str, str], Any]:
                 limit_val_batches=1 if also == "validates" else 0,
             )
             module = Scaled(scaler())
-            batches = [
-                {name: part[rows].double() for name, part in cells(12, seed=s).items()} for s in range(3)
-            ]
+            batches = [{name: part[rows].double() for name, part in cells(12, seed=s).items()} for s in range(3)]
             loader = partial(DataLoader, batches, batch_size=None)
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
@@ -219,9 +213,7 @@ def scaled(rank: int, ranks: int, folder: Path) -> dict[tuple[str, str], Any]:
     return found
 
 
-def test_a_running_scale_of_the_rank_s_own_cells_is_told_and_one_of_all_cells_is_exact(
-    tmp_path: Path,
-) -> None:
+def test_a_running_scale_of_the_rank_s_own_cells_is_told_and_one_of_all_cells_is_exact(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     (one,) = run_ranks(scaled, 1, tmp_path / "one", tmp_path)
@@ -252,9 +244,7 @@ def chosen(rank: int, ranks: int, folder: Path) -> dict[str, str]:
         loader = DataLoader([cells(6, seed=s + 9 * rank) for s in range(3)], batch_size=None)
         trainer = trainer_of(rank, ranks, AMPStrategy(), max_epochs=1, default_root_dir=folder)
         try:
-            trainer.fit(
-                module, DataLoader([{n: v.double() for n, v in b.items()} for b in loader], batch_size=None)
-            )
+            trainer.fit(module, DataLoader([{n: v.double() for n, v in b.items()} for b in loader], batch_size=None))
             found[kind] = f"trained {trainer.global_step} steps"
         except PlanError as error:
             found[kind] = str(error)

@@ -252,9 +252,7 @@ def run_group(
     context.set_forkserver_preload(["tests.lightning.faults.fault_cases"])
     port = free_port()
     processes = [
-        context.Process(
-            target=serve, args=(case, folder, rank, environment(rank, ranks, port), devices or ranks)
-        )
+        context.Process(target=serve, args=(case, folder, rank, environment(rank, ranks, port), devices or ranks))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -300,9 +298,7 @@ def run_commands(
     started = []
     for i, command in enumerate(commands):
         with (folder / f"script{i}.txt").open("w") as out:
-            process = subprocess.Popen(
-                command, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True
-            )
+            process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
         started.append(process)
     fault = folder / "fault"
     wait_for(lambda: fault.exists() or all(p.poll() is not None for p in started), folder, limit=START_S)

@@ -53,10 +53,7 @@ ROWS = (
     Row("rank 1 is killed in a step", Case(1, STEP, "kill"), "rank 1 ended without a word"),
     Row("rank 0 is killed in a step", Case(0, STEP, "kill"), "rank 0 ended without a word"),
     Row(
-        "rank 1, started by the Trainer, is killed",
-        Case(1, STEP, "kill"),
-        "rank 1 was ended by SIGKILL",
-        launched=True,
+        "rank 1, started by the Trainer, is killed", Case(1, STEP, "kill"), "rank 1 was ended by SIGKILL", launched=True
     ),
     Row(
         "rank 1 raises in `training_step`",

@@ -54,9 +54,7 @@ def train(data_dir: Path, out: Path, *, nodes: int, devices: int, settings: dict
     torch.save(seen, out / f"rank{trainer.global_rank}.pt")
 
 
-def serve_slurm(
-    rank: int, port: int, data_dir: Path, out: Path, nodes: int, settings: dict[str, Any]
-) -> None:
+def serve_slurm(rank: int, port: int, data_dir: Path, out: Path, nodes: int, settings: dict[str, Any]) -> None:
     """A task of a SLURM job with two tasks a node, without SLURM; one node is no job."""
     log = (out / f"rank{rank}.txt").open("w")
     os.dup2(log.fileno(), 1)

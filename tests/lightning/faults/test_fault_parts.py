@@ -307,10 +307,7 @@ def watch_of(**launcher: Any) -> FailureWatch:
 
 @pytest.mark.parametrize("reaped", [True, False])
 def test_a_rank_that_starts_ends_with_the_process_that_has_started_it(
-    reaped: bool,
-    sleeper: "subprocess.Popen[bytes]",
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    reaped: bool, sleeper: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It was alive 15 minutes later, waiting for rank 0."""
     ended: list[int] = []

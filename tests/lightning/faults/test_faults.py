@@ -103,9 +103,7 @@ def test_the_committed_table_is_that_of_the_rows() -> None:
     assert all(0 < float(row[2]) < BOUND_S for row in rows)
 
 
-def test_an_incomplete_checkpoint_is_refused_with_the_complete_ones(
-    undisturbed: Path, tmp_path: Path
-) -> None:
+def test_an_incomplete_checkpoint_is_refused_with_the_complete_ones(undisturbed: Path, tmp_path: Path) -> None:
     shutil.copy(undisturbed / "step=4.ckpt", tmp_path)
     whole = (undisturbed / "step=6.ckpt").read_bytes()
     (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
@@ -120,9 +118,7 @@ def test_ranks_with_other_data_refuse_to_start_and_show_the_difference(tmp_path:
     for cells_of_hic, name in ((6, "a"), (7, "b")):
         out = tmp_path / name
         synthesize(out, cells=cells_of_hic, rna_cells=5, bins=12, strata=2, genes=6, seed=2)
-    case = Case(
-        1, settings={"data_dir": str(tmp_path / "a")}, settings_of_faulty={"data_dir": str(tmp_path / "b")}
-    )
+    case = Case(1, settings={"data_dir": str(tmp_path / "a")}, settings_of_faulty={"data_dir": str(tmp_path / "b")})
     outcome = run_group(case, tmp_path / "run")
     assert all(outcome.statuses)
     for text in outcome.texts:
@@ -202,9 +198,7 @@ def test_the_first_module_and_stratum_are_named(watched: tuple[Strata, FiniteChe
         check.check_loss(module(torch.full((1, 2), torch.nan)).sum())
 
 
-def test_the_first_parameter_whose_gradient_is_not_finite_is_named(
-    watched: tuple[Strata, FiniteCheck],
-) -> None:
+def test_the_first_parameter_whose_gradient_is_not_finite_is_named(watched: tuple[Strata, FiniteCheck]) -> None:
     module, check = watched
     x = module.strata[1](module.strata[0](torch.ones(1, 2)))
     x.register_hook(lambda grad: grad * torch.inf)
@@ -221,24 +215,15 @@ def test_out_of_memory_is_told_with_the_next_plan_to_try() -> None:
         strata_bytes = (1 << 20,)
         candidates = tuple(
             Candidate(strategies=("S1", s), data=1, model=2, peak_bytes=n, step_seconds=1, cell_seconds=t)
-            for s, n, t in (
-                ("S3", 2 << 20, 2),
-                ("stream", 1 << 20, 3),
-                ("S5", 5 << 19, 1),
-                ("S4", 3 << 20, 1),
-            )
+            for s, n, t in (("S3", 2 << 20, 2), ("stream", 1 << 20, 3), ("S5", 5 << 19, 1), ("S4", 3 << 20, 1))
         )
 
     text = advice_on_memory(Made(), torch.device("cpu"))  # type: ignore[arg-type]
     assert "a peak of 3.00 MiB was predicted for 8 cells, of 4.00 MiB" in text
-    assert "The next plan to try is strategies='S1,S3' with model_parallel_size=2: 2.00 MiB" in text, (
-        "the fastest"
-    )
+    assert "The next plan to try is strategies='S1,S3' with model_parallel_size=2: 2.00 MiB" in text, "the fastest"
     Made.candidates = Made.candidates[2:]
     text = advice_on_memory(Made(), torch.device("cpu"))  # type: ignore[arg-type]
-    assert "The next plan to try is strategies='S1,S5' with model_parallel_size=2: 2.50 MiB" in text, (
-        "the least"
-    )
+    assert "The next plan to try is strategies='S1,S5' with model_parallel_size=2: 2.50 MiB" in text, "the least"
     Made.candidates = ()
     assert "No plan for these ranks needs less" in advice_on_memory(Made(), torch.device("cpu"))  # type: ignore[arg-type]
     assert "No plan was made yet" in advice_on_memory(None, torch.device("cpu"))
@@ -249,9 +234,7 @@ def test_out_of_memory_is_told_with_the_next_plan_to_try() -> None:
 @pytest.mark.parametrize("option", ["lost_after", "stuck_after"])
 @pytest.mark.parametrize("value", [0, -1, True, "60", float("nan")])
 def test_times_are_checked(option: str, value: Any) -> None:
-    with pytest.raises(
-        PlanError, match=rf"{option}=.* is not supported; allowed is a number of seconds above 0"
-    ):
+    with pytest.raises(PlanError, match=rf"{option}=.* is not supported; allowed is a number of seconds above 0"):
         AMPStrategy(**{option: value})
 
 
@@ -260,10 +243,7 @@ def test_a_stranger_on_the_watch_s_port_is_not_listened_to() -> None:
     port = listener.getsockname()[1]
     limits = Limits(lost_after=4, stuck_after=4)
     watch = Detector(0, Doing, limits=limits, listener=listener, link=None, token="secret")
-    for message in (
-        {"hello": 1, "token": "guess", "host": "x"},
-        {"fault": {"rank": 1, "host": "x", "what": "y"}},
-    ):
+    for message in ({"hello": 1, "token": "guess", "host": "x"}, {"fault": {"rank": 1, "host": "x", "what": "y"}}):
         link = connect("localhost", port, timeout=5)
         link.send(**message)
         assert link.receive() is None, "it hangs up"

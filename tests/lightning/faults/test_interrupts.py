@@ -60,9 +60,7 @@ def test_what_is_said_of_a_killed_rank_is_the_last_line_under_a_short_traceback(
     assert not [line for line in lines if "torch/distributed" in line]
 
 
-def test_the_command_line_ends_with_130(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -53,9 +53,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def forked(data_dir: Path, out: Path, *, nodes: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
     out.mkdir()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tests.lightning.faults.node_cases", "tests.lightning.faults.fault_cases"]
-    )
+    context.set_forkserver_preload(["tests.lightning.faults.node_cases", "tests.lightning.faults.fault_cases"])
     ranks, port = 1 if nodes == 1 else 2 * nodes, free_port()
     processes = [
         context.Process(target=node_cases.serve_slurm, args=(rank, port, data_dir, out, nodes, settings))
@@ -122,9 +120,7 @@ def test_the_model_axis_stays_inside_a_node_unless_asked(runs: dict[str, list[di
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "how", [Case(1, "training_step", "kill", nodes=2), Case(0, "training_step", "raise", nodes=2)]
-)
+@pytest.mark.parametrize("how", [Case(1, "training_step", "kill", nodes=2), Case(0, "training_step", "raise", nodes=2)])
 def test_when_a_rank_of_one_node_ends_both_nodes_do(how: Case, tmp_path: Path) -> None:
     outcome = run_scripts(how, tmp_path / "run", torchrun(free_port()), devices=1)
     assert all(outcome.statuses), outcome.statuses
@@ -155,8 +151,6 @@ def test_no_candidate_crosses_nodes(read: Profile, devices: int, node: int) -> N
 
 
 def test_nodes_of_one_device_have_no_model_axis_by_themselves(read: Profile) -> None:
-    with pytest.raises(
-        PlanError, match=r"stays inside a node, and a node has 1 device; set model_parallel_size=4"
-    ):
+    with pytest.raises(PlanError, match=r"stays inside a node, and a node has 1 device; set model_parallel_size=4"):
         plan(read, devices=4, node_devices=1, strategies="S1,S5")
     assert plan(read, devices=4, node_devices=1).mesh.model == 1

@@ -210,9 +210,6 @@ def batches() -> list[Batch]:
     """Of seven samples, of five and of two: fewer than there are micro-batches."""
     draw = torch.Generator().manual_seed(5)
     return [
-        {
-            "x": torch.randn(n, 3, generator=draw, dtype=torch.float64),
-            "y": torch.randint(3, (n,), generator=draw),
-        }
+        {"x": torch.randn(n, 3, generator=draw, dtype=torch.float64), "y": torch.randint(3, (n,), generator=draw)}
         for n in (7, 5, 2)
     ]

@@ -178,9 +178,7 @@ def batches_of(module: LightningModule, rank: tuple[int, int] | None, data_ranks
         return whole
     at = rank[0] * data_ranks // rank[1]
     run = slice(at * SAMPLES, (at + 1) * SAMPLES)
-    return [
-        {k: v[run] for k, v in b.items()} if isinstance(b, dict) else tuple(v[run] for v in b) for b in whole
-    ]
+    return [{k: v[run] for k, v in b.items()} if isinstance(b, dict) else tuple(v[run] for v in b) for b in whole]
 
 
 def trainer_of(rank: tuple[int, int] | None, settings: dict[str, Any], options: dict[str, Any]) -> Trainer:

@@ -52,18 +52,14 @@ def test_other_plans_keep_to_the_least(memory: Any) -> None:
     found = lightning_amp.plan(GPT(), tokens()[0], devices=2, device_memory=memory, strategies="recompute")
     assert found.plan.budget_bytes == 32 * 2**20
     (note,) = (note for note in found.plan.notes if note.startswith("memory of the devices by rank: "))
-    assert note.endswith(
-        "64.0 MiB, 32.0 MiB; ranks hold the same, so that the least counts for all, 32.0 MiB"
-    )
+    assert note.endswith("64.0 MiB, 32.0 MiB; ranks hold the same, so that the least counts for all, 32.0 MiB")
     with pytest.raises(PlanError, match="requires a plan with one budget, found unlike ones of its devices"):
         found.largest_batch()
 
 
 def test_refusals() -> None:
     plan, batch = lightning_amp.plan, tokens()[0]
-    with pytest.raises(
-        PlanError, match="has 2 sizes, and there are 4 devices; give one for each, or one size"
-    ):
+    with pytest.raises(PlanError, match="has 2 sizes, and there are 4 devices; give one for each, or one size"):
         plan(GPT(), batch, devices=4, device_memory=["64MiB", "32MiB"])
     for wrong in ([], 1.5j):
         with pytest.raises(PlanError, match="is not (supported|a memory size)"):

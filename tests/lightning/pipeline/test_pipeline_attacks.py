@@ -68,9 +68,7 @@ def refused(rank: int, ranks: int, folder: Path, schedule: int, kinds: Kinds) ->
         dist.destroy_process_group()
         gc.collect()
         store = dist.FileStore(str(folder / f"store{n}"), ranks)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=15)
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=15))
         with patch.object(FailureWatch, "tell", lambda *_: None):
             found[kind.__name__] = said_of((rank, ranks), kind, SCHEDULES[schedule])
     return found

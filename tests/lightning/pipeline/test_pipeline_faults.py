@@ -14,10 +14,7 @@ FAULTS = {
     "killed": (Case(1, "training_step", "kill", PIPELINE), "rank 1 ended without a word"),
     "the first killed": (Case(0, "training_step", "kill", PIPELINE), "rank 0 ended without a word"),
     "raises": (Case(0, "training_step", "raise", PIPELINE), "ValueError: boom"),
-    "stuck": (
-        Case(0, "training_step", "stick", PIPELINE | {"stuck_after": 3.0}),
-        "rank 0 has made no progress for",
-    ),
+    "stuck": (Case(0, "training_step", "stick", PIPELINE | {"stuck_after": 3.0}), "rank 0 has made no progress for"),
 }
 
 

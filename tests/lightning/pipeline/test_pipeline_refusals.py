@@ -103,9 +103,7 @@ def refusals(rank: int, ranks: int) -> dict[str, tuple[str, bool]]:
     for name, (kind, settings, _) in CASES.items():
         module = kind()
         before = {key: value.clone() for key, value in module.state_dict().items()}
-        batches = (
-            tokens() if isinstance(module, GPT) else [(torch.randn(4, 1, 8, 8).double(), torch.arange(4) % 3)]
-        )
+        batches = tokens() if isinstance(module, GPT) else [(torch.randn(4, 1, 8, 8).double(), torch.arange(4) % 3)]
         try:
             # one micro-batch alone has any loss
             trainer = trainer_of((rank, ranks), {"micro_batches": 4, **settings}, {})

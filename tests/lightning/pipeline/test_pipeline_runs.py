@@ -158,9 +158,7 @@ def test_a_rank_holds_its_own_stage(found: Any) -> None:
             own = per[rank] * block + (rank == 0) * beside["first"] + (rank == ranks - 1) * beside["last"]
             trained = own - frozen * (stages[rank].first <= 2 < stages[rank].end)
             assert (held, grads) == (own, trained)
-            assert trained * 2 <= state <= trained * 2 + 8 * 100, (
-                "two moments, and a count for every parameter"
-            )
+            assert trained * 2 <= state <= trained * 2 + 8 * 100, "two moments, and a count for every parameter"
 
 
 def test_the_module_is_whole_after_a_run(found: Any) -> None:

@@ -26,11 +26,7 @@ WORDS, LENGTH, WIDTH, SAMPLES = 60, 24, 32, 8
 class Layer(nn.Module):
     def __init__(self, inner: int) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
+        self.norm, self.qkv, self.out = (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH))
         self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -117,18 +113,12 @@ def batches(kind: type[pl.LightningModule], steps: int = 3) -> list[Tensor]:
     return [torch.randn(SAMPLES, 1, 20, 20, generator=draw, dtype=torch.float64) for _ in range(steps)]
 
 
-def fit(
-    rank: tuple[int, int] | None, kind: type[pl.LightningModule], settings: dict[str, Any]
-) -> dict[str, Any]:
+def fit(rank: tuple[int, int] | None, kind: type[pl.LightningModule], settings: dict[str, Any]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     module, meter = kind(), Meter()
     trainer = trainer_of(rank, settings, {"callbacks": [meter]})
     trainer.fit(module, DataLoader(batches(kind), batch_size=None))  # type: ignore[arg-type]
-    return {
-        "state": module.state_dict(),
-        "peak": meter.live.peak,
-        "plan": getattr(trainer.strategy, "plan", None),
-    }
+    return {"state": module.state_dict(), "peak": meter.live.peak, "plan": getattr(trainer.strategy, "plan", None)}
 
 
 CASES: list[tuple[type[pl.LightningModule], str, dict[str, Any]]] = [

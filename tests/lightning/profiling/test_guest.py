@@ -72,11 +72,7 @@ SETTINGS = {
     "anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, True),
     "threads": (torch.get_num_threads, torch.set_num_threads, 3),
     "matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
-    "cudnn": (
-        lambda: torch.backends.cudnn.benchmark,
-        lambda on: setattr(torch.backends.cudnn, "benchmark", on),
-        True,
-    ),
+    "cudnn": (lambda: torch.backends.cudnn.benchmark, lambda on: setattr(torch.backends.cudnn, "benchmark", on), True),
     "folder": (os.getcwd, os.chdir, "/"),
     "signal": (
         lambda: signal.getsignal(signal.SIGUSR2),
@@ -232,9 +228,7 @@ def all_that_is_seen(strategy: Any, folder: Path, *, run: str, values: bool = Fa
     module, data, callback, logger = of_module(), of_data(), of_callback(), DummyLogger()
     before = {name: read() for name, (read, _, _) in SETTINGS.items()}
     forwards: list[bool] = []
-    hook = register_module_forward_hook(
-        lambda module, given, result: forwards.append(isinstance(result, FakeTensor))
-    )
+    hook = register_module_forward_hook(lambda module, given, result: forwards.append(isinstance(result, FakeTensor)))
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -281,11 +275,7 @@ def all_that_is_seen(strategy: Any, folder: Path, *, run: str, values: bool = Fa
 
 @pytest.mark.parametrize(("run", "values"), [("fit", False), ("fit", True), ("predict", False)])
 def test_nothing_of_the_users_notices_a_profile(
-    run: str,
-    values: bool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: str, values: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOOKS_SEEN", "0")
     found = {}

@@ -61,9 +61,7 @@ def test_named_parts_are_computed_again_and_train_as_before() -> None:
     plain, full, _ = _fit("auto")
     names = ["down1", "down2", "up1", "up2"]
     for technique in ("recompute", "chunk"):
-        module, meter, plan = _fit(
-            AMPStrategy(strategies=technique, blocks=["down?", "up*"], device_memory="2400KiB")
-        )
+        module, meter, plan = _fit(AMPStrategy(strategies=technique, blocks=["down?", "up*"], device_memory="2400KiB"))
         found = {rule.fqn for rule in plan.rules if rule.strategy == technique}
         assert found
         assert found <= {*names}
@@ -87,13 +85,8 @@ def test_classes_names_and_patterns_are_blocks_everywhere() -> None:
 
 
 def test_a_list_whose_layers_are_not_named_is_no_pipeline() -> None:
-    module = nn.ModuleDict(
-        {"layers": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "head": nn.Linear(4, 4)}
-    )
-    for blocks, reason in (
-        (["head"], "blocks= names other modules than those of 'layers'"),
-        (["layers.*"], ""),
-    ):
+    module = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "head": nn.Linear(4, 4)})
+    for blocks, reason in ((["head"], "blocks= names other modules than those of 'layers'"), (["layers.*"], "")):
         with named_blocks(module, blocks):
             names, why = blocks_for_stages(module)
         assert names == (() if reason else ("layers.0", "layers.1"))
@@ -127,11 +120,7 @@ class Keyed(Attributes):
     def __init__(self) -> None:
         super().__init__()
         del self.down1, self.down2, self.up1, self.up2, self.unused
-        parts = {
-            "enter": nn.Linear(4, WIDTH),
-            "head": nn.Linear(4, 4),
-            "layers": nn.ModuleList([Res(), Res()]),
-        }
+        parts = {"enter": nn.Linear(4, WIDTH), "head": nn.Linear(4, 4), "layers": nn.ModuleList([Res(), Res()])}
         self.layers = nn.ModuleDict({f"layer{i}": Res() for i in range(4)})
         self.parts = nn.ModuleDict(parts)
         self.pairs = nn.ModuleList(nn.ModuleDict({"one": Res(), "two": nn.Linear(4, 4)}) for _ in range(2))

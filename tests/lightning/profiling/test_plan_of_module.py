@@ -71,9 +71,7 @@ def test_the_largest_batch_fits_with_the_plan_and_one_more_does_not(lean: Any) -
         n = lightning_amp.plan(Deep(), SHAPE, device_memory=budget, strategies=strategies).largest_batch()
         assert (n > 512) is (strategies == "recompute")
         for more, fits in ((0, True), (1, False)):
-            found = lightning_amp.plan(
-                Deep(), SHAPE, device_memory=budget, strategies=strategies, batch_size=n + more
-            )
+            found = lightning_amp.plan(Deep(), SHAPE, device_memory=budget, strategies=strategies, batch_size=n + more)
             assert found.plan.fits is fits
 
 
@@ -94,9 +92,7 @@ def test_the_batch_fits_on_the_fewest_devices_and_on_one_less_it_does_not() -> N
 
 def test_what_cannot_be_planned_or_answered_is_refused(whole: Any) -> None:
     for question in (whole.largest_batch, whole.fewest_devices):
-        with pytest.raises(
-            PlanError, match="requires a plan with one budget, found none; give device_memory='24GiB'"
-        ):
+        with pytest.raises(PlanError, match="requires a plan with one budget, found none; give device_memory='24GiB'"):
             question()
     with pytest.raises(ModelError, match="cannot plan a 'Linear' and a batch; give a LightningModule"):
         lightning_amp.plan(nn.Linear(2, 2), SHAPE)  # type: ignore[call-overload]
@@ -107,9 +103,7 @@ def test_what_cannot_be_planned_or_answered_is_refused(whole: Any) -> None:
     made = Late()
     made.configure_model()
     assert lightning_amp.plan(made, SHAPE).plan == whole.plan
-    with pytest.raises(
-        AmpError, match="its training step fails with .*mat1 and mat2 shapes cannot be multiplied"
-    ):
+    with pytest.raises(AmpError, match="its training step fails with .*mat1 and mat2 shapes cannot be multiplied"):
         lightning_amp.plan(Deep(), "4x5")
 
 
@@ -121,18 +115,12 @@ def test_batches_are_made_of_their_shapes() -> None:
     assert (one.shape, one.dtype) == ((4, 3), torch.float32)
     assert torch.equal(one, batch_of_shapes("4x3"))  # type: ignore[arg-type]
     assert isinstance(pair, tuple)
-    assert [(tuple(part.shape), part.dtype) for part in pair] == [
-        ((4, 3, 2), torch.float32),
-        ((4,), torch.int64),
-    ]
+    assert [(tuple(part.shape), part.dtype) for part in pair] == [((4, 3, 2), torch.float32), ((4,), torch.int64)]
     (alone,) = batch_of_shapes("4x3,")
     assert torch.equal(alone, one)  # type: ignore[arg-type]
     named = batch_of_shapes("ids=4x3:int32,mask=4:bool")
     assert isinstance(named, dict)
-    assert [(name, part.dtype) for name, part in named.items()] == [
-        ("ids", torch.int32),
-        ("mask", torch.bool),
-    ]
+    assert [(name, part.dtype) for name, part in named.items()] == [("ids", torch.int32), ("mask", torch.bool)]
     for text in ("", "4x", "0x3", "4x3:int65", "4x3,,", "a=4,5", "a=4,a=5", "four"):
         with pytest.raises(DataError, match="the shapes of a batch are"):
             batch_of_shapes(text)

@@ -42,9 +42,7 @@ class Ends(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.trains = True
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.found.append(exception)
 
 
@@ -58,9 +56,7 @@ def test_an_interrupt_during_the_profile_ends_the_run_that_it_belongs_to() -> No
     trainer = trainer_of(callbacks=[ends])
     try:
         with pytest.raises(SystemExit) as ended:
-            trainer.fit(
-                Profiled(partial(signal.raise_signal, signal.SIGINT)), DataLoader(CELLS, batch_size=2)
-            )
+            trainer.fit(Profiled(partial(signal.raise_signal, signal.SIGINT)), DataLoader(CELLS, batch_size=2))
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended.value.code == 130
@@ -74,10 +70,7 @@ def test_what_lightning_says_once_is_said_after_a_profile() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.log("n", 1.0, on_epoch=True)
 
-    said = (
-        "`training_step` returned `None`",
-        "Trying to infer the `batch_size` from an ambiguous collection",
-    )
+    said = ("`training_step` returned `None`", "Trying to infer the `batch_size` from an ambiguous collection")
     forget_what_was_said()
     trainer = trainer_of()
     batches = [{"a": torch.ones(2, 3), "b": torch.ones(5)}] * 2

@@ -93,18 +93,9 @@ class Swapped(Blocks):
 
 
 REFUSED: dict[tuple[type[Blocks], str], str] = {
-    (
-        Penalty,
-        "pipeline",
-    ): r"takes gradients while it runs \(torch.autograd.grad.*goes back through the block 'net.0'",
-    (
-        Penalty,
-        "fsdp",
-    ): "takes gradients while it runs .*as for a gradient penalty.*train with strategies='S1'",
-    (
-        ByRow,
-        "pipeline",
-    ): r"torch.func \(vmap, grad, jvp, ...\) transforms a function that calls the block 'net.0'",
+    (Penalty, "pipeline"): r"takes gradients while it runs \(torch.autograd.grad.*goes back through the block 'net.0'",
+    (Penalty, "fsdp"): "takes gradients while it runs .*as for a gradient penalty.*train with strategies='S1'",
+    (ByRow, "pipeline"): r"torch.func \(vmap, grad, jvp, ...\) transforms a function that calls the block 'net.0'",
     (Swapped, "fsdp"): "'net.0' is called with other parameters than its own .*train with strategies='S1'",
 }
 
@@ -122,9 +113,7 @@ def planned(kind: type[Blocks], strategies: str, memory: str | None = None) -> P
 
 def test_a_step_that_shows_that_a_technique_cannot_be_is_refused_by_its_name() -> None:
     for (kind, strategies), words in REFUSED.items():
-        with pytest.raises(
-            PlanError, match=f"{strategies} (is not possible|cannot run this step): .*{words}"
-        ):
+        with pytest.raises(PlanError, match=f"{strategies} (is not possible|cannot run this step): .*{words}"):
             planned(kind, strategies)
     # where it is no hindrance
     assert "fsdp" in planned(ByRow, "fsdp").strategies

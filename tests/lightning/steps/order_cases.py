@@ -48,17 +48,13 @@ IN_ORDER: dict[str, Callable[[int], DataLoader[Any]]] = {
     "a batch sampler": lambda size: DataLoader(
         Cells(), batch_sampler=Reversed(Backwards(), batch_size=size, drop_last=True)
     ),
-    "torch's batch sampler": lambda size: DataLoader(
-        some(27), batch_sampler=BatchSampler(range(27), size, False)
-    ),
+    "torch's batch sampler": lambda size: DataLoader(some(27), batch_sampler=BatchSampler(range(27), size, False)),
     "batches of one's own": lambda size: DataLoader(Cells(), batch_sampler=Pairs(size)),
     "batches of one's own, uneven": lambda size: DataLoader(some(27), batch_sampler=Pairs(size, 27)),
 }
 SHUFFLED: dict[str, Callable[[int], DataLoader[Any]]] = {
     "shuffle=True": lambda size: DataLoader(Cells(), batch_size=size, shuffle=True),
-    "a random subset": lambda size: DataLoader(
-        Cells(), batch_size=size, sampler=SubsetRandomSampler(range(32))
-    ),
+    "a random subset": lambda size: DataLoader(Cells(), batch_size=size, sampler=SubsetRandomSampler(range(32))),
     "batches at random": lambda size: DataLoader(
         Cells(), batch_sampler=BatchSampler(RandomSampler(range(32)), size, False)
     ),

@@ -51,9 +51,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", EVERY)
-def test_one_device_reads_the_batches_of_a_plain_run(
-    plain: dict[str, Any], alone: dict[str, Any], name: str
-) -> None:
+def test_one_device_reads_the_batches_of_a_plain_run(plain: dict[str, Any], alone: dict[str, Any], name: str) -> None:
     found = alone[name]
     assert {stage: found[stage] for stage in STAGES} == {stage: plain[name][stage] for stage in STAGES}
     assert same(found["weights"], plain[name]["weights"])
@@ -67,9 +65,7 @@ def test_ranks_together_read_the_batches_of_a_plain_run(
     # Lightning cannot put a sampler into these, in prediction every rank reads all
     stages = STAGES[: 3 if name.startswith("batches of one's own") else 4]
     for stage in stages:
-        assert union([rank[name][stage] for rank in ranks]) == [
-            sorted(step) for step in plain[name][stage]
-        ], stage
+        assert union([rank[name][stage] for rank in ranks]) == [sorted(step) for step in plain[name][stage]], stage
     assert all(same(rank[name]["weights"], plain[name]["weights"]) for rank in ranks)
 
 
@@ -126,11 +122,6 @@ def test_an_order_without_a_length_is_refused() -> None:
         def __iter__(self) -> Any:
             return iter(int, 1)
 
-    for loader in (
-        DataLoader(Cells(), sampler=Endless()),
-        DataLoader(Cells(), batch_size=None, sampler=Endless()),
-    ):
-        with pytest.raises(
-            DataError, match=r"2 ranks .* sampler has no length \(.*'Endless'.*give it a __len__, or"
-        ):
+    for loader in (DataLoader(Cells(), sampler=Endless()), DataLoader(Cells(), batch_size=None, sampler=Endless())):
+        with pytest.raises(DataError, match=r"2 ranks .* sampler has no length \(.*'Endless'.*give it a __len__, or"):
             OwnCells(loader, num_replicas=2, rank=0)

@@ -100,11 +100,7 @@ def of_example(name: str, strategy: Any, meter: Meter | None = None) -> dict[str
     torch.manual_seed(1)
     callbacks = [] if meter is None else [meter]
     return fitted(
-        module,
-        DataLoader(Batches(batch), batch_size=None),
-        strategy,
-        precision="64-true",
-        callbacks=callbacks,
+        module, DataLoader(Batches(batch), batch_size=None), strategy, precision="64-true", callbacks=callbacks
     )
 
 
@@ -117,9 +113,7 @@ def example(rank: int, ranks: int, name: str, shares: tuple[float, ...]) -> list
         meter = Meter()
         budget = int(share * plain_meter.live.peak)
         run = of_example(name, AMPStrategy(device_memory=budget, unfit="train"), meter)
-        error = max(
-            float((run["parameters"][key] - value).abs().max()) for key, value in plain["parameters"].items()
-        )
+        error = max(float((run["parameters"][key] - value).abs().max()) for key, value in plain["parameters"].items())
         plan = run["plan"]
         found.append(
             {
@@ -139,9 +133,7 @@ def example(rank: int, ranks: int, name: str, shares: tuple[float, ...]) -> list
     return found
 
 
-def example_on_ranks(
-    rank: int, ranks: int, name: str, budgets: tuple[int | None, ...]
-) -> list[tuple[Any, int, bool]]:
+def example_on_ranks(rank: int, ranks: int, name: str, budgets: tuple[int | None, ...]) -> list[tuple[Any, int, bool]]:
     """An example on several ranks under each budget: its plan, what the meter has seen, whether it has trained."""
     found = []
     for budget in budgets:

@@ -96,13 +96,7 @@ def without_draws(name: str) -> Callable[[], None]:
 
 
 def fit(
-    module: LightningModule,
-    batches: list[Any],
-    rank: int,
-    ranks: int,
-    *,
-    strategies: str = "fsdp",
-    **options: Any,
+    module: LightningModule, batches: list[Any], rank: int, ranks: int, *, strategies: str = "fsdp", **options: Any
 ) -> Found:
     """Train, on one process with plain Lightning."""
     record = Record()

@@ -35,9 +35,7 @@ class Blocks(Regression):
         self.last.weight = nn.Parameter(self.last.weight.detach())
         self.back = nn.Linear(3, 5, bias=False)
         self.back.weight = self.first.weight
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(3)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(3))
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.shift = nn.Parameter(torch.zeros(1, 1))
         self.idle = nn.ModuleList([nn.Linear(4, 4)])
@@ -162,10 +160,7 @@ class ByForward(Blocks):
         return x
 
 
-BY_NORM, BY_VALUE = (
-    {"gradient_clip_val": 0.3},
-    {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
-)
+BY_NORM, BY_VALUE = ({"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"})
 MODULES: dict[type[Blocks], dict[str, Any]] = {
     Blocks: {}, SharedBlock: BY_NORM, Frozen: BY_VALUE, Several: {}, Penalised: BY_NORM, InParts: BY_VALUE,
     ByForward: {},

@@ -131,11 +131,7 @@ REFUSED: dict[str, tuple[type[Blocks], dict[str, Any], str]] = {
     "one of the root's parameters alone": (StrayRoot, {}, "call self.manual_backward(loss)"),
     "a parameter changed in a step": (Clamped, {}, "'last.bias' is gathered for a training step"),
     "a parameter changed unseen": (Replaced, {}, "is gathered for a training step"),
-    "a parameter changed in a block": (
-        Renormed,
-        {},
-        "'weight' is gathered for a training step, or while its block",
-    ),
+    "a parameter changed in a block": (Renormed, {}, "'weight' is gathered for a training step, or while its block"),
     "a parameter by an old reference": (Old, {}, "which has no values any more"),
     "a sparse gradient": (Sparse, {}, "['words'] have sparse gradients"),
     "a complex parameter": (Complex, {}, "which is complex"),
@@ -175,9 +171,7 @@ def refusals(rank: int) -> dict[str, tuple[str, bool]]:
         plain &= type(module) is kind and "training_step" not in vars(module)
         # 5 rows on 2 ranks are 3 and 2; what an ended run has of the other rank's is nan
         rows = module.first.weight[:3] if rank == 0 else module.first.weight[3:]
-        kept = (
-            rows if told.startswith("ModelError") else torch.cat([p.flatten() for p in module.parameters()])
-        )
+        kept = rows if told.startswith("ModelError") else torch.cat([p.flatten() for p in module.parameters()])
         found[name] = told, plain and bool(kept.isfinite().all())
         dist.barrier()
     return found

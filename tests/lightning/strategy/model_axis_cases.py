@@ -139,9 +139,7 @@ def trainer_of(rank: int, ranks: int, strategy: Any = None, **options: Any) -> T
     }
     if strategy is None:
         # one process is the oracle, so nothing is sharded or fused in it
-        model_ranks = (
-            {"strategies": ALL, "model_parallel_size": MODEL_RANKS} if ranks > 1 else {"strategies": "S1"}
-        )
+        model_ranks = {"strategies": ALL, "model_parallel_size": MODEL_RANKS} if ranks > 1 else {"strategies": "S1"}
         strategy = AMPStrategy(**model_ranks)
     plugins = [RunningRanks(rank, ranks), *options.pop("plugins", ())]
     return Trainer(**QUIET, **{**defaults, **options}, strategy=strategy, devices=ranks, plugins=plugins)
@@ -204,9 +202,7 @@ def reference_model(rank: int, ranks: int, *, data_dir: Path, folder: Path) -> F
         "val_loss": trainer.callback_metrics["val_loss"].item(),
         "state": {name: value.clone() for name, value in model.state_dict().items()},
     }
-    writer = PredictionWriter(
-        folder / "predictions", contact_map_cells=1, celltype_key="celltype", impute_rna=True
-    )
+    writer = PredictionWriter(folder / "predictions", contact_map_cells=1, celltype_key="celltype", impute_rna=True)
     trainer = trainer_of(rank, ranks, callbacks=[writer], use_distributed_sampler=True)
     trainer.predict(model, data, return_predictions=False)
     return found | {"predictions": [str(path) for path in writer.written]}

@@ -197,9 +197,7 @@ AGAINST_UNION = {
     "automatic": Case(Regression),
     "accumulated": Case(Regression, trainer={"accumulate_grad_batches": 3}),
     "clipped_by_norm": Case(Regression, trainer={"gradient_clip_val": 0.3}),
-    "clipped_by_value": Case(
-        Regression, trainer={"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
-    ),
+    "clipped_by_value": Case(Regression, trainer={"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
     "normalised": Case(Normalised, trainer={"accumulate_grad_batches": 2}),
     "unfrozen": Case(Unfrozen),
     "one_rank_only": Case(OneRankOnly, cells=EVEN),

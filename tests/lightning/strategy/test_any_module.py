@@ -151,10 +151,7 @@ DATA: dict[str, Any] = {
     "stream": lambda: DataLoader(Stream(), batch_size=4),
     "order that is read once": lambda: DataLoader(Drawing(), batch_sampler=iter([[0, 1], [2, 3], [4, 5]])),
 }
-UNREAD = {
-    "stream": "the data set is a stream ('Stream')",
-    "order that is read once": "its order is an iterator",
-}
+UNREAD = {"stream": "the data set is a stream ('Stream')", "order that is read once": "its order is an iterator"}
 
 
 class Two(Small):
@@ -343,8 +340,7 @@ def by_name(rank: int, ranks: int, folder: str) -> list[Any]:
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(
-                *(nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 4)) for _ in range(3)),
-                nn.Linear(4, 2),
+                *(nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 4)) for _ in range(3)), nn.Linear(4, 2)
             )
 
     def run(strategy: Any, kind: Any = Deep) -> Any:

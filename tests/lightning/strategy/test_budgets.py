@@ -25,9 +25,7 @@ from tests.lightning.strategy.any_module_cases import Batches, fitted, same
 
 WIDTH, ROWS = 32, 64
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers",
-    "ignore:predicted to run out",
-    "ignore:.torch.jit.script. is deprecated",
+    "ignore:.*does not have many workers", "ignore:predicted to run out", "ignore:.torch.jit.script. is deprecated"
 )
 
 
@@ -152,16 +150,12 @@ def test_a_stream_is_counted_while_it_runs_and_refused_where_it_is_not(monkeypat
     assert measured == peak
     assert found["plan"].fits is None
     assert "amp_example_batch" in found["plan"].uncounted
-    with pytest.raises(
-        StepOverBudget, match=r"made a tensor .* a stream \('Stream'\).* amp_example_batch"
-    ) as error:
+    with pytest.raises(StepOverBudget, match=r"made a tensor .* a stream \('Stream'\).* amp_example_batch") as error:
         run(Net(), within(int(0.8 * peak)), stream())
     assert "at least was predicted" in str(error.value)
     # as on a device whose batches are not counted
     monkeypatch.setattr(InstalledPlan, "_counts", False)
-    with pytest.raises(
-        PlanError, match=r"whether a step fits is not known: .*amp_example_batch.* Nothing was"
-    ):
+    with pytest.raises(PlanError, match=r"whether a step fits is not known: .*amp_example_batch.* Nothing was"):
         run(Net(), within(peak), stream())
     assert run(Net(), within(peak, unfit="train"), stream())[0]["steps"] == 3
     loader = stream()
@@ -202,18 +196,14 @@ def test_a_budget_is_held_where_parameters_are_unfrozen_unasked() -> None:
     found, _ = run(Unfreezing(), within(peak), **options)
     assert found["plan"].predicted_peak_bytes < 0.7 * peak
     assert any("of parameters are frozen, and counted so" in note for note in found["plan"].notes)
-    with pytest.raises(
-        StepOverBudget, match=r"; it trains other parameters than those before.* was predicted"
-    ):
+    with pytest.raises(StepOverBudget, match=r"; it trains other parameters than those before.* was predicted"):
         run(Unfreezing(), within(peak - 1), **options)
 
 
 def test_a_step_that_draws_which_blocks_run_is_one_draw() -> None:
     for module in (Depth(random.random), Depth(lambda: torch.rand(()))):
         found, _ = run(module, AMPStrategy())
-        assert any("this is the peak of one draw" in note for note in found["plan"].notes), found[
-            "plan"
-        ].notes
+        assert any("this is the peak of one draw" in note for note in found["plan"].notes), found["plan"].notes
     found, _ = run(Dropping(), AMPStrategy())
     assert not found["plan"].notes or "one draw" not in "".join(found["plan"].notes)
 

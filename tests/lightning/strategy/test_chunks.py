@@ -271,10 +271,7 @@ def test_evaluation_is_planned_by_itself_within_a_budget(tmp_path: Path) -> None
             assert Plan.from_json(plan.to_json()) == plan
             if kind == "predict":
                 torch.testing.assert_close(values, found[kind], rtol=1e-10, atol=1e-10)
-    assert (
-        f"predict_step is predicted to need {format_bytes(found['least'])} at least, in chunks"
-        in found["refused"]
-    )
+    assert f"predict_step is predicted to need {format_bytes(found['least'])} at least, in chunks" in found["refused"]
     assert "Nothing was run" in found["refused"]
     assert 100 * 2**10 < found["held"] <= found["least"]
 

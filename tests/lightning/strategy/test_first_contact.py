@@ -37,9 +37,7 @@ class Small(LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-def fitted(
-    folder: Path, caplog: pytest.LogCaptureFixture, *, logger: bool = True, **options: Any
-) -> list[str]:
+def fitted(folder: Path, caplog: pytest.LogCaptureFixture, *, logger: bool = True, **options: Any) -> list[str]:
     """The lines that a fit says."""
     caplog.clear()
     trainer = Trainer(
@@ -56,9 +54,7 @@ def fitted(
     return caplog.text.splitlines()
 
 
-def test_a_fit_says_five_lines_and_writes_the_report(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fit_says_five_lines_and_writes_the_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     said = fitted(tmp_path, caplog)
     start = next(n for n, line in enumerate(said) if line.startswith("plan  "))
     end = said.index("", start)
@@ -107,12 +103,7 @@ def test_one_device_opens_no_port_and_leaves_no_rank_behind(tmp_path: Path) -> N
     """
     words = [sys.executable, "-c", textwrap.dedent(script)]
     found = subprocess.run(
-        words,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
+        words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )
     assert "trained 2 False" in found.stdout, found.stderr[-2000:]
 
@@ -128,20 +119,13 @@ def test_a_plan_that_is_refused_is_written_and_one_that_trains_anyway_warns(
         fitted(tmp_path, caplog, device_memory="1KiB", unfit="train")
 
 
-def test_ranks_that_were_started_by_multiprocessing_raise_the_mistake_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_that_were_started_by_multiprocessing_raise_the_mistake_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher: Any = object.__new__(MultiProcessingLauncher)
     end_as_ours(launcher)
-    for text, kind in (
-        ("lightning_amp.errors.PlanError: what to do", PlanError),
-        ("ValueError: other", Exception),
-    ):
+    for text, kind in (("lightning_amp.errors.PlanError: what to do", PlanError), ("ValueError: other", Exception)):
 
         def launch(self: Any, *args: Any, text: str = text) -> None:
-            raise ProcessRaisedException(
-                f"Process 1 terminated\nTraceback (most recent call last):\n{text}\n", 1, 2
-            )
+            raise ProcessRaisedException(f"Process 1 terminated\nTraceback (most recent call last):\n{text}\n", 1, 2)
 
         monkeypatch.setattr(MultiProcessingLauncher, "launch", launch)
         with pytest.raises(kind, match="what to do|other") as found:
@@ -167,12 +151,7 @@ def test_two_ranks_say_a_mistake_once_without_a_traceback(tmp_path: Path) -> Non
     script.write_text(textwrap.dedent(SCRIPT))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        timeout=280,
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=280
     )
     assert run.returncode == 1
     assert "Traceback" not in run.stderr

@@ -16,8 +16,7 @@ RTOL = 1e-10
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Found]]]:
     return {
-        ranks: run_ranks(any_modules, ranks, tmp_path_factory.mktemp("meet"), Path(), timeout=240)
-        for ranks in (1, 2)
+        ranks: run_ranks(any_modules, ranks, tmp_path_factory.mktemp("meet"), Path(), timeout=240) for ranks in (1, 2)
     }
 
 

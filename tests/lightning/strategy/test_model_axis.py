@@ -76,9 +76,7 @@ def test_clipped_and_accumulated_steps_are_those_of_one_process(runs: Runs) -> N
             close(found["fit"]["state"], one["state"])
     start = Maps().state_dict()
     moved = [name for name, value in one["state"].items() if (value - start[name]).abs().max() > 1e-2]
-    assert {"encoder.0.weight", "decoder.strata.1.key.qk.weight", "v"} <= set(moved), (
-        "training must move these"
-    )
+    assert {"encoder.0.weight", "decoder.strata.1.key.qk.weight", "v"} <= set(moved), "training must move these"
 
 
 def test_a_checkpoint_resumes_on_any_mesh(runs: Runs) -> None:
@@ -150,9 +148,7 @@ def test_the_reference_model_trains_as_on_one_process(runs: Runs) -> None:
 
 def test_predictions_are_those_of_one_process_and_written_once(folder: Path, runs: Runs) -> None:
     for name in RUNS:
-        assert [bool(found["glue"]["predictions"]) for found in runs[name]] == [True] + [False] * (
-            len(runs[name]) - 1
-        )
+        assert [bool(found["glue"]["predictions"]) for found in runs[name]] == [True] + [False] * (len(runs[name]) - 1)
         for modality in ("hic", "rna"):
             file = f"glue/predictions/embeddings_{modality}.h5ad"
             one, other = (anndata.read_h5ad(folder / run / file) for run in ("one", name))
@@ -168,9 +164,7 @@ def test_predictions_are_those_of_one_process_and_written_once(folder: Path, run
                 cooler.Cooler(str(folder / name / "glue/predictions/pseudobulk" / path.name)),
             )
             assert other_map.info["metadata"] == one_map.info["metadata"]
-            np.testing.assert_allclose(
-                other_map.matrix(balance=False)[:], one_map.matrix(balance=False)[:], rtol=1e-5
-            )
+            np.testing.assert_allclose(other_map.matrix(balance=False)[:], one_map.matrix(balance=False)[:], rtol=1e-5)
 
 
 def test_numbers_drawn_by_one_rank_alone_do_not_part_a_model_group(runs: Runs) -> None:
@@ -185,10 +179,7 @@ def test_numbers_drawn_by_one_rank_alone_do_not_part_a_model_group(runs: Runs) -
     ("name", "text"),
     [
         ("lbfgs", "InstallError: the optimizer 'LBFGS' was given 1 parameters that S2 splits over ranks"),
-        (
-            "batch",
-            "DataError: the same batch is needed on the 2 ranks of a model group, found different ones",
-        ),
+        ("batch", "DataError: the same batch is needed on the 2 ranks of a model group, found different ones"),
     ],
 )
 def test_what_would_train_wrongly_is_refused_on_every_rank(runs: Runs, name: str, text: str) -> None:

@@ -148,9 +148,7 @@ class HookedAttention(Corner):
 
 class HookedNorm(Corner):
     def add(self) -> None:
-        self.decoder.strata[1].key.prenorm.register_forward_hook(
-            lambda module, args, rows: rows / rows.norm()
-        )
+        self.decoder.strata[1].key.prenorm.register_forward_hook(lambda module, args, rows: rows / rows.norm())
 
 
 class HookedWeight(Corner):
@@ -196,9 +194,7 @@ OTHER_CELLS: dict[str, tuple[type[Corner], Callable[[Batch, int], Any]]] = {
 }
 
 
-def fit(
-    kind: type[Corner], rank: int, ranks: int, *, data: Any = None, plan: Plan | None = None
-) -> dict[str, Tensor]:
+def fit(kind: type[Corner], rank: int, ranks: int, *, data: Any = None, plan: Plan | None = None) -> dict[str, Tensor]:
     """The state after two epochs."""
     seed_everything(7)
     module = kind()
@@ -244,10 +240,7 @@ def everything(rank: int, ranks: int) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of one process, and of each of two ranks."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    return [
-        *run_ranks(everything, 1, Path(one), timeout=120),
-        *run_ranks(everything, 2, Path(two), timeout=240),
-    ]
+    return [*run_ranks(everything, 1, Path(one), timeout=120), *run_ranks(everything, 2, Path(two), timeout=240)]
 
 
 @pytest.mark.full

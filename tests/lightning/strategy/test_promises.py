@@ -103,9 +103,7 @@ BY_RANKS = {1: ("S1", "S1,recompute"), 2: ("S1", "S1,recompute", "S1,fsdp", "S1,
         pytest.param("gene_transformer", 1, {}, marks=pytest.mark.full),
     ],
 )
-def test_what_is_predicted_to_fit_is_trained(
-    name: str, ranks: int, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_is_predicted_to_fit_is_trained(name: str, ranks: int, options: dict[str, Any], tmp_path: Path) -> None:
     sets = ("S1,chunk",) if name == "gene_transformer" else BY_RANKS[ranks]
     found = run_ranks(kept, ranks, tmp_path, name, sets, options, timeout=400)
     for strategies in sets:

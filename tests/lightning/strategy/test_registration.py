@@ -176,15 +176,11 @@ def test_the_example_trains_with_it(own: ModuleType, tmp_path, caplog, monkeypat
 
 
 def test_names_are_taken_once(own: ModuleType) -> None:
-    with pytest.raises(
-        PlanError, match="'SPARSE_INPUT', which is registered already; choose a name other than"
-    ):
+    with pytest.raises(PlanError, match="'SPARSE_INPUT', which is registered already; choose a name other than"):
         register_signal("SPARSE_INPUT", own.look_for_zeros)
     with pytest.raises(PlanError, match="'HEAVY_DECOMPOSITION', which is registered already"):
         register_signal(HEAVY_DECOMPOSITION, own.look_for_zeros)
-    with pytest.raises(
-        PlanError, match="as 'S6', which is 'sparse input' already; choose a number other than"
-    ):
+    with pytest.raises(PlanError, match="as 'S6', which is 'sparse input' already; choose a number other than"):
         technique("S6")
     with pytest.raises(PlanError, match="as 'S2', which is 'feature parallel' already"):
         technique("S2")
@@ -216,10 +212,7 @@ class Derived:
     [
         ({"strategy": "S06"}, "registered as 'S06'; allowed is S and a number, such as 'S6'"),
         ({"strategy": 7}, "registered as 7; allowed is S and a number"),
-        (
-            {"signal": "MY_SIGNAL"},
-            "signal='MY_SIGNAL'; known are HIGH_INPUT.* and None: register a signal of",
-        ),
+        ({"signal": "MY_SIGNAL"}, "signal='MY_SIGNAL'; known are HIGH_INPUT.* and None: register a signal of"),
         ({"spec": Thawed}, r"Thawed'>; allowed is a class made with @dataclass\(frozen=True\)"),
         ({"spec": int}, "spec=<class 'int'>; allowed is a class made with"),
         ({"spec": Split()}, r"spec=Split\(parts=2\); allowed is a class made with"),
@@ -271,10 +264,7 @@ def test_a_technique_of_the_model_axis_gets_one() -> None:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (
-            lambda old: None,
-            "the technique of S7 returned None for 'encoders.hic.first'; allowed are a module and",
-        ),
+        (lambda old: None, "the technique of S7 returned None for 'encoders.hic.first'; allowed are a module and"),
         (copy.deepcopy, r"own the same parameters: \['bias', 'weight'\] differ"),
         (lambda old: nn.Identity(), r"'Identity' cannot replace 'encoders.hic.first'.* \['bias', 'weight'\]"),
         (lambda old: Change({"inner": old}), "replace 'encoders.hic.first.inner', which is no module"),

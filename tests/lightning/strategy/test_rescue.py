@@ -75,9 +75,7 @@ def of_decoder(module: Run, strategy: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def test_a_decoder_is_rescued_by_another_of_the_plans_that_were_compared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_decoder_is_rescued_by_another_of_the_plans_that_were_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     # of so small a step nearly all is held before it
     monkeypatch.setattr(install_plan, "LEANER", 0.995)
     case = Case(distances=(0, 1))

@@ -171,9 +171,7 @@ def refused(rank: int, *, plan: Any = None, module: Any = None, plan_run: Any = 
     if plan_run is not None:
         planner.plan_run = plan_run
     try:
-        make_trainer(AMPStrategy(plan=plan)).fit(
-            module or Regression(), loader(Case(Regression).batches(rank))
-        )
+        make_trainer(AMPStrategy(plan=plan)).fit(module or Regression(), loader(Case(Regression).batches(rank)))
     except AmpError as error:
         return type(error).__name__, str(error)
     finally:

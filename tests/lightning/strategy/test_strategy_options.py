@@ -16,10 +16,7 @@ from torch.utils.data import DataLoader
 
 import lightning_amp  # noqa: F401  registers the names
 from lightning_amp.errors import AmpError, InstallError, PlanError
-from lightning_amp.lightning.consistency.replicas import (
-    check_replicas,
-    decide_on_rank_zero,
-)
+from lightning_amp.lightning.consistency.replicas import check_replicas, decide_on_rank_zero
 from lightning_amp.lightning.steps.cells import count_cells
 from lightning_amp.lightning.strategy.registration import refuse
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -31,40 +28,22 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
         ({"policy": "fastest"}, "policy='fastest' is not supported; allowed are 'auto', 'paper'"),
         ({"start_method": "exec"}, "start_method='exec' is not supported; allowed are 'popen'"),
         ({"balance_cells": 1}, "balance_cells=1 is not supported; allowed are True, False, 'auto'"),
-        (
-            {"share_batch_statistics": None},
-            "share_batch_statistics=None is not supported; allowed are True, False",
-        ),
+        ({"share_batch_statistics": None}, "share_batch_statistics=None is not supported; allowed are True, False"),
         ({"model_parallel_size": 0}, "model_parallel_size=0 is not supported; allowed are 'auto' and"),
         ({"bucket_mb": 0}, "bucket_mb=0 is not supported; allowed is a number of MiB above 0"),
-        (
-            {"fsdp_ranks": 1, "strategies": "fsdp"},
-            "fsdp_ranks=1 is not supported; allowed is a whole number, 2 or",
-        ),
+        ({"fsdp_ranks": 1, "strategies": "fsdp"}, "fsdp_ranks=1 is not supported; allowed is a whole number, 2 or"),
         ({"fsdp_ranks": 2}, "fsdp_ranks=2 is an option of fsdp; add strategies='fsdp', or leave"),
         ({"fsdp_offload": True, "strategies": "S1"}, "fsdp_offload=True is an option of fsdp"),
         ({"device_speeds": [1, 2]}, "device_speeds=[1, 2] is not supported; allowed are None, 'measure'"),
-        (
-            {"fsdp_offload": 1, "strategies": "fsdp"},
-            "fsdp_offload=1 is not supported; allowed are True, False",
-        ),
-        (
-            {"micro_batches": 0, "strategies": "pipeline"},
-            "micro_batches=0 is not supported; allowed is a whole",
-        ),
+        ({"fsdp_offload": 1, "strategies": "fsdp"}, "fsdp_offload=1 is not supported; allowed are True, False"),
+        ({"micro_batches": 0, "strategies": "pipeline"}, "micro_batches=0 is not supported; allowed is a whole"),
         ({"plan": 3}, "plan=3 is not supported; allowed are a Plan and the path"),
         ({"plan": "p.json", "strategies": "S1"}, "plan='p.json' and strategies='S1' cannot be used together"),
         ({"device_memory": 8}, "would be bytes; add the unit, for example '8GiB'"),
         ({"unfit": "warn"}, "unfit='warn' is not supported; allowed are None, 'refuse', 'train'"),
         ({"data_dir": 3}, "data_dir=3 is not supported; allowed is the path"),
-        (
-            {"rates": 3},
-            "rates=3 is not supported; allowed is the path of a file that `lightning-amp calibrate`",
-        ),
-        (
-            {"plan": "plan.json", "policy": "paper"},
-            "cannot be used with {'policy': 'paper'}, which a plan decides",
-        ),
+        ({"rates": 3}, "rates=3 is not supported; allowed is the path of a file that `lightning-amp calibrate`"),
+        ({"plan": "plan.json", "policy": "paper"}, "cannot be used with {'policy': 'paper'}, which a plan decides"),
     ],
 )
 def test_wrong_values_are_refused_at_once(options: dict[str, Any], text: str) -> None:
@@ -74,13 +53,7 @@ def test_wrong_values_are_refused_at_once(options: dict[str, Any], text: str) ->
 
 
 def test_the_trainer_finds_the_strategy_by_name() -> None:
-    methods = {
-        "amp": "popen",
-        "AMP": "popen",
-        "amp_spawn": "spawn",
-        "amp_fork": "fork",
-        "amp_notebook": "fork",
-    }
+    methods = {"amp": "popen", "AMP": "popen", "amp_spawn": "spawn", "amp_fork": "fork", "amp_notebook": "fork"}
     for name, method in methods.items():
         strategy = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False).strategy
         assert type(strategy) is AMPStrategy

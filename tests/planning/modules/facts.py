@@ -10,9 +10,7 @@ from lightning_amp.techniques.fsdp.row import FullyShard
 from lightning_amp.techniques.pipeline.options import stages_of
 
 
-def with_units(
-    step: ProfiledStep, units: Sequence[ParameterUnit], spec: FullyShard | None = None
-) -> ProfiledStep:
+def with_units(step: ProfiledStep, units: Sequence[ParameterUnit], spec: FullyShard | None = None) -> ProfiledStep:
     """Parameters that fsdp can split, whose gradients ranks average."""
     sizes = tuple(p.whole_bytes for unit in units for p in unit.parameters if p.trained)
     facts = {**step.facts, "fsdp": tuple(units)}

@@ -100,9 +100,7 @@ def test_a_block_that_cannot_run_in_chunks_says_why() -> None:
     alone = Blocks()
     alone.head = nn.Linear(6, 6)
     assert "calls no child of a list" in forms_of(alone, x.requires_grad_()).reason
-    assert (
-        "draws random numbers" in forms_of(Blocks(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1))), x).reason
-    )
+    assert "draws random numbers" in forms_of(Blocks(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1))), x).reason
     # one block that can is enough
     assert forms_of(Blocks(nn.Dropout(0.1), FeedForward()), torch.randn(64, 6)).reason == ""
 

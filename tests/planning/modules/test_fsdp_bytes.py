@@ -13,9 +13,7 @@ from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.row import FullyShard
 
-SHAPE = ModelShape(
-    decoder=None, batch_size=4, parameter_bytes=1000, base_activation_bytes=0, blocks=("net.0", "net.2")
-)
+SHAPE = ModelShape(decoder=None, batch_size=4, parameter_bytes=1000, base_activation_bytes=0, blocks=("net.0", "net.2"))
 
 
 def test_a_plan_names_the_units_and_the_root() -> None:
@@ -27,10 +25,7 @@ def test_a_plan_names_the_units_and_the_root() -> None:
 
 
 def test_one_device_is_refused() -> None:
-    with pytest.raises(
-        PlanError,
-        match="over which it splits parameters, found one: devices=1, of which",
-    ):
+    with pytest.raises(PlanError, match="over which it splits parameters, found one: devices=1, of which"):
         plan(profile_of_module(SHAPE), devices=1, strategies="fsdp", shape=SHAPE)
 
 
@@ -41,13 +36,7 @@ def test_a_decomposed_decoder_is_refused(beside: str, model: int) -> None:
     )
     shape = replace(shape_of_decoder(decoder, batch_size=4), blocks=("decoder.strata.0",))
     with pytest.raises(PlanError, match="the strata of a decomposed decoder|a decomposed decoder's strata"):
-        plan(
-            profile_of_module(shape),
-            devices=4,
-            strategies=f"fsdp{beside}",
-            shape=shape,
-            model_parallel_size=model,
-        )
+        plan(profile_of_module(shape), devices=4, strategies=f"fsdp{beside}", shape=shape, model_parallel_size=model)
 
 
 def moment(phase: str, fqn: str, *n_bytes: int) -> Moment:
@@ -71,9 +60,7 @@ def profile(*timeline: Moment) -> ModuleProfile:
 
 def unit(fqn: str, rows: int, *, trained: bool = True) -> ParameterUnit:
     name = f"{fqn}.weight" if fqn else "weight"
-    return ParameterUnit(
-        fqn=fqn, parameters=(ParameterShape(name=name, shape=(rows,), item_bytes=1, trained=trained),)
-    )
+    return ParameterUnit(fqn=fqn, parameters=(ParameterShape(name=name, shape=(rows,), item_bytes=1, trained=trained),))
 
 
 def test_the_forward_pass_has_three_of_a_unit_and_the_optimiser_rows() -> None:
@@ -83,9 +70,7 @@ def test_the_forward_pass_has_three_of_a_unit_and_the_optimiser_rows() -> None:
     steps = [moment("forward", "a", *held, 0, 0), moment("forward", "b.0", *held, 50, 0)]
     rows = 450 + 10 + 900
     found = fsdp_peak_bytes(profile(*steps), units, 2)
-    assert found == rows + 450 + 50 + 100 + 400 + 2 * 400, (
-        "rows, gradients, activations, root, a's and twice b's"
-    )
+    assert found == rows + 450 + 50 + 100 + 400 + 2 * 400, "rows, gradients, activations, root, a's and twice b's"
     step = moment("optimiser", "", *held, 0, 9000)
     assert fsdp_peak_bytes(profile(*steps, step), units, 2) == rows + 450 + 9000 // 2
 

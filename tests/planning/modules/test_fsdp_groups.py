@@ -36,10 +36,7 @@ SHAPE = ModelShape(decoder=None, batch_size=8, parameter_bytes=25, base_activati
 def heavy(fsdp: FullyShard | None = None, rates: Any = A100, *, seconds: float = 0.01) -> ProfiledStep:
     """A step that holds 4 GiB, of which 1 GiB are parameters, and computes little."""
     shape = ParameterShape(name="weight", shape=(GIB // len(NAMES),), item_bytes=1)
-    units = (
-        *(ParameterUnit(fqn=fqn, parameters=(shape,)) for fqn in NAMES),
-        ParameterUnit(fqn="", parameters=()),
-    )
+    units = (*(ParameterUnit(fqn=fqn, parameters=(shape,)) for fqn in NAMES), ParameterUnit(fqn="", parameters=()))
     step = seen(profiled(held=4 * GIB), replace(chain(rest=4 * GIB), seconds=seconds))
     return replace(with_units(step, units, fsdp), rates=rates)
 
@@ -141,9 +138,7 @@ def test_rows_in_the_hosts_memory_are_not_on_the_device() -> None:
 def test_rows_in_the_hosts_memory_take_its_link_and_its_processor() -> None:
     asked = FullyShard(offload=True)
     more = seconds_of(heavy(), asked, 4) - seconds_of(heavy(), FullyShard(), 4)
-    assert more == pytest.approx(
-        3 * GIB / 4 / A100.host_bandwidth + PASSES * 4 * GIB / 4 / CPU_CORE.memory_bytes
-    )
+    assert more == pytest.approx(3 * GIB / 4 / A100.host_bandwidth + PASSES * 4 * GIB / 4 / CPU_CORE.memory_bytes)
     away, here = made(heavy(asked), 4, None), made(heavy(FullyShard()), 4, None)
     assert away.peak_bytes < here.peak_bytes - 4 * GIB // 4 + GIB // 4
     assert "lie in the host's memory" in away.targets[0].why
@@ -196,7 +191,5 @@ def test_a_plan_file_that_cannot_be_is_refused(old: str, new: str, text: str) ->
 
 def test_a_plan_file_of_before_has_no_groups() -> None:
     plan = plan_module(base(None, devices=4), heavy(FullyShard()), named=("fsdp",))
-    before = (
-        plan.to_json().replace('"offload": false,', '"offload": false').replace('"shard_ranks": null', "")
-    )
+    before = plan.to_json().replace('"offload": false,', '"offload": false').replace('"shard_ranks": null', "")
     assert Plan.from_json(before) == plan

@@ -21,11 +21,7 @@ from lightning_amp.lightning.steps.out_of_memory import advice_on_memory
 from lightning_amp.planning.modules import candidates
 from lightning_amp.planning.modules.candidates import compare
 from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
-from lightning_amp.planning.modules.plan_module import (
-    diagnose_module,
-    plan_module,
-    split_by_planner,
-)
+from lightning_amp.planning.modules.plan_module import diagnose_module, plan_module, split_by_planner
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
@@ -66,9 +62,7 @@ def profiled(*, held: int = 100, saved: int = BLOCKS * SAVED + 100, **more: Any)
     by_kind |= {"optimiser state": 2 * third, "activations": saved}
     parts = dict.fromkeys(PARTS, 0) | {"parameters": held, "saved": saved}
     rows = [ModuleBytes(fqn=f"blocks.{k}", n_bytes=SAVED, by_kind=dict.fromkeys(KINDS, 0)) for k in range(3)]
-    tensor = TensorBytes(
-        name="gelu", fqn="blocks.0", kind="activations", shape=(5, 50), dtype="float32", n_bytes=SAVED
-    )
+    tensor = TensorBytes(name="gelu", fqn="blocks.0", kind="activations", shape=(5, 50), dtype="float32", n_bytes=SAVED)
     # of the activations the batch is left
     late = by_kind | {"activations": min(saved, 100)}
     values = {
@@ -95,18 +89,13 @@ def profiled(*, held: int = 100, saved: int = BLOCKS * SAVED + 100, **more: Any)
     return ModuleProfile(**{**values, **more})  # type: ignore[arg-type]
 
 
-def seen(
-    profile: ModuleProfile | None = None, blocks: Chain | None = None, weights: int = 25
-) -> ProfiledStep:
+def seen(profile: ModuleProfile | None = None, blocks: Chain | None = None, weights: int = 25) -> ProfiledStep:
     shape = ParameterShape(name="weight", shape=(weights // BLOCKS,), item_bytes=1)
     profile = profile or profiled()
     step = ProfiledStep(
         profile=profile, chain=blocks or chain(rest=profile.peak_bytes - BLOCKS * SAVED), rates=CPU_CORE
     )
-    units = (
-        *(ParameterUnit(fqn=fqn, parameters=(shape,)) for fqn in NAMES),
-        ParameterUnit(fqn="", parameters=()),
-    )
+    units = (*(ParameterUnit(fqn=fqn, parameters=(shape,)) for fqn in NAMES), ParameterUnit(fqn="", parameters=()))
     return with_units(step, units)
 
 
@@ -131,14 +120,9 @@ def test_the_largest_part_is_a_signal_with_its_numbers() -> None:
 
 
 def test_what_cannot_help_is_named_with_the_reason() -> None:
-    saved, held = (
-        diagnose_module(seen()),
-        diagnose_module(seen(profiled(held=90_000, saved=4100), weights=22_500)),
-    )
+    saved, held = (diagnose_module(seen()), diagnose_module(seen(profiled(held=90_000, saved=4100), weights=22_500)))
     assert list(saved.helps) == ["recompute"]
-    assert saved.does_not_help["fsdp"].startswith(
-        "fsdp would not: 98 % of the peak are activations and temporaries"
-    )
+    assert saved.does_not_help["fsdp"].startswith("fsdp would not: 98 % of the peak are activations and temporaries")
     assert held.largest == "parameters"
     assert list(held.helps) == ["fsdp"]
     assert (
@@ -225,9 +209,7 @@ def test_beside_logits_as_few_blocks_run_again_as_must() -> None:
     assert found.predicted_step_seconds == pytest.approx(13.5)
 
 
-def test_at_last_all_that_can_be_is_done_and_what_was_counted_is_the_least(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_at_last_all_that_can_be_is_done_and_what_was_counted_is_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
     """A count that is just above the budget whatever is tried."""
     monkeypatch.setattr(candidates, "TRIES", 2)
     counted: list[int] = []
@@ -252,9 +234,7 @@ def test_a_module_that_refuses_a_technique_is_planned_without() -> None:
     assert found.fits is False
     assert found.diagnosis is not None
     assert "recompute" not in found.diagnosis.helps
-    assert (
-        found.diagnosis.does_not_help["recompute"] == "recompute would not: its forward was set by other code"
-    )
+    assert found.diagnosis.does_not_help["recompute"] == "recompute would not: its forward was set by other code"
     assert "recompute" not in "".join(advice_on_memory(found, torch.device("cpu")))
     with pytest.raises(InstallError, match="other code"):
         plan_module(base(3300), seen(), named=("recompute",), count=count)
@@ -317,9 +297,7 @@ def test_what_is_missing_is_said() -> None:
     assert f"{more.ranks} ranks with {' and '.join(more.strategies)} would fit" in text
     assert text in plan_report(found).replace("\n  ", " ")
     hopeless = plan_module(base(10), heavy)
-    assert "no number of ranks up to 1024 would be enough: use a smaller batch, or split" in shortfall(
-        hopeless
-    )
+    assert "no number of ranks up to 1024 would be enough: use a smaller batch, or split" in shortfall(hopeless)
     one = replace(heavy, profile=replace(heavy.profile, batch_size=1))
     said = shortfall(plan_module(base(10), one))
     assert "enough: split a sample over several ranks with strategies='sequence' or 'tensor3d'" in said

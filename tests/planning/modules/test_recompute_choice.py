@@ -47,15 +47,11 @@ def random_chain(draw: random.Random, n: int) -> Chain:
         first = cut if i >= cut else 0
         for again in (False, True):
             moments.append(
-                ChainMoment(
-                    n_bytes=draw.randint(0, 40), first=first, after=i, alive=some(), block=i, form=int(again)
-                )
+                ChainMoment(n_bytes=draw.randint(0, 40), first=first, after=i, alive=some(), block=i, form=int(again))
             )
         if i + 1 != cut:
             moments.append(ChainMoment(n_bytes=draw.randint(0, 40), first=first, after=i + 1, alive=some()))
-    return Chain(
-        blocks=blocks, tensors=tuple(draw.randint(1, 20) for _ in range(n_tensors)), moments=tuple(moments)
-    )
+    return Chain(blocks=blocks, tensors=tuple(draw.randint(1, 20) for _ in range(n_tensors)), moments=tuple(moments))
 
 
 def every_choice(chain: Chain) -> list[tuple[str, ...]]:
@@ -85,16 +81,12 @@ def with_chunks(chain: Chain, draw: random.Random) -> Chain:
     for i, block in enumerate(chain.blocks):
         keeps = [tuple(k for k in range(len(chain.tensors)) if draw.random() < 0.3) for _ in range(2)]
         forms = [
-            ChunkForm(
-                budget_bytes=9, saved_bytes=draw.randint(0, 9), keeps=k, extra_seconds=draw.randint(0, 9)
-            )
+            ChunkForm(budget_bytes=9, saved_bytes=draw.randint(0, 9), keeps=k, extra_seconds=draw.randint(0, 9))
             for k in keeps[: n_forms[block.fqn]]
         ]
         (kept,) = (m for m in chain.moments if m.block == i and m.form == KEPT)
         blocks.append(replace(block, chunks=tuple(forms)))
-        moments += [
-            replace(kept, n_bytes=draw.randint(0, 40), form=CHUNKED + n) for n in range(n_forms[block.fqn])
-        ]
+        moments += [replace(kept, n_bytes=draw.randint(0, 40), form=CHUNKED + n) for n in range(n_forms[block.fqn])]
     return replace(chain, blocks=tuple(blocks), moments=tuple(moments))
 
 

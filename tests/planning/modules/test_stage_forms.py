@@ -98,10 +98,7 @@ def test_plans_have_what_was_asked_for_or_what_fits() -> None:
     rule = Rule(fqn="blocks", spec=stages, strategy="pipeline", why="requested")
     asked = base(None, devices=2)
     asked = replace(
-        asked,
-        mesh=replace(asked.mesh, data=1, model=2),
-        rules=(*asked.rules, rule),
-        strategies=("S1", "pipeline"),
+        asked, mesh=replace(asked.mesh, data=1, model=2), rules=(*asked.rules, rule), strategies=("S1", "pipeline")
     )
     plain = plan_module(asked, step(), named=())
     assert again_of(plain) == []
@@ -189,9 +186,7 @@ def test_every_rank_takes_the_fastest_chunks_with_which_it_fits() -> None:
     # computing a block again takes a second for every sample: two of them take as long as two in chunks of 50, which
     # do not fit here by themselves, and are faster than those of 20
     found, again = fewest_chunks(pipeline, levels, range(6), [peak(50)[fullest] - 1] * 2)
-    assert {i for i in again if f"blocks.{i}" in own} or max(
-        s.budget_bytes for s in found.values()
-    ) > rows * 20
+    assert {i for i in again if f"blocks.{i}" in own} or max(s.budget_bytes for s in found.values()) > rows * 20
 
 
 def test_auto_takes_chunks_in_stages_where_nothing_else_fits() -> None:

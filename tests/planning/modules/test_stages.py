@@ -119,9 +119,7 @@ def spec_of(draft: Draft) -> PipelineStages:
 
 def test_the_cut_is_that_of_least_slowest_stages() -> None:
     seconds = (1.0, 1.0, 1.0, 1.0, 5.0, 1.0)
-    found = made(
-        staged(step(seconds=seconds), 3, data=1, budget=None, asked=PipelineOptions(micro_batches=4))
-    )
+    found = made(staged(step(seconds=seconds), 3, data=1, budget=None, asked=PipelineOptions(micro_batches=4)))
     ends = tuple(map(int, spec_of(found).ends.split(",")))
     assert ends == (4, 5, 6)
     assert cut_pipeline(seconds, [2 * s for s in seconds], 3).ends == ends
@@ -252,13 +250,9 @@ def test_stages_are_not_looked_for_where_the_step_fits() -> None:
     narrow_links = plan_module(base(10_000, devices=2), replace(whole, rates=narrow))
     compared = [row.strategies for row in narrow_links.candidates]
     assert ("S1", "pipeline") in compared, "stages have no gradients to average, and may be faster"
-    named = plan_module(
-        base(10_000, devices=2), with_stages(replace(whole, rates=narrow), passes=passes), named=()
-    )
+    named = plan_module(base(10_000, devices=2), with_stages(replace(whole, rates=narrow), passes=passes), named=())
     assert named.diagnosis is not None
-    assert named.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for"), (
-        "nothing is compared"
-    )
+    assert named.diagnosis.does_not_help["pipeline"].startswith("pipeline was not looked for"), "nothing is compared"
 
 
 def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:

@@ -61,9 +61,7 @@ def refuse(kind: type[nn.Module], message: str, share: Callable[[nn.Module], obj
     # not made by its constructor, which a technique does not see either
     key.__class__ = kind
     modules, state = dict(decoder.named_modules()), vars(key).copy()
-    with pytest.raises(
-        InstallError, match=f"'strata.2.key'.* '{kind.__name__}' {message}; allowed is a key without"
-    ):
+    with pytest.raises(InstallError, match=f"'strata.2.key'.* '{kind.__name__}' {message}; allowed is a key without"):
         share(decoder)
     assert dict(decoder.named_modules()) == modules
     assert vars(key) == state
@@ -89,9 +87,7 @@ def test_nodes_refuses_keys_that_mix_rows(kind: type[nn.Module], mesh: DeviceMes
 
 
 @pytest.mark.parametrize(("strategy", "kinds"), [("S5", [RowMean, Shifted]), ("nodes", [Normalised])])
-def test_each_takes_what_the_other_refuses(
-    strategy: str, kinds: list[type[nn.Module]], mesh: DeviceMesh
-) -> None:
+def test_each_takes_what_the_other_refuses(strategy: str, kinds: list[type[nn.Module]], mesh: DeviceMesh) -> None:
     for kind in kinds:
         model = Model(CASE)
         model.decoder.get_submodule("strata.1.key").__class__ = kind
@@ -103,9 +99,7 @@ def test_the_policy_knows_what_would_be_refused(kind: type[nn.Module], refused: 
     decoder = Model(CASE).decoder
     decoder.get_submodule("strata.1.key").__class__ = kind
     needed = _needed(decoder)
-    assert [strategy for strategy in ("S5", "nodes") if not needed[strategy]] == (
-        [refused] if refused else []
-    )
+    assert [strategy for strategy in ("S5", "nodes") if not needed[strategy]] == ([refused] if refused else [])
 
 
 def test_hooks_are_refused(mesh: DeviceMesh) -> None:

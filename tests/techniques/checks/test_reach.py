@@ -29,11 +29,7 @@ def test_reach_of_attention() -> None:
         (chunk_attention(LocalAttention(4, 3), buckets=1), False, "declared by LocalAttention"),
         (FusedLocalAttention(4, 3), False, "detected: FusedLocalAttention has buckets of anchors"),
         (Undeclared(), True, "detected: Undeclared computes softmax(q k^T D^-0.5) values on an example"),
-        (
-            Causal(),
-            False,
-            "taken as local: Causal declares no `reach`, has no buckets and is no full attention",
-        ),
+        (Causal(), False, "taken as local: Causal declares no `reach`, has no buckets and is no full attention"),
     ):
         assert reach_of(attention) == (full, known_from)
 

@@ -56,10 +56,7 @@ class Case:
         rows = [i for i, row in enumerate(self.table.rows) if row.op == f"aten.{op}"]
         assert rows, sorted({row.op for row in self.table.rows})
         fitting = [
-            r
-            for r in self.regions
-            for i in rows
-            if i in r.inside(self.table) and (dim is None or r.dims.get(i) == dim)
+            r for r in self.regions for i in rows if i in r.inside(self.table) and (dim is None or r.dims.get(i) == dim)
         ]
         return max(fitting, key=lambda r: len(r.inside(self.table)))
 

@@ -22,10 +22,7 @@ class Attention(nn.Module):
         self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm(x)).chunk(3, -1)
-        )
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
         weight = torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, dim=-1)
         return x + self.out((weight @ v).transpose(1, 2).flatten(2))
 
@@ -35,11 +32,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int = 6) -> None:
         super().__init__()
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(dim),
-            nn.Linear(dim, 4 * dim),
-            nn.Linear(4 * dim, dim),
-        )
+        self.norm, self.wide, self.narrow = (nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.narrow(F.gelu(self.wide(self.norm(x))))

@@ -67,9 +67,7 @@ def test_head_and_loss_train_to_the_same_numbers(dropout: float) -> None:
     model = Words()
     model.dropout.p = dropout
     own, plain = same(
-        model,
-        Rule(fqn="model.blocks.1", strategy="recompute", spec=RecomputeBlock(), why="a test"),
-        head_of(model),
+        model, Rule(fqn="model.blocks.1", strategy="recompute", spec=RecomputeBlock(), why="a test"), head_of(model)
     )
     assert own < 0.5 * plain
 

@@ -46,9 +46,7 @@ class Narrow(Attention):
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
         x = F.dropout(x, 0.3) + torch.arange(8) / 3 + torch.tensor(0.1)
-        weight = torch.softmax(
-            (x @ x.transpose(1, 2)).masked_fill(~keep, -torch.inf), -1, dtype=torch.float32
-        )
+        weight = torch.softmax((x @ x.transpose(1, 2)).masked_fill(~keep, -torch.inf), -1, dtype=torch.float32)
         x = super().forward((weight.to(x.dtype) @ x).float())
         return self.norm2(x.transpose(1, 2))
 
@@ -72,9 +70,7 @@ def test_a_wrong_rule_of_somebody_is_refused() -> None:
     torch.manual_seed(0)
     block, x = Backwards(), x_of(2, 64, 8)
     run = in_chunks(block, x)
-    with pytest.raises(
-        InstallError, match=r"'Backwards' in chunks does not .*\[2, 4, 8\].*aten.flip.*register_flow"
-    ):
+    with pytest.raises(InstallError, match=r"'Backwards' in chunks does not .*\[2, 4, 8\].*aten.flip.*register_flow"):
         run(block, x)
     with torch.no_grad(), pytest.raises(InstallError, match="returns result 0 that differs by"):
         lightning_amp.chunk(block, x, budget=run._budget_bytes // 4)(x)

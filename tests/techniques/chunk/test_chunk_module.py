@@ -102,9 +102,7 @@ def test_a_prediction_that_is_too_small_does_not_break_the_promise(monkeypatch: 
     with pytest.raises(OverBudget) as caught:
         lightning_amp.chunk(module, x, budget=4096)
     real = planned.choose_chunks
-    monkeypatch.setattr(
-        planned, "choose_chunks", lambda table, asked, **how: real(table, int(1.2 * asked), **how)
-    )
+    monkeypatch.setattr(planned, "choose_chunks", lambda table, asked, **how: real(table, int(1.2 * asked), **how))
     found, y = bytes_of(lightning_amp.chunk(module, x, budget=whole // 2), x)
     assert found <= whole // 2
     close(y, right)
@@ -114,9 +112,7 @@ def test_a_prediction_that_is_too_small_does_not_break_the_promise(monkeypatch: 
 
 @pytest.mark.full
 @pytest.mark.parametrize("predicted", [0.8, 1.2])
-def test_more_bytes_are_never_slower_and_never_refused(
-    predicted: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_bytes_are_never_slower_and_never_refused(predicted: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the search counts too much or too little; what an error names can be met."""
     real = planned.choose_chunks
     wrong = lambda table, asked, **how: real(table, int(predicted * asked), **how)  # noqa: E731
@@ -364,10 +360,7 @@ def test_a_block_that_is_called_otherwise_than_planned_is_an_error() -> None:
     module, x = Chooses().eval(), torch.randn(2, 48, 16)
     small = lightning_amp.chunk(module, x, budget="100KiB")
     close(small(x), module(x))
-    with (
-        torch.no_grad(),
-        pytest.raises(ModelError, match="the block 'layers.1' .* was called with other shapes"),
-    ):
+    with torch.no_grad(), pytest.raises(ModelError, match="the block 'layers.1' .* was called with other shapes"):
         small(x + 1e9)
 
 

@@ -69,9 +69,7 @@ def test_without_gradients_there_is_no_function() -> None:
     with torch.no_grad():
         assert form(found.block, *found.args).grad_fn is None
     with torch.inference_mode():
-        torch.testing.assert_close(
-            form(found.block, *found.args), found.block(*found.args), rtol=1e-14, atol=0
-        )
+        torch.testing.assert_close(form(found.block, *found.args), found.block(*found.args), rtol=1e-14, atol=0)
     assert "Chunked" in str(form(found.block, *found.args).grad_fn)
 
 
@@ -112,9 +110,7 @@ def test_a_second_derivative_is_refused() -> None:
     found = case("feed-forward")
     form = lower(found.capture, found.table, [found.where("gelu.default", 1)])
     x = found.args[0]
-    with pytest.raises(
-        ModelError, match="a second derivative is not supported .create_graph=True. in a region"
-    ):
+    with pytest.raises(ModelError, match="a second derivative is not supported .create_graph=True. in a region"):
         torch.autograd.grad(form(found.block, x).sum(), x, create_graph=True)
 
 

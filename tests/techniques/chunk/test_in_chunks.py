@@ -128,9 +128,7 @@ def test_a_call_that_needs_more_than_its_plan_was_made_for_is_told() -> None:
 
 
 def test_what_does_not_fit_or_cannot_be_captured_is_refused() -> None:
-    with pytest.raises(
-        InstallError, match="got budget_bytes=0; allowed is a number of bytes larger than zero"
-    ):
+    with pytest.raises(InstallError, match="got budget_bytes=0; allowed is a number of bytes larger than zero"):
         chunk_block(FeedForward(), ChunkBlock(budget_bytes=0), None)
     with pytest.raises(PlanError, match="at least"):
         InChunks(100)(FeedForward(), x_of(8, 6))

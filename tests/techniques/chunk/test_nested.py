@@ -43,10 +43,7 @@ def test_a_sample_at_a_time_and_rows_within() -> None:
     with pytest.raises(PlanError, match="requires at least"):
         lightning_amp.chunk(module, x, budget=least - 1)
     x.requires_grad_()
-    grads = [
-        torch.autograd.grad(sum(t.sum() for t in run(x)), [x, *module.parameters()])
-        for run in (small, module)
-    ]
+    grads = [torch.autograd.grad(sum(t.sum() for t in run(x)), [x, *module.parameters()]) for run in (small, module)]
     for own, other in zip(*grads, strict=True):
         close(own, other)
 

@@ -118,9 +118,7 @@ def on_rank(name: str, rank: int, mesh: Any) -> dict[str, Any]:
 
 def shared_and_restored(mesh: Any) -> dict[str, Any]:
     layer = nn.BatchNorm1d(4)
-    model = nn.ModuleDict(
-        {"a": nn.Sequential(layer), "b": nn.Sequential(nn.ReLU(), layer), "c": nn.BatchNorm1d(4)}
-    )
+    model = nn.ModuleDict({"a": nn.Sequential(layer), "b": nn.Sequential(nn.ReLU(), layer), "c": nn.BatchNorm1d(4)})
     keys, tensors = list(model.state_dict()), [*model.parameters(), *model.buffers()]
     calls = []
     layer.register_forward_hook(lambda *args: calls.append("hook"))
@@ -129,9 +127,7 @@ def shared_and_restored(mesh: Any) -> dict[str, Any]:
     found = {
         "layers stay": model["a"][0] is model["b"][1] is layer,
         "same names": list(model.state_dict()) == keys,
-        "same objects": all(
-            s is t for s, t in zip([*model.parameters(), *model.buffers()], tensors, strict=True)
-        ),
+        "same objects": all(s is t for s, t in zip([*model.parameters(), *model.buffers()], tensors, strict=True)),
     }
     twin = copy.deepcopy(model)
     x = torch.randn(3, 4)

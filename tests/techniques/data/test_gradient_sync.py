@@ -128,10 +128,7 @@ def mixed_types(rank: int) -> Grads:
 
 
 def other_layout(rank: int, alone: bool = False) -> Grads:
-    p = [
-        nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)),
-        nn.Parameter(torch.ones(3)),
-    ]
+    p = [nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)), nn.Parameter(torch.ones(3))]
     sync = sync_of(p, bucket_bytes=1 if alone else 2**20)
     weights = torch.arange(120.0).view(2, 3, 4, 5)
     ((rank + 1.0) * ((p[0] * weights).sum() + p[1].sum())).backward()
@@ -176,13 +173,7 @@ def counted(rank: int) -> dict[str, int]:
     rest = collectives(sync.reduce_rest)
     sync.blocked = True
     p[0].sum().backward()
-    return {
-        "nothing": nothing,
-        "full": full,
-        "again": again,
-        "rest": rest,
-        "blocked": collectives(sync.reduce),
-    }
+    return {"nothing": nothing, "full": full, "again": again, "rest": rest, "blocked": collectives(sync.reduce)}
 
 
 CASES = (
@@ -330,9 +321,7 @@ def on_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(mesh_cases, 4, tmp_path_factory.mktemp("mesh"))
 
 
-def test_parts_are_summed_over_the_model_axis_and_all_is_averaged_over_the_data_axis(
-    on_four: list[Any],
-) -> None:
+def test_parts_are_summed_over_the_model_axis_and_all_is_averaged_over_the_data_axis(on_four: list[Any]) -> None:
     for rank, result in enumerate(on_four):
         found, counts = result["2 x 2"]
         assert values(found) == [1.5, (1 + 10 + 100 + 1000) / 2, 1.5 * (rank % 2 + 1)]

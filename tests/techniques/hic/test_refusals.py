@@ -125,9 +125,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("technique", "path", "child", "message"), REFUSED)
-def test_refuses_parts_that_compute_something_else(
-    technique: str, path: str, child: Any, message: str
-) -> None:
+def test_refuses_parts_that_compute_something_else(technique: str, path: str, child: Any, message: str) -> None:
     key = "convolution" if path == CONV or path.endswith("activation") else "attention"
     model = with_child(path, child, key)
     before = dict(model.named_modules())

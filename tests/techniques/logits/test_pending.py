@@ -121,9 +121,7 @@ def no_grad(call: Callable[[], Tensor]) -> Tensor:
         return call()
 
 
-def trained(
-    step: Step, *, put_off: bool, dtype: torch.dtype = torch.float64, autocast: bool = False
-) -> list[Tensor]:
+def trained(step: Step, *, put_off: bool, dtype: torch.dtype = torch.float64, autocast: bool = False) -> list[Tensor]:
     torch.manual_seed(0)
     embed, head = nn.Embedding(WORDS, 6).to(dtype), nn.Linear(6, WORDS).to(dtype)
     x = torch.randint(WORDS, (4, 9))
@@ -142,9 +140,7 @@ def test_expressions_are_exact_and_those_of_cross_entropy_run_in_chunks() -> Non
     for kinds, chunked in ((IN_CHUNKS, True), (WHOLE, False)):
         for name, step in kinds.items():
             with patch.object(pending, "cross_entropy", side_effect=loss.cross_entropy) as called:
-                for right, found in zip(
-                    trained(step, put_off=False), trained(step, put_off=True), strict=True
-                ):
+                for right, found in zip(trained(step, put_off=False), trained(step, put_off=True), strict=True):
                     torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12, msg=name)
             assert bool(called.call_count) is chunked, name
 

@@ -223,8 +223,7 @@ class ChangesParameter(Plain):
 
 GENERATOR = torch.Generator()
 GlobalGenerator = of(
-    "GlobalGenerator",
-    lambda m, x: Plain.forward(m, x) * torch.rand(x.shape, generator=GENERATOR, dtype=x.dtype),
+    "GlobalGenerator", lambda m, x: Plain.forward(m, x) * torch.rand(x.shape, generator=GENERATOR, dtype=x.dtype)
 )
 """Draws where nobody can see it."""
 

@@ -57,9 +57,7 @@ def beside(strategies: tuple[str, ...], ranks: int = 1, *, fqn: str = "encoders"
     )
     rules = (*plan.rules, *(Rule(fqn=n, spec=spec, strategy=s, why="test") for s, n, spec in asked))
     strategies = in_order({*strategies, "recompute", "chunk"})
-    return replace(
-        plan, strategies=strategies, rules=rules, axes=Axes.of(strategies, [r.spec for r in rules])
-    )
+    return replace(plan, strategies=strategies, rules=rules, axes=Axes.of(strategies, [r.spec for r in rules]))
 
 
 def trained(strategies: tuple[str, ...], mesh: DeviceMesh | None = None) -> tuple[Results, list[str]]:

@@ -239,9 +239,7 @@ def test_what_cannot_run_twice_is_refused_at_once(kind: type[nn.Module], why: st
 
 
 @pytest.mark.parametrize(("kind", "why"), nasty.REFUSED_IN_FIRST_PASS.items())
-def test_what_changes_something_for_good_is_refused_in_its_first_pass(
-    kind: type[nn.Module], why: str
-) -> None:
+def test_what_changes_something_for_good_is_refused_in_its_first_pass(kind: type[nn.Module], why: str) -> None:
     net = Net(nasty.Plain(), kind()).double()
     recompute(net)
     with pytest.raises(InstallError, match=rf"support blocks.1 \({kind.__name__}\), which cannot .*: {why}"):

@@ -50,9 +50,7 @@ def test_every_step_is_the_same_wherever_segments_end() -> None:
         tries: list[tuple[tuple[int, int], ...]] = [((ALL, True),)]
         for k in (1, 2, 4, 8):
             cuts = sorted(choose.sample(range(1, n + 1), min(k, n)))
-            tries.append(
-                (*((cut, choose.choice((KEPT, *2 * (AT_ONCE, ONE_BY_ONE)))) for cut in cuts), (ALL, True))
-            )
+            tries.append((*((cut, choose.choice((KEPT, *2 * (AT_ONCE, ONE_BY_ONE)))) for cut in cuts), (ALL, True)))
         tries.append(((ALL, ONE_BY_ONE),))
         found = (whole if ends == tries[0] else trained(make, ends)[0] for ends in tries)
         wrong += [f"{name} {ends}" for ends, one in zip(tries, found, strict=True) if not equal(plain, one)]

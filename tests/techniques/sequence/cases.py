@@ -56,8 +56,7 @@ class Text(Steps):
         super().__init__()
         self.embed, self.positions = nn.Embedding(WORDS, DIM), nn.Parameter(0.1 * torch.randn(LENGTH, DIM))
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(DIM, 2, inner, dropout=0.0, batch_first=True, norm_first=True)
-            for _ in range(2)
+            nn.TransformerEncoderLayer(DIM, 2, inner, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
         )
         self.head = nn.Linear(DIM, WORDS, bias=False)
         self.head.weight = self.embed.weight
@@ -102,9 +101,7 @@ class Picture(Steps):
     def __init__(self) -> None:
         super().__init__()
         self.down = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GELU())
-        self.low = nn.Sequential(
-            nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), nn.GELU()
-        )
+        self.low = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), nn.GELU())
         self.up, self.out = nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Conv2d(8, 1, 3, padding=1)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -173,14 +170,10 @@ CASES = {
     "one sample": Case(Noisy, lambda: torch.randn(1, 9, 3).double(), {"sequence_dim": {"batch": 1}}),
 }  # fmt: skip
 WIDE = Case(
-    lambda: Text(1024),
-    _text,
-    {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,recompute,fsdp"},
+    lambda: Text(1024), _text, {"sequence_dim": {"ids": 1, "labels": 1}, "strategies": "sequence,recompute,fsdp"}
 )
 """Most of the peak are parameters, gradients and the optimiser's state."""
 RANDOM = ["noise", "one sample"]
 TWO_DIMS = Case(
-    Picture,
-    lambda: torch.randn(2, 2, 12, 8).double(),
-    {"sequence_dim": {"batch": [2, 3]}, "sequence_grid": "2x2"},
+    Picture, lambda: torch.randn(2, 2, 12, 8).double(), {"sequence_dim": {"batch": [2, 3]}, "sequence_grid": "2x2"}
 )

@@ -52,12 +52,7 @@ def trained(
     warnings.simplefilter("ignore")
     seed_everything(5, verbose=False)
     batches = [CASES["text"].batch() for _ in range(4)]
-    given: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_epochs": epochs,
-        "use_distributed_sampler": False,
-        "devices": 1,
-    }
+    given: dict[str, Any] = {"accelerator": "cpu", "max_epochs": epochs, "use_distributed_sampler": False, "devices": 1}
     if options.pop("averages", False):
         given["callbacks"] = [EMAWeightAveraging(decay=0.5)]
     strategies = options.pop("strategies", "sequence")
@@ -67,9 +62,7 @@ def trained(
         module = module.double()
     if ranks > 1:
         given["devices"], given["plugins"] = ranks, [RunningRanks(rank, ranks)]
-        given["strategy"] = AMPStrategy(
-            strategies=strategies, model_parallel_size=ranks, **CASES["text"].options
-        )
+        given["strategy"] = AMPStrategy(strategies=strategies, model_parallel_size=ranks, **CASES["text"].options)
     trainer = Trainer(**QUIET | given | options)
     trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt)  # type: ignore[arg-type]
     if save:
@@ -79,16 +72,12 @@ def trained(
 
 def on_ranks(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {name: trained(rank, ranks, **options) for name, options in OPTIONS.items()}
-    found["saved"] = trained(
-        rank, ranks, save=f"{folder}/two.ckpt", precision="64-true", strategies="sequence,fsdp"
-    )
+    found["saved"] = trained(rank, ranks, save=f"{folder}/two.ckpt", precision="64-true", strategies="sequence,fsdp")
     return found
 
 
 def going_on(rank: int, ranks: int, folder: str) -> dict[str, Tensor]:
-    return trained(
-        rank, ranks, ckpt=f"{folder}/two.ckpt", epochs=2, precision="64-true", strategies="sequence,fsdp"
-    )
+    return trained(rank, ranks, ckpt=f"{folder}/two.ckpt", epochs=2, precision="64-true", strategies="sequence,fsdp")
 
 
 @pytest.mark.ranks

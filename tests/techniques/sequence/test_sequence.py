@@ -43,12 +43,7 @@ def run(
     if rows != slice(None):
         batches = [batch[rows] for batch in batches]
     loader, meter = DataLoader(batches, batch_size=None), Meter()  # type: ignore[arg-type]
-    given: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "num_sanity_val_steps": 0,
-        "callbacks": [meter],
-    }
+    given: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "num_sanity_val_steps": 0, "callbacks": [meter]}
     if ranks > 1:
         own = {"strategies": "sequence", "model_parallel_size": ranks, **case.options, **options}
         given |= {"strategy": AMPStrategy(**own), "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
@@ -103,9 +98,7 @@ def test_modules_train_as_one_process_does(tmp_path: Path) -> None:
         for rank in found:
             close(rank[name], right)
         plan = Plan.from_json(found[0][name]["plan"])
-        assert plan.strategies == in_order(("S1", *case.options.get("strategies", "sequence").split(","))), (
-            name
-        )
+        assert plan.strategies == in_order(("S1", *case.options.get("strategies", "sequence").split(","))), name
         assert plan.mesh.model == 2
         assert found[0][name]["peak"] == pytest.approx(plan.predicted_peak_bytes, rel=0.05), name
 
@@ -160,9 +153,7 @@ def test_two_dims_and_a_data_axis(tmp_path: Path) -> None:
             same_training(found[name], right)
         losses = torch.tensor([ranks[0][name]["losses"], ranks[2][name]["losses"]], dtype=torch.float64)
         mean = (losses * torch.tensor(SAMPLES)[:, None]).sum(0) / sum(SAMPLES)
-        torch.testing.assert_close(
-            mean, torch.tensor(right["losses"], dtype=torch.float64), rtol=1e-10, atol=0
-        )
+        torch.testing.assert_close(mean, torch.tensor(right["losses"], dtype=torch.float64), rtol=1e-10, atol=0)
     right = run(WIDE, 0, 1)
     for found in ranks:
         close(found["wide"], right)

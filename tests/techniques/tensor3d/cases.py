@@ -49,9 +49,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, width = x.shape
-        q, k, v = (
-            self.qkv(self.first(x)).view(b, n, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        )
+        q, k, v = self.qkv(self.first(x)).view(b, n, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         found = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(found.transpose(1, 2).reshape(b, n, width))
         return x + self.mlp(self.second(x))
@@ -113,9 +111,7 @@ class Separable(Trained):
     def loss(self, batch: Any) -> Tensor:
         x = functional.silu(self.norm(self.one(batch)))
         x = self.up(self.point(self.depth(x)).relu())
-        return functional.cross_entropy(
-            self.out(self.rows(x.mean((2, 3)))), LABELS[: len(x)], label_smoothing=0.1
-        )
+        return functional.cross_entropy(self.out(self.rows(x.mean((2, 3)))), LABELS[: len(x)], label_smoothing=0.1)
 
 
 LABELS = torch.tensor([0, 0, 0, 0])

@@ -8,19 +8,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.techniques.tensor3d.odd_modules import (
-    SEQ,
-    X,
-    around,
-    both,
-    features,
-    lin,
-    odd,
-    of_features,
-    par,
-    two,
-    words,
-)
+from tests.techniques.tensor3d.odd_modules import SEQ, X, around, both, features, lin, odd, of_features, par, two, words
 
 
 def _hooked(m: Any, x: Tensor) -> Tensor:

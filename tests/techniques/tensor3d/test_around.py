@@ -57,11 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Adagrad": {"optimizer": "Adagrad"},
 }
 Grids = list[tuple[str, Grid]]
-GRIDS: Grids = [
-    ("accumulated and clipped", (1, 1, 2)),
-    ("clipped by value", (1, 2, 1)),
-    ("Adagrad", (2, 1, 1)),
-]
+GRIDS: Grids = [("accumulated and clipped", (1, 1, 2)), ("clipped by value", (1, 2, 1)), ("Adagrad", (2, 1, 1))]
 
 
 def trained(
@@ -78,12 +74,7 @@ def trained(
     warnings.simplefilter("ignore")
     seed_everything(5, verbose=False)
     batches = [CASES["gpt"].batch() for _ in range(4)]
-    given: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_epochs": epochs,
-        "devices": 1,
-        "use_distributed_sampler": False,
-    }
+    given: dict[str, Any] = {"accelerator": "cpu", "max_epochs": epochs, "devices": 1, "use_distributed_sampler": False}
     if grid is not None:
         model = grid[0] * grid[1]
         rows = 4 * model // ranks
@@ -115,9 +106,7 @@ def first_validated(grid: Grid | None, rank: int = 0, ranks: int = 1) -> float:
 
 
 def on_ranks(rank: int, ranks: int, folder: str) -> dict[Any, Any]:
-    found: dict[Any, Any] = {
-        (name, grid): trained(grid, rank, ranks, **OPTIONS[name]) for name, grid in GRIDS
-    }
+    found: dict[Any, Any] = {(name, grid): trained(grid, rank, ranks, **OPTIONS[name]) for name, grid in GRIDS}
     found["first"] = first_validated((2, 1, 1), rank, ranks)
     found["saved"] = trained((2, 1, 1), rank, ranks, save=f"{folder}/grid.ckpt")
     found["resumed"] = trained((1, 1, 2), rank, ranks, ckpt=f"{folder}/grid.ckpt", epochs=2)
@@ -127,9 +116,7 @@ def on_ranks(rank: int, ranks: int, folder: str) -> dict[Any, Any]:
 
 def close(found: dict[str, Tensor], right: dict[str, Tensor], what: object) -> None:
     for name, value in right.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{what} {n}: {m}"
-        )
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{what} {n}: {m}")
 
 
 @pytest.mark.ranks

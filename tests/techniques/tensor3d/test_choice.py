@@ -108,9 +108,7 @@ def test_bytes_of_all_grids_follow_from_one_dry_run_of_each_pair() -> None:
         # no other deal than the one that was planned for (x, y)
         steps, seen = seen_on(GPT(width=32), batch, (x, y, z), ranks=x * y * z * copies, rates=same)
         sizes = dict(zip(("x", "y", "z", "data"), (x, y, z, copies), strict=True))
-        return DryRun(
-            sizes=sizes, seconds=seen.chain.seconds, messages=steps.messages(), profile=seen.profile
-        )
+        return DryRun(sizes=sizes, seconds=seen.chain.seconds, messages=steps.messages(), profile=seen.profile)
 
     same = CPU
     first = run(2, 2, 2, 2)
@@ -146,9 +144,7 @@ def test_the_roles_of_axes_decide_which_sends_between_nodes() -> None:
     costs = [grid_cost(run, 1, 1, LINKS, exchanged=exchanged) for exchanged in (True, False)]
     assert [cost.sizes for cost in ranked(costs, None)] == [(4, 2, 1), (2, 4, 1)]
     assert ranked(costs, 0)[0].peak_bytes == costs[0].peak_bytes
-    agnostic = [
-        grid_cost(run, 1, 1, one_bandwidth(LINKS), exchanged=exchanged) for exchanged in (True, False)
-    ]
+    agnostic = [grid_cost(run, 1, 1, one_bandwidth(LINKS), exchanged=exchanged) for exchanged in (True, False)]
     assert agnostic[0].seconds == agnostic[1].seconds
     assert steps.ranks == 8
 

@@ -20,14 +20,7 @@ from tests.techniques.tensor3d.odd_modules import KEPT, LAYERS, ROWS, WEIGHTS, O
 from tests.techniques.tensor3d.odd_steps import AROUND, LOSSES, VALUES
 
 Grid = tuple[int, int, int]
-TABLES = {
-    "weights": WEIGHTS,
-    "kept": KEPT,
-    "layers": LAYERS,
-    "values": VALUES,
-    "losses": LOSSES,
-    "around": AROUND,
-}
+TABLES = {"weights": WEIGHTS, "kept": KEPT, "layers": LAYERS, "values": VALUES, "losses": LOSSES, "around": AROUND}
 STEPS, BOUND = 3, 1e-10
 UNNAMED = "whose training step fails: "
 """In a message: an error of torch or of Python follows."""

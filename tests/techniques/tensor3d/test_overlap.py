@@ -52,8 +52,7 @@ class Net(nn.Module):
         self.frozen = nn.Linear(width, width).requires_grad_(False)
         self.twice = nn.Linear(width, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 9), nn.GELU(), nn.Linear(9, width))
-            for _ in range(3)
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 9), nn.GELU(), nn.Linear(9, width)) for _ in range(3)
         )
 
     def forward(self, words: Tensor) -> Tensor:
@@ -132,11 +131,7 @@ class Complex(nn.Module):
         return found
 
 
-SAVED: dict[str, Any] = {
-    "windows": (Windows, (2, 2, 1)),
-    "heads": (Heads, (2, 1, 2)),
-    "complex": (Complex, (2, 1, 2)),
-}
+SAVED: dict[str, Any] = {"windows": (Windows, (2, 2, 1)), "heads": (Heads, (2, 1, 2)), "complex": (Complex, (2, 1, 2))}
 """Modules of which autograd saves views of parameters."""
 
 # by step and by place in z
@@ -177,9 +172,7 @@ def spec_of(module: nn.Module, batch: Tensor, grid: tuple[int, int, int], **opti
     return TensorParallel3D(grid="x".join(map(str, grid)), layouts=written(planner), **options)
 
 
-def train(
-    module: nn.Module, batches: list[Tensor], units: GridUnits | None = None, around: Any = nullcontext
-) -> None:
+def train(module: nn.Module, batches: list[Tensor], units: GridUnits | None = None, around: Any = nullcontext) -> None:
     """Every step has two batches."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
     for step in range(STEPS):
@@ -197,13 +190,7 @@ class OnGrid:
     """A module on a grid of ranks, trained; `compared` counts the comparisons of each step."""
 
     def __init__(
-        self,
-        ranks: int,
-        grid: Grid,
-        make: Any,
-        batches: Any,
-        dtype: torch.dtype = torch.float64,
-        **options: Any,
+        self, ranks: int, grid: Grid, make: Any, batches: Any, dtype: torch.dtype = torch.float64, **options: Any
     ) -> None:
         module, given = made(make, batches, dtype)
         spec = spec_of(module, given[0], (grid.x.size, grid.y.size, grid.z.size), **options)
@@ -374,9 +361,7 @@ def test_flags_send_the_same_and_a_cache_spares_gathers() -> None:
     assert len(gathered) > len(some[1]) > len(all_kept[1]) == len(set(gathered)), "each once"
     for fewer, _ in (some, all_kept):
         assert len(fewer) < len(sent)
-        assert [one for one in fewer if one[0] != "all_gather"] == [
-            one for one in sent if one[0] != "all_gather"
-        ]
+        assert [one for one in fewer if one[0] != "all_gather"] == [one for one in sent if one[0] != "all_gather"]
 
 
 def test_options_of_overlap_are_checked() -> None:

@@ -104,9 +104,7 @@ def on_grids(rank: int, ranks: int, rows: list[tuple[str, Grid]]) -> dict[Any, A
 
     with patch.object(dry_steps, "ranked", as_planned):
         return {
-            (name, grid): run(
-                CASES[name], grid, rank, ranks, **(CACHED if (name, grid) == ("gpt", (1, 1, 2)) else {})
-            )
+            (name, grid): run(CASES[name], grid, rank, ranks, **(CACHED if (name, grid) == ("gpt", (1, 1, 2)) else {}))
             for name, grid in rows
         }
 

@@ -150,10 +150,7 @@ class ByHand(Trained):
         return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.make, self.judge)]
 
 
-AGAIN: dict[str, tuple[Case, list[Sizes]]] = {
-    "gpt": (CASES["gpt"], [(2, 2, 1)]),
-    "residuals": (RESIDUALS, [(2, 1, 2)]),
-}
+AGAIN: dict[str, tuple[Case, list[Sizes]]] = {"gpt": (CASES["gpt"], [(2, 2, 1)]), "residuals": (RESIDUALS, [(2, 1, 2)])}
 
 
 RESUMED: dict[str, Any] = {
@@ -162,9 +159,7 @@ RESUMED: dict[str, Any] = {
 }
 
 
-SAMPLES: dict[str, tuple[Case, Any, list[Sizes]]] = {
-    "gpt": (CASES["gpt"], {"sequence_dim": {"batch": 1}}, [(1, 2, 2)])
-}
+SAMPLES: dict[str, tuple[Case, Any, list[Sizes]]] = {"gpt": (CASES["gpt"], {"sequence_dim": {"batch": 1}}, [(1, 2, 2)])}
 BY_HAND: list[Sizes] = [(2, 1, 2)]
 
 
@@ -257,10 +252,7 @@ def test_samples_may_be_split_over_z(found: list[Any]) -> None:
             plan = Plan.from_json(ranks[0]["plan"])
             assert plan.mesh.model == grid[0] * grid[1] * grid[2]
             # as under `sequence` the peak is that of the first rank
-            assert ranks[0]["peak"] == pytest.approx(plan.predicted_peak_bytes, rel=0.05, abs=4096), (
-                name,
-                grid,
-            )
+            assert ranks[0]["peak"] == pytest.approx(plan.predicted_peak_bytes, rel=0.05, abs=4096), (name, grid)
 
 
 @pytest.mark.ranks

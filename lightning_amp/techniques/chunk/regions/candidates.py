@@ -62,9 +62,7 @@ class RegionCandidate:
         if not self.learns:
             return 0
         read = (self._table.rows[i] for i in self.inputs)
-        return self._plain.waiting[self.region.last] + sum(
-            result_bytes(row) for row in read if row.needs_grad
-        )
+        return self._plain.waiting[self.region.last] + sum(result_bytes(row) for row in read if row.needs_grad)
 
     @cached_property
     def before(self) -> list[tuple[int, list[int]]]:
@@ -127,9 +125,7 @@ class Candidates:
         train: Whether there is a backward pass.
     """
 
-    def __init__(
-        self, table: Table, held: Sequence[int], cost: Cost, plain: BlockBytes, *, train: bool
-    ) -> None:
+    def __init__(self, table: Table, held: Sequence[int], cost: Cost, plain: BlockBytes, *, train: bool) -> None:
         self._table, self._search = table, RegionSearch(table, held=held)
         self._new = partial(RegionCandidate, table, cost=cost, plain=plain, train=train)
         self._known: dict[int, RegionCandidate] = {}
@@ -138,9 +134,7 @@ class Candidates:
     def around(self, hot: frozenset[int]) -> list[RegionCandidate]:
         """Regions that contain one of the rows `hot`, without those that a shorter one makes superfluous."""
         if hot not in self._around:
-            self._around[hot] = list(
-                self._ends(map(self._of, self._search.around(hot, most_rows=MOST_ROWS)), hot)
-            )
+            self._around[hot] = list(self._ends(map(self._of, self._search.around(hot, most_rows=MOST_ROWS)), hot))
         return self._around[hot]
 
     @property

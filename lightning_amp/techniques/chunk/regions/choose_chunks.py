@@ -70,13 +70,7 @@ class OverBudget(PlanError):
 CPU_SECONDS = CostModel()
 
 
-def choose_chunks(
-    table: Table,
-    budget_bytes: int,
-    *,
-    train: bool = False,
-    costs: CostModel = CPU_SECONDS,
-) -> ChunkPlan:
+def choose_chunks(table: Table, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS) -> ChunkPlan:
     """The plan of the least cost whose peak is within a budget; nothing is cut where the block fits as it is.
 
     Args:

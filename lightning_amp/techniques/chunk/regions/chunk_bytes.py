@@ -90,11 +90,7 @@ class Pieces:
 
     def __init__(self, table: Table, region: Region) -> None:
         self._old, self._region = table.rows, region
-        self.inputs, self.inside, self.outputs = (
-            region.inputs(table),
-            region.inside(table),
-            region.outputs(table),
-        )
+        self.inputs, self.inside, self.outputs = (region.inputs(table), region.inside(table), region.outputs(table))
         self._place = {i: n for n, i in enumerate((*self.inputs, *self.inside))}
         self._homes = {i: self._place[i] for i in self.inputs}
         self._scattered = {i for i in self.inputs if self._is_scattered(i)}
@@ -238,9 +234,7 @@ class _Outer:
             forward[i] = found.forward[n] - below
             backward[i] = found.backward[n] - below_again if self._train else 0
         return BlockBytes(
-            forward=tuple(forward),
-            backward=tuple(backward) if self._train else (),
-            saved_bytes=found.saved_bytes,
+            forward=tuple(forward), backward=tuple(backward) if self._train else (), saved_bytes=found.saved_bytes
         )
 
     def _whole(self, rows: Sequence[int]) -> None:
@@ -307,8 +301,5 @@ class _Outer:
             )
         )
         for k, i in enumerate(pieces.inside, start=len(inputs)):
-            beside = (
-                max(once.forward) - once.forward[k],
-                again.peak_bytes - max(again.forward[k], again.backward[k]),
-            )
+            beside = (max(once.forward) - once.forward[k], again.peak_bytes - max(again.forward[k], again.backward[k]))
             self._inner[i] = (n, *beside)

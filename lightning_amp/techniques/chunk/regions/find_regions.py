@@ -29,11 +29,7 @@ FEWER = 0.7
 
 
 def find_regions(
-    table: Table,
-    *,
-    around: Collection[int] | None = None,
-    window: int | None = None,
-    held: Sequence[int] | None = None,
+    table: Table, *, around: Collection[int] | None = None, window: int | None = None, held: Sequence[int] | None = None
 ) -> tuple[Region, ...]:
     """Legal regions by last row, dim and first row, each in the most pieces.
 
@@ -98,11 +94,7 @@ class RegionSearch:
     def _lasts(self, stretches: int) -> list[int]:
         """Rows that a region may end at: one of each stretch, of those behind which the fewest bytes are alive."""
         rows = enumerate(self._block.rows)
-        lasts = [
-            i
-            for i, row in rows
-            if row.kind == OPERATOR and self._nearest[i] >= 0 and not self._superfluous(i)
-        ]
+        lasts = [i for i, row in rows if row.kind == OPERATOR and self._nearest[i] >= 0 and not self._superfluous(i)]
         if self._held is None or stretches == len(self._block.rows):
             return lasts
         behind = [*self._held[1:], 0]
@@ -247,9 +239,7 @@ class _Flow:
             return None
         inside = range(first, self.last + 1)
         before = tuple(
-            i
-            for i in inside
-            if i not in self.cut and i not in self.summed and self.block.rows[i].kind == OPERATOR
+            i for i in inside if i not in self.cut and i not in self.summed and self.block.rows[i].kind == OPERATOR
         )
         region = Region(
             first=first,

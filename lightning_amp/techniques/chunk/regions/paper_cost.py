@@ -41,8 +41,4 @@ def paper_cost(table: Table, region: Region, weights: Weights = WEIGHTS) -> floa
         for i in region.outputs(table)
         if i in region.dims
     ]
-    return (
-        macro
-        + weights.density / density
-        + weights.stride * sum(1 / s for s in strides) / max(len(strides), 1)
-    )
+    return macro + weights.density / density + weights.stride * sum(1 / s for s in strides) / max(len(strides), 1)

@@ -68,9 +68,7 @@ class Region:
     def inside(self, table: Table) -> tuple[int, ...]:
         """Rows that every piece computes, in their order."""
         skipped = set(self.before)
-        return tuple(
-            i for i in range(self.first, self.last + 1) if table.rows[i].kind == OPERATOR and i not in skipped
-        )
+        return tuple(i for i in range(self.first, self.last + 1) if table.rows[i].kind == OPERATOR and i not in skipped)
 
     def inputs(self, table: Table) -> tuple[int, ...]:
         """Rows that pieces read and do not compute, in their order; those in `dims` are cut."""
@@ -205,18 +203,13 @@ def _row(table: Table, region: Region, i: int, own: set[int]) -> Iterator[str]:
 
 
 def _matches(
-    row: OperatorRow,
-    asked: dict[int, int],
-    pairs: Iterable[tuple[int, int]],
-    dims: Mapping[int, int],
-    own: set[int],
+    row: OperatorRow, asked: dict[int, int], pairs: Iterable[tuple[int, int]], dims: Mapping[int, int], own: set[int]
 ) -> bool:
     """Whether every argument is cut along the dim that is asked of it, and the others are whole inputs."""
     if any(asked[k] != d for k, d in pairs):
         return False
     return all(
-        dims.get(j) == asked[k] if k in asked else j not in dims and j not in own
-        for k, j in enumerate(row.inputs)
+        dims.get(j) == asked[k] if k in asked else j not in dims and j not in own for k, j in enumerate(row.inputs)
     )
 
 
@@ -259,10 +252,7 @@ def _sizes(table: Table, region: Region) -> Iterator[str]:
         yield f"the sizes of its cut dims are in {found} units, at least 2, and not in {region.units}"
     needed = reach_of(table.rows, region) if found == region.units else 0
     if region.reach != needed or (needed and region.sums):
-        yield (
-            f"its rows need {needed} units in addition to a piece, not {region.reach}, and then no row may"
-            " be a sum"
-        )
+        yield (f"its rows need {needed} units in addition to a piece, not {region.reach}, and then no row may be a sum")
     if not 2 <= region.n_chunks <= max(found, 2):
         yield f"{region.n_chunks} pieces of {found} units"
 

@@ -109,9 +109,7 @@ class Line:
     def held(self) -> list[int]:
         """Bytes alive just before every row, without regions and without what is only saved."""
         alive = [{self.rows[k].storage for k in reads} for reads in self._reads[:-1]]
-        return [
-            sum(self.rows[s].n_bytes for s in storages if self.rows[s].kind == OPERATOR) for storages in alive
-        ]
+        return [sum(self.rows[s].n_bytes for s in storages if self.rows[s].kind == OPERATOR) for storages in alive]
 
     def bytes_of_rows(self) -> list[int]:
         """The more of forward and backward pass of every row, without regions."""
@@ -185,9 +183,7 @@ class Line:
         region, cost = candidate.with_pieces(n_chunks)
         found = self._behind(label, step)
         return found._replace(
-            cost=label.cost + cost,
-            peak_bytes=max(found.peak_bytes, peak),
-            regions=(*label.regions, region),
+            cost=label.cost + cost, peak_bytes=max(found.peak_bytes, peak), regions=(*label.regions, region)
         )
 
     def _row(self, i: int, state: _State) -> _SearchStep:

@@ -19,40 +19,12 @@ _NN = (
 )
 _TENSOR = ("expand.default", "view.default")
 _TORCH = (
-    *(
-        "add.Tensor",
-        "add.out",
-        "addcmul.default",
-        "addcmul.out",
-        "bmm.default",
-        "cat.default",
-        "conv2d.default",
-    ),
-    *(
-        "flatten.using_ints",
-        "group_norm.default",
-        "layer_norm.default",
-        "matmul.default",
-        "mean.dim",
-        "mul.Tensor",
-    ),
-    *(
-        "mul.out",
-        "permute.default",
-        "relu.default",
-        "reshape.default",
-        "select.int",
-        "sigmoid.default",
-        "sigmoid.out",
-    ),
+    *("add.Tensor", "add.out", "addcmul.default", "addcmul.out", "bmm.default", "cat.default", "conv2d.default"),
+    *("flatten.using_ints", "group_norm.default", "layer_norm.default", "matmul.default", "mean.dim", "mul.Tensor"),
+    *("mul.out", "permute.default", "relu.default", "reshape.default", "select.int", "sigmoid.default", "sigmoid.out"),
     *("softmax.int", "sub.Tensor", "sub.out", "transpose.int", "unflatten.int", "unsqueeze.default"),
 )
-_SPACES = {
-    "torch.nn.functional": _FUNCTIONAL,
-    ACTIVATIONS_IN_C: _NN,
-    "torch.Tensor": _TENSOR,
-    "torch": _TORCH,
-}
+_SPACES = {"torch.nn.functional": _FUNCTIONAL, ACTIVATIONS_IN_C: _NN, "torch.Tensor": _TENSOR, "torch": _TORCH}
 BINDINGS = {name: f"{space}.{name.partition('.')[0]}" for space, names in _SPACES.items() for name in names}
 """Of overloads of aten, as generated code has them."""
 

@@ -20,13 +20,7 @@ from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.find_blocks import find_blocks
-from lightning_amp.footprint.forward_overrides import (
-    Override,
-    Position,
-    add_override,
-    overrides_of,
-    remove_override,
-)
+from lightning_amp.footprint.forward_overrides import Override, Position, add_override, overrides_of, remove_override
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures
 from lightning_amp.graph.guards import signature
@@ -110,9 +104,7 @@ def plan_blocks(
     return Planned(chunks=chunks, run=partial(_run, by_key, frozenset(reasons)))
 
 
-def _run(
-    by_key: Mapping[Any, Checked], alone: frozenset[str], module: nn.Module, args: Any, kwargs: Any
-) -> Any:
+def _run(by_key: Mapping[Any, Checked], alone: frozenset[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The module's own forward, with blocks that look up what they run."""
 
     def choose(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Checked | None:

@@ -87,14 +87,10 @@ class Checked:
                 continue
             self._compare(block, call, lowered, right)
             return
-        widest = max(
-            (t.element_size() for t in _tensors(block, args, kwargs) if t.is_floating_point()), default=8
-        )
+        widest = max((t.element_size() for t in _tensors(block, args, kwargs) if t.is_floating_point()), default=8)
         n_bytes = self._whole_bytes * 8 // widest
         if n_bytes > self._budget_bytes:
-            self._tell(
-                f"it cannot be called with fewer positions, and takes {format_bytes(n_bytes)} as it is"
-            )
+            self._tell(f"it cannot be called with fewer positions, and takes {format_bytes(n_bytes)} as it is")
             return
         try:
             right = self._computed(block, (args, kwargs), self._lowered, own=True)

@@ -116,8 +116,7 @@ def show_code(plan: ModuleChunks | nn.Module) -> str:
     found = getattr(plan, "plan", None) if isinstance(plan, nn.Module) else plan
     if not isinstance(found, ModuleChunks):
         raise ModelError(
-            f"{type(plan).__name__!r} has no generated code; give what lightning_amp.chunk returned, or its"
-            " plan"
+            f"{type(plan).__name__!r} has no generated code; give what lightning_amp.chunk returned, or its plan"
         )
     return "\n\n".join(f"# {fqn or 'the whole module'}\n{code}" for fqn, code in found.code.items())
 

@@ -169,10 +169,7 @@ class _Chunked(torch.autograd.Function):
             )
         inputs = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
-        sums = [
-            _Gradient(t, d) if n else None
-            for t, d, n in zip(inputs, ctx.region.input_dims, needed, strict=True)
-        ]
+        sums = [_Gradient(t, d) if n else None for t, d, n in zip(inputs, ctx.region.input_dims, needed, strict=True)]
         with torch.enable_grad(), ctx.autocast():
             for start, size in ctx.region.some(inputs):
                 _backward_of_chunk(ctx.region, inputs, sums, grads, start, size)
@@ -190,9 +187,7 @@ def _backward_of_chunk(
     """Compute one chunk again, and add its gradients to the sums as soon as autograd has each of them."""
     pieces, (first, n) = [], region.reached(start, size)
     for tensor, dim, total in zip(inputs, region.input_dims, sums, strict=True):
-        pieces.append(
-            total.piece(region, first, n) if total else region.piece(tensor, dim, first, n).detach()
-        )
+        pieces.append(total.piece(region, first, n) if total else region.piece(tensor, dim, first, n).detach())
     results: dict[int, Tensor] = {}
     region.compute(results.__setitem__, n, *pieces)
     wanted, given = [], []

@@ -96,11 +96,7 @@ class InChunks:
             if found.graph is not None:
                 return self._of_graph(found, costs, train=train)
             if train:
-                hint = (
-                    "name its blocks in the rule, or leave chunk out"
-                    if n_blocks
-                    else "leave it out of the rules"
-                )
+                hint = "name its blocks in the rule, or leave chunk out" if n_blocks else "leave it out of the rules"
                 raise ModelError(
                     f"chunk does not support {type(module).__name__!r} in training, which cannot be"
                     f" captured: {found.reason}; {hint}"

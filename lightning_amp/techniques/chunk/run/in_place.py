@@ -41,9 +41,7 @@ def with_memory(table: Table, nodes: Sequence[Node]) -> Table:
     rows = list(with_free(table, list(map(_is_new, nodes)), whole).rows)
     for i, row in enumerate(rows):
         if _is_new(nodes[i]) and whole[i] and writing(nodes[i].target) is not None:
-            alike = (
-                k for k in row.inputs if rows[k].shape == row.shape and may_write(rows, i, k, row.inputs)
-            )
+            alike = (k for k in row.inputs if rows[k].shape == row.shape and may_write(rows, i, k, row.inputs))
             rows[i] = replace(row, over=next(alike, -1))
     return replace(table, rows=tuple(rows))
 

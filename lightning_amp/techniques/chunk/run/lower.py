@@ -136,12 +136,7 @@ class _Writer:
         self._capture, self._table = capture, table
         self._nodes = _rows(capture)
         self._row = {node: i for i, node in enumerate(self._nodes)}
-        self._values: dict[str, Any] = {
-            "torch": torch,
-            "aten": torch.ops.aten,
-            "inf": math.inf,
-            "nan": math.nan,
-        }
+        self._values: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "inf": math.inf, "nan": math.nan}
         self._taken = {"put", "size", "forward", *self._values}
         self._names = [self._name(text) for text in self._wished()]
 
@@ -154,9 +149,7 @@ class _Writer:
         chunked = {name: self._chunked(space[name], region) for name, region in named.items()}
         # the code of forward calls what runs all chunks under the name of what computes one
         space |= chunked
-        return Lowered(
-            capture=self._capture, code=code, forward=space["forward"], regions=chunked, cut=tuple(regions)
-        )
+        return Lowered(capture=self._capture, code=code, forward=space["forward"], regions=chunked, cut=tuple(regions))
 
     def _wished(self) -> Iterator[str]:
         names = _argument_names(self._capture)
@@ -214,8 +207,7 @@ class _Writer:
     def _comment(self, region: Region) -> Iterator[str]:
         def listed(rows: Iterable[int]) -> str:
             return ", ".join(
-                f"{self._names[i]} {'summed' if i in region.sums else 'dim ' + str(region.dims[i])}"
-                for i in rows
+                f"{self._names[i]} {'summed' if i in region.sums else 'dim ' + str(region.dims[i])}" for i in rows
             )
 
         sizes = [size for _, size in region.pieces()]
@@ -273,11 +265,7 @@ class _Writer:
         last = {i: n for n, line in enumerate(lines) for i in (*line.made, *line.read)}
         for n, line in enumerate(lines):
             ended = [self._names[i] for i in (*line.read, *line.made) if last[i] == n and i not in kept]
-            gone = (
-                f"; del {', '.join(dict.fromkeys(ended))}"
-                if ended and not line.text.startswith("return")
-                else ""
-            )
+            gone = f"; del {', '.join(dict.fromkeys(ended))}" if ended and not line.text.startswith("return") else ""
             yield f"    {line.text}{gone}"
 
     def _function(self, target: Any) -> str:

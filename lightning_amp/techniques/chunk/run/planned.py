@@ -11,13 +11,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Capture
 from lightning_amp.graph.peak import block_bytes
 from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.regions.choose_chunks import (
-    CPU_SECONDS,
-    CostModel,
-    OverBudget,
-    choose_chunks,
-    rung,
-)
+from lightning_amp.techniques.chunk.regions.choose_chunks import CPU_SECONDS, CostModel, OverBudget, choose_chunks, rung
 from lightning_amp.techniques.chunk.regions.chunk_bytes import result_bytes
 from lightning_amp.techniques.chunk.regions.region import ChunkPlan, Region
 from lightning_amp.techniques.chunk.run.check import Checked
@@ -29,9 +23,7 @@ from lightning_amp.techniques.chunk.run.two_steps import in_two_steps, norms_of
 Norms = Callable[[Capture, int], frozenset[int]]
 
 
-def plan_graph(
-    capture: Capture, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS
-) -> Planned:
+def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False, costs: CostModel = CPU_SECONDS) -> Planned:
     """The plan of a module that is one graph; with `train` the budget is for forward and backward pass.
 
     Raises:
@@ -47,9 +39,7 @@ def plan_graph(
     )
     checked = Checked(lowered, budget_bytes, found.whole_bytes)
     return Planned(
-        chunks=chunks,
-        run=lambda module, args, kwargs: checked(module, *args, **kwargs),
-        check=checked.check,
+        chunks=chunks, run=lambda module, args, kwargs: checked(module, *args, **kwargs), check=checked.check
     )
 
 
@@ -169,13 +159,7 @@ def _within(
 
 
 def _nested(
-    capture: Capture,
-    table: Table,
-    outer: Region,
-    budget_bytes: int,
-    costs: CostModel,
-    choose: Norms,
-    alone: OverBudget,
+    capture: Capture, table: Table, outer: Region, budget_bytes: int, costs: CostModel, choose: Norms, alone: OverBudget
 ) -> tuple[Lowered, ChunkPlan]:
     """The forward in chunks within chunks; `alone` says what simple ones need."""
     beside = sum(result_bytes(table.rows[i]) for i in outer.outputs(table))

@@ -88,10 +88,7 @@ def _fewer(
         if isinstance(value, Tensor):
             dims = of_images if value.dim() > 3 else of_others
             kept = {d % value.dim() for d in dims if -value.dim() <= d < value.dim()}
-            shape = [
-                n if d in kept and n in fixed else min(n, _positions(n, least))
-                for d, n in enumerate(value.shape)
-            ]
+            shape = [n if d in kept and n in fixed else min(n, _positions(n, least)) for d, n in enumerate(value.shape)]
             made[id(value)] = _first(value, shape)
     return [made[id(value)] if isinstance(value, Tensor) else value for value in values]
 

@@ -32,8 +32,7 @@ def neighbours(node: Node) -> tuple[tuple[int, int], ...]:
     result, found = node.meta["val"], []
     for d in range(2, x.dim() if x.dim() == weight.dim() else 0):
         stride, padding, dilation = (
-            _of(given.get(name, default), d - 2)
-            for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
+            _of(given.get(name, default), d - 2) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
         )
         reach = dilation * (weight.shape[d] - 1)
         if stride == 1 and reach and reach == 2 * padding and x.shape[d] == result.shape[d]:
@@ -51,9 +50,7 @@ def norms_of(capture: Capture) -> list[Node]:
     """Group norms of images, which can be computed in two steps."""
     assert capture.graph is not None, "what is planned has a graph"
     nodes = capture.graph.graph.nodes
-    return [
-        n for n in nodes if n.args and isinstance(n.args[0], Node) and _is_norm(n, n.args[0].meta.get("val"))
-    ]
+    return [n for n in nodes if n.args and isinstance(n.args[0], Node) and _is_norm(n, n.args[0].meta.get("val"))]
 
 
 def in_two_steps(capture: Capture, which: Collection[int]) -> Capture:
@@ -90,10 +87,7 @@ def _for_every_reader(graph: Graph) -> None:
 
 def _is_norm(node: Node, x: Any) -> bool:
     return (
-        node.target is torch.ops.aten.group_norm.default
-        and isinstance(x, Tensor)
-        and x.dim() > 3
-        and x.dtype in WIDE
+        node.target is torch.ops.aten.group_norm.default and isinstance(x, Tensor) and x.dim() > 3 and x.dtype in WIDE
     )
 
 
@@ -128,8 +122,6 @@ def group_norm(
     scale = (var.mean(-1, keepdim=True) + mean.var(-1, correction=0, keepdim=True) + eps).rsqrt()
     mean = mean.mean(-1, keepdim=True)
     scale = scale.expand(-1, -1, each) if weight is None else scale * weight.reshape(groups, each)
-    shift = (
-        -mean * scale if bias is None else torch.addcmul(bias.reshape(groups, each), mean, scale, value=-1)
-    )
+    shift = -mean * scale if bias is None else torch.addcmul(bias.reshape(groups, each), mean, scale, value=-1)
     one = (n, -1, *(1 for _ in range(2, x.dim())))
     return torch.addcmul(shift.reshape(one), x, scale.reshape(one))

@@ -213,9 +213,7 @@ def _calls(run: Calls) -> tuple[KernelCall, ...]:
     if first and last:
         step = run.rows - 1
         found.append(
-            KernelCall((0, step, 2), (0, step - 1, 2), 0)
-            if run.rows > 1
-            else KernelCall((0, 0, 1), (0, 0, 1), 0)
+            KernelCall((0, step, 2), (0, step - 1, 2), 0) if run.rows > 1 else KernelCall((0, 0, 1), (0, 0, 1), 0)
         )
     elif first:
         found.append(KernelCall((0, 0, 1), (0, 0, 2), 0))

@@ -104,9 +104,7 @@ class BucketWork:
 
     def _near_rows(self, keys: Tensor, run: BucketRun) -> Tensor:
         w, dim, (first, n_keys) = self.band.window, self._dim, run.near
-        return keys.as_strided(
-            (run.n_buckets, n_keys, dim), (w * dim, dim, 1), (first + self._before * w) * dim
-        )
+        return keys.as_strided((run.n_buckets, n_keys, dim), (w * dim, dim, 1), (first + self._before * w) * dim)
 
     def gradient_rooms(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Memory for the gradients of keys and of values; zeros, unless `add` writes to all of it that is read."""
@@ -180,9 +178,7 @@ class BucketWork:
             self._rotary.turn(slab, (place, len(slab)))
         return keys, divisors
 
-    def turn_keys_back(
-        self, keys: Tensor, divisors: Tensor, grad: Tensor, *, add_to: Tensor | None
-    ) -> Tensor | None:
+    def turn_keys_back(self, keys: Tensor, divisors: Tensor, grad: Tensor, *, add_to: Tensor | None) -> Tensor | None:
         """From the gradient of the turned keys to that of the keys, [M, D], in the memory of the keys.
 
         Of queries that are the keys, it is added to their gradient `add_to` instead.

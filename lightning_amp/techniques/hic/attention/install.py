@@ -55,9 +55,7 @@ def fuse_attention(attention: nn.Module, *, keep: bool = False, kernel: Kernel =
             " what LocalAttention(dim, window) does, of all channels, and has no state except its numbers can be"
             f" replaced: move the rest to its parent, or leave {strategy!r} out (S3 takes any bucketed attention)"
         )
-    return FusedLocalAttention(
-        cast(Any, attention).dim, cast(Any, attention).window, keep=keep, kernel=kernel
-    )
+    return FusedLocalAttention(cast(Any, attention).dim, cast(Any, attention).window, keep=keep, kernel=kernel)
 
 
 class FusedLocalAttention(nn.Module):
@@ -193,8 +191,7 @@ def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False)
         )
     if isinstance(buckets, bool) or not isinstance(buckets, int) or buckets < 1:
         raise InstallError(
-            f"S3 got buckets={buckets!r}; a chunk has a whole number of buckets, at least 1: use 1 for the"
-            " least memory"
+            f"S3 got buckets={buckets!r}; a chunk has a whole number of buckets, at least 1: use 1 for the least memory"
         )
     return ChunkedLocalAttention(attention, buckets=buckets, retain=retain)
 

@@ -37,13 +37,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_amp._torch import (
-    attend_on_cpu,
-    attend_on_cpu_back,
-    attend_on_cuda,
-    attend_on_cuda_back,
-    past_threshold,
-)
+from lightning_amp._torch import attend_on_cpu, attend_on_cpu_back, attend_on_cuda, attend_on_cuda_back, past_threshold
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.hic.attention.bucket_runs import Calls, KernelCall
 from lightning_amp.techniques.hic.attention.bucket_work import LEAST_NORM
@@ -219,9 +213,7 @@ def _rows_of(call: KernelCall, run: Calls, x: Tensor) -> Tensor:
     """The rows of a call's buckets, [bucket, 1, row, D]."""
     (first, step, n), dim = call.rows, x.shape[-1]
     size = run.window * dim
-    return x.as_strided(
-        (n, 1, run.window, dim), (step * size, size, dim, 1), x.storage_offset() + first * size
-    )
+    return x.as_strided((n, 1, run.window, dim), (step * size, size, dim, 1), x.storage_offset() + first * size)
 
 
 def _views(call: KernelCall, run: Calls, turned: Tensor, values: Tensor, own: Tensor) -> tuple[Tensor, ...]:
@@ -234,9 +226,7 @@ def _views(call: KernelCall, run: Calls, turned: Tensor, values: Tensor, own: Te
         return x.as_strided((n, 1, met * w, dim), (step * size, met * size, dim, 1), start)
 
     columns = _aligned(2 * w)
-    masked = own.as_strided(
-        (n, 1, w, met * w), (0 if call.own else columns, 0, own.shape[1], 1), call.own * columns
-    )
+    masked = own.as_strided((n, 1, w, met * w), (0 if call.own else columns, 0, own.shape[1], 1), call.own * columns)
     return _rows_of(call, run, turned), keys(turned, run.rows), keys(values, 0), masked
 
 

@@ -62,9 +62,7 @@ from lightning_amp.techniques.ranks.anchor_shards import AnchorShards, shard_anc
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
 
 
-def start_exchange(
-    rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"]]
-) -> Float[Tensor, "halo two_dim"]:
+def start_exchange(rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"]]) -> Float[Tensor, "halo two_dim"]:
     """Send keys and values, side by side, to the neighbours; what is returned is only for `finish_exchange`.
 
     Every rank must call it. `edges`: the first own bucket for the rank before, the last for the rank after, if there
@@ -193,10 +191,7 @@ class HaloAttention(nn.Module):
         """What `attend` reads of every outer bucket and its neighbours; waits for the neighbours' rows."""
         before, after = finish_exchange(self.anchors, under_way)
         none = before[:0]
-        sides = [
-            (before if j == 0 else none, after if j == self.anchors.n_buckets - 1 else none)
-            for j in self.outer
-        ]
+        sides = [(before if j == 0 else none, after if j == self.anchors.n_buckets - 1 else none) for j in self.outer]
         return [self._piece(own, *side) for own, side in zip(near, sides, strict=True)]
 
     def _piece(self, own: State, before: Tensor, after: Tensor) -> State:
@@ -255,9 +250,7 @@ def share_anchors(decoder: DecomposedDecoder, spec: DomainParallel, mesh: Device
         problem = features_problem(stratum)
         if problem:
             raise _refusal(
-                decoder,
-                f"has a stratum {k!r} that {problem}",
-                "`features` without state that hands all features on",
+                decoder, f"has a stratum {k!r} that {problem}", "`features` without state that hands all features on"
             )
         swaps[f"strata.{k}.features"] = AnchorFeatures(stratum.get_buffer("feature_anchor"), anchors)
     return Change(swaps, partial=list(decoder.strata.parameters()))
@@ -281,9 +274,7 @@ def _attention(decoder: DecomposedDecoder, k: int) -> tuple[str, nn.Module] | No
             f" types {[kind.__name__ for kind in ROW_BY_ROW]!r} and without hooks",
         )
     outer = cast(nn.Module, children["attention"])
-    named = (
-        (name, module) for name, module in outer.named_modules() if isinstance(module, BucketedAttention)
-    )
+    named = ((name, module) for name, module in outer.named_modules() if isinstance(module, BucketedAttention))
     found = next(named, ("", outer))
     unlike_full = "" if isinstance(found[1], BucketedAttention) else full_problem(outer)
     if unlike_full:
@@ -316,9 +307,7 @@ def _window(decoder: DecomposedDecoder, fqn: str, attention: nn.Module) -> int:
     window: Any = getattr(attention, "window", None)
     fits = isinstance(window, int) and window > 0
     if not fits or [attention.n_buckets(n) for n in (window, window + 1)] != [1, 2]:
-        raise _refusal(
-            decoder, f"has {fqn!r} with window={window!r}", "attention with buckets of `window` anchors"
-        )
+        raise _refusal(decoder, f"has {fqn!r} with window={window!r}", "attention with buckets of `window` anchors")
     hooks = hooks_within(attention)
     if hooks:
         raise _refusal(decoder, f"has {fqn!r} with {hooks!r}, which would not run", "attention without hooks")

@@ -95,9 +95,7 @@ class VertexShards:
                 yield (int(run[0]), *[0] * (own.dim() - 1)), rows
 
 
-def shard_vertices(
-    n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " anchor"], ends: Ends
-) -> VertexShards:
+def shard_vertices(n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " anchor"], ends: Ends) -> VertexShards:
     """Shard the vertices of a graph over the ranks that hold its anchors; edges are in both directions."""
     twice = int((torch.bincount(ids, minlength=n_vertices) > 1).sum())
     if twice:
@@ -174,9 +172,7 @@ class SharedVertices(nn.Module):
     coefficient: Tensor
     sent: Tensor
 
-    def __init__(
-        self, inner: Any, rows: VertexShards, edges: OwnEdges, coefficient: Float[Tensor, " edge"]
-    ) -> None:
+    def __init__(self, inner: Any, rows: VertexShards, edges: OwnEdges, coefficient: Float[Tensor, " edge"]) -> None:
         super().__init__()
         self.inner = inner
         self.mesh = rows.mesh
@@ -333,9 +329,7 @@ def share_vertices(encoder: nn.Module, spec: VertexParallel, mesh: DeviceMesh) -
     shared.add_module("rows", nn.ModuleDict(leaves))
     embedding = shard_parameter(shared, "embedding", encoder.embedding, parts=rows)
     layers = (encoder.loc, encoder.std)
-    return Change(
-        {"": shared}, partial=[p for layer in layers for p in layer.parameters()], sharded=[embedding]
-    )
+    return Change({"": shared}, partial=[p for layer in layers for p in layer.parameters()], sharded=[embedding])
 
 
 def _shared(encoder: VertexEncoder, rows: VertexShards) -> nn.Module:

@@ -105,9 +105,7 @@ class Entries:
         return torch.add(self.column, self.row, alpha=n_features) if self.flat is None else self.flat
 
 
-def entries(
-    x: Num[Tensor, "cell feature"] | SparseCounts, runs: Sequence[slice], *, dtype: torch.dtype
-) -> Entries:
+def entries(x: Num[Tensor, "cell feature"] | SparseCounts, runs: Sequence[slice], *, dtype: torch.dtype) -> Entries:
     """The entries of a matrix, in runs of columns that cover all of them in their order."""
     numbers = x if isinstance(x, Tensor) else x.value
     if has_no_values(numbers):

@@ -66,9 +66,7 @@ def _start_of_run(feature_anchor: Tensor) -> int | None:
     if has_no_values(feature_anchor) or not len(feature_anchor):
         return None
     start = int(feature_anchor[0])
-    run = torch.arange(
-        start, start + len(feature_anchor), dtype=feature_anchor.dtype, device=feature_anchor.device
-    )
+    run = torch.arange(start, start + len(feature_anchor), dtype=feature_anchor.dtype, device=feature_anchor.device)
     return start if torch.equal(feature_anchor, run) else None
 
 

@@ -93,9 +93,7 @@ class CompiledCells(nn.Module):
 
     def forward(self, nll: Any, key: Tensor, u: Tensor, **cells: Any) -> Scalar:
         """Sum over cells of `nll(key, u, **cells)`."""
-        return cast(
-            Tensor, self.inner(partial(self.compiled.run, nll.__func__, nll.__self__), key, u, **cells)
-        )
+        return cast(Tensor, self.inner(partial(self.compiled.run, nll.__func__, nll.__self__), key, u, **cells))
 
 
 class AsItIs:

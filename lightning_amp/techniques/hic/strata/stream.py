@@ -57,13 +57,9 @@ from lightning_amp.techniques.hic.strata.thread_pool import run_in_order, worker
 def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) -> Change:
     """Run forward and backward pass of a decoder's strata one after the other."""
     if isinstance(spec.workers, bool) or not isinstance(spec.workers, int) or spec.workers < 1:
-        raise InstallError(
-            f"stream got workers={spec.workers!r}; that many strata run side by side, at least 1"
-        )
+        raise InstallError(f"stream got workers={spec.workers!r}; that many strata run side by side, at least 1")
     forwards = {}
-    swaps: dict[str, nn.Module] = {
-        "walk": StreamedStrata(walk_of(decoder, "stream", once=True), workers=spec.workers)
-    }
+    swaps: dict[str, nn.Module] = {"walk": StreamedStrata(walk_of(decoder, "stream", once=True), workers=spec.workers)}
     for k, stratum in enumerate(decoder.strata):
         leaf_of_cells = getattr(stratum, "sum_over_cells", None)
         swaps[f"strata.{k}.sum_over_cells"] = in_microbatches(leaf_of_cells, size=spec.cells)
@@ -84,9 +80,7 @@ class StreamedStrata(LoopTechnique):
         """Shown by `print(module)`."""
         return f"workers={self.workers}"
 
-    def forward(
-        self, strata: nn.ModuleList, *latents: Tensor, own: range | None = None, **cells: Tensor
-    ) -> Scalar:
+    def forward(self, strata: nn.ModuleList, *latents: Tensor, own: range | None = None, **cells: Tensor) -> Scalar:
         """Negative log-likelihood summed over cells and features, with its gradients ready."""
         own = range(len(strata)) if own is None else own
         u, v, log_weights = latents
@@ -322,8 +316,7 @@ def _copies(stratum: nn.Module) -> dict[str, Tensor]:
     """
     runs = _runs(stratum)
     copies = {
-        id(p): leaf(p[:, runs[name]] if name in runs else p, p.requires_grad)
-        for name, p in stratum.named_parameters()
+        id(p): leaf(p[:, runs[name]] if name in runs else p, p.requires_grad) for name, p in stratum.named_parameters()
     }
     return {name: copies[id(own)] for name, own in places(stratum).items() if id(own) in copies}
 

@@ -53,9 +53,7 @@ PER_CELL = ("library", "log_weight")
 def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
     """The same for some cells at a time."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise InstallError(
-            f"stream got cells={size!r}; a micro-batch has a whole number of cells, at least 1"
-        )
+        raise InstallError(f"stream got cells={size!r}; a micro-batch has a whole number of cells, at least 1")
     taken = "takes micro-batches of cells already" if isinstance(sum_over_cells, CellMicrobatches) else ""
     problem = taken or mismatch(sum_over_cells, {"": torch.tensor(63.0)}, _run)
     if problem:
@@ -79,13 +77,7 @@ class CellMicrobatches(nn.Module):
         return f"size={self.size}"
 
     def forward(
-        self,
-        nll: Callable[..., Scalar],
-        key: PerAnchor,
-        u: PerCell,
-        *,
-        parameters: Iterable[Tensor],
-        **cells: Tensor,
+        self, nll: Callable[..., Scalar], key: PerAnchor, u: PerCell, *, parameters: Iterable[Tensor], **cells: Tensor
     ) -> Scalar:
         """Sum over cells of `nll(key, u, **cells)`, one micro-batch alive at a time."""
         odd = {name: n for name, value in cells.items() if (n := _n_rows(value)) not in (1, len(u))}
@@ -282,9 +274,7 @@ class _Project(torch.autograd.Function):
                 # the gradient that came in may be used elsewhere too
                 found = torch.addmm(found, g, weight) if i == 0 else found.addmm_(g, weight)
         needed = ctx.needs_input_grad[1:]
-        of_weights = (
-            g.T @ p if g is not None and need else None for g, need in zip(of_rows, needed, strict=True)
-        )
+        of_weights = (g.T @ p if g is not None and need else None for g, need in zip(of_rows, needed, strict=True))
         return found, *of_weights
 
 

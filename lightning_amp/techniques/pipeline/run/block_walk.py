@@ -99,13 +99,7 @@ class BlockWalk:
         return type(self), (self.name, self.blocks)
 
     def run(
-        self,
-        span: Span,
-        step: Callable[[], Any],
-        *,
-        receive: Receive,
-        device: torch.device,
-        leave: bool = False,
+        self, span: Span, step: Callable[[], Any], *, receive: Receive, device: torch.device, leave: bool = False
     ) -> tuple[Any, Any]:
         """One pass through the step.
 

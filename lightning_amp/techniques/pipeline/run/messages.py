@@ -116,9 +116,7 @@ class Messages:
         self._sent.append((dist.isend(tensor, to, group=self._group, tag=tag), tensor))
 
     def _receive(self, tensor: Tensor, stage: int, tag: int) -> None:
-        dist.recv(
-            _real(tensor), dist.get_global_rank(self._group, stage % self._ranks), group=self._group, tag=tag
-        )
+        dist.recv(_real(tensor), dist.get_global_rank(self._group, stage % self._ranks), group=self._group, tag=tag)
 
     def _tag(self, stage: int, micro_batch: int, i: int) -> int:
         return (micro_batch * 2 * self._stages + stage) * MOST + i
@@ -142,9 +140,7 @@ def _real(tensor: Tensor) -> Tensor:
 def _print_of(result: Any) -> Tensor:
     """A digest of all that a receiver takes for granted, of one length."""
     leaves, form = tree_flatten(result)
-    told = [
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves
-    ]
+    told = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
     digest = hashlib.blake2b(repr((told, form)).encode(), digest_size=8).digest()
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 

@@ -70,9 +70,7 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._fake.from_tensor(value.detach())
         if id(value) not in self._absent:
             with self._fake:
-                made = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=self._device
-                )
+                made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
             self._absent[id(value)] = (value, made)
         return self._absent[id(value)][1]
 
@@ -100,9 +98,7 @@ def _refuse_writing(func: Any, args: Any, kwargs: Any) -> None:
     for index, argument in enumerate(func._schema.arguments):
         written = argument.alias_info is not None and argument.alias_info.is_write
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        if written and any(
-            isinstance(leaf, Tensor) and not has_no_values(leaf) for leaf in tree_leaves(value)
-        ):
+        if written and any(isinstance(leaf, Tensor) and not has_no_values(leaf) for leaf in tree_leaves(value)):
             raise InstallError(
                 f"pipeline: the operator {func.name()!r} writes a value of another rank into a tensor of this rank,"
                 " whose values would be wrong; use an operator that does not write in place (torch.cat,"

@@ -97,9 +97,7 @@ class Stages:
         device: Of the run.
     """
 
-    def __init__(
-        self, walk: BlockWalk, spans: Sequence[Span], mesh: DeviceMesh, device: torch.device
-    ) -> None:
+    def __init__(self, walk: BlockWalk, spans: Sequence[Span], mesh: DeviceMesh, device: torch.device) -> None:
         self.walk, self.spans, self.mesh, self.device = walk, tuple(spans), mesh, device
         self.last_rank = (len(self.spans) - 1) % mesh.size()
         self.is_last = self.last_rank == mesh.get_local_rank()
@@ -258,9 +256,7 @@ def joined(results: Sequence[Any], placeholders: Any) -> Any:
     """
     flat, form = tree_flatten(placeholders)
     parts = [tree_leaves(result) for result in results]
-    return tree_unflatten(
-        [_join(whole, own) for whole, own in zip(flat, zip(*parts, strict=True), strict=True)], form
-    )
+    return tree_unflatten([_join(whole, own) for whole, own in zip(flat, zip(*parts, strict=True), strict=True)], form)
 
 
 def _join(whole: Any, parts: tuple[Any, ...]) -> Any:

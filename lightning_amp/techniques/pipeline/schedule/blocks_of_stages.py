@@ -11,9 +11,7 @@ from lightning_amp.techniques.pipeline.schedule.schedules import Order, most_in_
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import stage_bytes
 
 
-def layer_bytes(
-    part: Passes, orders: Sequence[Order], stages: int, *, at_once: bool
-) -> Iterator[list[float]]:
+def layer_bytes(part: Passes, orders: Sequence[Order], stages: int, *, at_once: bool) -> Iterator[list[float]]:
     """For every stage, what each block of a micro-batch would hold there.
 
     Args:

@@ -95,9 +95,7 @@ def cut_pipeline(
         [[0.0] * layers] if given is None else rows_of(name, given, n_stages, layers)
         for name, given in (("send_forward", send_forward), ("send_backward", send_backward))
     ]
-    pace, unit = paces(
-        [1] * n_stages if speeds is None else numbers_of("speeds", speeds, n_stages, above_zero=True)
-    )
+    pace, unit = paces([1] * n_stages if speeds is None else numbers_of("speeds", speeds, n_stages, above_zero=True))
     columns, scale = _whole_columns([*costs, *sends[0], *sends[1]])
     there, back = (list(accumulate(column, initial=0)) for column in columns[:2])
     # over the cut before every layer
@@ -105,9 +103,7 @@ def cut_pipeline(
     returned = [[0, *(unit * time for time in row[1:]), 0] for row in columns[2 + len(sends[0]) :]]
     devices = _devices(pace, layer_bytes, stage_bytes, layers)
     if all(row == rows[0] for rows in (on, returned) for row in rows):
-        runs = OrderedRuns(
-            forward=there, backward=back, send_forward=on[0], send_backward=returned[0], devices=devices
-        )
+        runs = OrderedRuns(forward=there, backward=back, send_forward=on[0], send_backward=returned[0], devices=devices)
         ends = least_sum(runs)
         if ends is None:
             raise PlanError(_too_large(runs, stage_bytes))
@@ -126,9 +122,7 @@ def cut_pipeline(
             )
         ends, f, b = found
     return PipelineCut(
-        ends=tuple(ends),
-        rho_forward=float(Fraction(f, scale * unit)),
-        rho_backward=float(Fraction(b, scale * unit)),
+        ends=tuple(ends), rho_forward=float(Fraction(f, scale * unit)), rho_backward=float(Fraction(b, scale * unit))
     )
 
 
@@ -156,10 +150,7 @@ def _devices(pace: list[int], layer_bytes: Any, stage_bytes: Any, layers: int) -
     before = [list(accumulate(flat[i : i + layers], initial=0)) for i in range(0, layers * len(rows), layers)]
     room = flat[layers * len(rows) :]
     # one row, or one cap, stands for all stages
-    return [
-        Device(pace=p, bytes_before=before[i % len(before)], cap=room[i % len(room)])
-        for i, p in enumerate(pace)
-    ]
+    return [Device(pace=p, bytes_before=before[i % len(before)], cap=room[i % len(room)]) for i, p in enumerate(pace)]
 
 
 def _too_large(runs: OrderedRuns, stage_bytes: Any) -> str:

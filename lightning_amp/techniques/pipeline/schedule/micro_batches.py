@@ -88,9 +88,7 @@ class PartitionChoice:
     cuts: int
 
 
-def gpipe_seconds(
-    times: LayerTimes, ends: Sequence[int], *, speeds: Numbers | None = None
-) -> NDArray[np.float64]:
+def gpipe_seconds(times: LayerTimes, ends: Sequence[int], *, speeds: Numbers | None = None) -> NDArray[np.float64]:
     """Time of a step for every number of micro-batches, with the layers cut as they are (Eq. 8).
 
     Args:
@@ -109,14 +107,9 @@ def gpipe_seconds(
     backward = np.add.reduceat(times.backward, starts[used], axis=1) / speed[used]
     on, back = (
         table[:, layers] if table.ndim == 2 else table[:, stages, layers]
-        for table, stages, layers in (
-            (times.send_forward, used[:-1], cuts - 1),
-            (times.send_backward, used[1:], cuts),
-        )
+        for table, stages, layers in ((times.send_forward, used[:-1], cuts - 1), (times.send_backward, used[1:], cuts))
     )
-    slowest = np.maximum(forward.max(1), on.max(1, initial=0)) + np.maximum(
-        backward.max(1), back.max(1, initial=0)
-    )
+    slowest = np.maximum(forward.max(1), on.max(1, initial=0)) + np.maximum(backward.max(1), back.max(1, initial=0))
     once = sum(part.sum(1) for part in (forward, backward, on, back))
     seconds: NDArray[np.float64] = once + (np.array(times.counts) - 1) * slowest
     return seconds if times.after is None else seconds + times.after
@@ -181,9 +174,7 @@ def search_all(times: LayerTimes, devices: Devices) -> PartitionChoice:
         ends, cuts = _cut(times, devices, int(row)).ends, cuts + 1
         seconds = gpipe_seconds(times, ends, speeds=devices.speeds)
         found = int(seconds.argmin())
-        one = PartitionChoice(
-            ends=ends, micro_batches=times.counts[found], seconds=float(seconds[found]), cuts=cuts
-        )
+        one = PartitionChoice(ends=ends, micro_batches=times.counts[found], seconds=float(seconds[found]), cuts=cuts)
         if best is None or (one.seconds, one.micro_batches) < (best.seconds, best.micro_batches):
             best = one
     assert best is not None, "there is a number of micro-batches"

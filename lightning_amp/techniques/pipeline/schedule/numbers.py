@@ -84,7 +84,5 @@ def check_count(name: str, count: object) -> int:
         PlanError: Not a whole number of 1 or more.
     """
     if type(count) is not int or count < 1:
-        raise PlanError(
-            f"{name}={count!r} is not supported; allowed is a whole number of 1 or more: correct it"
-        )
+        raise PlanError(f"{name}={count!r} is not supported; allowed is a whole number of 1 or more: correct it")
     return count

@@ -72,9 +72,7 @@ class RestBytes:
     gradients: int
 
 
-def stage_bytes(
-    passes: Passes, start: int, end: int, *, to_the_end: bool, rank: Collection[int] = ()
-) -> StageBytes:
+def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool, rank: Collection[int] = ()) -> StageBytes:
     """Bytes of the blocks start <= i < end as a stage; with `to_the_end`, of what follows them too.
 
     Args:
@@ -134,11 +132,7 @@ def parameters_of(passes: Passes, start: int, end: int) -> list[Parameter]:
     return [
         p
         for p in passes.parameters
-        if (
-            p.block in own
-            if p.block is not None
-            else not (p.segments and p.gradient_bytes) or own & {*p.segments}
-        )
+        if (p.block in own if p.block is not None else not (p.segments and p.gradient_bytes) or own & {*p.segments})
     ]
 
 

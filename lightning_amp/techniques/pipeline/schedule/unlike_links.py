@@ -25,9 +25,7 @@ is of the link that follows stage n, and 0 at either end.
 """
 
 
-def least_step(
-    forward: Way, backward: Way, devices: Sequence[Device], more: int
-) -> tuple[list[int], int, int] | None:
+def least_step(forward: Way, backward: Way, devices: Sequence[Device], more: int) -> tuple[list[int], int, int] | None:
     """Ends of the stages of the fastest step, with rho_2 and rho_1; None where no cut keeps to the caps.
 
     Args:
@@ -36,10 +34,7 @@ def least_step(
         more: p - 1.
     """
     (there, on), (back, returned) = forward, backward
-    both: Way = (
-        list(map(add, there, back)),
-        [list(map(add, *sent)) for sent in zip(on, returned, strict=True)],
-    )
+    both: Way = (list(map(add, there, back)), [list(map(add, *sent)) for sent in zip(on, returned, strict=True)])
     least_f, least_b, least_both = (_least(way, devices, max) for way in (forward, backward, both))
     least_sum = _least(both, devices, lambda *times: sum(times))
     stages, last = len(devices), len(there) - 1

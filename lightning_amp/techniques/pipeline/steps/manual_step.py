@@ -97,9 +97,7 @@ class _ManualRun:
 
         def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             if self.loss is not None:
-                raise refusal(
-                    "calls self.manual_backward twice", "let a step have one loss, the sum of its parts"
-                )
+                raise refusal("calls self.manual_backward twice", "let a step have one loss, the sum of its parts")
             _refuse_arguments("self.manual_backward", args, kwargs)
             self._ask(*BACKWARD)
             self.loss = loss
@@ -127,8 +125,7 @@ class _ManualRun:
         _refuse_arguments("step of its optimizer", args, kwargs)
         if self.loss is None:
             raise refusal(
-                "steps its optimizer before self.manual_backward",
-                "step after the backward pass of the same batch",
+                "steps its optimizer before self.manual_backward", "step after the backward pass of the same batch"
             )
         self._ask(OPTIMIZER, "step")
 
@@ -140,9 +137,7 @@ class _Recorded:
         vars(self).update(methods, _whom=whom)
 
     def __getattr__(self, name: str) -> Any:
-        raise refusal(
-            f"uses {name!r} of its {self._whom}", "do that in on_train_batch_start or on_train_batch_end"
-        )
+        raise refusal(f"uses {name!r} of its {self._whom}", "do that in on_train_batch_start or on_train_batch_end")
 
 
 class _ReadsNoParameters(TorchFunctionMode):

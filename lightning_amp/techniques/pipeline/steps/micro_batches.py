@@ -28,9 +28,7 @@ def cut(batch: Any, parts: int) -> tuple[list[Any], list[int]]:
         return [batch], [1]
     found = list(parts_in(batch))
     shapes = [tuple(part.shape) for part in found if isinstance(part, get_args(Samples))]
-    strange = sorted(
-        {type(part).__name__ for part in found if not isinstance(part, (*get_args(Samples), *SAME))}
-    )
+    strange = sorted({type(part).__name__ for part in found if not isinstance(part, (*get_args(Samples), *SAME))})
     lengths = {shape[0] for shape in shapes if shape}
     if len(lengths) != 1 or not all(lengths) or strange:
         raise DataError(

@@ -178,18 +178,13 @@ class PipelinedSteps:
 
     def _order(self, micro_batches: int) -> Order:
         orders = schedule(
-            self._spec.schedule,
-            self._stages.mesh.size(),
-            micro_batches,
-            stages_per_device=self._spec.stages_per_rank,
+            self._spec.schedule, self._stages.mesh.size(), micro_batches, stages_per_device=self._spec.stages_per_rank
         )
         return orders[self._stages.mesh.get_local_rank()]
 
     def _seed(self, name: str, rest: tuple[Any, ...], micro_batch: int) -> int:
         trainer = self._module.trainer
-        return seed_of(
-            torch.initial_seed(), name, trainer.current_epoch, *rest[:2], self._data_rank, micro_batch
-        )
+        return seed_of(torch.initial_seed(), name, trainer.current_epoch, *rest[:2], self._data_rank, micro_batch)
 
     @contextmanager
     def _gradients_aside(self) -> Iterator[list[nn.Parameter]]:
@@ -236,9 +231,7 @@ class PipelinedSteps:
         }
 
     @torch.no_grad()
-    def _whole(
-        self, whole: Step, part: Callable[[int], Any], ran: Ran, work: Work, record: StepRecord
-    ) -> None:
+    def _whole(self, whole: Step, part: Callable[[int], Any], ran: Ran, work: Work, record: StepRecord) -> None:
         """On the last stage: what one run of the step does besides its gradients, if it has the same loss."""
         with draws_stay():
             with self._recorder.recording(record):
@@ -250,8 +243,7 @@ class PipelinedSteps:
                 with _evaluating(self._module):
                     loss = loss_of(self._stages.run_rest(whole, ran.results))
                     losses = [
-                        loss_of(self._stages.run_rest(partial(part, j), [own]))
-                        for j, own in enumerate(ran.results)
+                        loss_of(self._stages.run_rest(partial(part, j), [own])) for j, own in enumerate(ran.results)
                     ]
             record.error = _compare(loss, losses, work.weights)
 
@@ -292,9 +284,7 @@ class PipelinedSteps:
         return shared
 
 
-def within(
-    call: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]
-) -> Callable[..., Any]:
+def within(call: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
     """The same call inside of a context that is made anew every time."""
 
     def called(*args: Any) -> Any:

@@ -41,9 +41,7 @@ class SampleCheck:
 
     def __init__(self, stages: Stages, blocks: Mapping[str, nn.Module]) -> None:
         self._stages = stages
-        own = [
-            range(stages.spans[now.stage].first, stages.spans[now.stage].end) for now in stages.forward_only
-        ]
+        own = [range(stages.spans[now.stage].first, stages.spans[now.stage].end) for now in stages.forward_only]
         mine = {i for run in own for i in run}
         self._own = {
             f"{name}.{inner}" if inner else name: part

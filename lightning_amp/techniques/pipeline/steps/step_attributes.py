@@ -118,9 +118,7 @@ class Attributes:
         if type(value) is list:
             before = self._contents[id(value)][1]
             if len(value) > len(before) and all(a is b for a, b in zip(before, value, strict=False)):
-                return AttributeChange(
-                    change.module, change.name, change.is_buffer, value[len(before) :], "grown"
-                )
+                return AttributeChange(change.module, change.name, change.is_buffer, value[len(before) :], "grown")
         return change
 
     def _values(self) -> Iterator[Any]:

@@ -93,9 +93,7 @@ class StageStepRecorder:
     @contextmanager
     def muted(self) -> Iterator[None]:
         """Nothing is logged, and metrics and attributes stay as they are: a part of a step is run, or of its batch."""
-        kept = [
-            (name, metric, {way: vars(metric).get(way) for way in MUTED}) for name, metric in self._metrics()
-        ]
+        kept = [(name, metric, {way: vars(metric).get(way) for way in MUTED}) for name, metric in self._metrics()]
         attributes = self._attributes()
         for name, metric, _ in kept:
             vars(metric).update(dict.fromkeys(MUTED, self._noting(_updated(name))))

@@ -48,9 +48,7 @@ def test_a_loop_over_time_is_searched_in_work_that_grows_with_its_length(monkeyp
 def every_region(table: Table, first: int, last: int) -> Iterator[Region]:
     """All legal regions of a run: every row is cut along any of its dims, summed or before."""
     run = [i for i in range(first, last + 1) if table.rows[i].kind == OPERATOR]
-    choices = [
-        [*range(len(table.rows[i].shape)), *(["sum"] if table.rows[i].sums else []), "before"] for i in run
-    ]
+    choices = [[*range(len(table.rows[i].shape)), *(["sum"] if table.rows[i].sums else []), "before"] for i in run]
     for chosen in product(*choices):
         kinds = dict(zip(run, chosen, strict=True))
         if kinds[first] == "before" or kinds[last] == "before":
@@ -128,9 +126,7 @@ def test_all_legal_regions_of_random_tables(seed: int, odd: bool) -> None:
         for last in rows[first:]:
             if OPERATOR == table.rows[first].kind == table.rows[last].kind:
                 for legal in every_region(table, first, last):
-                    same = [
-                        r for (_, end), rs in by_run.items() if end == last for r in rs if alike(r, legal)
-                    ]
+                    same = [r for (_, end), rs in by_run.items() if end == last for r in rs if alike(r, legal)]
                     assert any(covers(r, legal) for r in same if r.first == first) or any(
                         set(legal.before) & r.dims.keys() - set(r.before) for r in same
                     ), legal

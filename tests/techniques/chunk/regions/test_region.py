@@ -25,16 +25,7 @@ def attention() -> tuple[Table, dict[str, int]]:
     weight = new.op("softmax", [scores], (4, 4), dim=-1)
     mixed = new.op("matmul", [weight, k], (4, 6))
     y = new.pointwise(x, mixed)
-    names = {
-        "x": x,
-        "q": q,
-        "k": k,
-        "t": t,
-        "scores": scores,
-        "weight": weight,
-        "mixed": mixed,
-        "y": y,
-    }
+    names = {"x": x, "q": q, "k": k, "t": t, "scores": scores, "weight": weight, "mixed": mixed, "y": y}
     return new.table(y), names
 
 
@@ -54,10 +45,7 @@ def test_queries_are_cut_keys_are_whole() -> None:
     ("change", "says"),
     [
         # unique setting: a row is read cut or whole, not both, and along one dim
-        (
-            lambda at, r: {"dims": {**r.dims, at["k"]: 0, at["t"]: 1}, "before": ()},
-            "does not follow what is cut",
-        ),
+        (lambda at, r: {"dims": {**r.dims, at["k"]: 0, at["t"]: 1}, "before": ()}, "does not follow what is cut"),
         (lambda at, r: {"dims": {**r.dims, at["scores"]: 1}}, "does not follow what is cut of its arguments"),
         (lambda at, r: {"dims": {i: d for i, d in r.dims.items() if i != at["x"]}}, "does not follow"),
         # flow traceability
@@ -122,9 +110,7 @@ def test_sums_are_read_after_the_last_piece_only() -> None:
     a = new.given(4, 6)
     y = new.linear(a, 6, bias=True)
     w = new.rows[y]["inputs"][1]
-    assert "does not sum over" in problem(
-        new.table(y), region(y, y, {a: 1, w: 1}, sums=(y,), units=6, n_chunks=6)
-    )
+    assert "does not sum over" in problem(new.table(y), region(y, y, {a: 1, w: 1}, sums=(y,), units=6, n_chunks=6))
 
 
 def test_a_weight_is_cut_along_the_features_that_are_cut() -> None:

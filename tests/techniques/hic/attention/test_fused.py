@@ -155,8 +155,7 @@ def test_one_tensor_for_all_and_strange_strides(kernel: str) -> None:
     for n in (23, 25):
         packed = [torch.cat([x.detach() for x in draw(n)], dim=1).T.contiguous().T.requires_grad_()]
         found, expected = (
-            results(lambda x, a=a, n=n: a(*x.chunk(3, dim=1)).expand(2, n, DIM), packed)
-            for a in (fused, eager)
+            results(lambda x, a=a, n=n: a(*x.chunk(3, dim=1)).expand(2, n, DIM), packed) for a in (fused, eager)
         )
         assert distance(found, expected) <= 1e-12
         leaves = draw(n)
@@ -205,18 +204,14 @@ def test_low_precision() -> None:
             found = results(fused, mixed)
             assert [x.dtype for x in found] == [torch.float32, dtype, dtype, torch.float32]
             assert distance(found, expected) <= torch.finfo(dtype).eps / 3
-            assert distance(found[:1] + found[3:], expected[:1] + expected[3:]) <= 1e-6, (
-                "float32 is not rounded"
-            )
+            assert distance(found[:1] + found[3:], expected[:1] + expected[3:]) <= 1e-6, "float32 is not rounded"
 
 
 @pytest.mark.parametrize(
     ("n", "window", "device", "keep"),
     [(600, 40, "cuda", False), (620, 40, "cpu", True), (590, 150, "cpu", False), (130, 150, "cuda", True)],
 )
-def test_autocast_to_bfloat16_is_no_more_wrong_than_the_reference(
-    n: int, window: int, device: str, keep: bool
-) -> None:
+def test_autocast_to_bfloat16_is_no_more_wrong_than_the_reference(n: int, window: int, device: str, keep: bool) -> None:
     leaves, single = draw(n, 16), draw(n, 16, dtype=torch.float32)
     ours, reference = FusedLocalAttention(16, window, keep=keep), LocalAttention(16, window)
     expected = results(reference, leaves)
@@ -225,9 +220,7 @@ def test_autocast_to_bfloat16_is_no_more_wrong_than_the_reference(
         assert all(x.dtype == torch.float32 for x in found)
         with torch.autocast("cpu", torch.float16):
             assert distance(results(ours, single), expected) <= 1e-6, "float16 is left alone"
-    errors = [
-        (distance([a], [e]), distance([b], [e])) for a, b, e in zip(found, eager, expected, strict=True)
-    ]
+    errors = [(distance([a], [e]), distance([b], [e])) for a, b, e in zip(found, eager, expected, strict=True)]
     if n > 2 * window:  # where every bucket meets the missing rows, a CPU computes in float32
         assert all(own > 1e-5 for own, _ in errors), errors
     assert all(own <= 1.1 * theirs for own, theirs in errors), errors
@@ -297,9 +290,7 @@ def test_memory_is_as_documented(together: int, chunk: int, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("n", "sizes", "keep"), [(2350, (1, 100), False), (2400, (1, 30), True), (150, (4, 100), True)]
 )
-def test_without_values_the_same_memory(
-    n: int, sizes: Any, keep: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_values_the_same_memory(n: int, sizes: Any, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     set_sizes(monkeypatch, *sizes, padded=n < 1000)
     fused, leaves = FusedLocalAttention(8, 100, keep=keep), draw(n, dtype=torch.float32)
     meta = [x.detach().to("meta").requires_grad_() for x in leaves]
@@ -327,9 +318,7 @@ def operators(attention: Function, leaves: list[Tensor]) -> list[str]:
 def test_an_accelerator_runs_few_operators_on_all_buckets_and_waits_for_none() -> None:
     leaves = draw(5 * WINDOW + 2, dtype=torch.float32)
     with settings_of("cuda"):
-        found = {
-            keep: operators(FusedLocalAttention(DIM, WINDOW, keep=keep), leaves) for keep in (True, False)
-        }
+        found = {keep: operators(FusedLocalAttention(DIM, WINDOW, keep=keep), leaves) for keep in (True, False)}
     # scores, out; gradients of values, weights, keys, queries; scores again
     assert [sum("bmm" in name for name in names) for names in found.values()] == [10, 11]
     assert not {"_local_scalar_dense", "nonzero", "index", "lift_fresh", "arange", "cos"} & set(found[False])

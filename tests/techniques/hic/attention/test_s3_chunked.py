@@ -26,8 +26,7 @@ def forward_backward(attention: nn.Module, n: int, dim: int) -> tuple[Tensor, li
 
 
 @pytest.mark.parametrize(
-    ("n", "buckets", "retain"),
-    [(50, 1, False), (43, 2, True), (43, 5, False), (7, 3, False), (50, 100, True)],
+    ("n", "buckets", "retain"), [(50, 1, False), (43, 2, True), (43, 5, False), (7, 3, False), (50, 100, True)]
 )
 def test_equals_eager(n: int, buckets: int, retain: bool) -> None:
     eager = LocalAttention(8, 10)

@@ -43,9 +43,7 @@ def test_autocast_to_bfloat16(n: int) -> None:
         found, eager = (results(a, single) for a in (fused(16, 40), LocalAttention(16, 40)))
         names = operators(fused(16, 40), single)
     assert all(x.dtype == torch.float32 for x in found)
-    errors = [
-        (distance([a], [e]), distance([b], [e])) for a, b, e in zip(found, eager, expected, strict=True)
-    ]
+    errors = [(distance([a], [e]), distance([b], [e])) for a, b, e in zip(found, eager, expected, strict=True)]
     # gradients of a value are rounded in three parts before they are added, the reference's in one
     assert all(1e-5 < ours <= 1.5 * theirs for ours, theirs in errors), errors
     assert distance(found, expected) <= distance(eager, expected)

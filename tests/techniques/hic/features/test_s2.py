@@ -76,10 +76,7 @@ def what_is_not_used_has_no_gradient(mesh: DeviceMesh) -> None:
 
 
 def collectives_are_counted(mesh: DeviceMesh) -> None:
-    assert count(Case(), ("S2",), mesh) == (
-        {"all_gather_into_tensor": 3, "all_reduce": 1},
-        {"all_reduce": 3 + 1},
-    )
+    assert count(Case(), ("S2",), mesh) == ({"all_gather_into_tensor": 3, "all_reduce": 1}, {"all_reduce": 3 + 1})
     assert count(Case(binarized=True), ("S2",), mesh) == ({"all_reduce": 1}, {"all_reduce": 1})
     # nothing else is sent for convolution keys; gloo adds up parts by an all-to-all
     assert count(Case(key="convolution"), ("S2", "S5"), mesh) == (

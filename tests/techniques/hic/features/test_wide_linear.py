@@ -150,10 +150,7 @@ def hooked() -> nn.Linear:
 
 @pytest.mark.parametrize(
     ("layer", "message"),
-    [
-        (parametrizations.weight_norm(nn.Linear(9, 2)), "is a 'ParametrizedLinear'"),
-        (hooked(), "has forward_hooks"),
-    ],
+    [(parametrizations.weight_norm(nn.Linear(9, 2)), "is a 'ParametrizedLinear'"), (hooked(), "has forward_hooks")],
 )
 def test_refuses_other_layers(layer: nn.Module, message: str) -> None:
     with pytest.raises(InstallError, match=f"S2 does not support a layer that {message}"):

@@ -118,10 +118,7 @@ def check_norm_and_scatter(mesh: DeviceMesh) -> None:
     exact = nn.LayerNorm(10).double()(x.double())[:, channels.of(rank)]
     # x itself is rounded by up to 5e-4 of its deviation
     assert (found - exact).norm() < 1e-3 * exact.norm(), "sums of squares would lose all digits"
-    assert (
-        ShardedLayerNorm(nn.LayerNorm(10), channels)(x[:, channels.of(rank)].bfloat16()).dtype
-        == torch.bfloat16
-    )
+    assert ShardedLayerNorm(nn.LayerNorm(10), channels)(x[:, channels.of(rank)].bfloat16()).dtype == torch.bfloat16
 
     generator = torch.Generator().manual_seed(1)
     u, key = (torch.randn(n, 10, dtype=torch.float64, generator=generator) for n in (4, 9))

@@ -74,9 +74,7 @@ def body(rank: int, world_size: int, expected: dict[str, Results]) -> dict[str, 
     if world_size == 3:
         the_mean_has_gradients(mesh)
         what_is_not_used_has_no_gradient(mesh)
-    return {
-        name: differences(sharded(*CASES[name], mesh, STEPS), results) for name, results in expected.items()
-    }
+    return {name: differences(sharded(*CASES[name], mesh, STEPS), results) for name, results in expected.items()}
 
 
 @pytest.mark.ranks
@@ -118,21 +116,13 @@ def test_what_is_sent_is_counted(rank: int, neighbours: int) -> None:
         loss.backward()
     a_bucket = neighbours * 2 * case.window * case.dim * number
     entering = 10 * case.dim + cells * case.dim + cells * strata
-    assert forward.counts == {
-        "all_to_all_single": attending,
-        "all_gather_into_tensor": strata,
-        "all_reduce": 1,
-    }
+    assert forward.counts == {"all_to_all_single": attending, "all_gather_into_tensor": strata, "all_reduce": 1}
     assert forward.sent == {
         "all_to_all_single": attending * a_bucket,
         "all_gather_into_tensor": strata * cells * number,
         "all_reduce": number,
     }
-    assert backward.counts == {
-        "all_to_all_single": attending,
-        "all_reduce": strata,
-        "all_gather_into_tensor": 1,
-    }
+    assert backward.counts == {"all_to_all_single": attending, "all_reduce": strata, "all_gather_into_tensor": 1}
     assert backward.sent == {
         "all_to_all_single": attending * a_bucket,
         "all_reduce": strata * cells * number,

@@ -57,9 +57,7 @@ def body(rank: int, world_size: int, expected: dict[str, Results]) -> dict[str, 
     vertices.ROWS_AT_A_TIME = 8
     nothing_is_whole(mesh)
     try:
-        return {
-            name: differences(train(CASES[name][0], mesh, CASES[name][1]), e) for name, e in expected.items()
-        }
+        return {name: differences(train(CASES[name][0], mesh, CASES[name][1]), e) for name, e in expected.items()}
     finally:
         vertices.ROWS_AT_A_TIME = 65_536
 
@@ -200,9 +198,7 @@ def test_refuses_what_cannot_be_dealt() -> None:
     v = torch.ones(N, DIM, dtype=torch.float64)
     cells = {name: batch(0)["hic"][name] for name in ("batch", "library")}
     u = torch.ones(CELLS, DIM, dtype=torch.float64)
-    with pytest.raises(
-        InstallError, match=f"the decoder got {N} rows of v, and this rank has 10 of {N} anchors"
-    ):
+    with pytest.raises(InstallError, match=f"the decoder got {N} rows of v, and this rank has 10 of {N} anchors"):
         model.decoders["hic"].mean(u, v, **cells)
     rows = shard_anchors(4, 2, mesh["model"])
     with pytest.raises(InstallError, match="1 vertices belong to several of 4 anchors"):

@@ -121,16 +121,10 @@ def plan_for(model: GLUE, strategies: Sequence[str], ranks: int) -> Plan:
     )
 
 
-def train(
-    case: Graph, mesh: DeviceMesh | None = None, strategies: Sequence[str] = (), steps: int = 2
-) -> Results:
+def train(case: Graph, mesh: DeviceMesh | None = None, strategies: Sequence[str] = (), steps: int = 2) -> Results:
     """Losses, gradients of the first step, values after the last, and a validation; whole on every rank."""
     model = make(case)
-    installed = (
-        Installed()
-        if mesh is None
-        else install(model, plan_for(model, strategies, mesh["model"].size()), mesh)
-    )
+    installed = Installed() if mesh is None else install(model, plan_for(model, strategies, mesh["model"].size()), mesh)
     trained = Loop(model, installed, mesh)
     for step in range(steps):
         model.training_step(batch(step), step)
@@ -167,9 +161,7 @@ class Loop:
         step = len([name for name in self.found if name.startswith("loss")])
         self.found[f"loss {step}"] = loss.detach()
         self.found |= {
-            f"gradient {step} of {name}": value.clone()
-            for name, value in self.whole("grad").items()
-            if step == 1
+            f"gradient {step} of {name}": value.clone() for name, value in self.whole("grad").items() if step == 1
         }
 
     def whole(self, what: str) -> Results:

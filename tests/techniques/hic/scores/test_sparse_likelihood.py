@@ -139,9 +139,7 @@ def test_gradients_that_nearly_cancel_keep_their_digits() -> None:
     # 1e9 entries of this kind: the gradient of zi_logits is the difference of two numbers next to 1
     given = [torch.full((1, 1), v, requires_grad=True) for v in (-4.0, 1.0, -21.0)]
     found = forward_backward(SparseZINB(), torch.zeros(1, 1), given)[3]
-    exact = forward_backward(
-        ZINB(), torch.zeros(1, 1).double(), [t.detach().double().requires_grad_() for t in given]
-    )
+    exact = forward_backward(ZINB(), torch.zeros(1, 1).double(), [t.detach().double().requires_grad_() for t in given])
     torch.testing.assert_close(found.double(), exact[3], rtol=1e-4, atol=0)
 
 
@@ -153,9 +151,7 @@ def test_halves_are_computed_with_in_single_precision() -> None:
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
     assert_close([t.float() for t in found[1:]], expected[1:], rtol=5e-3)
     with torch.autocast("cpu", torch.bfloat16):
-        single = forward_backward(
-            SparseZINB(), x.float(), [t.detach().float().requires_grad_() for t in given]
-        )
+        single = forward_backward(SparseZINB(), x.float(), [t.detach().float().requires_grad_() for t in given])
     assert_close(single, expected, rtol=1e-4)
 
 

@@ -139,10 +139,7 @@ def test_refuses_to_train_without_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("mode", "message"),
-    [
-        ("max-autotune", "allowed are 'default', 'reduce-overhead'"),
-        ("reduce-overhead", "on a device of type 'cpu'"),
-    ],
+    [("max-autotune", "allowed are 'default', 'reduce-overhead'"), ("reduce-overhead", "on a device of type 'cpu'")],
 )
 def test_refuses_modes(mode: str, message: str, compiler: None) -> None:
     with pytest.raises(InstallError, match=message):
@@ -158,9 +155,7 @@ def test_refuses_graphs_over_what_comes_between_strata(strategy: str) -> None:
     technique._check_mode("reduce-overhead", torch.device("cuda"), Model(TWO).decoder.walk)
 
 
-def test_refuses_strata_whose_likelihood_it_cannot_find(
-    compiler: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refuses_strata_whose_likelihood_it_cannot_find(compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(TWO)
     monkeypatch.setattr(type(model.decoder.strata[0]), "nll", None)
     with pytest.raises(InstallError, match="'Stratum', which has no method `nll`"):

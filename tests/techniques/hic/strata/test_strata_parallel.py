@@ -15,10 +15,7 @@ from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.sharded_cases import Case, Model, differences, make_plan, model_mesh, reference, sharded
 
 FIVE = Case(distances=(0, 1, 3, 4, 6), n_batches=2)
-CASES = {
-    "one row, no head": replace(FIVE, n_batches=1, head=False),
-    "binarized": replace(FIVE, binarized=True),
-}
+CASES = {"one row, no head": replace(FIVE, n_batches=1, head=False), "binarized": replace(FIVE, binarized=True)}
 FORMS = [(), ("stream",)]
 """Beside those of test_exactness_matrix.py."""
 

@@ -18,16 +18,7 @@ from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
 from lightning_amp.techniques.hic.rows import StreamStrata
 from lightning_amp.techniques.hic.strata.thread_pool import run_in_order, workers_for
-from tests.techniques.sharded_cases import (
-    Case,
-    Model,
-    Results,
-    assert_same,
-    gradient,
-    make_plan,
-    reference,
-    train,
-)
+from tests.techniques.sharded_cases import Case, Model, Results, assert_same, gradient, make_plan, reference, train
 
 MANY = Case(distances=(0, 1, 3, 4, 5, 6, 7, 8))
 FORMS = {
@@ -96,9 +87,7 @@ def test_own_strata_of_a_rank(own: range, chained: bool) -> None:
         model.zero_grad()
         if len(own):
             total.backward()
-        found.append(
-            {"total": total.detach()} | {n: gradient(p).clone() for n, p in model.named_parameters()}
-        )
+        found.append({"total": total.detach()} | {n: gradient(p).clone() for n, p in model.named_parameters()})
     assert_same(*found, rtol=1e-12)
 
 

@@ -99,14 +99,10 @@ def compare(seed: int) -> None:
     assert instance.fits(cut.ends)
     assert cut.ends[-1] == len(instance.forward)
     if "speeds" not in keywords and not isinstance(keywords.get("stage_bytes"), list):
-        assert all(start < end for start, end in pairwise((0, *cut.ends))), (
-            "among equals none is idle in between"
-        )
+        assert all(start < end for start, end in pairwise((0, *cut.ends))), "among equals none is idle in between"
 
 
-@pytest.mark.parametrize(
-    "n", [400, pytest.param(10_000, marks=[pytest.mark.exhaustive, pytest.mark.release])]
-)
+@pytest.mark.parametrize("n", [400, pytest.param(10_000, marks=[pytest.mark.exhaustive, pytest.mark.release])])
 def test_it_finds_what_trying_all_cuts_finds(n: int) -> None:
     for seed in range(n):
         compare(seed)

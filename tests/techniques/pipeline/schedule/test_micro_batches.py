@@ -24,8 +24,7 @@ def draw(seed: int, layers: int = 9) -> LayerTimes:
     rng = np.random.default_rng(seed)
     p = np.array(COUNTS)[:, None]
     tables = [
-        rng.uniform(50, 100, layers) / p ** rng.uniform(0.4, 1, layers) + rng.uniform(0, 9, layers)
-        for _ in NAMES
+        rng.uniform(50, 100, layers) / p ** rng.uniform(0.4, 1, layers) + rng.uniform(0, 9, layers) for _ in NAMES
     ]
     return LayerTimes(counts=COUNTS, **dict(zip(NAMES, tables, strict=True)))
 
@@ -36,9 +35,7 @@ def row_of(times: LayerTimes, row: int) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("speeds", [None, [1.0, 0.5, 2.0, 1.0]])
 @pytest.mark.parametrize("ends", [(9,), (2, 9), (3, 5, 9), (1, 2, 3, 9), (4, 4, 9)])
-def test_the_time_of_a_step_is_that_of_its_schedule(
-    ends: tuple[int, ...], speeds: list[float] | None
-) -> None:
+def test_the_time_of_a_step_is_that_of_its_schedule(ends: tuple[int, ...], speeds: list[float] | None) -> None:
     times = draw(0)
     found = gpipe_seconds(times, ends, speeds=speeds)
     for row, p in enumerate(COUNTS):
@@ -69,11 +66,7 @@ def test_searching_all_finds_the_best_of_all_optimal_cuts(seed: int) -> None:
         crossed = cross_search(times, Devices(n_stages=3), first=first)
         assert crossed.seconds >= everything.seconds
         row = COUNTS.index(crossed.micro_batches)
-        assert (
-            gpipe_seconds(times, crossed.ends).min()
-            == gpipe_seconds(times, crossed.ends)[row]
-            == crossed.seconds
-        )
+        assert gpipe_seconds(times, crossed.ends).min() == gpipe_seconds(times, crossed.ends)[row] == crossed.seconds
 
 
 def test_searches_keep_to_bytes_and_speeds() -> None:

@@ -7,13 +7,7 @@ import networkx
 import pytest
 
 from lightning_amp import PlanError
-from lightning_amp.techniques.pipeline.schedule.schedules import (
-    SCHEDULES,
-    Order,
-    Pass,
-    most_in_flight,
-    schedule,
-)
+from lightning_amp.techniques.pipeline.schedule.schedules import SCHEDULES, Order, Pass, most_in_flight, schedule
 from lightning_amp.techniques.pipeline.schedule.timeline import StageTimes, timeline
 
 SHAPES = [(1, 1, 1), (1, 4, 3), (2, 4, 2), (3, 3, 2), (4, 8, 2), (4, 8, 3), (4, 4, 1), (5, 2, 1), (3, 7, 1)]
@@ -34,10 +28,7 @@ def draw(stages: int, seed: int = 0) -> StageTimes:
     rng = random.Random(seed)
     there, back, on, returned = (tuple(rng.uniform(1, 3) for _ in range(stages)) for _ in range(4))
     return StageTimes(
-        forward=there,
-        backward=back,
-        send_forward=(*on[: stages - 1], 0.0),
-        send_backward=(0.0, *returned[1:]),
+        forward=there, backward=back, send_forward=(*on[: stages - 1], 0.0), send_backward=(0.0, *returned[1:])
     )
 
 
@@ -99,10 +90,7 @@ def test_every_pass_once_and_nothing_early(name: str, devices: int, micro_batche
 def even(stages: int, forward: float, backward: float) -> StageTimes:
     nothing = (0.0,) * stages
     return StageTimes(
-        forward=(forward,) * stages,
-        backward=(backward,) * stages,
-        send_forward=nothing,
-        send_backward=nothing,
+        forward=(forward,) * stages, backward=(backward,) * stages, send_forward=nothing, send_backward=nothing
     )
 
 

@@ -29,9 +29,7 @@ class Instance:
     def sends(self) -> tuple[list[list[float]], list[list[float]]]:
         """Of every stage, as `cut_pipeline` takes them: a stage's gradients go over the link before it."""
         by_link = [[start + n * each for n in self.sent] for start, each in self.links]
-        return [*by_link, [0.0] * len(self.sent)], [
-            [0.0, *row[:-1]] for row in ([0.0] * len(self.sent), *by_link)
-        ]
+        return [*by_link, [0.0] * len(self.sent)], [[0.0, *row[:-1]] for row in ([0.0] * len(self.sent), *by_link)]
 
     def keywords(self) -> dict[str, Any]:
         """All that a cut depends on."""
@@ -53,8 +51,7 @@ class Instance:
         once, f, b = Fraction(0), Fraction(0), Fraction(0)
         for n, (speed, (start, end)) in enumerate(zip(self.speeds, pairwise((0, *ends)), strict=True)):
             there, returns = (
-                sum(map(Fraction, layers[start:end])) / Fraction(speed)
-                for layers in (self.forward, self.backward)
+                sum(map(Fraction, layers[start:end])) / Fraction(speed) for layers in (self.forward, self.backward)
             )
             goes = Fraction(on[n][end - 1] if end < len(self.forward) else 0)
             comes = Fraction(back[n][start] if start else 0)
@@ -73,9 +70,7 @@ def draw(rng: random.Random) -> Instance:
     """Two to five stages, and up to ten layers."""
     stages = rng.randrange(2, 6)
     layers = rng.randrange(stages, 11)
-    number = rng.choice(
-        (lambda: rng.randrange(1, 5), lambda: rng.uniform(50, 100), lambda: rng.random() ** 3)
-    )
+    number = rng.choice((lambda: rng.randrange(1, 5), lambda: rng.uniform(50, 100), lambda: rng.random() ** 3))
     forward, backward, sent = ([float(number()) for _ in range(layers)] for _ in range(3))
     if rng.random() < 0.5:
         backward = [2 * time for time in forward]
@@ -110,9 +105,7 @@ def compare(seed: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    "n", [600, pytest.param(10_000, marks=[pytest.mark.exhaustive, pytest.mark.release])]
-)
+@pytest.mark.parametrize("n", [600, pytest.param(10_000, marks=[pytest.mark.exhaustive, pytest.mark.release])])
 def test_it_finds_what_trying_all_cuts_finds(n: int) -> None:
     assert sum(compare(seed) for seed in range(n)) > 0.6 * n
 
