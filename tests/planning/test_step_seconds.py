@@ -101,7 +101,7 @@ def test_strata_side_by_side_end_with_the_last_one() -> None:
 def test_what_a_stratum_sends() -> None:
     sizes, b, n, d = shape(dim=24, n_batches=2), CELLS, 192, 24
     hidden = stratum_work(sizes, Axes(placement="hidden"), k=2, cells=b, ranks=4)
-    assert hidden.collectives == 15, "7 and the scores forward, 6 backward: techniques/hic/hidden/decoder.py"
+    assert hidden.collectives == 15, "7 and the scores forward, 6 backward: techniques/hic/hidden.py"
     chunked = stratum_work(sizes, Axes(placement="hidden", attention="chunked"), k=2, cells=b, ranks=4)
     assert chunked.collectives == 7 + 2 + 6 + 2 + 2, "two chunks of 128 queries, and again in the backward pass"
     gathered = stratum_work(sizes, Axes(placement="hidden-gathered"), k=2, cells=b, ranks=4)

@@ -384,8 +384,7 @@ class _Around(nn.Module):
 def _model(kind: type[nn.Module]) -> Any:
     def call(x: Tensor) -> Tensor:
         torch.manual_seed(5)
-        layer = kind().double()
-        for p in layer.parameters():
+        for p in (layer := kind().double()).parameters():
             nn.init.normal_(p, std=0.3)
         return layer(x)
 
