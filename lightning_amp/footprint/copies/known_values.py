@@ -61,7 +61,9 @@ def recipe_of(tensor: Tensor) -> Recipe | None:
     """How a tensor's memory is made; None where its values are not known."""
     if type(tensor) is not FakeTensor:
         # what a step reads besides its module and its batch
-        found = Recipe(given=tensor) if type(tensor) is Tensor and not tensor.requires_grad else None
+        found = (
+            Recipe(given=tensor) if type(tensor) is Tensor and not (tensor.requires_grad or tensor.is_meta) else None
+        )
     elif tensor.constant is not None:
         return Recipe(given=tensor.constant)
     elif tensor.layout is torch.strided:
