@@ -79,7 +79,7 @@ def sites(rank: int, ranks: int, feature: Feature, *, few: bool) -> dict[str, Si
         refused = [p for p in places if p in feature.refused]
         places = tuple(dict.fromkeys([places[turn], *(refused[turn % len(refused) :][:1] if refused else ())]))
     if ranks == 1:
-        found = {} if set(places) <= feature.refused.keys() else {PLAIN: Site(strategies="")}
+        found = {} if few and set(places) <= feature.refused.keys() else {PLAIN: Site(strategies="")}
         if not few or feature.against == "ddp" or AMP_1 in feature.refused:
             found[AMP_1] = Site(strategies="S1")
         return found | ({DDP_1: Site(strategies="ddp")} if feature.against == "ddp" else {})
