@@ -174,7 +174,6 @@ ACTIVATIONS_IN_C = "torch._C._nn"
 
 IS_ALL_TRUE = torch.ops.aten._is_all_true.default
 """By which `torch.distributions` checks arguments (`validate_args`), and little else."""
-READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def softmax_backward(grad: Tensor, weights: Tensor, *, out: Tensor) -> None:

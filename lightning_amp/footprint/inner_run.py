@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_amp._torch import FakeTensor, FakeTensorMode
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.bounded_step import BoundedStep
-from lightning_amp.footprint.copies.fake_copy import copied_without_values, make_fake
+from lightning_amp.footprint.copies.fake_copy import make_fake, without_values
 from lightning_amp.footprint.copies.types_of_the_step import types_of_the_step
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -302,7 +302,7 @@ class _Count(Callback):
         """Enter the mode, and begin to count."""
         if batch_idx == 0 and self._fake is not None:
             self._entered.enter_context(self._fake)
-            self._entered.enter_context(copied_without_values())
+            self._entered.enter_context(without_values())
         if batch_idx == 0 and self._limit is not None:
             held = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
             self._bounded.append(BoundedStep(pl_module, max(0, self._limit - held)))

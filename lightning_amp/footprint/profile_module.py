@@ -11,7 +11,6 @@ CPU and on a GPU keep other temporaries.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,7 +23,6 @@ from lightning_amp.footprint.bounded_step import StepOverBudget, of_transform, u
 from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake_batch, length_of, resize
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.footprint.copies.unread import numbers_may_be_taken
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -160,10 +158,7 @@ def _run(
     make: Callable[[LightningModule], R],
     around: Around,
 ) -> R:
-    with ExitStack() as stack:
-        stack.enter_context(as_guest(module, around.datamodule))
+    with as_guest(module, around.datamodule):
         twin = copy_of(module, fake)
         data = copy_of_data(around.datamodule, module, twin, fake)
-        if fake is not None:
-            stack.enter_context(numbers_may_be_taken())
         return run_two_steps(twin, batch, fake, make, replace(around, datamodule=data))

@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_amp import profile
-from lightning_amp.footprint import profile_module
-from lightning_amp.footprint.copies.known_values import ValueChanged
+from lightning_amp.footprint.copies import fake_copy
+from lightning_amp.footprint.copies.known_values import DataDependent
 
 N = 12
 
@@ -73,9 +73,9 @@ def test_a_number_that_decides_nothing(name: str, monkeypatch: pytest.MonkeyPatc
     assert (module.losses, module.total, module.correct) == ([], 0.0, 0)
 
     def refuses() -> Any:
-        raise ValueChanged("data-dependent")
+        raise DataDependent("not to be taken")
 
-    monkeypatch.setattr(profile_module, "numbers_may_be_taken", refuses)
+    monkeypatch.setattr(fake_copy, "numbers_may_be_taken", refuses)
     measured = profile(module, torch.randn(N, N))
     assert measured.reason
     assert (counted.peak_bytes, counted.by_kind) == (measured.peak_bytes, measured.by_kind)

@@ -27,6 +27,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.apart import apart
 from lightning_amp.footprint.copies.as_before import is_of_user
 from lightning_amp.footprint.copies.known_values import give_values
+from lightning_amp.footprint.copies.unread import numbers_may_be_taken
 
 M = TypeVar("M", bound=nn.Module)
 DATA = (Dataset, DataLoader, LightningDataModule)
@@ -171,15 +172,17 @@ def make_fake(module: nn.Module, fake: FakeTensorMode) -> None:
 
 
 @contextmanager
-def copied_without_values() -> Iterator[None]:
-    """Let `copy.deepcopy` copy tensors while a fake mode is on.
+def without_values() -> Iterator[None]:
+    """Let code copy tensors, and take numbers out of them, while a fake mode is on.
 
-    torch's own way copies the bytes of a storage, which has none then: it writes where no memory was given to it.
+    torch's own way of copying takes the bytes of a storage, which has none then: it writes where no memory was given
+    to it. Numbers are those of `unread.py`.
     """
     before = Tensor.__deepcopy__
     Tensor.__deepcopy__ = _copy_of_tensor  # type: ignore[method-assign]
     try:
-        yield
+        with numbers_may_be_taken():
+            yield
     finally:
         Tensor.__deepcopy__ = before  # type: ignore[method-assign]
 

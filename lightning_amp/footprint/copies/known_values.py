@@ -5,6 +5,7 @@ of numbers, or are buffers. A storage remembers how it was made, as a `Recipe`, 
 reads one. A view shares its storage, and with it the recipe.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +31,7 @@ class Recipe:
     kwargs: dict[str, Any] | None = None
     like: "_View | None" = None
     before: "Recipe | None" = None
-    was_read: bool = False
+    was_read: bool = False  # of a tensor with values
 
 
 @dataclass(eq=False)
@@ -48,8 +49,8 @@ class _View:
         return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.shape, self.stride)
 
 
-class ValueChanged(RuntimeError):
-    """A step writes to a buffer after code has read its value: the next step may take another branch."""
+class DataDependent(RuntimeError):
+    """A step decides something by a value that is not known, or that another step may find changed."""
 
 
 def give_values(fake: Tensor, tensor: Tensor) -> None:
@@ -89,19 +90,17 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
     """Remember how the result of an operator was made, and what it has written to.
 
     Raises:
-        ValueChanged: It writes to a buffer whose value was read.
+        DataDependent: It writes to a buffer whose value was read.
     """
     given = (*args, *kwargs.values())
     known = all(recipe_of(tensor) is not None for tensor in _tensors(given))
     known = known and func not in _EMPTY and torch.Tag.nondeterministic_seeded not in func.tags
-    written = _places_written(func)
-    for i, name in written:
+    places = _places_written(func)
+    for i, name in places:
         value = args[i] if i < len(args) else kwargs.get(name)
         for tensor in _tensors((value,)):
             _write(tensor, _written(func, args, kwargs) if known and tensor is args[0] else None)
-    if written:
-        return
-    if known and type(result) is FakeTensor:
+    if known and not places and type(result) is FakeTensor:
         memory = result.untyped_storage()
         if all(tensor.untyped_storage()._cdata != memory._cdata for tensor in _tensors(given)):
             memory.recipe = Recipe(  # type: ignore[attr-defined]
@@ -117,11 +116,14 @@ def _written(func: Any, args: Any, kwargs: Any) -> Recipe:
 
 
 def _write(tensor: Tensor, after: Recipe | None) -> None:
-    before = getattr(tensor.untyped_storage(), "recipe", None)
-    if before is None:
+    first: Recipe | None = getattr(tensor.untyped_storage(), "recipe", None)
+    if first is None:
         return
-    if before.was_read:
-        raise ValueChanged("data-dependent: the step changes a buffer whose value it has read")
+    while first.before is not None:
+        first = first.before
+    if first.was_read:
+        # the next step may take another branch
+        raise DataDependent("the step changes a buffer whose value it has read")
     tensor.untyped_storage().recipe = after  # type: ignore[attr-defined]
 
 
@@ -133,14 +135,13 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def value_of(tensor: Tensor) -> Tensor | None:
-    """The values of a fake tensor, on the CPU; None where they are not known."""
-    recipe = recipe_of(tensor)
-    if recipe is None:
+def computed(func: OpOverload, args: Any, kwargs: Any) -> Any:
+    """What an operator says of values, as a number; None where these are not known."""
+    if any(recipe_of(tensor) is None for tensor in _tensors((*args, *kwargs.values()))):
         return None
     with torch.no_grad():
-        memory = _memory(recipe, {})
-    return None if memory is None else _view(tensor).on(memory)
+        found = _call(Recipe(func=func, args=tree_map(_seen, args), kwargs=tree_map(_seen, kwargs)), None, {})
+    return None if isinstance(found, Tensor) else found
 
 
 def _view(tensor: Tensor) -> _View:
@@ -165,7 +166,7 @@ def _made(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torc
     if recipe.given is not None:
         recipe.was_read = True
         return recipe.given.cpu().untyped_storage()
-    if recipe.like is not None and recipe.like.dtype.itemsize * _length(recipe.like) > MOST_BYTES:
+    if recipe.like is not None and recipe.like.dtype.itemsize * math.prod(recipe.like.shape) > MOST_BYTES:
         return None
     into = None
     if recipe.before is not None:
@@ -174,6 +175,17 @@ def _made(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torc
             return None
         # what reads the memory as it was before still needs it
         into = earlier.clone()  # type: ignore[no-untyped-call]
+    result = _call(recipe, into, known)
+    if result is None or recipe.like is None:
+        return None if result is None else into
+    where = (tuple(result.shape), result.stride(), int(result.storage_offset()), result.dtype)
+    expected = (recipe.like.shape, recipe.like.stride, recipe.like.offset, recipe.like.dtype)
+    made: torch.UntypedStorage = result.untyped_storage()
+    return made if where == expected else None
+
+
+def _call(recipe: Recipe, into: torch.UntypedStorage | None, known: dict[int, torch.UntypedStorage | None]) -> Any:
+    """The result of a recipe's operator on values; None where one of them is not known."""
     unknown = False
 
     def real(value: Any) -> Any:
@@ -185,16 +197,4 @@ def _made(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torc
         return value if memory is None else value.on(memory)
 
     args, kwargs = tree_map(real, (recipe.args, recipe.kwargs or {}))
-    if unknown:
-        return None
-    result = recipe.func(*args, **kwargs)
-    if recipe.like is None:
-        return into
-    where = (tuple(result.shape), result.stride(), int(result.storage_offset()), result.dtype)
-    expected = (recipe.like.shape, recipe.like.stride, recipe.like.offset, recipe.like.dtype)
-    made: torch.UntypedStorage = result.untyped_storage()
-    return made if where == expected else None
-
-
-def _length(view: _View) -> int:
-    return torch.Size(view.shape).numel()
+    return None if unknown else recipe.func(*args, **kwargs)

@@ -14,17 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import (
-    IS_ALL_TRUE,
-    READ_NUMBER,
-    FakeTensor,
-    FakeTensorMode,
-    OpOverload,
-    as_meta,
-    fake_like,
-    tree_leaves,
-)
-from lightning_amp.footprint.copies.known_values import note, value_of
+from lightning_amp._torch import IS_ALL_TRUE, FakeTensor, FakeTensorMode, OpOverload, as_meta, fake_like, tree_leaves
+from lightning_amp.footprint.copies.known_values import computed, note
 
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose results follow from values, or that change the layout of an argument."""
@@ -75,10 +66,10 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self._valid:
             return self._dispatch(func, types, args, kwargs)
-        if func is READ_NUMBER:
-            value = value_of(args[0])
+        if not self._may_look_up(func) and torch.Tag.data_dependent_output in getattr(func, "tags", ()):
+            value = computed(func, args, kwargs)
             if value is not None:
-                return value.item()
+                return value
         result = self._dispatch(func, types, args, kwargs)
         if isinstance(func, OpOverload):
             note(func, args, kwargs, result)

@@ -12,11 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from lightning_amp._torch import FakeTensor
-from lightning_amp.footprint.copies.known_values import value_of
-
-
-class ValueIsRead(RuntimeError):
-    """Code decides something by a number that a tensor without values does not have."""
+from lightning_amp.footprint.copies.known_values import DataDependent, recipe_of
 
 
 class _Unread:
@@ -29,7 +25,7 @@ class _Unread:
         return UnreadFloat()
 
     def _needs_value(self, *others: Any) -> NoReturn:
-        raise ValueIsRead("data-dependent: a number from .item() decides what is computed")
+        raise DataDependent("a number from .item() decides what is computed")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __pos__ = __abs__ = _number
     __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _ratio
@@ -65,7 +61,7 @@ def numbers_may_be_taken() -> Iterator[None]:
     usual = FakeTensor.item
 
     def item(tensor: FakeTensor) -> Any:
-        if tensor.numel() != 1 or tensor.is_complex() or tensor.constant is not None or value_of(tensor) is not None:
+        if tensor.numel() != 1 or tensor.is_complex() or recipe_of(tensor) is not None:
             return usual(tensor)
         return UnreadFloat() if tensor.is_floating_point() else UnreadInt()
 

@@ -25,10 +25,9 @@ from torch import nn
 
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, ModelError
-from lightning_amp.footprint.copies.fake_copy import copied_without_values, copy_of, fake_batch, length_of
+from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch, length_of, without_values
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.footprint.copies.unread import numbers_may_be_taken
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install_rules
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of
@@ -132,8 +131,7 @@ class EvaluationOfModule:
         try:
             with ExitStack() as stack:
                 forward = self._trainer.precision_plugin.forward_context()
-                without_values = (fake, copied_without_values(), numbers_may_be_taken())
-                for context in (as_guest(twin), *without_values, torch.no_grad(), forward):
+                for context in (as_guest(twin), fake, without_values(), torch.no_grad(), forward):
                     stack.enter_context(context)
                 given = twin._apply_batch_transfer_handler(given, self._trainer.strategy.root_device)
                 live.watch([*twin.parameters(), *twin.buffers(), given])
