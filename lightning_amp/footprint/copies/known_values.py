@@ -1,4 +1,4 @@
-"""Find the values of fake tensors that no data and no parameter enter, as masks that a module makes for itself.
+"""Compute values of fake tensors that depend on no data and no parameter, such as a mask that a module makes.
 
 `torch.nn.Transformer` compares the mask it is given with a causal one, and branches on the answer. Such masks are made
 of numbers, or are buffers. A storage remembers how it was made, as a `Recipe`, and values are computed only where code

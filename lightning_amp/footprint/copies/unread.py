@@ -1,4 +1,4 @@
-"""Stand for the numbers that code takes out of tensors without values, until it decides something by one.
+"""Return placeholders from `item()` of tensors without values; they raise where code decides something by one.
 
 A step that appends `loss.item()` to a list, or logs `correct.item() / n`, takes as many bytes whatever the number is.
 So `item()` of a fake tensor is a number to compute with and to print, and every comparison and every use as a length
