@@ -15,7 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
-from benchmarks.gpu import exactness, generic, kernels, language_model, memory, rates, speed, trainer
+from benchmarks.gpu import chunks, exactness, generic, kernels, language_model, memory, rates, speed, trainer
 from benchmarks.gpu.report import FILE, write_report
 from benchmarks.gpu.runner import Part, Runner
 
@@ -42,6 +42,7 @@ PARTS = (
     Part(name="determinism", title="Two equal runs", file="trainer", seconds=30, run=trainer.determinism),
     Part(name="monitor", title="The memory monitor", file="trainer", seconds=25, run=trainer.monitor),
     Part(name="loading", title="Waiting for cells", file="trainer", seconds=40, run=trainer.loading),
+    Part(name="chunks", title="AutoChunk's models in chunks", file="speed", seconds=150, run=chunks.run),
     # it times as many cases as there are seconds, so it comes last
     Part(name="speed", title="Time and peak of heavy decoders", file="speed", seconds=170, run=speed.run),
 )
