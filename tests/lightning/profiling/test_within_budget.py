@@ -15,7 +15,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.any_module import Meter
-from tests.lightning.strategy.any_module_cases import trainer_of
+from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.ranks import run_ranks
 from tests.techniques.recompute.test_beside_decoder import CASE, DECODER, ENCODERS, Run, beside
 from tests.techniques.sharded_cases import Case, differences, make_plan
