@@ -167,6 +167,24 @@ def close(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
         assert off <= RTOL * value.abs().max() + 1e-12, f"{where}, {name}: off by {float(off):.1e}"
 
 
+def same_checkpoint(found: dict[str, Any], expected: dict[str, Any], where: str = "") -> None:
+    """Weights and the state of the optimiser."""
+    close(found["state_dict"], expected["state_dict"], f"{where} weights")
+    (own,), (state,) = found["optimizer_states"], expected["optimizer_states"]
+    assert own["param_groups"] == state["param_groups"]
+    assert list(own["state"]) == list(state["state"])
+    for index, values in state["state"].items():
+        close(own["state"][index], values, f"{where} state of parameter {index}")
+
+
+def went_on(found: Found, one: Found, where: str) -> None:
+    """As one process, after two epochs."""
+    close(found["state"], one["state"], where)
+    assert found["whole"]
+    for loss in ("val_loss", "test_loss"):
+        assert found[loss] == pytest.approx(one[loss], rel=1e-10), loss
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_module_trains_as_on_one_process(runs: Any, name: str) -> None:
     trains_as_on_one(runs[1][0][name], [found[name] for found in runs[2]])

@@ -28,7 +28,7 @@ from tests.lightning.strategy.fsdp_features import (
     ways,
 )
 from tests.lightning.strategy.strategy_cases import EVEN, Batch, Case
-from tests.lightning.strategy.test_fsdp import close
+from tests.lightning.strategy.test_fsdp import close, same_checkpoint, went_on
 from tests.ranks import run_all
 
 
@@ -265,11 +265,7 @@ def test_training_goes_on_from_any_checkpoint(runs: Any, job: str) -> None:
     """One process goes on from any, as its own are equal to them (below)."""
     one = runs["plain"][0]["saved"]
     for rank, report in enumerate(runs["pair"]):
-        found = report[job]
-        close(found["state"], one["state"], f"{job}, rank {rank}")
-        assert found["whole"]
-        for loss in ("val_loss", "test_loss"):
-            assert found[loss] == pytest.approx(one[loss], rel=1e-10), loss
+        went_on(report[job], one, f"{job}, rank {rank}")
 
 
 def test_prediction_may_take_unlike_numbers_of_batches(runs: Any) -> None:
@@ -284,12 +280,7 @@ def test_a_checkpoint_is_the_plain_one(folder: Path, runs: Any) -> None:
     names = ("fsdp/epoch=0.ckpt", "converted.ckpt", "plain/epoch=0.ckpt")
     *saved, plain_one = (torch.load(folder / name, weights_only=True) for name in names)
     for found in saved:
-        close(found["state_dict"], plain_one["state_dict"], "weights")
-        (own,), (expected,) = found["optimizer_states"], plain_one["optimizer_states"]
-        assert own["param_groups"] == expected["param_groups"]
-        assert list(own["state"]) == list(expected["state"])
-        for index, state in expected["state"].items():
-            close(own["state"][index], state, f"state of parameter {index}")
+        same_checkpoint(found, plain_one)
     one, two = (saved[0]["state_dict"][f"{name}.weight"] for name in ("first", "back"))
     assert one.data_ptr() == two.data_ptr(), "tied, as in a plain checkpoint"
 

@@ -21,7 +21,15 @@ from lightning_amp.techniques.fsdp.row import ON_HOST, FullyShard
 from lightning_amp.techniques.fsdp.units import units_of
 from tests.lightning.strategy.fsdp_features import Blocks, Found, Several, loader, saved, trained, trainer_of
 from tests.lightning.strategy.strategy_cases import Batch, RunningRanks
-from tests.lightning.strategy.test_fsdp import batches_of, close, fit, module_of, trains_as_on_one
+from tests.lightning.strategy.test_fsdp import (
+    batches_of,
+    close,
+    fit,
+    module_of,
+    same_checkpoint,
+    trains_as_on_one,
+    went_on,
+)
 from tests.ranks import CountCollectives, run_all
 from tests.techniques.fsdp.test_fsdp_bytes import measured, module_and_batch
 
@@ -221,11 +229,7 @@ def test_the_predicted_peak_is_the_measured_one(runs: Any) -> None:
 def test_two_epochs_with_a_checkpoint_between_them(folder: Path, runs: Any, job: str) -> None:
     one = runs["plain"][0]["saved"]
     for rank, report in enumerate(runs["four"]):
-        found = report[job]
-        close(found["state"], one["state"], f"{job}, rank {rank}")
-        assert found["whole"]
-        for loss in ("val_loss", "test_loss"):
-            assert found[loss] == pytest.approx(one[loss], rel=1e-10), loss
+        went_on(report[job], one, f"{job}, rank {rank}")
     written = {path.name for path in (folder / "host/epoch=1.ckpt").glob("__*") if path.stat().st_size}
     assert written == {"__0_0.distcp", "__1_0.distcp"}, "of the first group alone"
 
@@ -234,12 +238,7 @@ def test_two_epochs_with_a_checkpoint_between_them(folder: Path, runs: Any, job:
 def test_a_checkpoint_is_the_plain_one(folder: Path, runs: Any, name: str) -> None:
     of_one = f"plain/{Path(name).name}"
     found, expected = (torch.load(folder / path, weights_only=True) for path in (name, of_one))
-    close(found["state_dict"], expected["state_dict"], name)
-    (own,), (state,) = found["optimizer_states"], expected["optimizer_states"]
-    assert own["param_groups"] == state["param_groups"]
-    assert list(own["state"]) == list(state["state"])
-    for index, values in state["state"].items():
-        close(own["state"][index], values, f"{name}, state of parameter {index}")
+    same_checkpoint(found, expected, name)
 
 
 def test_the_policy_splits_within_a_node(runs: Any) -> None:
