@@ -10,11 +10,11 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.decoders import Size
 from benchmarks.gpu.device import BF16, FLOAT32, Precision, free_bytes, wait
 from benchmarks.gpu.runner import SkipPart, Work
 from benchmarks.gpu.speed import SPARE
 from benchmarks.gpu.subject import EAGER, OURS, Subject, plan_of
-from benchmarks.side_by_side.cases import Size
 
 LONGEST = 10
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.decoders import Size
 from benchmarks.gpu.device import FLOAT32, Allocated, free_bytes, wait
 from benchmarks.gpu.runner import SkipPart, Work
 from benchmarks.gpu.subject import EAGER, OURS, Subject, plan_of
-from benchmarks.side_by_side.cases import Size
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.simulation.models_without_values import decoder_subject
 from lightning_amp.simulation.simulate import simulate

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.decoders import Size, flops
 from benchmarks.gpu.device import BF16, FLOAT32, TF32, Allocated, Precision, free_bytes, matmul_rate, median_seconds
 from benchmarks.gpu.runner import Work
 from benchmarks.gpu.subject import EAGER, OURS, Subject, plan_of
-from benchmarks.side_by_side.cases import Size, flops
 from lightning_amp.errors import AmpError
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.table import conflicts

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.decoders import Size
 from benchmarks.gpu.device import Precision
-from benchmarks.side_by_side.cases import Size
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.data.files.graphml import Graph
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum

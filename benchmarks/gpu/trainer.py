@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from benchmarks.decoders import Size
 from benchmarks.gpu.device import wait
 from benchmarks.gpu.runner import Work
 from benchmarks.gpu.subject import EAGER, OURS, CellsInMemory, decoder_batch
-from benchmarks.side_by_side.cases import Size
-from benchmarks.training.whole_step import QUIET
 from lightning_amp.lightning.callbacks.memory_monitor import WHOLE_STEP, StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.simulation.models_without_values import DecoderAlone
+from tests.any_module import QUIET
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 WARM_UP = 3
@@ -64,6 +64,8 @@ def trainer_for(
     place = work.device
     trainer = pl.Trainer(
         **QUIET,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
         strategy=strategy,
         accelerator="gpu" if place.type == "cuda" else "cpu",
         devices=[place.index or 0] if place.type == "cuda" else 1,

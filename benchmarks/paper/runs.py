@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from benchmarks.side_by_side.cases import in_forms
+from benchmarks.decoders import in_forms
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.memory.peak_model import estimate

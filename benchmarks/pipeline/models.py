@@ -1,4 +1,4 @@
-"""Models of which stages are made: a GPT of any size, and a VGG-like CNN without batch norm; and a chained decoder."""
+"""Models of which stages are made: a GPT of any size, and a VGG-like CNN without batch norm."""
 
 from itertools import pairwise
 from typing import Any
@@ -7,8 +7,6 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from lightning_amp.models.decoders.stratified import StratifiedDecoder
 
 
 class Block(nn.Module):
@@ -53,18 +51,13 @@ class Blocks(pl.LightningModule):
 
 
 class GPT(Blocks):
-    """The next word is predicted; with `tied`, by the embedding's weight, and as GPT-2 begins."""
+    """The next word is predicted."""
 
-    def __init__(self, *, words: int, dim: int, heads: int, layers: int, length: int, tied: bool = False) -> None:
+    def __init__(self, *, words: int, dim: int, heads: int, layers: int, length: int) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, dim), nn.Embedding(length, dim)
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, words, bias=False)
-        if tied:
-            self.head.weight = self.words.weight
-            for parameter in self.parameters():
-                if parameter.dim() > 1:
-                    nn.init.normal_(parameter, std=0.02)
 
     def before(self, batch: Tensor) -> Tensor:
         """What precedes the blocks."""
@@ -85,19 +78,18 @@ class VGG(Blocks):
 
     Args:
         side: Of the images, a multiple of 32.
-        narrow: The convolutions are this many times narrower.
         fine: Convolutions, rectifiers and poolings are blocks of their own, as in torchvision.
     """
 
-    def __init__(self, *, side: int = 64, narrow: int = 1, fine: bool = False) -> None:
+    def __init__(self, *, side: int = 64, fine: bool = False) -> None:
         super().__init__()
         wide = [64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512]
         pools = {1, 3, 6, 9, 12}
         layers = [
             nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), *([nn.MaxPool2d(2)] if i in pools else []))
-            for i, (a, b) in enumerate(pairwise([3, *(n // narrow for n in wide)]))
+            for i, (a, b) in enumerate(pairwise([3, *wide]))
         ]
-        flat, hidden = wide[-1] // narrow * (side // 32) ** 2, 2048 // narrow
+        flat, hidden = wide[-1] * (side // 32) ** 2, 2048
         layers += [nn.Sequential(nn.Flatten(), nn.Linear(flat, hidden), nn.ReLU())]
         blocks = [part for layer in layers[:-1] for part in layer] if fine else layers
         head = nn.Linear(hidden, 10)
@@ -114,32 +106,3 @@ class VGG(Blocks):
     def configure_optimizers(self) -> Any:
         """As VGG was trained."""
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
-
-class ChainedDecoder(pl.LightningModule):
-    """Strata of which each attends to what the one before has made of the anchors, from given latents of cells.
-
-    With `alike` they all attend to the same anchors, and have as many features.
-    """
-
-    def __init__(self, *, anchors: int = 60, strata: int = 8, dim: int = 16, alike: bool = False) -> None:
-        super().__init__()
-        self.v = nn.Parameter(torch.randn(anchors, dim))
-        self.decoder = StratifiedDecoder(
-            dim,
-            [range(anchors - (strata if alike else k)) for k in range(strata)],
-            stratum_index=range(alike, strata + alike),
-            n_anchors=anchors,
-            n_batches=1,
-            chained=not alike,
-            window=10,
-        )
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Minus the mean log-likelihood of the cells' counts."""
-        loss: Tensor = self.decoder(batch["u"], self.v, **{key: batch[key] for key in ("batch", "library", "x")})
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        """Adam."""
-        return torch.optim.Adam(self.parameters(), lr=1e-3)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.page import ROOT
-from benchmarks.training.whole_step import QUIET
 from lightning_amp import AMPStrategy, StratumMemoryMonitor
+from tests.any_module import QUIET
 
 BLOCKS, WIDTH, SAMPLES = 18, 1024, 960
 

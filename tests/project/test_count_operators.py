@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from benchmarks.kernels.count_operators import OperatorCounter
+from benchmarks.count_operators import OperatorCounter
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.side_by_side.cases import Size
+from benchmarks.decoders import Size
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.time.step_seconds import step_seconds

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.kernels.count_operators import OperatorCounter
+from benchmarks.count_operators import OperatorCounter
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.models.decoders.stratum_keys import ConvolutionKey

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.side_by_side.cases import in_forms
+from benchmarks.decoders import in_forms
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.live_bytes import tensors_of

@@ -28,7 +28,9 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resolution", help="check: the bin size that the file must have, such as 500kb")
     parser.add_argument("--min-depth", type=int, default=0, help="drop cells with fewer contacts (default: 0)")
     parser.add_argument("--n-genes", type=int, default=2000, help="most variable genes to keep (default: 2000)")
-    parser.add_argument("--trans", action="store_true", help="keep pairs that cross a chromosome's end")
+    parser.add_argument(
+        "--trans", dest="cis_only", action="store_false", help="keep pairs that cross a chromosome's end"
+    )
     parser.add_argument(
         "--chromosomes",
         help="chromosomes to keep, separated by commas (default: all but scaffolds and the mitochondrial one)",
@@ -44,22 +46,9 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from lightning_amp.data.prepare.prepare import prepare
 
-    directory = prepare(
-        hic=arguments.hic,
-        rna=arguments.rna,
-        genes=arguments.genes,
-        strata=arguments.strata,
-        out=arguments.out,
-        labels=arguments.labels,
-        resolution=arguments.resolution,
-        min_depth=arguments.min_depth,
-        n_genes=arguments.n_genes,
-        cis_only=not arguments.trans,
-        chromosomes=arguments.chromosomes.split(",") if arguments.chromosomes else None,
-        loop_quantile=arguments.loop_quantile,
-        by_columns=arguments.by_columns,
-        overwrite=arguments.overwrite,
-    )
+    chromosomes = arguments.chromosomes.split(",") if arguments.chromosomes else None
+    options = {name: value for name, value in vars(arguments).items() if name != "run"}
+    directory = prepare(**options | {"chromosomes": chromosomes})
     print(f"{prepared_report(directory)}\n")
     for path in (directory.hic, directory.rna, directory.graph):
         print(f"wrote {path}")

@@ -29,15 +29,12 @@ def train(words: Sequence[str]) -> CommandLine:
             "predict requires --ckpt_path; predictions of untrained weights mean nothing: add --ckpt_path"
             " last for the checkpoint that fit of this configuration wrote, or name a file"
         )
-    cli = CommandLine(prog=PROGRAM, help_of={words[0]: _help(words[0])})
+    verb = words[0]
+    # before Lightning's flags, of which there are a hundred
+    usage = f"{PROGRAM} {verb} --config FILE.yaml [--ckpt_path FILE.ckpt] [options]"
+    cli = CommandLine(prog=PROGRAM, help_of={verb: {"usage": usage, **described(verb)}})
     _print_results(cli)
     return cli
-
-
-def _help(verb: str) -> dict[str, Any]:
-    """What is said of a command before Lightning's flags, of which there are a hundred."""
-    usage = f"{PROGRAM} {verb} --config FILE.yaml [--ckpt_path FILE.ckpt] [options]"
-    return {"usage": usage, **described(verb)}
 
 
 def _quieten() -> None:
@@ -61,9 +58,9 @@ def _print_results(cli: CommandLine) -> None:
             print(f"wrote {_short(path)}")
         for remark in getattr(callback, "remarks", []):
             print(fill(remark, 80))
-    if cli.subcommand == "fit":
-        for path in _checkpoints(cli):
-            print(f"wrote {_short(path)}")
+    best = getattr(cli.trainer.checkpoint_callback, "best_model_path", "")
+    if cli.subcommand == "fit" and best:
+        print(f"wrote {_short(Path(best))}")
 
 
 def memory_table(rows: Sequence[dict[str, Any]], *, of: str = "stratum") -> str:
@@ -78,11 +75,6 @@ def memory_table(rows: Sequence[dict[str, Any]], *, of: str = "stratum") -> str:
         for row in rows
     ]
     return table([of, "predicted", "measured", "measured / predicted"], cells)
-
-
-def _checkpoints(cli: CommandLine) -> list[Path]:
-    found = getattr(cli.trainer.checkpoint_callback, "best_model_path", "")
-    return [Path(found)] if found else []
 
 
 def _short(path: Path) -> Path:

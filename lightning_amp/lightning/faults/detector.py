@@ -48,14 +48,6 @@ PAUSE_TICKS = 3
 """A look for messages that took longer than so many ticks was a pause of the process."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Seconds after which a rank counts as lost, and as stuck."""
-
-    lost_after: float
-    stuck_after: float
-
-
 @dataclass
 class _Seen:
     """What is known of another rank."""
@@ -74,6 +66,7 @@ class Detector:
 
     Args:
         look: What the main thread is doing.
+        lost_after, stuck_after: Seconds after which a rank counts as lost, and as stuck.
         listener: Of rank 0, where the others connect.
         link: Of the others, to rank 0.
         token: What a rank must say to be heard.
@@ -86,14 +79,16 @@ class Detector:
         look: Callable[[], Doing],
         look_closely: Callable[[], Doing] | None = None,
         *,
-        limits: Limits,
+        lost_after: float,
+        stuck_after: float,
         listener: socket.socket | None,
         link: Link | None,
         token: str,
         children: Sequence["subprocess.Popen[Any]"] = (),
     ) -> None:
         self.fault: Fault | None = None
-        self._rank, self._look, self._limits, self._token = rank, look, limits, token
+        self._rank, self._look, self._token = rank, look, token
+        self._lost_after, self._stuck_after = lost_after, stuck_after
         self._look_closely, self._next_close = look_closely or look, SLOW_S
         self._children = list(children)
         self._seen: dict[int, _Seen] = {}
@@ -110,7 +105,7 @@ class Detector:
         if link is not None:
             self._add(0, link)
             link.send(hello=rank, token=token, host=this_host())
-        self._tick = min(1.0, limits.lost_after / 4, limits.stuck_after / 4)
+        self._tick = min(1.0, lost_after / 4, stuck_after / 4)
         self._thread = threading.Thread(target=self._run, daemon=True, name="lightning_amp-watch")
         self._thread.start()
 
@@ -187,7 +182,7 @@ class Detector:
         """Whether the main thread has had its time to end by itself; the user may catch what it has raised."""
         waited = time.monotonic() - self._learned
         grace = ASKED_GRACE_S if self.fault is not None and self.fault.asked else GRACE_S
-        return waited > grace and (waited > self._limits.lost_after or not self._look().unwinding)
+        return waited > grace and (waited > self._lost_after or not self._look().unwinding)
 
     def _accept(self) -> None:
         assert self._listener is not None, "rank 0 has one"
@@ -251,7 +246,7 @@ class Detector:
             self._last, self._since = state, now
             self._doing, self._next_close = doing, SLOW_S
         self._idle = now - self._since
-        if self._idle >= self._next_close or self._idle >= NEAR * self._limits.stuck_after:
+        if self._idle >= self._next_close or self._idle >= NEAR * self._stuck_after:
             # a stack is not read more often than it takes to say who is stuck: see activity.py
             self._doing, self._next_close = self._look_closely(), 1.5 * self._idle
         for seen in self._seen.values():
@@ -261,7 +256,7 @@ class Detector:
         """Find who is silent; on rank 0 also who is stuck."""
         now = time.monotonic()
         for rank, seen in self._seen.items():
-            if not seen.over and now - seen.heard > self._limits.lost_after:
+            if not seen.over and now - seen.heard > self._lost_after:
                 what = f"has not been heard of for {now - seen.heard:.0f} s; it was last {seen.doing}"
                 self._learn(Fault(rank=rank, host=seen.host, what=what))
         if self._rank != 0:
@@ -269,7 +264,7 @@ class Detector:
         me = (0, this_host(), str(self._doing), bool(self._doing.waiting), self._idle)
         others = [(r, s.host, s.doing, s.waiting, s.idle) for r, s in self._seen.items() if not s.over]
         ranks = [me, *others]
-        slow = [row for row in ranks if row[4] > self._limits.stuck_after]
+        slow = [row for row in ranks if row[4] > self._stuck_after]
         stuck = [row for row in slow if not row[3]]
         if stuck or (slow and len(slow) == len(ranks)):
             rank, host, doing, _, idle = (stuck or slow)[0]

@@ -31,7 +31,7 @@ from lightning_amp.lightning.faults.activity import (
     text_of,
     this_host,
 )
-from lightning_amp.lightning.faults.detector import EXIT_STATUS, GRACE_S, Detector, Limits, say
+from lightning_amp.lightning.faults.detector import EXIT_STATUS, GRACE_S, Detector, say
 from lightning_amp.lightning.faults.launchers import (
     OF_ALL_RANKS,
     STARTED_BY,
@@ -58,7 +58,7 @@ class FailureWatch:
 
     def __init__(self, strategy: DDPStrategy, *, lost_after: float, stuck_after: float) -> None:
         self._strategy = strategy
-        self._limits = Limits(lost_after=lost_after, stuck_after=stuck_after)
+        self._limits = {"lost_after": lost_after, "stuck_after": stuck_after}
         self._detector: Detector | None = None
         self._adopted: list[Any] | None = None
         # whether an optimiser may have changed some of the parameters and not yet the others
@@ -105,15 +105,11 @@ class FailureWatch:
 
     def connected(self) -> None:
         """Begin, once the processes are connected."""
-        if self._strategy.world_size == 1:
+        strategy, trainer = self._strategy, self._trainer
+        if strategy.world_size == 1:
             return
-        trainer = self._trainer
-        if trainer is not None and not _requeues_on_sigterm(self._strategy.cluster_environment):
+        if trainer is not None and not _requeues_on_sigterm(strategy.cluster_environment):
             self._end_on_sigterm(trainer)
-        self._begin(trainer)
-
-    def _begin(self, trainer: pl.Trainer | None) -> None:
-        strategy = self._strategy
         assert strategy.cluster_environment is not None, "the Trainer sets the environment"
         self.end(failed=False)
         address = strategy.cluster_environment.main_address
@@ -135,7 +131,7 @@ class FailureWatch:
             strategy.global_rank,
             partial(doing_as_noted, trainer),
             partial(doing_of_thread, threading.get_ident(), trainer),
-            limits=self._limits,
+            **self._limits,
             listener=listener,
             link=link,
             token=token,
@@ -223,7 +219,11 @@ class FailureWatch:
         if self._detector is None:
             # before ranks are connected; others would wait for this one
             for process in self._adopt():
-                _end(process)
+                process.terminate()
+                try:
+                    process.wait(timeout=GRACE_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
             return
         # a broken collective is the consequence of another rank's end, of which the word may be on its way
         fault = self._detector.cause() if is_of_communication(exception) else self._detector.fault
@@ -273,14 +273,6 @@ class FailureWatch:
         if self._adopted is not None and all(child.poll() is None for child in self._adopted):
             launch_process_observer(self._adopted)
         self._adopted = None
-
-
-def _end(process: "subprocess.Popen[Any]") -> None:
-    process.terminate()
-    try:
-        process.wait(timeout=GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
 
 
 def _requeues_on_sigterm(environment: ClusterEnvironment | None) -> bool:

@@ -298,7 +298,16 @@ def choose_grid(
                 runs[pair] = counted((*pair, z), copies, layouts[pair])
             except AmpError as error:
                 refused.append(error)
-        level = ranked(_costs(grids, runs, size, links), budget)
+        # of all grids with so many ranks of x and y, with either of these as the axis that splits features first
+        level = ranked(
+            [
+                grid_cost(runs[pair].run, z, copies, links, exchanged=exchanged)
+                for x, y, z, copies in grids
+                for exchanged, pair in ((False, (x, y)), (True, (y, x)))
+                if x * y == size and pair in runs
+            ],
+            budget,
+        )
         costs = ranked([*costs, *level], budget)
         fits = costs and (budget is None or costs[0].peak_bytes <= budget)
         if fits and level and min(one.batch_seconds for one in level) > slower * costs[0].batch_seconds:
@@ -322,18 +331,6 @@ def choose_grid(
     other = {"x": "y", "y": "x"} if cost.exchanged else {}
     steps.sent[:] = [one._replace(axis=other.get(one.axis, one.axis)) for one in found.sent]
     return found.step, tuple(map(Explanation, _notes(cost, costs, budget, n_grids=len(grids))))
-
-
-def _costs(
-    grids: list[tuple[int, int, int, int]], runs: Mapping[Pair, CountedRun], size: int, links: Links
-) -> list[GridCost]:
-    """Of all grids with so many ranks of x and y, in both deals of roles."""
-    return [
-        grid_cost(runs[pair].run, z, copies, links, exchanged=exchanged)
-        for x, y, z, copies in grids
-        for exchanged, pair in ((False, (x, y)), (True, (y, x)))
-        if x * y == size and pair in runs
-    ]
 
 
 def _notes(chosen: GridCost, costs: list[GridCost], budget: int | None, *, n_grids: int) -> Iterator[str]:

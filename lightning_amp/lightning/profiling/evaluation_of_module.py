@@ -13,7 +13,7 @@ stays whole.
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,32 +31,12 @@ from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install_rules
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of
+from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.protocol import find_decoders
 
 STEPS = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step", TrainerFn.PREDICTING: "predict_step"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluated:
-    """The plan of one evaluation.
-
-    Attributes:
-        step: Name of the module's method.
-        rules: What runs in chunks.
-        whole_bytes, peak_bytes: Most bytes alive at once without and with the rules: parameters, buffers, the batch,
-            and what the step makes.
-        held_bytes: Of these, what is there before the step.
-        batch_size: Length of the batch, None where its tensors have none in common.
-    """
-
-    step: str
-    rules: tuple[Rule, ...]
-    whole_bytes: int
-    peak_bytes: int
-    held_bytes: int
-    batch_size: int | None
 
 
 class EvaluationOfModule:
@@ -76,13 +56,14 @@ class EvaluationOfModule:
             "test_step": trainer.test_loop,
             "predict_step": trainer.predict_loop,
         }
-        loaders, why = loaders_of(loops[step]._data_source, trainer)
+        loaders, why = loaders_of(trainer, loops[step])
         # of several loaders one after the other
         first = loaders[0] if isinstance(loaders, list | tuple) else loaders
         return cls(trainer, step, partial(example_batch, first, why))
 
-    def within(self, budget: int) -> Evaluated:
-        """What runs in chunks so that the step takes no more than a budget, or the least that it can.
+    def within(self, budget: int, made: Plan, notes: Sequence[str]) -> tuple[Plan, tuple[Rule, ...]]:
+        """The plan with the bytes of this step and these notes, and rules by which the step runs in chunks so that it
+        takes no more than a budget, or the least that it can.
 
         Raises:
             AmpError: There is no batch to be had, the step fails without values, or a module cannot run in chunks.
@@ -107,14 +88,18 @@ class EvaluationOfModule:
                 # the least that it can is what the plan says
                 warnings.simplefilter("ignore")
                 _, peak = self._count(batch, rules)
-        return Evaluated(
-            step=self._step,
-            rules=rules,
-            whole_bytes=whole,
-            peak_bytes=peak,
-            held_bytes=held,
-            batch_size=length_of(batch),
+        without = f": {format_bytes(whole)} without chunks" if rules else ""
+        note = Explanation(f"{self._step} was counted with the first batch, without values{without}")
+        plan = replace(
+            made,
+            evaluates=self._step,
+            batch_size=length_of(batch) or made.batch_size,
+            predicted_base_bytes=held,
+            predicted_peak_bytes=peak,
+            # those of a training step are of other bytes
+            notes=(*notes, note),
         )
+        return plan, rules
 
     def _count(
         self, batch: Any, rules: Sequence[Rule], calls: dict[str, tuple[int, int]] | None = None

@@ -67,25 +67,22 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
             return max(sizes), ""
     if not source.is_module() or not trainer.training or not find_decoders(trainer.lightning_module):
         return None, UNKNOWN
-    loaders, why = training_loaders(trainer)
+    loaders, why = loaders_of(trainer)
     if sizes := _sizes(loaders):
         return max(sizes), ""
     return None, f"{UNKNOWN} ({why}, before training)" if why else UNKNOWN
 
 
-def training_loaders(trainer: "pl.Trainer") -> tuple[object, str]:
-    """What the run will read in training; None and why, "" where nothing went wrong.
+def loaders_of(trainer: "pl.Trainer", loop: Any = None) -> tuple[object, str]:
+    """What the run will read in a loop, by default in training; None and why, "" where nothing went wrong.
 
-    A fit's hook `train_dataloader` is called, and the Trainer takes what it gave. It calls the hook again where that
-    draws random numbers, which must be drawn where a plain run draws them; and where a sampler has been distributed to
-    ranks by now, for how many of them have a batch of their own is up to the plan. Every rank calls this, for the hook
-    may communicate. A hook that is called every few epochs may give other loaders each time: it is not called.
+    The loop's hook, such as `train_dataloader`, is called, and the Trainer takes what it gave. It calls the hook again
+    where that draws random numbers, which must be drawn where a plain run draws them; and where a sampler has been
+    distributed to ranks by now, for how many of them have a batch of their own is up to the plan. Every rank calls
+    this, for the hook may communicate. A hook that is called every few epochs may give other loaders each time: it is
+    not called.
     """
-    return loaders_of(trainer.fit_loop._data_source, trainer)
-
-
-def loaders_of(source: Any, trainer: "pl.Trainer") -> tuple[object, str]:
-    """The same of the source of any loop."""
+    source: Any = (trainer.fit_loop if loop is None else loop)._data_source
     if not source.is_module():
         return source.instance, ""
     if not source.is_defined() or getattr(trainer, "reload_dataloaders_every_n_epochs", False):

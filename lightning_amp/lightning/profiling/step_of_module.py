@@ -28,7 +28,7 @@ from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
-from lightning_amp.lightning.profiling.loaders import example_batch, training_loaders
+from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of
 from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.contract.protocol import find_decoders
@@ -103,7 +103,7 @@ class StepOfModule:
         around = Around.of(trainer, prepared=True, datamodule=getattr(trainer, "datamodule", None))
         own = getattr(trainer.strategy, "own_parts", None)
         around = replace(around, values=values, limit_bytes=limit_bytes, own_parts=own)
-        loaders, why = training_loaders(trainer)
+        loaders, why = loaders_of(trainer)
         return cls(module, partial(example_batch, loaders, why), around=around, trains=True, steps=steps)
 
     def profiled(

@@ -34,6 +34,7 @@ Not run on a GPU.
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -236,15 +237,20 @@ class CountedBatches:
 
 def refuse_beyond(budget: int, trainer: pl.Trainer, *, why: str = "") -> Callable[[], None]:
     """Refuse batches of a fit that need more bytes, with a reason why none was refused before; returns what ends it."""
-    module, loops = trainer.lightning_module, trainer.fit_loop.epoch_loop
-    loop: Any = loops.automatic_optimization if module.automatic_optimization else loops.manual_optimization
-    counted, plain = CountedBatches(module, budget, why=why), loop.run
+    counted = CountedBatches(trainer.lightning_module, budget, why=why)
 
-    def run(*args: Any) -> Any:
+    def counting(loop: Any, plain: Callable[..., Any], *args: Any) -> Any:
         with counted.counting(args):
             return plain(*args)
 
-    loop.run = run
+    return _run_batches_by(trainer, counting)
+
+
+def _run_batches_by(trainer: pl.Trainer, run: Callable[..., Any]) -> Callable[[], None]:
+    """Let a fit run batches by `run(loop, plain, *args)`; returns what ends it."""
+    loops, automatic = trainer.fit_loop.epoch_loop, trainer.lightning_module.automatic_optimization
+    loop: Any = loops.automatic_optimization if automatic else loops.manual_optimization
+    loop.run = partial(run, loop, loop.run)
     return lambda: vars(loop).pop("run", None)
 
 
@@ -324,14 +330,12 @@ class Rescue(pl.Callback):
 
 def rescue_batches(trainer: pl.Trainer, rescue: Rescue) -> Callable[[], None]:
     """Let a fit's batches run by a rescue; returns what ends it."""
-    loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    plain = loop.run
-    loop.run = lambda *args: rescue.run(loop, plain, *args)  # type: ignore[method-assign]
+    stop = _run_batches_by(trainer, rescue.run)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks.append(rescue)
 
     def end() -> None:
-        vars(loop).pop("run", None)
+        stop()
         if rescue in callbacks:
             callbacks.remove(rescue)
 

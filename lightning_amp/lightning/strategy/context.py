@@ -30,7 +30,7 @@ from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfM
 from lightning_amp.lightning.profiling.loaders import Cells, cells_per_step
 from lightning_amp.lightning.profiling.outside_decoder import step_beside_decoder
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.lightning.strategy.hardware import ThisRank, measured_speeds, memory_in, rates_in
+from lightning_amp.lightning.strategy.hardware import ThisRank, device_budget, measured_speeds
 from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE
@@ -39,7 +39,13 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.time.step_seconds import on_device
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
+from lightning_amp.quantities import memory_of_ranks
+from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, of_blocks_alone, parse_strategies, with_steps
+
+ADAM_SLOTS = 2
+"""Assumed for a module that is not the reference model: its optimisers do not exist yet."""
+RMSPROP_SLOTS = 1
 
 
 class PlanningContext:
@@ -89,8 +95,7 @@ class PlanningContext:
         request, here = self.request, self.here
         plan = request.given_plan or trained
         if plan is not None and (name := with_steps(plan.strategies)):
-            spec = next(rule.spec for rule in plan.rules if rule.strategy == name)
-            return DrySteps(name, spec, plan.mesh.model, run_ranks=here.n_ranks)
+            return DrySteps(name, plan.spec_of(name), plan.mesh.model, run_ranks=here.n_ranks)
         strategies = parse_strategies(request.strategies or "S1")
         if not with_steps(strategies):
             return None
@@ -104,7 +109,40 @@ class PlanningContext:
     @cached_property
     def read(self) -> tuple[Profile, ModelShape, list[str]]:
         """Profile and shape of the run, and what a prediction leaves out."""
-        profile, shape, notes = read_run(self.request, self.trainer, self._cells, self.seen[0], self.not_profiled)
+        request, trainer, seen, why = self.request, self.trainer, self.seen[0], self.not_profiled
+        module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+        reference, data_dir = isinstance(module, GLUE), request.data_dir_or(data)
+        batch_size, unknown = self._cells
+        if seen is not None:
+            batch_size = seen.profile.batch_size or batch_size or 1
+        notes = [note for note in (unknown if batch_size is None else "", why) if note]
+        if seen is None and "mixed" in str(trainer.precision):
+            notes.append(
+                f"predicted without precision={trainer.precision!r}, which keeps some tensors in half the bytes"
+            )
+        if seen is None and not reference:
+            notes.append("the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet")
+        slots = RMSPROP_SLOTS if reference else ADAM_SLOTS
+        shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
+        shape = replace(shape if reference else with_counts(shape), profiled=seen is not None)
+        shape = shape.with_decoder(threads=torch.get_num_threads())
+        notes += unpredicted(module, shape)
+        if data_dir is None:
+            return profile_of_module(shape), on_device(shape, self.rates[0]), notes
+        profile = read_profile(data_dir, setting=getattr(data, "setting", None))
+        profile = _as_used(profile, getattr(data, "modalities", None), decoder=shape.decoder)
+        if reference:
+            # what lies outside the strata of the reference model
+            settings = module.hparams
+            names = [field.name for field in fields(NetworkShape) if field.name in settings]
+            network = NetworkShape(**{name: settings[name] for name in names})
+            dim = shape.decoder.dim if shape.decoder else int(settings.get("latent_dim", LATENT_DIM))
+            shape = outside_strata(shape, network, profile, latent_dim=dim)
+        elif shape.decoder is not None:
+            notes.append(
+                "of the activations outside the decoder the counts and the inputs of layers that read them all are"
+                " predicted: the others are those of another's model"
+            )
         return profile, on_device(shape, self.rates[0]), notes
 
     @cached_property
@@ -133,12 +171,20 @@ class PlanningContext:
     @cached_property
     def rates(self) -> tuple[Rates, list[str]]:
         """What a device reaches, and a note where it is not known."""
-        return rates_in(self.request, self.here, str(self.trainer.precision))
+        if self.request.rates is not None:
+            found, note = Rates.read(self.request.rates), ""
+        else:
+            found, note = rates_of(self.here.device, str(self.trainer.precision))
+        # whatever device a file is of, settings are those of the device here
+        found = replace(found, launches=self.here.device.type != "cpu")
+        return found.on_nodes_of(self.here.node_ranks), [note] if note else []
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Bytes of every device; one number where all have as many."""
-        return memory_in(self.request, self.here)
+        if self.request.device_memory is not None:
+            return memory_of_ranks(self.request.device_memory, self.here.n_ranks)
+        return (device_budget(self.here.device, node_ranks=self.here.node_ranks),)
 
     @property
     def budget(self) -> int:
@@ -184,49 +230,6 @@ class PlanningContext:
         if not self._compared:
             make_sure_of_same_plan(self.request, self.here, getattr(self.trainer, "datamodule", None))
         self._compared = True
-
-
-ADAM_SLOTS = 2
-"""Assumed for a module that is not the reference model: its optimisers do not exist yet."""
-RMSPROP_SLOTS = 1
-
-
-def read_run(
-    request: Request, trainer: pl.Trainer, cells: Cells, seen: ProfiledStep | None, why: str
-) -> tuple[Profile, ModelShape, list[str]]:
-    """Profile and shape of the run, and what its prediction leaves out."""
-    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    reference, data_dir = isinstance(module, GLUE), request.data_dir_or(data)
-    batch_size, unknown = cells
-    if seen is not None:
-        batch_size = seen.profile.batch_size or batch_size or 1
-    notes = [note for note in (unknown if batch_size is None else "", why) if note]
-    if seen is None and "mixed" in str(trainer.precision):
-        notes.append(f"predicted without precision={trainer.precision!r}, which keeps some tensors in half the bytes")
-    if seen is None and not reference:
-        notes.append("the optimiser state is counted as Adam's, twice the weights, for there are no optimisers yet")
-    slots = RMSPROP_SLOTS if reference else ADAM_SLOTS
-    shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
-    shape = replace(shape if reference else with_counts(shape), profiled=seen is not None)
-    shape = shape.with_decoder(threads=torch.get_num_threads())
-    notes += unpredicted(module, shape)
-    if data_dir is None:
-        return profile_of_module(shape), shape, notes
-    profile = read_profile(data_dir, setting=getattr(data, "setting", None))
-    profile = _as_used(profile, getattr(data, "modalities", None), decoder=shape.decoder)
-    if reference:
-        # what lies outside the strata of the reference model
-        settings = module.hparams
-        names = [field.name for field in fields(NetworkShape) if field.name in settings]
-        network = NetworkShape(**{name: settings[name] for name in names})
-        dim = shape.decoder.dim if shape.decoder else int(settings.get("latent_dim", LATENT_DIM))
-        return profile, outside_strata(shape, network, profile, latent_dim=dim), notes
-    if shape.decoder is not None:
-        notes.append(
-            "of the activations outside the decoder the counts and the inputs of layers that read them all are"
-            " predicted: the others are those of another's model"
-        )
-    return profile, shape, notes
 
 
 def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape | None) -> Profile:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 import psutil
@@ -12,12 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
-from lightning_amp.costs.device_rates import Rates
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.consistency.replicas import Broadcast
-from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.quantities import memory_of_ranks
-from lightning_amp.techniques.rates_of import rates_of
 
 TENSORS_SHARE = 0.97
 """Of what CUDA's allocator can have, what tensors can have: on an H100 steps of 95 % ran, and of 99 % did not."""
@@ -91,28 +87,6 @@ def make_mesh(device_type: str, *, n_ranks: int, model_ranks: int, shard_ranks: 
         return init_device_mesh(device_type, (data_ranks, model_ranks), mesh_dim_names=("data", "model"))
     shape = (data_ranks // shard_ranks, shard_ranks, model_ranks)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard", "model"))
-
-
-def rates_in(request: Request, here: ThisRank, precision: str) -> tuple[Rates, list[str]]:
-    """Rates of the file in the request, else of the device, with a note where the device is not known."""
-    if request.rates is not None:
-        found, note = Rates.read(request.rates), ""
-    else:
-        found, note = rates_of(here.device, precision)
-    # whatever device a file is of, settings are those of the device here
-    found = replace(found, launches=here.device.type != "cpu")
-    return found.on_nodes_of(here.node_ranks), [note] if note else []
-
-
-def memory_in(request: Request, here: ThisRank) -> tuple[int, ...]:
-    """Bytes of every device as in the request, one number for all that are equal; else what the device has.
-
-    Raises:
-        PlanError: A list for another number of ranks.
-    """
-    if request.device_memory is not None:
-        return memory_of_ranks(request.device_memory, here.n_ranks)
-    return (device_budget(here.device, node_ranks=here.node_ranks),)
 
 
 SPEED_S, WINDOWS, SPEED_SIZE = 1.0, 4, 384

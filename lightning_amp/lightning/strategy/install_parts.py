@@ -69,13 +69,13 @@ def shard_fully(
     split = getattr(import_module(STRATEGIES[name].steps), "split_parameters", None) if name else None
     if split is not None:
         # a technique with steps that splits parameters too
-        spec, agreement = (next(rule.spec for rule in plan.rules if rule.strategy == name), Agreement(mesh, name))
+        agreement = Agreement(mesh, name)
 
         def agree(what: str) -> None:
             agreement.on(what)
             agreement.look()
 
-        units = split(model, spec, mesh, fitting=fn == TrainerFn.FITTING, agree=agree)
+        units = split(model, plan.spec_of(name), mesh, fitting=fn == TrainerFn.FITTING, agree=agree)
         undo.append(units.undo)
         own = tuple(
             ShardedParameter(
@@ -147,4 +147,4 @@ def install_steps(module: pl.LightningModule, plan: Plan, mesh: DeviceMesh) -> C
             f"{name} is not supported: {decoders[0]!r} is a decomposed decoder; use 'nodes', which splits"
             " its anchors over the model axis"
         )
-    return put_steps(module, name, next(rule.spec for rule in plan.rules if rule.strategy == name), mesh["model"])
+    return put_steps(module, name, plan.spec_of(name), mesh["model"])

@@ -8,7 +8,6 @@ from itertools import combinations
 from math import inf
 from types import SimpleNamespace
 
-from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
@@ -105,11 +104,11 @@ def plan_run(facts: PlanningContext, strategies: Sequence[str] | None = None, mo
 
 def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
     """Of any module, by a count of its step."""
-    request, seen, shape = facts.request, facts.seen[0], facts.read[1]
+    request, seen = facts.request, facts.seen[0]
     asked, named = split_by_planner(request.strategies if strategies is None else strategies, policy=request.policy)
     if asked is not None:
         asked += _without_profile(named or (), facts)
-    size, stages = model_axis_size(request.model_parallel_size, asked, shape, seen)
+    size, stages = model_axis_size(request.model_parallel_size, asked, seen)
     size = facts.grid_ranks or size if model_ranks is None else model_ranks
     base = _without_step(facts, asked, size, steps=facts.steps)
     if seen is None:
@@ -123,9 +122,10 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
         count=facts.step.count,
         asked=replace(stages, micro_batches=request.micro_batches, speeds=facts.speeds, memory=facts.memory),
     )
-    chooses = request.chooses and strategies is None
-    # to profile a technique with steps takes seconds: only where there is something to gain
-    if chooses and (found.fits is False or is_slow(found, seen)):
+    # to profile a technique with steps takes seconds: only where nothing fits, or where a plan with more than data
+    # parallelism takes much longer than computation
+    slow = set(found.strategies) > {"S1"} and _pace(found) - seen.seconds > max(seen.seconds, SLOW_SECONDS)
+    if request.chooses and strategies is None and (found.fits is False or slow):
         return in_parts(found, facts)
     return found
 
@@ -218,23 +218,11 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
     rules = facts.in_chunks
     if facts.evaluation is not None and (named is None or "chunk" in named):
         try:
-            found = facts.evaluation.within(facts.budget)
+            made, rules = facts.evaluation.within(facts.budget, made, facts.rates[1])
         except AmpError as error:
             if named is not None:
                 raise PlanError(f"chunk is not supported: its bytes are not known: {error}") from error
             return replace(made, notes=(*made.notes, f"the peak is not known: {error}"))
-        rules = found.rules
-        whole = f": {format_bytes(found.whole_bytes)} without chunks" if rules else ""
-        note = Explanation(f"{found.step} was counted with the first batch, without values{whole}")
-        made = replace(
-            made,
-            evaluates=found.step,
-            batch_size=found.batch_size or made.batch_size,
-            predicted_base_bytes=found.held_bytes,
-            predicted_peak_bytes=found.peak_bytes,
-            # those of a training step are of other bytes
-            notes=(*facts.rates[1], note),
-        )
     if not rules:
         return made
     strategies = in_order({*made.strategies, "chunk"})
@@ -273,13 +261,6 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     if seen is None or facts.step is None:
         return replace(again, diagnosis=None, uncounted=facts.not_profiled)
     return plan_again(again, seen, count=facts.step.count, memory=facts.memory)
-
-
-def is_slow(plan: Plan, seen: ProfiledStep) -> bool:
-    """Whether a plan with more than data parallelism takes so much longer than computation that to look for a faster
-    one, which takes seconds, is worth it."""
-    more = _pace(plan) - seen.seconds
-    return set(plan.strategies) > {"S1"} and more > max(seen.seconds, SLOW_SECONDS)
 
 
 def in_parts(whole: Plan, facts: PlanningContext) -> Plan:

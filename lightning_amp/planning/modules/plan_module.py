@@ -64,12 +64,12 @@ def split_by_planner(
 
 
 def model_axis_size(
-    size: int | str, strategies: str | Sequence[str] | None, shape: ModelShape, seen: ProfiledStep | None
+    size: int | str, strategies: str | Sequence[str] | None, seen: ProfiledStep | None
 ) -> tuple[int | str, PipelineOptions]:
     """Ranks of the model axis that were requested: those of a plan without a profile, and those of a pipeline that
     `plan_module` adds where a policy chooses.
     """
-    if shape.decoder is not None or seen is None or strategies is not None or not isinstance(size, int):
+    if seen is None or strategies is not None or not isinstance(size, int):
         return size, OPEN
     return "auto", PipelineOptions(model=size if size > 1 else None)
 
@@ -262,7 +262,7 @@ def plan_step(
             " planned by its data; plan their folder: lightning_amp.plan(lightning_amp.profile(DIR))"
         )
     asked, named = split_by_planner(strategies, policy=policy)
-    size, stages = model_axis_size(model_parallel_size, asked, shape, seen)
+    size, stages = model_axis_size(model_parallel_size, asked, seen)
     memory = () if device_memory is None else memory_of_ranks(device_memory, devices)
     base = make_plan(
         profile_of_module(shape),

@@ -137,6 +137,10 @@ class Plan:
         """Ranks over which gradients are averaged: the data axis, and the model axis where that splits samples."""
         return self.mesh.data * (self.mesh.model if with_steps(self.strategies) else 1)
 
+    def spec_of(self, strategy: str) -> Spec:
+        """The spec of a strategy that has one rule."""
+        return next(rule.spec for rule in self.rules if rule.strategy == strategy)
+
     @property
     def fails_at_stratum(self) -> int | None:
         """The first stratum after which the prediction exceeds the budget, None when the forward pass fits."""

@@ -32,7 +32,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_amp.errors import DataError, PlanError
 from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO, _aside, _remove_left_over
 from lightning_amp.lightning.faults.activity import Doing, Fault, doing_of_thread
-from lightning_amp.lightning.faults.detector import Detector, Limits
+from lightning_amp.lightning.faults.detector import Detector
 from lightning_amp.lightning.faults.failure_watch import FailureWatch, _requeues_on_sigterm
 from lightning_amp.lightning.faults.launchers import STARTED_BY
 from lightning_amp.lightning.faults.link import LONGEST_HELLO, Link, connect, listen
@@ -54,8 +54,8 @@ def until(come: Callable[[], Any], seconds: float = 10.0) -> None:
 def watching(lost_after: float = 100.0) -> Iterator[tuple[Detector, int]]:
     """Rank 0's watch and its port."""
     listener = listen("localhost")
-    limits = Limits(lost_after=lost_after, stuck_after=100)
-    watch = Detector(0, Doing, limits=limits, listener=listener, link=None, token="t")
+    limits = {"lost_after": lost_after, "stuck_after": 100}
+    watch = Detector(0, Doing, **limits, listener=listener, link=None, token="t")
     try:
         yield watch, listener.getsockname()[1]
     finally:

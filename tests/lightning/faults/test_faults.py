@@ -21,7 +21,7 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError, ModelError, PlanError
 from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO
 from lightning_amp.lightning.faults.activity import Doing, is_out_of_memory
-from lightning_amp.lightning.faults.detector import Detector, Limits
+from lightning_amp.lightning.faults.detector import Detector
 from lightning_amp.lightning.faults.link import Link, connect, listen
 from lightning_amp.lightning.steps.out_of_memory import advice_on_memory
 from lightning_amp.lightning.steps.training_step import FiniteCheck
@@ -241,8 +241,8 @@ def test_times_are_checked(option: str, value: Any) -> None:
 def test_a_stranger_on_the_watch_s_port_is_not_listened_to() -> None:
     listener = listen("localhost")
     port = listener.getsockname()[1]
-    limits = Limits(lost_after=4, stuck_after=4)
-    watch = Detector(0, Doing, limits=limits, listener=listener, link=None, token="secret")
+    limits = {"lost_after": 4, "stuck_after": 4}
+    watch = Detector(0, Doing, **limits, listener=listener, link=None, token="secret")
     for message in ({"hello": 1, "token": "guess", "host": "x"}, {"fault": {"rank": 1, "host": "x", "what": "y"}}):
         link = connect("localhost", port, timeout=5)
         link.send(**message)
@@ -257,10 +257,10 @@ def test_a_stranger_on_the_watch_s_port_is_not_listened_to() -> None:
 
 def test_a_rank_that_ends_well_is_no_fault() -> None:
     listener = listen("localhost")
-    limits = Limits(lost_after=1, stuck_after=100)
-    first = Detector(0, Doing, limits=limits, listener=listener, link=None, token="t")
+    limits = {"lost_after": 1, "stuck_after": 100}
+    first = Detector(0, Doing, **limits, listener=listener, link=None, token="t")
     link = connect("localhost", listener.getsockname()[1], timeout=5)
-    second = Detector(1, Doing, limits=limits, listener=None, link=link, token="t")
+    second = Detector(1, Doing, **limits, listener=None, link=link, token="t")
     time.sleep(0.3)
     second.stop(failed=False)
     time.sleep(1.5)

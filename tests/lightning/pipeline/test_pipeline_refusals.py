@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_amp.errors import AmpError, DataError, PlanError
-from lightning_amp.lightning.strategy.request import Request
+from lightning_amp.errors import AmpError, DataError
 from lightning_amp.techniques.pipeline.steps.micro_batches import cut
 from tests.lightning.pipeline.pipeline_cases import CNN, GPT, Batch, fit, tokens, trainer_of
 from tests.lightning.pipeline.test_pipeline import close
@@ -159,18 +158,3 @@ def test_a_batch_is_cut_by_samples_or_refused() -> None:
     ):
         with pytest.raises(DataError, match="micro-batches"):
             cut(odd, 3)
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"micro_batches": 4},
-        {"schedule": "1f1b", "strategies": "S1"},
-        {"schedule": "zero", "strategies": "pipeline"},
-        {"micro_batches": 0, "strategies": "pipeline"},
-        {"micro_batches": True, "strategies": "pipeline"},
-    ],
-)
-def test_options_of_a_pipeline_are_checked(asked: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match="is not supported|is an option of pipeline"):
-        Request(**asked)

@@ -24,7 +24,7 @@ from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report
-from tests.lightning.strategy.any_module_cases import Small
+from tests.lightning.strategy.strategy_cases import Small
 
 
 class Normalised(Small):

@@ -14,7 +14,7 @@ from lightning_amp.errors import DataError
 from lightning_amp.lightning.profiling import loaders
 from lightning_amp.lightning.profiling.loaders import example_batch
 from lightning_amp.lightning.steps.cells import OwnCells
-from tests.lightning.strategy.any_module_cases import same
+from tests.lightning.strategy.strategy_cases import same
 
 
 def draw_and_fail(*_: Any) -> Any:

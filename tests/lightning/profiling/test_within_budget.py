@@ -9,13 +9,13 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning.profiling.loaders import training_loaders
+from lightning_amp.lightning.profiling.loaders import loaders_of
 from lightning_amp.lightning.profiling.outside_decoder import keeping_blocks
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.any_module import Meter
-from tests.lightning.strategy.any_module_cases import trainer_of
+from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.ranks import run_ranks
 from tests.techniques.recompute.test_beside_decoder import CASE, DECODER, ENCODERS, Run, beside
 from tests.techniques.sharded_cases import Case, differences, make_plan
@@ -153,7 +153,7 @@ def test_rows_that_were_dealt_before_the_plan_are_dealt_again(dealt: bool) -> No
     trainer = trainer_of("auto", max_steps=1)
     trainer.strategy.connect(module)
     trainer._data_connector.attach_data(module)
-    loaders, why = training_loaders(trainer)
+    loaders, why = loaders_of(trainer)
     assert not why
     assert isinstance(loaders, DataLoader)
     trainer.fit_loop._data_source.dataloader()

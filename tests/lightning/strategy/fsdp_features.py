@@ -1,11 +1,9 @@
 """What fsdp must do beside plain steps: ways to optimise, modules that are hard to split, checkpoints, refusals."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
@@ -13,14 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.lightning.checkpoints.write_checkpoint import convert_checkpoint
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.fsdp.row import FullyShard
-from tests.lightning.strategy.fsdp_cases import QUIET, Found
 from tests.lightning.strategy.strategy_cases import AGAINST_UNION, EVEN, Batch, Case, Regression, RunningRanks
+from tests.lightning.strategy.test_fsdp import QUIET, Found
 
 WAYS = ("normalised", "unfrozen", "adversarial_accumulating")
 
@@ -255,29 +252,3 @@ def saved(rank: int, ranks: int, folder: Path, strategy: Any = None, *, resume: 
         "predicted": [p.clone() for p in predicted],
         "whole": all(type(p) is nn.Parameter for p in module.parameters()),
     }
-
-
-def plain(rank: int, ranks: int, folder: Path) -> Found:
-    """Everything on one process with plain Lightning."""
-    warnings.simplefilter("ignore")
-    return {"saved": saved(rank, 1, folder / "plain"), "ways": ways(None, 1)}
-
-
-def pair(rank: int, ranks: int, folder: Path) -> Found:
-    """Everything on two ranks; after `plain`."""
-    warnings.simplefilter("ignore")
-    parts = AMPStrategy(strategies="fsdp", save_distributed_checkpoint=True)
-    found: Found = {"ways": ways(rank, ranks), "mixed": mixed(rank), "offloaded": offloaded(rank)}
-    found |= {"checked": checked(rank), "saved": saved(rank, 2, folder / "fsdp")}
-    found["in parts"] = saved(rank, 2, folder / "parts", parts)
-    if rank == 0:
-        convert_checkpoint(folder / "parts" / "epoch=0.ckpt", folder / "converted.ckpt")
-    dist.barrier()
-    one = "epoch=0.ckpt"
-    found["from plain"] = saved(rank, 2, folder / "fsdp2", resume=folder / "plain" / one)
-    found["from parts"] = saved(rank, 2, folder / "fsdp3", resume=folder / "parts" / one)
-    # of modules that are made of these
-    from tests.lightning.strategy.fsdp_refused import refusals
-
-    found["refused"] = refusals(rank)
-    return found

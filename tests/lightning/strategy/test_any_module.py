@@ -25,7 +25,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
 from tests.any_module import Meter, make
-from tests.lightning.strategy.any_module_cases import Small, example, example_on_ranks, fitted, same
+from tests.lightning.strategy.strategy_cases import Small, example, example_on_ranks, fitted, same
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -22,7 +22,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.chunk.run import check, function
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
-from tests.lightning.strategy.any_module_cases import trainer_of
+from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.techniques.chunk.small_blocks import Attention, x_of
 from tests.techniques.chunk.test_in_chunks import step_bytes
 

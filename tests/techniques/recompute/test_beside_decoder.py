@@ -23,7 +23,7 @@ from lightning_amp.techniques.hic.rows import StrataParallel
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import in_order
 from tests.any_module import Meter
-from tests.lightning.strategy.any_module_cases import trainer_of
+from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.ranks import run_ranks
 from tests.techniques.chunk.small_blocks import Attention
 from tests.techniques.sharded_cases import Case, Model, Results, differences, make_plan, model_mesh, train

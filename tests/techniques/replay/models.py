@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from benchmarks.training.whole_step import QUIET
-from tests.any_module import Meter
+from tests.any_module import QUIET, Meter
 
 
 class Trained(LightningModule):

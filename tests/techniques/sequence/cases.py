@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
-from tests.lightning.strategy.fsdp_cases import whole
+from tests.lightning.strategy.test_fsdp import whole
 
 DIM, LENGTH, WORDS = 8, 11, 7
 

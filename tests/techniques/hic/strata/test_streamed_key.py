@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.kernels.count_operators import OperatorCounter
+from benchmarks.count_operators import OperatorCounter
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedAttentionKey
 from lightning_amp.graph.capture import capture
 from lightning_amp.models.decoders.stratum import ZINB, Decode

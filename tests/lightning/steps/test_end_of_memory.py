@@ -14,8 +14,8 @@ from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.lightning.steps.out_of_memory import CountedBatches
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.lightning.strategy.any_module_cases import Small, fitted
-from tests.lightning.strategy.rescue_cases import Ends
+from tests.lightning.steps.test_rescue import Ends
+from tests.lightning.strategy.strategy_cases import Small, fitted
 
 pytestmark = pytest.mark.filterwarnings("ignore:predicted to run out", "ignore:.*does not have many workers")
 
