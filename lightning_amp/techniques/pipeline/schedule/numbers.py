@@ -63,20 +63,6 @@ def rows_of(name: str, given: Any, stages: int, length: int) -> list[list[float]
     return [numbers_of(f"{name}[{i}]", row, length) for i, row in enumerate(rows)]
 
 
-def speeds_of(speeds: Any, stages: int) -> list[float]:
-    """Speeds of the devices that have a stage, 1 where none are given; those of idle devices after them are left out.
-
-    Raises:
-        PlanError: Fewer speeds than stages, or a number out of range.
-    """
-    if speeds is None:
-        return [1.0] * stages
-    listed = numbers_of("speeds", speeds, above_zero=True)
-    if len(listed) < stages:
-        raise PlanError(f"speeds got {len(listed)!r} numbers and {stages!r} stages: pass one for every stage")
-    return listed[:stages]
-
-
 def check_count(name: str, count: object) -> int:
     """The number, if it counts something.
 

@@ -12,12 +12,10 @@ directions at a time, and a link carries one micro-batch after the other. Under 
 Known limits: neither the optimiser nor the averaging of gradients; a device that sends is not slowed down by it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from lightning_amp.errors import PlanError
-from lightning_amp.techniques.pipeline.schedule.numbers import Numbers, numbers_of, rows_of, speeds_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, Pass
 
 
@@ -38,44 +36,6 @@ class StageTimes:
     send_forward: tuple[float, ...]
     send_backward: tuple[float, ...]
     rest: float = 0.0
-
-    @classmethod
-    def of(
-        cls,
-        ends: Sequence[int],
-        forward: Numbers,
-        backward: Numbers,
-        *,
-        send_forward: Numbers | Iterable[Numbers] | None = None,
-        send_backward: Numbers | Iterable[Numbers] | None = None,
-        speeds: Numbers | None = None,
-    ) -> "StageTimes":
-        """Sum up layers; arguments as those of `cut_pipeline`, `ends` as it returns them. Idle devices have no stage.
-
-        Raises:
-            PlanError: Ends that are none of these layers', or lists of other lengths, or a number out of range.
-        """
-        there = numbers_of("forward", forward)
-        layers = len(there)
-        back = numbers_of("backward", backward, layers)
-        on, returned = (
-            [[0.0] * layers] if given is None else rows_of(name, given, len(ends), layers)
-            for name, given in (("send_forward", send_forward), ("send_backward", send_backward))
-        )
-        runs = list(pairwise((0, *ends)))
-        if not runs or ends[-1] != layers or any(start > end for start, end in runs):
-            raise PlanError(
-                f"ends={ends!r} does not fit {layers!r} layers; allowed is one past the last layer of every"
-                " stage, in order, the last one the number of layers: correct it"
-            )
-        paces = speeds_of(speeds, len(runs))
-        used = [(n, start, end) for n, (start, end) in enumerate(runs) if end > start]
-        return cls(
-            forward=tuple(sum(there[start:end]) / paces[n] for n, start, end in used),
-            backward=tuple(sum(back[start:end]) / paces[n] for n, start, end in used),
-            send_forward=tuple(on[n % len(on)][end - 1] if end < layers else 0.0 for n, _, end in used),
-            send_backward=tuple(returned[n % len(returned)][start] if start else 0.0 for n, start, _ in used),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
