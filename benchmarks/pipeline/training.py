@@ -41,7 +41,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.row import PipelineStages
 
 RANKS, STEPS, MICRO_BATCHES, SAMPLES, TOLERANCE = 4, 5, 4, 8, 1e-10
 SCHEDULES = ("gpipe", "1f1b", "interleaved")

@@ -12,9 +12,8 @@ from lightning_amp.figures import PALETTE, new_figure, save_figure
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.pipeline.schedule.schedules import schedule
-from lightning_amp.techniques.pipeline.schedule.timeline import StageTimes, Timeline, timeline
-from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.row import PipelineStages
+from lightning_amp.techniques.pipeline.schedule.schedules import StageTimes, Timeline, schedule, timeline
 
 
 def pipeline_rule(plan: Plan) -> tuple[str, PipelineStages]:

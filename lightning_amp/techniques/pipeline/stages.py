@@ -33,7 +33,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
-from lightning_amp.techniques.pipeline.schedule.blocks_of_stages import filled, layer_bytes
+from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
 from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     LayerSeconds,
@@ -42,10 +42,8 @@ from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     crossing_nodes,
     fastest_of,
 )
-from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule
-from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, held_bytes, rank_peaks
-from lightning_amp.techniques.pipeline.schedule.timeline import timeline
-from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule, timeline
+from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, filled, held_bytes, layer_bytes, rank_peaks
 from lightning_amp.techniques.pipeline.stage_forms import (
     Levels,
     StagesInChunks,

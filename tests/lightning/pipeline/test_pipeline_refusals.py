@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.lightning.strategy.request import Request
-from lightning_amp.techniques.pipeline.steps.micro_batches import cut
+from lightning_amp.techniques.pipeline.steps.sample_check import cut
 from tests.lightning.pipeline.pipeline_cases import CNN, GPT, Batch, fit, tokens, trainer_of
 from tests.lightning.pipeline.test_pipeline import close
 from tests.ranks import run_ranks

@@ -7,7 +7,7 @@ be run for the whole batch at once (`Rest`), from what they have returned for th
 function of the batch.
 
 Random numbers: a micro-batch begins with its own seed, and every stage goes on with them where the one before left off
-(draws.py). So they are those of one process that sets the seed before every micro-batch.
+(messages.py). So they are those of one process that sets the seed before every micro-batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_amp.errors import ModelError
 from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, Leave, Span
-from lightning_amp.techniques.pipeline.run.draws import draws_stay, packed_draws, seed_draws
-from lightning_amp.techniques.pipeline.run.messages import PLAIN, Messages
-from lightning_amp.techniques.pipeline.run.pass_times import PassTimes
+from lightning_amp.techniques.pipeline.run.messages import PLAIN, Messages, draws_stay, packed_draws, seed_draws
 from lightning_amp.techniques.pipeline.run.placeholders import without_values
-from lightning_amp.techniques.pipeline.schedule.schedules import Order, Pass
+from lightning_amp.techniques.pipeline.schedule.schedules import Order, Pass, PassTimes
 
 Step = Callable[[int], Any]
 """Calls the user's step with a micro-batch."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from lightning_amp.costs.link_seconds import Links, collective_seconds
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
-from lightning_amp.techniques.pipeline.schedule.timeline import StageTimes
+from lightning_amp.techniques.pipeline.schedule.schedules import StageTimes
 
 Table = Float[np.ndarray, "P K"]
 

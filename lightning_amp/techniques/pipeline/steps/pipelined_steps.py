@@ -40,14 +40,12 @@ from torchmetrics import Metric
 from lightning_amp._torch import tree_map
 from lightning_amp.errors import DataError, InstallError, ModelError
 from lightning_amp.techniques.autograd.precomputed_gradients import Gradients, with_gradients
-from lightning_amp.techniques.pipeline.run.draws import draws_stay
-from lightning_amp.techniques.pipeline.run.pass_times import PassTimes
+from lightning_amp.techniques.pipeline.row import PipelineStages
+from lightning_amp.techniques.pipeline.run.messages import draws_stay
 from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, loss_of
-from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule
-from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
 from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
-from lightning_amp.techniques.pipeline.steps.micro_batches import cut
-from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck
+from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck, cut
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 
 EVALUATED = ("validation_step", "test_step", "predict_step")

@@ -12,7 +12,7 @@ import pytest
 
 import lightning_amp
 from lightning_amp import PlanError, cut_pipeline
-from lightning_amp.techniques.pipeline.schedule.blocks_of_stages import filled
+from lightning_amp.techniques.pipeline.schedule.stage_bytes import filled
 
 
 @dataclass

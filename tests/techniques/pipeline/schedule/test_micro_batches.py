@@ -7,8 +7,7 @@ import pytest
 
 from benchmarks.pipeline.networks import cross_search
 from lightning_amp.techniques.pipeline.schedule.micro_batches import LayerSeconds, LayerTimes, gpipe_seconds, search_all
-from lightning_amp.techniques.pipeline.schedule.schedules import schedule
-from lightning_amp.techniques.pipeline.schedule.timeline import StageTimes, timeline
+from lightning_amp.techniques.pipeline.schedule.schedules import StageTimes, schedule, timeline
 
 NAMES = ("forward", "backward", "send_forward", "send_backward")
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
