@@ -8,8 +8,8 @@ import torch
 
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
+from lightning_amp.techniques.fsdp.look import units_of
 from lightning_amp.techniques.fsdp.row import ON_HOST, FullyShard
-from lightning_amp.techniques.fsdp.units import units_of
 from tests.lightning.strategy.hsdp_cases import WAYS, four, plain
 from tests.lightning.strategy.test_fsdp import close, trains_as_on_one
 from tests.ranks import run_all
