@@ -10,7 +10,7 @@ The losses are weighed by the ranks' cells before (steps/cells.py), so the avera
 loss, exact up to rounding. Gradients are reduced in every backward pass, under accumulation too: nothing whole is kept.
 
 Collectives of a unit per step: two all-gathers of its parameters, one sum of its gradients; before each of them, and at
-the end of both passes, one all-reduce of two integers (agreement.py).
+the end of both passes, one all-reduce of two integers (ranks/collectives.py).
 
 In groups of S ranks, such as those of a node (HSDP), R is S: a group has all parameters, and gathers and sums among its
 ranks, after which one all-reduce of the rows' gradients goes between the groups. All ranks of the data axis compare
@@ -48,8 +48,8 @@ from lightning_amp.techniques.fsdp.look import SWAPPED, chosen_units, refuse
 from lightning_amp.techniques.fsdp.parameters import AddUp, Gather, ReachedParameters, shards_of
 from lightning_amp.techniques.fsdp.row import FullyShard
 from lightning_amp.techniques.ranks import collectives
-from lightning_amp.techniques.ranks.agreement import Agreement
-from lightning_amp.techniques.ranks.check_region import leaves_of
+from lightning_amp.techniques.ranks.collectives import Agreement
+from lightning_amp.techniques.ranks.sharded_region import leaves_of
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that need the root's parameters."""

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.dist.collectives import ALL_GATHER, REDUCE_SCATTER, start_adding_rows
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split
-from lightning_amp.techniques.ranks.agreement import Agreement
-from lightning_amp.techniques.ranks.even_runs import Runs
+from lightning_amp.techniques.ranks.collectives import Agreement
+from lightning_amp.techniques.ranks.shards import Runs
 
 Place = tuple[nn.Module, str, nn.Parameter]
 """Module, name there, and the whole parameter."""
