@@ -41,15 +41,6 @@ Statistics = tuple[Float[Tensor, " group"], Float[Tensor, " group"], Scalar]
 """Mean, sum of squared deviations and number of values of each group."""
 
 
-def union_moments(
-    means: Float[Tensor, "part group"], m2s: Float[Tensor, "part group"], counts: Float[Tensor, "part 1"]
-) -> Statistics:
-    """Mean, sum of squared deviations and number of the union; a part may be empty."""
-    count = counts.sum()
-    mean = (counts * means).sum(dim=0) / count
-    return mean, torch.addcmul(m2s, counts, (means - mean).square()).sum(dim=0), count
-
-
 @torch.no_grad()
 def union_statistics(x: Tensor, dims: Sequence[int], axes: Axes, *, centre: bool = True, per: int = 1) -> Statistics:
     """Mean, sum of squared deviations and number of the values over some dims of all ranks.
@@ -82,7 +73,11 @@ def union_statistics(x: Tensor, dims: Sequence[int], axes: Axes, *, centre: bool
     count = x.new_full((), n * per)
     for axis in axes:
         parts = stacked(torch.cat([mean, m2, count[None]]), axis)
-        mean, m2, count = union_moments(*torch.split(parts, [groups, groups, 1], dim=1))
+        # of the union; a part may be empty
+        means, m2s, counts = torch.split(parts, [groups, groups, 1], dim=1)
+        count = counts.sum()
+        mean = (counts * means).sum(dim=0) / count
+        m2 = torch.addcmul(m2s, counts, (means - mean).square()).sum(dim=0)
     return mean, m2, count
 
 

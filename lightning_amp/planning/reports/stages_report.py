@@ -112,12 +112,12 @@ def _draw(axes: Axes, panel: Panel) -> None:
     for row, rank in enumerate(line.with_rest(panel.rest_seconds)):
         axes.barh(row, end / size, color=IDLE, height=0.8, zorder=1)
         for step, (begin, stop) in rank.items():
-            width, bar = (stop - begin) / size, {"height": 0.8, "edgecolor": "white", "linewidth": 0.6, "zorder": 2}
+            left, width = begin / size, (stop - begin) / size
             colour = PALETTE[2 if step is None else int(step.backward)]
-            axes.barh(row, width, left=begin / size, color=colour, **bar)
+            axes.barh(row, width, left=left, color=colour, height=0.8, edgecolor="white", linewidth=0.6, zorder=2)
             if step and stop - begin >= NUMBERED * end:
-                text = {"ha": "center", "va": "center", "fontsize": 7, "color": "white", "clip_on": True}
-                axes.text(begin / size + width / 2, row, str(step.micro_batch), **text)
+                place, text = (left + width / 2, row), str(step.micro_batch)
+                axes.text(*place, text, ha="center", va="center", fontsize=7, color="white", clip_on=True)
     named = [
         f"rank {row}: stage {', '.join(str(s) for s in sorted({step.stage for step in rank}))}"
         for row, rank in enumerate(line.passes)
