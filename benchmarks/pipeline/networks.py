@@ -18,6 +18,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -35,12 +36,12 @@ from lightning_amp.costs.link_seconds import Links
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.progress import track
-from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, times_of
 from lightning_amp.techniques.pipeline.options import stages_of
 from lightning_amp.techniques.pipeline.schedule.micro_batches import (
-    Devices,
+    LayerSeconds,
     LayerTimes,
-    cross_search,
+    counts_for,
+    cut_for,
     gpipe_seconds,
     search_all,
 )
@@ -162,14 +163,24 @@ def times(module: Any, batch: Tensor, *, of: Rates) -> LayerTimes:
         assert part is not None, "operators of a batch of another length are the same"
         # the paper's steps have no part that runs once: what follows the blocks belongs to the last one
         layers[count] = LayerSeconds.of(part, whole, links=of.links, crossing=(True,), micro_batches=1, at_once=False)
-    return times_of(layers)
+    return LayerTimes.of(layers)
+
+
+def cross_search(layer_times: LayerTimes, stages: int) -> float:
+    """Seconds of Algorithm 1: cut for one micro-batch, take the best number for the cut, until neither improves."""
+    row, best = 0, inf
+    while True:
+        seconds = gpipe_seconds(layer_times, cut_for(layer_times, row, stages))
+        row = int(seconds.argmin())
+        if seconds[row] >= best:
+            return best
+        best = float(seconds[row])
 
 
 def ratios(layer_times: LayerTimes, stages: int, seed: int) -> Ratios:
     """Seconds of each strategy, to those of the best pair."""
     layers, counts = layer_times.forward.shape[1], layer_times.counts
-    devices = Devices(n_stages=stages)
-    best = search_all(layer_times, devices).seconds
+    best = search_all(layer_times, stages).seconds
     even = tuple(layers * (s + 1) // stages for s in range(stages))
     found = {
         f"E-{name}": float(gpipe_seconds(layer_times, even)[counts.index(count)]) / best
@@ -179,7 +190,7 @@ def ratios(layer_times: LayerTimes, stages: int, seed: int) -> Ratios:
         rng = np.random.default_rng((seed, stages, n))
         ends = (*sorted(rng.choice(layers - 1, stages - 1, replace=False) + 1), layers)
         found[f"R{n}"] = float(gpipe_seconds(layer_times, ends)[rng.integers(len(counts))]) / best
-    return found | {"cross": cross_search(layer_times, devices).seconds / best}
+    return found | {"cross": cross_search(layer_times, stages) / best}
 
 
 def rows(name: str, network: Network) -> Iterator[list[str]]:
@@ -193,7 +204,7 @@ def rows(name: str, network: Network) -> Iterator[list[str]]:
             for n in network.stages:
                 if n <= len(module.blocks):
                     every.append(ratios(layer_times, n, seed))
-                    used.append(len(search_all(layer_times, Devices(n_stages=n)).ends))
+                    used.append(len(search_all(layer_times, n).ends))
         shown = [
             f"{min(values):.2f}, {mean(values):.2f}, {max(values):.2f}"
             for values in ([found[strategy] for found in every] for strategy in STRATEGIES)

@@ -25,9 +25,8 @@ from benchmarks.pipeline.models import GPT, Block
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, times_of
 from lightning_amp.techniques.pipeline.options import stages_of
-from lightning_amp.techniques.pipeline.schedule.micro_batches import Devices, LayerTimes, gpipe_seconds, search_all
+from lightning_amp.techniques.pipeline.schedule.micro_batches import LayerSeconds, LayerTimes, gpipe_seconds, search_all
 
 COUNTED = 4
 """Layers that are counted."""
@@ -117,7 +116,7 @@ def slice_times(sizes: dict[str, int], rows: int, slices: int, of: Rates) -> dic
         assert part is not None, "operators of a batch of another length are the same"
         one = LayerSeconds.of(part, whole, links=of.links, crossing=(True,), micro_batches=1, at_once=False)
         count = parts * slices
-        found[parts] = as_long(times_of({count: one}), sizes["layers"])
+        found[parts] = as_long(LayerTimes.of({count: one}), sizes["layers"])
         parts *= 2
     return found
 
@@ -145,7 +144,7 @@ def section(of: Rates) -> Iterator[str]:
     for name, language in LANGUAGES.items():
         for rows in language.batches:
             times = seconds_of(language.sizes, rows, of)
-            best = {split: search_all(one, Devices(n_stages=STAGES)).seconds for split, one in times.items()}
+            best = {split: search_all(one, STAGES).seconds for split, one in times.items()}
             by_rows = min((s for s in best if s[1] == 1), key=best.__getitem__)
             by_tokens = min((s for s in best if s[0] == 1), key=best.__getitem__)
             both = min(best, key=best.__getitem__)

@@ -31,8 +31,8 @@ from lightning_amp.dist.owners import OwnerRun, Owners, joined
 from lightning_amp.dist.splits import MeshAxis, record
 
 # torch 2.13 has a new name, and warns of the old one
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Map = Callable[..., Tensor]
 Wanted = tuple[tuple[range, ...], ...]
 """For every rank the ranges of a dim that it gets, in order."""
@@ -154,7 +154,7 @@ def start_stacked(x: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
     record(axis, "all_gather", x.nbytes)
     if _sends(found, axis):
         to, own = _sendable(found).view(-1), _sendable(given[0]).view(-1)
-        work = _ALL_GATHER(to, own, group=axis.group, async_op=True)
+        work = ALL_GATHER(to, own, group=axis.group, async_op=True)
 
     def arrive() -> Tensor:
         if work is not None:
@@ -195,7 +195,7 @@ def start_adding_rows(rows: Tensor, group: Any, out: Tensor | None = None) -> Ca
     if sends and by_gloo:
         work = dist.all_to_all_single(found, given[0], group=group, async_op=True)
     elif sends:
-        work = _REDUCE_SCATTER(found.view(-1), given[0].view(-1), group=group, async_op=True)
+        work = REDUCE_SCATTER(found.view(-1), given[0].view(-1), group=group, async_op=True)
 
     def arrive() -> Tensor:
         if work is not None:

@@ -16,8 +16,7 @@ from lightning_amp.techniques.contract.protocol import DecomposedDecoder, find_d
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 from lightning_amp.techniques.data.row import ShareBatchStatistics
-from lightning_amp.techniques.ranks.anchor_shards import AnchorShards
-from lightning_amp.techniques.ranks.channel_shards import Channels
+from lightning_amp.techniques.ranks.shards import AnchorShards, Channels
 
 Sizes = tuple[object, ...]
 

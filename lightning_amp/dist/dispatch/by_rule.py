@@ -58,12 +58,40 @@ def rule_plan(
     call, results = call_of(func, args, kwargs, tensors)
     if call is None:
         return None
+    # by dim of an argument the dim of the result that follows it, or a negative number where it is summed over; dims
+    # with the same label are split together, and a dim without one has to be whole
     labels: dict[Place, int] = {}
     for j, places in [*enumerate(dims_of(call) or ()), *((-1 - i, group) for i, group in enumerate(sums_of(call)))]:
         # two dims of one tensor, as of a diagonal, cannot be split in the same way
         if len({k for k, _ in places}) == len(places):
             labels |= {place: j for place in places if not (place[0] == 0 and place[1] in but)}
-    return plan_of(func, tensors, labels, results)
+    # what is split over each axis, in turn
+    taken: dict[int, MeshAxis] = {}
+    targets: list[list[Split]] = [[] for _ in tensors]
+    result, sums = list[Split](), list[MeshAxis]()
+    for axis in axes_in(*tensors):
+        chosen = _chosen(func, tensors, labels, axis, taken, results[0])
+        if chosen is None:
+            continue
+        label, owners = chosen
+        taken[label] = axis
+        for (k, d), other in labels.items():
+            if other == label and shape_of(tensors[k])[d] == owners.n:
+                targets[k].append(Split(axis, d, owners))
+        if label >= 0:
+            result.append(Split(axis, label, owners))
+        else:
+            sums.append(axis)
+    splits = Splits.of(result)
+    return CallPlan(
+        name=name_of(func),
+        arguments=tuple(map(Splits.of, targets)),
+        result=splits,
+        shapes=tuple(tuple(splits.local_shape(shape)) for shape in results),
+        sums=tuple(sums),
+        view=view_of(func),
+        mutable=func._schema.is_mutable,
+    )
 
 
 def call_of(
@@ -140,45 +168,6 @@ def _without_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> t
     with no_modes(), torch.no_grad():
         out = func(*mapped(args, meta, kinds), **mapped(kwargs, meta, kinds))
     return tensors_in(out), given
-
-
-def plan_of(
-    func: Any, tensors: Sequence[Tensor], labels: dict[Place, int], shapes: Sequence[tuple[int, ...]]
-) -> CallPlan:
-    """Choose for every axis what is split over it.
-
-    Args:
-        func, tensors: The operator and its tensors.
-        labels: By dim of an argument the dim of the result that follows it, or a negative number where it is summed
-            over. Dims with the same label are split together; a dim without one has to be whole.
-        shapes: Shapes of the results, which are all split in the same way.
-    """
-    taken: dict[int, MeshAxis] = {}
-    targets: list[list[Split]] = [[] for _ in tensors]
-    result, sums = list[Split](), list[MeshAxis]()
-    for axis in axes_in(*tensors):
-        chosen = _chosen(func, tensors, labels, axis, taken, shapes[0])
-        if chosen is None:
-            continue
-        label, owners = chosen
-        taken[label] = axis
-        for (k, d), other in labels.items():
-            if other == label and shape_of(tensors[k])[d] == owners.n:
-                targets[k].append(Split(axis, d, owners))
-        if label >= 0:
-            result.append(Split(axis, label, owners))
-        else:
-            sums.append(axis)
-    splits = Splits.of(result)
-    return CallPlan(
-        name=name_of(func),
-        arguments=tuple(map(Splits.of, targets)),
-        result=splits,
-        shapes=tuple(tuple(splits.local_shape(shape)) for shape in shapes),
-        sums=tuple(sums),
-        view=view_of(func),
-        mutable=func._schema.is_mutable,
-    )
 
 
 def _chosen(

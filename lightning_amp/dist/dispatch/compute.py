@@ -165,11 +165,8 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
         why = "its result depends on values that lie on several ranks" if values else ""
         raise shard_error(func, tensors, why or "no rule says what it does to a sharded tensor")
-    return func(*mapped(args, _whole), **mapped(kwargs, _whole))
-
-
-def _whole(x: Tensor) -> Tensor:
-    return part_in(x, WHOLE)
+    args, kwargs = mapped((args, kwargs), lambda x: part_in(x, WHOLE))
+    return func(*args, **kwargs)
 
 
 def _wrapped(x: Tensor) -> Tensor:

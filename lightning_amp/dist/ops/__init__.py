@@ -1,14 +1,12 @@
 """Handlers of operators on sharded tensors, by kind; importing this package registers them."""
 
+from lightning_amp.dist import normalise  # noqa: F401
 from lightning_amp.dist.dispatch import compute  # noqa: F401
 from lightning_amp.dist.ops import (  # noqa: F401
     attention,
-    fourier,
     functions,
     indexing,
     lookups,
-    losses,
-    norms,
     products,
     random,
     reductions,

@@ -1,5 +1,10 @@
-"""Matrix products: contractions of a split dim are added up; for rows by columns the right operand is gathered."""
+"""Matrix products and Fourier transforms.
 
+Contractions of a split dim are added up; for rows by columns the right operand is gathered. Of a Fourier transform one
+dim comes after the other, so that of two transformed dims either may be split.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,7 +18,16 @@ from lightning_amp.dist.dispatch.by_rule import by_rule, rule_plan
 from lightning_amp.dist.dispatch.plans import TENSOR
 from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, composed, name_of, operator, shard_error
-from lightning_amp.dist.sharded_tensor import computed_in, local_of, part_in, shape_of, splits_of, wrap
+from lightning_amp.dist.sharded_tensor import (
+    ShardedTensor,
+    computed_in,
+    dim_of,
+    local_of,
+    part_in,
+    shape_of,
+    splits_of,
+    wrap,
+)
 from lightning_amp.dist.splits import WHOLE, MeshAxis
 
 
@@ -176,3 +190,30 @@ def _turned(x: Tensor, quarters: int, dims: Any) -> Tensor:
 
 def _triangle(x: Tensor) -> Tensor:
     return torch.ones(shape_of(x)[-2:], dtype=torch.bool, device=x.device)
+
+
+aten = torch.ops.aten
+
+
+@operator("_fft_c2c", "_fft_r2c", "_fft_c2r")
+def _fourier(func: Any, x: Tensor, dim: Sequence[int], norm: int, last: Any) -> Any:
+    """By rule for what is whole, or a single dim, which is moved to another one by an all-to-all."""
+    dims, name = [dim_of(x, d) for d in dim], name_of(func)
+    if len(dims) == 1 or not any(d in dims for d in splits_of(x).dims):
+        return BY_RULE
+    if name == "_fft_c2c":
+        *rest, one = sorted(dims, key=lambda d: splits_of(x).at(d) is not None)
+        return func(func(x, rest, norm, last), [one], norm, last)
+    # real numbers are those of the last dim: before the others in one direction, after them in the other
+    *rest, one = dims
+    if name == "_fft_r2c":
+        return aten._fft_c2c.default(func(x, [one], norm, last), rest, norm, True)
+    return func(aten._fft_c2c.default(x, rest, norm, False), [one], norm, last)
+
+
+@operator("view_as_real")
+def _as_real(func: Any, x: Tensor) -> Any:
+    """A part may be a conjugate yet to be computed, of which the wrapper does not know."""
+    if not (isinstance(x, ShardedTensor) and x.held.is_conj()):
+        return BY_RULE
+    return by_rule(func, wrap(x.held.resolve_conj(), x.splits, True, x.strides))

@@ -23,9 +23,7 @@ from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.footprint.summarize import summarize
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.stages_report import schedule_title, timeline_of
-from lightning_amp.techniques.pipeline.run.pass_times import PassTimes
-from lightning_amp.techniques.pipeline.schedule.schedules import Pass
-from lightning_amp.techniques.pipeline.schedule.timeline import Timeline
+from lightning_amp.techniques.pipeline.schedule.schedules import Pass, PassTimes, Timeline
 
 SHOWN = 10
 """Modules in a table: those that hold most."""

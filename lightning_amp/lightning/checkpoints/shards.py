@@ -36,7 +36,7 @@ from lightning_amp.lightning.checkpoints.write_checkpoint import Part
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
 from lightning_amp.techniques.contract.units import Units
 from lightning_amp.techniques.ranks import collectives
-from lightning_amp.techniques.ranks.check_region import check_region
+from lightning_amp.techniques.ranks.sharded_region import check_region
 
 COUPLED = ("LBFGS", "Adafactor", "Muon")
 """Optimisers of torch.optim whose update of an element depends on other elements of the parameter."""

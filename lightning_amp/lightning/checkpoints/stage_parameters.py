@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_amp.errors import InstallError
 from lightning_amp.lightning.checkpoints.shards import Shards, numbered
-from lightning_amp.techniques.pipeline.run.absent import AbsentParameter, absent_parameter
+from lightning_amp.techniques.pipeline.run.placeholders import AbsentParameter, absent_parameter
 
 
 @dataclass(eq=False)

@@ -21,11 +21,11 @@ from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.data.row import ShareBatchStatistics
+from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.run.block_walk import StageBlock, spans
 from lightning_amp.techniques.pipeline.run.run_stages import Stages
-from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.pipeline.steps.pipelined_steps import PipelinedSteps
-from lightning_amp.techniques.ranks.agreement import Agreement
+from lightning_amp.techniques.ranks.collectives import Agreement
 from lightning_amp.techniques.table import STRATEGIES, refuse_apart, with_steps
 from lightning_amp.techniques.technique import function_at
 

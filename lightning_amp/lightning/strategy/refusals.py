@@ -31,8 +31,8 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
 from lightning_amp.techniques.pipeline.options import no_pipeline
+from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.run.blocks import refuse_batch_statistics
-from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.pipeline.steps.pipelined_steps import refuse_hooks
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import STRATEGIES

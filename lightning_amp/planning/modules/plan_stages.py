@@ -10,7 +10,7 @@ from lightning_amp.planning.modules.finish_plan import finished, kept_notes, mis
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.pipeline.options import PipelineOptions
-from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.stages import staged
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import in_order

@@ -12,9 +12,8 @@ from lightning_amp.figures import PALETTE, new_figure, save_figure
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.pipeline.schedule.schedules import schedule
-from lightning_amp.techniques.pipeline.schedule.timeline import StageTimes, Timeline, timeline
-from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.row import PipelineStages
+from lightning_amp.techniques.pipeline.schedule.schedules import StageTimes, Timeline, schedule, timeline
 
 
 def pipeline_rule(plan: Plan) -> tuple[str, PipelineStages]:
@@ -35,7 +34,7 @@ def stages_section(plan: Plan) -> str:
         [
             str(n),
             str(stage.rank),
-            _blocks(stage.first, stage.end),
+            f"{stage.first}" if stage.end == stage.first + 1 else f"{stage.first}-{stage.end - 1}",
             format_seconds(stage.forward_seconds),
             format_seconds(stage.backward_seconds),
             format_seconds(stage.send_forward_seconds + stage.send_backward_seconds),
@@ -68,10 +67,6 @@ def timeline_of(plan: Plan) -> Timeline:
         rest=stages[-1].rest_seconds,
     )
     return timeline(orders, times)
-
-
-def _blocks(first: int, end: int) -> str:
-    return f"{first}" if end == first + 1 else f"{first}-{end - 1}"
 
 
 NUMBERED = 0.012
@@ -117,9 +112,12 @@ def _draw(axes: Axes, panel: Panel) -> None:
     for row, rank in enumerate(line.with_rest(panel.rest_seconds)):
         axes.barh(row, end / size, color=IDLE, height=0.8, zorder=1)
         for step, (begin, stop) in rank.items():
-            text = str(step.micro_batch) if step and stop - begin >= NUMBERED * end else ""
+            left, width = begin / size, (stop - begin) / size
             colour = PALETTE[2 if step is None else int(step.backward)]
-            _bar(axes, row, begin / size, (stop - begin) / size, colour, text)
+            axes.barh(row, width, left=left, color=colour, height=0.8, edgecolor="white", linewidth=0.6, zorder=2)
+            if step and stop - begin >= NUMBERED * end:
+                place, text = (left + width / 2, row), str(step.micro_batch)
+                axes.text(*place, text, ha="center", va="center", fontsize=7, color="white", clip_on=True)
     named = [
         f"rank {row}: stage {', '.join(str(s) for s in sorted({step.stage for step in rank}))}"
         for row, rank in enumerate(line.passes)
@@ -133,9 +131,3 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.text(1.01, row, f"{100 * idle:.0f} % idle", transform=axes.get_yaxis_transform(), va="center")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-
-
-def _bar(axes: Axes, row: int, begin: float, width: float, colour: str, text: str) -> None:
-    axes.barh(row, width, left=begin, color=colour, height=0.8, edgecolor="white", linewidth=0.6, zorder=2)
-    if text:
-        axes.text(begin + width / 2, row, text, ha="center", va="center", fontsize=7, color="white", clip_on=True)

@@ -33,7 +33,7 @@ def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, home: Iterable
         compute: Which inputs need gradients -> the total, detached, and the gradients of all inputs, None for those
             that need none or are not used. Called once, with gradients enabled.
         inputs: What the gradients are of.
-        home: Inputs that are read where they belong, inside or outside of what ranks share (ranks/check_region.py).
+        home: Inputs that are read where they belong, inside or outside of what ranks share (ranks/sharded_region.py).
 
     Raises:
         InstallError: In the backward pass, when it is run twice or for a second derivative.

@@ -18,7 +18,7 @@ class Change:
     Attributes:
         swaps: New modules by their name relative to the rule's module; "" is that module itself.
         partial: Parameters of which every rank of the model axis computes a part of the gradient; the loss reaches them
-            through `collectives.leave`, or another node that says on which side it is (ranks/check_region.py).
+            through `collectives.leave`, or another node that says on which side it is (ranks/sharded_region.py).
         sharded: Parameters that the new modules hold a shard of, in place of the whole.
         forwards: What modules that stay run instead of their class's `forward`, by their name as in `swaps`; called as
             `forward(module, *args, **kwargs)`. One with a `position` runs around what others compute

@@ -50,7 +50,7 @@ class ShardedParameter:
         whole: The parameter that was replaced; its values are stale while the shard is trained.
         shard: The rank's own part, a separate parameter.
         module: The module that holds the shard, under `name`.
-        parts: How it is sharded: `Runs` (ranks/even_runs.py), or `VertexShards` (nodes/graph_encoder.py).
+        parts: How it is sharded: `Runs` (ranks/shards.py), or `VertexShards` (nodes/graph_encoder.py).
             Over the data axis torch keeps the shard (fsdp/): a DTensor, whose gradient is reduced when it is there.
         version: How often the shard had been written when it was made.
     """

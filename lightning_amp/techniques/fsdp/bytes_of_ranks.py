@@ -17,7 +17,7 @@ Where batches add up their gradients, rows of all of them are there throughout, 
 added to its own as soon as they are summed.
 
 A unit whose inputs have no gradient, the first one, is notified of the end of its backward pass when the module's ends.
-These are the tensors of torch 2.13 on a CPU with the collectives of techniques/fsdp/collectives.py.
+These are the tensors of torch 2.13 on a CPU with the collectives of techniques/fsdp/parameters.py.
 
 Known limits: a unit that is called more than once counts as one call; in manual optimisation the root's parameters are
 gathered again for the optimiser's step, which is not counted; on a GPU the unit after the one at work is gathered while
@@ -95,7 +95,7 @@ def fsdp_peak_bytes(
 
     Args:
         profile: Of the rank's own batch, on one device.
-        units: All of them, the root last; techniques/fsdp/units.py reads them from a module.
+        units: All of them, the root last; techniques/fsdp/look.py reads them from a module.
         ranks: Among which parameters are split, 2 or more.
         offload: Whether a rank's rows lie in a memory that is not the device's.
     """

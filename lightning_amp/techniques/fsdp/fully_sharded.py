@@ -1,7 +1,7 @@
 """Apply torch's `fully_shard` to any module: parameters, gradients and optimiser state over the data axis.
 
     a rank has        ceil(rows / R) rows of every parameter, of its gradient and of its optimiser state
-    forward           a unit (units.py) gathers its parameters before its forward, and drops them after it
+    forward           a unit (look.py) gathers its parameters before its forward, and drops them after it
     backward          it gathers them again; its gradients are averaged over the ranks, of which each keeps its rows
     the root          gathers the parameters of no unit for a whole step, from its beginning to the end of backward;
                       where the step goes on after it, they have the rows' gradients, for clipping by hand
@@ -10,7 +10,7 @@ The losses are weighed by the ranks' cells before (steps/cells.py), so the avera
 loss, exact up to rounding. Gradients are reduced in every backward pass, under accumulation too: nothing whole is kept.
 
 Collectives of a unit per step: two all-gathers of its parameters, one sum of its gradients; before each of them, and at
-the end of both passes, one all-reduce of two integers (agreement.py).
+the end of both passes, one all-reduce of two integers (ranks/collectives.py).
 
 In groups of S ranks, such as those of a node (HSDP), R is S: a group has all parameters, and gathers and sums among its
 ranks, after which one all-reduce of the rows' gradients goes between the groups. All ranks of the data axis compare
@@ -31,7 +31,6 @@ way of `.data` is noticed in the first `LOOKS` steps, and of parameters outside 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial, wraps
 from typing import Any
 
@@ -41,16 +40,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from lightning_amp._torch import begin_gathered, end_gathered, forget_step, make_root, start_backward, undo_fully_shard
+from lightning_amp.costs.rule import Rule
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
-from lightning_amp.techniques.fsdp.collectives import AddUp, Gather
-from lightning_amp.techniques.fsdp.parameters import ReachedParameters, split_parameters
-from lightning_amp.techniques.fsdp.refusals import SWAPPED, refuse
+from lightning_amp.techniques.fsdp.look import SWAPPED, chosen_units, refuse
+from lightning_amp.techniques.fsdp.parameters import AddUp, Gather, ReachedParameters, shards_of
+from lightning_amp.techniques.fsdp.row import FullyShard
 from lightning_amp.techniques.ranks import collectives
-from lightning_amp.techniques.ranks.agreement import Agreement
-from lightning_amp.techniques.ranks.check_region import leaves_of
+from lightning_amp.techniques.ranks.collectives import Agreement
+from lightning_amp.techniques.ranks.sharded_region import leaves_of
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that need the root's parameters."""
@@ -98,7 +97,7 @@ class FullySharded:
         groups: DeviceMesh | None = None,
         offload: bool = False,
     ) -> None:
-        units = _chosen(module, fqns)
+        units = chosen_units(module, fqns)
         # a gradient there cannot be that of a parameter here
         self._shows = not offload or mesh.device_type == "cpu"
         refuse(module, units, by_hand=self._shows)
@@ -117,7 +116,7 @@ class FullySharded:
         over = mesh if groups is None else groups["replicate", "shard"]
         self._split([*units.values(), module], over, offload=offload)
         among = mesh if groups is None else groups["shard"]
-        self.parameters = tuple(split_parameters(self._places, among))
+        self.parameters = tuple(shards_of(self._places, among))
         self._storages = [parameter.shard.untyped_storage() for parameter in self.parameters]
         self._watch({**units, "": module})
         self._gather_once([*units.values(), module])
@@ -358,23 +357,6 @@ def refuse_swapped(fqn: str, unit: nn.Module, *_: Any) -> None:
         raise ModelError(f"under fsdp {SWAPPED.format(fqn)}")
 
 
-def _chosen(module: nn.Module, fqns: Sequence[str]) -> dict[str, nn.Module]:
-    """The units of some names or patterns; the root is none of them."""
-    possible = blocks_with_own_parameters(module)
-    for fqn in fqns:
-        if fqn and not any(fnmatchcase(unit, fqn) for unit in possible):
-            raise InstallError(
-                f"fsdp cannot gather {fqn!r} separately: it is no block that has parameters itself; those of"
-                f" {type(module).__name__} are {list(possible)!r}, and '' is the rest of it"
-            )
-    if "" not in fqns:
-        raise InstallError(
-            f"fsdp has rules for {list(fqns)!r} alone; it splits all parameters of a module: add a rule for"
-            " '', which is what lies in no block"
-        )
-    return {unit: found for unit, found in possible.items() if any(fnmatchcase(unit, fqn) for fqn in fqns)}
-
-
 def _differs(parameter: ShardedParameter) -> bool:
     """Whether the whole parameter is at hand, and has other values than this rank's rows."""
     whole, rows = parameter.module._parameters[parameter.name], local(parameter.shard)
@@ -387,3 +369,24 @@ def _read_elsewhere(what: str) -> str:
         f" of it has read some ({what}). Call the block instead of reading its parameters, use the optimiser's"
         " weight_decay for a penalty on weights, or train with strategies='S1'"
     )
+
+
+def split_parameters(
+    model: nn.Module, rules: Sequence[Rule], mesh: DeviceMesh, groups_of: Callable[[int], DeviceMesh]
+) -> FullySharded:
+    """Split parameters over the ranks that average gradients, or within groups of them; `undo` makes them whole.
+
+    Args:
+        model: Whole, equal on all ranks.
+        rules: Of fsdp, all with the same spec.
+        mesh: The ranks that average gradients.
+        groups_of: That mesh with groups of so many ranks; all ranks call it.
+
+    Raises:
+        InstallError: Something in the model cannot be split.
+    """
+    spec = rules[0].spec
+    assert isinstance(spec, FullyShard), "rules of fsdp have this spec"
+    n = spec.shard_ranks or mesh.size()
+    groups = groups_of(n) if n < mesh.size() else None
+    return FullySharded(model, [rule.fqn for rule in rules], mesh, groups=groups, offload=spec.offload)

@@ -1,13 +1,140 @@
-"""Read from a module, and from its counted step, whether fsdp can train it."""
+"""Group a module's parameters into units that are gathered together, and refuse modules that fsdp cannot train exactly.
+
+A unit has the parameters of a block, the root the rest. A block is a unit where its parameters are its own: one that
+something else uses too (a tied embedding and head) must be gathered for both, so such a block is left to the root,
+which is gathered for the whole of a step. So is a block that lies in another one, and one of which a step reads
+parameters without calling it. Parameters without a dimension cannot be split; they stay whole, and are averaged as
+under S1.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 
+from lightning_amp._torch import is_compiled
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
-from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterUnit
-from lightning_amp.techniques.fsdp.refusals import SWAPPED, refuse
-from lightning_amp.techniques.fsdp.units import units_of
+from lightning_amp.techniques.contract.protocol import find_decoders
+from lightning_amp.techniques.contract.sharded_parameter import is_split
+from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit
+
+LEAVE_OUT = "or leave fsdp out"
+SWAPPED = (
+    "the block {!r} is called with other parameters than its own (torch.func.functional_call), in whose place fsdp"
+    " would gather its own: train with strategies='S1'"
+)
+
+
+def refuse(module: nn.Module, units: Mapping[str, nn.Module], *, by_hand: bool = True, values: bool = True) -> None:
+    """Refuse, with an InstallError, a module that cannot be split; it is unchanged.
+
+    Args:
+        module: Whole.
+        units: Its blocks that are gathered separately, by name.
+        by_hand: Whether a step of manual optimisation can have the gradients of what is gathered.
+        values: Whether parameters are to have their values by now; a plan needs none.
+    """
+    if not by_hand and getattr(module, "automatic_optimization", True) is False:
+        raise InstallError(
+            f"fsdp_offload=True is not supported: {type(module).__name__!r} has"
+            " automatic_optimization=False; while its step runs parameters are on the device and their"
+            " gradients in the host's memory, where a step by hand would not find them: let the Trainer"
+            " optimise, or leave fsdp_offload out"
+        )
+    _refuse_modules(module)
+    for name, parameter in module.named_parameters():
+        found = _problem(parameter, values=values)
+        if found:
+            raise InstallError(f"fsdp cannot split the parameter {name!r} over the ranks, which {found}, {LEAVE_OUT}")
+    taken: set[int] = set()
+    for fqn, unit in (*units.items(), ("", module)):
+        own = [p for p in unit.parameters() if id(p) not in taken and p.dim()]
+        taken |= {id(p) for p in own}
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in own if p.requires_grad}
+        if len(dtypes) > 1:
+            where = f"of the block {fqn!r}" if fqn else "outside of blocks"
+            raise InstallError(
+                f"fsdp adds up the gradients {where} together, and they have the types {sorted(dtypes)!r}; give them"
+                f" one type, {LEAVE_OUT}"
+            )
+
+
+def _refuse_modules(module: nn.Module) -> None:
+    if decoders := sorted(find_decoders(module)):
+        raise InstallError(
+            f"fsdp does not support the decomposed decoder {decoders[0]!r}, whose strata are run in parts"
+            " and not by their forward, so that nothing would gather their parameters; use S2, strata or"
+            " nodes for it"
+        )
+    if sparse := [name for name, child in module.named_modules() if getattr(child, "sparse", False) is True]:
+        raise InstallError(
+            f"fsdp is not supported: {sparse!r} have sparse gradients, which cannot be added up in parts;"
+            f" make them dense (sparse=False), {LEAVE_OUT}"
+        )
+    if compiled := [name for name, child in module.named_modules() if is_compiled(child)]:
+        raise InstallError(
+            f"fsdp is not supported: torch.compile was applied to {compiled!r}, which has not been tested"
+            f" together; leave torch.compile out, {LEAVE_OUT}"
+        )
+
+
+def _problem(parameter: Tensor, *, values: bool) -> str:
+    """What a person can do about a parameter that cannot be split, after "which"; "" where it can be."""
+    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if is_split(parameter):
+        return "is a DTensor already: give the module whole parameters"
+    if values and parameter.is_meta:
+        return "has no values (device 'meta'): make it in configure_model, or before"
+    if parameter.is_complex():
+        return "is complex: its rows would not be updated as the whole is by Adam; keep its real and imaginary parts"
+    if not parameter.is_contiguous():
+        return f"has the strides {parameter.stride()!r} and is not contiguous: make it so in the module's constructor"
+    if hooks and parameter.dim():
+        return "has hooks, which would see a rank's rows or nothing: take them off"
+    return ""
+
+
+def chosen_units(module: nn.Module, fqns: Sequence[str]) -> dict[str, nn.Module]:
+    """The units of some names or patterns, without the root; an InstallError where a name is of no unit."""
+    possible = blocks_with_own_parameters(module)
+    for fqn in fqns:
+        if fqn and not any(fnmatchcase(unit, fqn) for unit in possible):
+            raise InstallError(
+                f"fsdp cannot gather {fqn!r} separately: it is no block that has parameters itself; those of"
+                f" {type(module).__name__} are {list(possible)!r}, and '' is the rest of it"
+            )
+    if "" not in fqns:
+        raise InstallError(
+            f"fsdp has rules for {list(fqns)!r} alone; it splits all parameters of a module: add a rule for"
+            " '', which is what lies in no block"
+        )
+    return {unit: found for unit, found in possible.items() if any(fnmatchcase(unit, fqn) for fqn in fqns)}
+
+
+def units_of(module: nn.Module, apart: Collection[str] = ()) -> tuple[ParameterUnit, ...]:
+    """The units of a module with the sizes of their parameters, the root last; the module is whole.
+
+    Args:
+        apart: Blocks that are no units.
+    """
+    taken: set[int] = set()
+    found = []
+    blocks = {fqn: block for fqn, block in blocks_with_own_parameters(module).items() if fqn not in apart}
+    for fqn, block in (*blocks.items(), ("", module)):
+        prefix = f"{fqn}." if fqn else ""
+        own = [(f"{prefix}{name}", p) for name, p in block.named_parameters() if id(p) not in taken]
+        taken |= {id(p) for _, p in own}
+        found.append(ParameterUnit(fqn=fqn, parameters=tuple(_shape(name, p) for name, p in own if p.dim())))
+    return tuple(found)
+
+
+def _shape(name: str, parameter: Tensor) -> ParameterShape:
+    return ParameterShape(
+        name=name, shape=tuple(parameter.shape), item_bytes=parameter.element_size(), trained=parameter.requires_grad
+    )
 
 
 def read_step(module: LightningModule, step: CountedStep) -> tuple[ParameterUnit, ...]:

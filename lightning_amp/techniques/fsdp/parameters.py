@@ -1,20 +1,30 @@
-"""Handle parameters that `fully_shard` has split, for checkpoints and norms, and those that stay whole."""
+"""Handle parameters that `fully_shard` has split, and run the collectives of a unit.
 
-from collections.abc import Iterable, Iterator
+A unit has two collectives: an all-gather of parameters, a reduce-scatter of gradients. gloo has no collective that adds
+up in parts (dist/collectives.py has one).
+
+Legend: R ranks, n numbers of a rank's part.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp.dist.collectives import ALL_GATHER, REDUCE_SCATTER, start_adding_rows
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split
-from lightning_amp.techniques.ranks.even_runs import Runs
+from lightning_amp.techniques.ranks.collectives import Agreement
+from lightning_amp.techniques.ranks.shards import Runs
 
 Place = tuple[nn.Module, str, nn.Parameter]
 """Module, name there, and the whole parameter."""
 
 
-def split_parameters(places: Iterable[Place], mesh: DeviceMesh) -> Iterator[ShardedParameter]:
+def shards_of(places: Iterable[Place], mesh: DeviceMesh) -> Iterator[ShardedParameter]:
     """The split parameters, each once; the whole ones lose their values, which `restore` gives back."""
     seen: set[int] = set()
     for module, name, whole in places:
@@ -81,3 +91,52 @@ class ReachedParameters:
 
     def _mark(self, label: str, _: Tensor) -> None:
         self._reached.add(label)
+
+
+class _Comm:
+    """Of one unit, `fqn`; torch asks it for memory, and calls it."""
+
+    def __init__(self, fqn: str, agreement: Agreement) -> None:
+        self._fqn, self._agreement = fqn, agreement
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is sent or received."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(_Comm):
+    """Every rank's part of the parameters [n] to the whole [R n]."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather them; a ModelError where another rank gathers those of another unit."""
+        self._agreement.on(f"gathers the parameters of {self._fqn!r}")
+        work: dist.Work | None = ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class AddUp(_Comm):
+    """The sum or the mean over the ranks of [R n], the own part [n] of it.
+
+    Args:
+        fqn, agreement: As above.
+        reached: Names of the parameters that the backward pass has reached on this rank since the last time.
+    """
+
+    def __init__(self, fqn: str, agreement: Agreement, reached: Callable[[], list[str]]) -> None:
+        super().__init__(fqn, agreement)
+        self._reached = reached
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Add up; a ModelError where another rank has gradients of other parameters."""
+        self._agreement.on(f"adds up the gradients of {self._reached()!r} in {self._fqn!r}")
+        if dist.get_backend(group) != "gloo":
+            work: dist.Work | None = REDUCE_SCATTER(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+            return work
+        start_adding_rows(input_tensor.view(group.size(), -1), group, out=output_tensor)()
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+        return None

@@ -10,7 +10,7 @@ Predict the seconds of fsdp's collectives, which replace one average of all grad
 Where D ranks are several nodes, groups of a node's ranks gather through the links inside of it, and 1 / S of the
 gradients passes between nodes; one group of all ranks holds less.
 
-Known limits: transfers do not overlap with computation; what ranks compare before they gather (ranks/agreement.py) is
+Known limits: transfers do not overlap with computation; what ranks compare before they gather (ranks/collectives.py) is
 not counted. Legend: D ranks of the data axis, S of them among which parameters are split.
 """
 
@@ -178,7 +178,7 @@ ROW = Technique(
     options=_asked,
     contradictions=_contradictions,
     remark=lambda spec, launches: ON_HOST if spec.offload and not launches else "",
-    split_parameters="lightning_amp.techniques.fsdp.install:split_parameters",
+    split_parameters="lightning_amp.techniques.fsdp.fully_sharded:split_parameters",
     prediction=Prediction(
         add=add,
         kinds=(PARAMETERS, GRADIENTS, STATE),

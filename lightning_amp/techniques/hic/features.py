@@ -42,8 +42,8 @@ from lightning_amp.techniques.contract.protocol import FEATURE_METHODS, Decompos
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
 from lightning_amp.techniques.hic.rows import FeatureParallel, RowParallelLinear
 from lightning_amp.techniques.ranks import collectives
-from lightning_amp.techniques.ranks.even_runs import Runs, join_runs, own_run, run_length
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
+from lightning_amp.techniques.ranks.shards import Runs, join_runs, own_run, run_length
 
 
 def share_features(decoder: DecomposedDecoder, spec: FeatureParallel, mesh: DeviceMesh) -> Change:

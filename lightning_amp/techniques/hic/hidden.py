@@ -66,8 +66,8 @@ from lightning_amp.techniques.contract.protocol import (
 )
 from lightning_amp.techniques.hic.rows import HiddenParallel
 from lightning_amp.techniques.ranks import collectives
-from lightning_amp.techniques.ranks.channel_shards import Channels, gather_channels, shard_channels
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
+from lightning_amp.techniques.ranks.shards import Channels, gather_channels, shard_channels
 
 
 class _Sharded(nn.Module):

@@ -32,15 +32,18 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.pipeline.layer_seconds import LayerSeconds, counts_for, crossing_nodes, times_of
 from lightning_amp.techniques.pipeline.options import PipelineOptions, stages_of
-from lightning_amp.techniques.pipeline.schedule.blocks_of_stages import filled, layer_bytes
+from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
-from lightning_amp.techniques.pipeline.schedule.micro_batches import Devices, fastest_of
-from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule
-from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, held_bytes, rank_peaks
-from lightning_amp.techniques.pipeline.schedule.timeline import timeline
-from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.schedule.micro_batches import (
+    LayerSeconds,
+    LayerTimes,
+    counts_for,
+    crossing_nodes,
+    fastest_of,
+)
+from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule, timeline
+from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, filled, held_bytes, layer_bytes, rank_peaks
 from lightning_amp.techniques.pipeline.stage_forms import (
     Levels,
     StagesInChunks,
@@ -222,8 +225,8 @@ def _fastest(shape: _Shape, rows: int) -> dict[int, float]:
     if None in parts.values():
         return {}
     layers = {n: replace(shape, micro_batches=n).seconds(part) for n, part in parts.items() if part}
-    devices = Devices(n_stages=shape.ranks, speeds=shape.of_stages)
-    return fastest_of(times_of(layers), devices, (1, min(shape.ranks, whole.rows)))
+    others = 1, min(shape.ranks, whole.rows)
+    return fastest_of(LayerTimes.of(layers), shape.ranks, shape.of_stages, others)
 
 
 def _best(made: Sequence[Draft], budget: int | None) -> Draft:

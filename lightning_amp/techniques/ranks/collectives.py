@@ -10,13 +10,22 @@
 Each is one collective forward and one backward at most. `torch.distributed.nn.functional` has the row `total` only,
 which multiplies gradients by the number of ranks where the others are needed.
 
-`enter` and `leave` are where the sharded region begins and ends, and their nodes say so by `behind` (check_region.py).
+`enter` and `leave` begin and end the sharded region, and their nodes say so by `behind` (sharded_region.py).
 
 A *block* is a tensor [R, ...]: part r is rank r's. Parts are of one size, so uneven shards are padded by the caller.
 Legend: R ranks of the mesh axis.
 Known limit: second derivatives are refused.
+
+`Agreement` checks that all ranks issue the same collectives of sharded parameters in the same order. Collectives find
+each other by their order alone. A rank that skips a block, as a branch on its own cells may, would take another block's
+parameters for those of its own: numbers without meaning where the sizes agree, and no end where they do not. So before
+each collective the ranks compare what it is for: one all-reduce of two integers.
+
+On a CPU they stop before the collective. On a GPU, where looking at a number waits for all that was launched, they look
+at the end of the backward pass, before the optimiser's step.
 """
 
+import zlib
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -29,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.dist.collectives import start_adding_rows
+from lightning_amp.errors import ModelError
 
 Collective = Callable[[DeviceMesh, Tensor], Tensor]
 
@@ -133,7 +143,7 @@ class _Collective(torch.autograd.Function):
     def forward(ctx: Any, mesh: DeviceMesh, there: Collective, back: Collective, value: Tensor) -> Tensor:
         ctx.mesh, ctx.back = mesh, back
         if back is _itself:
-            # what follows is computed on every rank, what went before is a rank's part (check_region.py)
+            # what follows is computed on every rank, what went before is a rank's part (sharded_region.py)
             ctx.behind = "inside"
         return there(mesh, value)
 
@@ -149,3 +159,42 @@ def _itself(mesh: DeviceMesh, grad: Tensor) -> Tensor:
 
 def _apply(mesh: DeviceMesh, there: Collective, back: Collective, value: Tensor) -> Tensor:
     return cast(Tensor, _Collective.apply(mesh, there, back, value))  # type: ignore[no-untyped-call]
+
+
+class Agreement:
+    """What the ranks of a mesh axis are about to do, compared."""
+
+    def __init__(self, mesh: DeviceMesh, technique: str) -> None:
+        self._mesh, self._technique = mesh, technique
+        self._unseen: list[tuple[str, Tensor]] = []
+
+    def on(self, what: str) -> None:
+        """This rank is about to do something; a collective.
+
+        Raises:
+            ModelError: Another rank is about to do something else; on every rank.
+        """
+        number = zlib.crc32(what.encode())
+        box = torch.tensor([number, -number], device=self._mesh.device_type)
+        wait_in_all_reduce(dist.all_reduce(box, dist.ReduceOp.MAX, group=self._mesh.get_group(), async_op=True))
+        self._unseen.append((what, box))
+        if self._mesh.device_type == "cpu":
+            self.look()
+
+    def look(self) -> None:
+        """Look at what was compared since the last time; a ModelError on every rank where something differed."""
+        unseen, self._unseen = self._unseen, []
+        numbers = torch.stack([box for _, box in unseen]).tolist() if unseen else []
+        for (what, _), (largest, smallest) in zip(unseen, numbers, strict=True):
+            if largest != -smallest:
+                raise ModelError(self._told(what))
+
+    def _told(self, what: str) -> str:
+        everyones: list[str] = [""] * self._mesh.size()
+        dist.all_gather_object(everyones, what, group=self._mesh.get_group())
+        ranks = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(everyones))
+        return (
+            f"under {self._technique} all ranks use the same blocks in the same order, for a block's parameters lie on"
+            f" all of them; found: {ranks}. Let every rank run every block, a block that it does not need times"
+            " zero, or train with strategies='S1'"
+        )

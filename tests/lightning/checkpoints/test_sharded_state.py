@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_amp.errors import DataError, InstallError
 from lightning_amp.lightning.checkpoints.shards import Shards, check_optimizers, restore
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, shard_parameter
-from lightning_amp.techniques.ranks.even_runs import Runs
+from lightning_amp.techniques.ranks.shards import Runs
 from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.hic.features.test_s2 import fake_mesh
 from tests.techniques.hic.features.test_wide_linear import HIDDEN, inputs, make, put_in

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_amp.errors import AmpError, DataError
-from lightning_amp.techniques.pipeline.steps.micro_batches import cut
+from lightning_amp.techniques.pipeline.steps.sample_check import cut
 from tests.lightning.pipeline.pipeline_cases import CNN, GPT, Batch, fit, tokens, trainer_of
 from tests.lightning.pipeline.test_pipeline import close
 from tests.ranks import run_ranks

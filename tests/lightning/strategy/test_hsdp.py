@@ -17,8 +17,8 @@ from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.contract.sharded_parameter import local
 from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
+from lightning_amp.techniques.fsdp.look import units_of
 from lightning_amp.techniques.fsdp.row import ON_HOST, FullyShard
-from lightning_amp.techniques.fsdp.units import units_of
 from tests.lightning.strategy.fsdp_features import Blocks, Found, Several, loader, saved, trained, trainer_of
 from tests.lightning.strategy.strategy_cases import Batch, RunningRanks
 from tests.lightning.strategy.test_fsdp import (

@@ -18,9 +18,9 @@ from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.pipeline.options import PipelineOptions, StageChunks, stages_of
+from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peaks, stage_bytes
-from lightning_amp.techniques.pipeline.spec import PipelineStages
 from lightning_amp.techniques.pipeline.stage_forms import Levels, computed_again, fewest_again, fewest_chunks
 from lightning_amp.techniques.pipeline.stages import staged
 from tests.planning.modules.facts import with_stages

@@ -18,7 +18,7 @@ from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
-from lightning_amp.techniques.fsdp.units import units_of
+from lightning_amp.techniques.fsdp.look import units_of
 from tests.any_module import QUIET, Meter, make
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.fsdp.fully_sharded import FullySharded
-from lightning_amp.techniques.fsdp.refusals import refuse
+from lightning_amp.techniques.fsdp.look import refuse
 from tests.lightning.strategy.fsdp_features import Blocks, Several
 from tests.ranks import run_ranks
 

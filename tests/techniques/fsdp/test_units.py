@@ -12,7 +12,7 @@ from torch.func import functional_call
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
 from lightning_amp.techniques.fsdp.fully_sharded import refuse_swapped
-from lightning_amp.techniques.fsdp.units import units_of
+from lightning_amp.techniques.fsdp.look import units_of
 
 
 def test_a_block_that_shares_a_parameter_is_left_to_the_root() -> None:

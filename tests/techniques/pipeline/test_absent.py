@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError
-from lightning_amp.techniques.pipeline.run.absent import Absent, AbsentParameter, absent_parameter
-from lightning_amp.techniques.pipeline.run.placeholders import Placeholders
+from lightning_amp.techniques.pipeline.run.placeholders import Absent, AbsentParameter, Placeholders, absent_parameter
 
 X = torch.randn(3, 3)
 

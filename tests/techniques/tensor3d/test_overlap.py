@@ -24,7 +24,7 @@ from lightning_amp import AMPStrategy
 from lightning_amp.dist._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.dist.splits import Sent
 from lightning_amp.errors import ModelError, PlanError
-from lightning_amp.techniques.ranks.agreement import Agreement
+from lightning_amp.techniques.ranks.collectives import Agreement
 from lightning_amp.techniques.tensor3d.grid import Grid, grid_mesh
 from lightning_amp.techniques.tensor3d.in_step import InStep
 from lightning_amp.techniques.tensor3d.layouts import written

@@ -1,6 +1,6 @@
 """nodes: every rank of the model axis has a run of the anchors, and computes keys and features of these.
 
-    region        own rows of v enter, losses are added up (ranks/sharded_region.py, ranks/anchor_shards.py); v has no
+    region        own rows of v enter, losses are added up (ranks/sharded_region.py, ranks/shards.py); v has no
                   others where the graph's vertices are sharded too (graph_encoder.py)
     attention     own buckets that see own ones only: attend(prepare(own q, k, values)); the first and the last own one:
                   attend(prepare(three buckets, the neighbour's among them)), one bucket of it
@@ -58,8 +58,8 @@ from lightning_amp.techniques.hic.attention.sizes import check_rows
 from lightning_amp.techniques.hic.features import ShardedFeatures, features_problem
 from lightning_amp.techniques.hic.rows import DomainParallel
 from lightning_amp.techniques.ranks import collectives
-from lightning_amp.techniques.ranks.anchor_shards import AnchorShards, shard_anchors
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
+from lightning_amp.techniques.ranks.shards import AnchorShards, shard_anchors
 
 
 def start_exchange(rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"]]) -> Float[Tensor, "halo two_dim"]:

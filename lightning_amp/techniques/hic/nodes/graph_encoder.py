@@ -1,6 +1,6 @@
 """nodes in the graph encoder: every rank of the model axis holds the vertices of its anchors, and some others.
 
-    an anchor         its rank under `nodes` (ranks/anchor_shards.py), so that own rows of v enter the decoder
+    an anchor         its rank under `nodes` (ranks/shards.py), so that own rows of v enter the decoder
     another vertex    the rank that most of its edges lead to; ties to the lowest, without edges in runs
     embedding         a shard on its owner: values, gradient, optimiser state (sharded_parameter.py)
     loc, std          row by row; whole on every rank, a rank's gradients are parts (`Change.partial`)
@@ -42,7 +42,7 @@ from lightning_amp.techniques.contract.protocol import Messages, VertexEncoder, 
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
 from lightning_amp.techniques.hic.rows import VertexParallel
 from lightning_amp.techniques.ranks import collectives
-from lightning_amp.techniques.ranks.anchor_shards import AnchorShards, shard_anchors
+from lightning_amp.techniques.ranks.shards import AnchorShards, shard_anchors
 
 Ends = tuple[Int[Tensor, " edge"], Int[Tensor, " edge"]]
 

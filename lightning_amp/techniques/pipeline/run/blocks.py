@@ -7,8 +7,8 @@ from lightning_amp.errors import InstallError
 from lightning_amp.footprint.find_blocks import MARK, find_blocks, longest_list
 from lightning_amp.techniques.contract.change import Change, hooks_within
 from lightning_amp.techniques.data.batch_norm import has_batch_norms
+from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, StageBlock
-from lightning_amp.techniques.pipeline.spec import PipelineStages
 
 
 def pipeline_stages(blocks: nn.Module, spec: PipelineStages, mesh: DeviceMesh) -> Change:

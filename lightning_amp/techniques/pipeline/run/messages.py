@@ -1,16 +1,24 @@
-"""Send activations and random states forward between stages, and gradients back.
+"""Send activations and the states of random numbers forward between stages, and gradients back.
 
 A receiver knows the shapes, for it has placeholders of what it waits for; so nothing but values is sent, and
 micro-batches may differ in size. That sender and receiver mean the same is compared (`_print_of`): a block whose result
 has a shape, or a number besides tensors, that its inputs do not fix is refused. Every tensor of a micro-batch has a
 tag of its own, and order does not matter. Which tensors have a gradient is sent back before the gradients: a parameter
 that none of them reaches has none here either, and its optimiser leaves it alone.
+
+The state of torch's, NumPy's and Python's random numbers goes with a micro-batch from stage to stage: a draw depends on
+the seed alone, and neither on the number of stages nor on the order in which a rank runs passes.
+
+Known limit: generators that a module or a data set keeps for itself.
 """
 
 import hashlib
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +27,51 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.errors import InstallError
-from lightning_amp.techniques.pipeline.run.draws import go_on_with, packed_draws
+
+
+def seed_draws(seed: int) -> None:
+    """Begin anew."""
+    # not torch.manual_seed: it writes down its stack for every kind of device that is not in use, 3 ms a micro-batch
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def draws_stay() -> Iterator[None]:
+    """Go on afterwards as if nothing had been drawn."""
+    before = packed_draws()
+    try:
+        yield
+    finally:
+        go_on_with(before)
+
+
+def packed_draws() -> Tensor:
+    """Where the random numbers are: bytes of one length."""
+    version, words, gauss = random.getstate()
+    _, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    numbers = np.array([version, place, has_gauss, gauss is not None], np.int64)
+    others = [np.array(words, np.uint32), np.asarray(keys), numbers, np.array([gauss or 0.0, cached])]
+    packed = bytearray(b"".join(part.tobytes() for part in others))
+    return torch.cat([torch.get_rng_state(), torch.frombuffer(packed, dtype=torch.uint8)])
+
+
+def go_on_with(packed: Tensor) -> None:
+    """Let the random numbers be where they were when `packed_draws` was called, maybe on another rank."""
+    n = len(torch.get_rng_state())
+    torch.set_rng_state(packed[:n].clone())
+    rest = packed[n:].numpy().tobytes()
+    floats, numbers = np.frombuffer(rest[-16:], np.float64), np.frombuffer(rest[-48:-16], np.int64)
+    words = np.frombuffer(rest[:-48], np.uint32)
+    version, place, has_gauss, drawn = map(int, numbers)
+    own = len(words) - 624
+    state: Any = (version, tuple(map(int, words[:own])), float(floats[0]) if drawn else None)
+    random.setstate(state)
+    np.random.set_state(("MT19937", words[own:], place, has_gauss, float(floats[1])))
+
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """What a block may return besides tensors."""

@@ -7,7 +7,7 @@ be run for the whole batch at once (`Rest`), from what they have returned for th
 function of the batch.
 
 Random numbers: a micro-batch begins with its own seed, and every stage goes on with them where the one before left off
-(draws.py). So they are those of one process that sets the seed before every micro-batch.
+(messages.py). So they are those of one process that sets the seed before every micro-batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_amp.errors import ModelError
 from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, Leave, Span
-from lightning_amp.techniques.pipeline.run.draws import draws_stay, packed_draws, seed_draws
-from lightning_amp.techniques.pipeline.run.messages import PLAIN, Messages
-from lightning_amp.techniques.pipeline.run.pass_times import PassTimes
+from lightning_amp.techniques.pipeline.run.messages import PLAIN, Messages, draws_stay, packed_draws, seed_draws
 from lightning_amp.techniques.pipeline.run.placeholders import without_values
-from lightning_amp.techniques.pipeline.schedule.schedules import Order, Pass
+from lightning_amp.techniques.pipeline.schedule.schedules import Order, Pass, PassTimes
 
 Step = Callable[[int], Any]
 """Calls the user's step with a micro-batch."""
@@ -63,13 +61,6 @@ class Work:
     rest: Rest | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """Of one micro-batch, with its weight: where its backward pass starts."""
-
-    value: Tensor
-
-
 class Ran:
     """What a step leaves: on every rank its times, on the last stage what it knows.
 
@@ -101,6 +92,7 @@ class Stages:
         self.walk, self.spans, self.mesh, self.device = walk, tuple(spans), mesh, device
         self.last_rank = (len(self.spans) - 1) % mesh.size()
         self.is_last = self.last_rank == mesh.get_local_rank()
+        self._after_all = Span(walk.blocks, walk.blocks, walk.blocks)
 
     @property
     def forward_only(self) -> Order:
@@ -120,7 +112,7 @@ class Stages:
                     self._run_rest(work.rest, alive, ran)
                     ran.times.rested()
                 if now.backward:
-                    self._backward(now, *alive.pop((now.stage, now.micro_batch)), messages, ran)
+                    self._backward(now, *alive.pop((now.stage, now.micro_batch)), work, messages, ran)
                 else:
                     alive[now.stage, now.micro_batch] = self._forward(now, work, messages, ran)
             messages.wait()
@@ -131,14 +123,13 @@ class Stages:
 
         With a seed it is set where the blocks end.
         """
-        after_all = Span(self.walk.blocks, self.walk.blocks, self.walk.blocks)
 
         def receive(placeholders: Any) -> Any:
             if seed is not None:
                 seed_draws(seed)
             return joined(results, placeholders)
 
-        return self.walk.run(after_all, step, receive=receive, device=self.device)[1]
+        return self.walk.run(self._after_all, step, receive=receive, device=self.device)[1]
 
     def placeholders(self, step: Callable[[], Any]) -> Any:
         """What the last of all blocks would return, without values."""
@@ -148,8 +139,7 @@ class Stages:
             found.append(placeholders)
             raise Leave
 
-        after_all = Span(self.walk.blocks, self.walk.blocks, self.walk.blocks)
-        self.walk.run(after_all, step, receive=receive, device=self.device)
+        self.walk.run(self._after_all, step, receive=receive, device=self.device)
         return found[0]
 
     def _forward(self, now: Pass, work: Work, messages: Messages, ran: Ran) -> tuple[Any, list[Tensor]]:
@@ -172,9 +162,9 @@ class Stages:
         if whole or not span.is_last:
             return result, leaves
         _refuse_placeholders(returned)
-        ran.results[j], ran.returned[j] = _detached(result), _detached(returned)
+        ran.results[j], ran.returned[j] = detached(result), detached(returned)
         ran.drew |= not torch.equal(self.walk.random_state_after, packed_draws())
-        return (Loss(work.weights[j] * loss_of(returned)) if work.weights else None), leaves
+        return (work.weights[j] * loss_of(returned) if work.weights else None), leaves
 
     def _run_rest(self, rest: Rest, alive: dict[tuple[int, int], Any], ran: Ran) -> None:
         """Forward and backward of what follows the blocks; gradients of what these have returned are left in `ran`."""
@@ -190,7 +180,7 @@ class Stages:
         with torch.autocast(self.device.type, enabled=False):
             loss.backward()  # type: ignore[no-untyped-call]
         ran.results = cut_off
-        ran.returned = [_detached(returned)]
+        ran.returned = [detached(returned)]
 
     @torch.no_grad()
     def _refuse_drawn(self, rest: Rest, cut_off: list[Any], loss: Tensor) -> None:
@@ -204,12 +194,13 @@ class Stages:
                 " 'pipeline' out"
             )
 
-    def _backward(self, now: Pass, result: Any, leaves: list[Tensor], messages: Messages, ran: Ran) -> None:
+    def _backward(self, now: Pass, result: Any, leaves: list[Tensor], work: Work, messages: Messages, ran: Ran) -> None:
         last = self.spans[now.stage].is_last
         # the backward pass of a loss under autocast runs outside of it too
         with torch.autocast(self.device.type, enabled=False):
-            if last and isinstance(result, Loss):
-                result.value.backward()  # type: ignore[no-untyped-call]
+            if last and work.rest is None:
+                # its loss, with its weight
+                result.backward()
             else:
                 if last:
                     outputs, grads = _of_rest(result, ran.results[now.micro_batch])
@@ -316,5 +307,6 @@ def _of_rest(result: Any, cut_off: Any) -> tuple[list[Tensor], list[Tensor]]:
     return outputs, grads
 
 
-def _detached(values: Any) -> Any:
+def detached(values: Any) -> Any:
+    """Tensors in any nesting without their graph."""
     return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, values)

@@ -1,4 +1,4 @@
-"""Order the micro-batches on each device: GPipe, 1F1B and interleaved 1F1B, and what is in flight.
+"""Order the micro-batches on each device by GPipe, 1F1B or interleaved 1F1B, and compute when passes begin and end.
 
 Stage s is on device s mod N. A device computes its passes in the order given here, each as soon as its input is there.
 
@@ -11,14 +11,28 @@ The orders are those of torch.distributed.pipelining (GPipe; Huang et al. 2019. 
 Interleaved: Narayanan et al. 2021). A micro-batch is in flight on a stage from its forward pass to the end of its
 backward pass: so long the stage keeps what the backward pass needs.
 
+`timeline` computes when, from the times of the stages; what is left of a device's time is idle (bubbles):
+
+    begin of a pass    = max( end of the device's pass before, arrival of its input )
+    begin of a sending = max( end of the pass, end of the link's sending before )
+    arrival            = end of the sending
+
+This is the recursion of Zhou et al. 2025 (Eq. 2), for any order of passes: devices send while they compute, in both
+directions at a time, and a link carries one micro-batch after the other. Under GPipe it comes to Eq. 6,
+
+    sum over stages of (forward + backward + both sendings)  +  (p - 1) (rho_1 + rho_2)
+
 Legend: N devices, r device, p micro-batches, v stages of a device, m micro-batches of a round.
+Known limits: neither the optimiser nor the averaging of gradients; a device that sends is not slowed down by it.
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import time
 from typing import NamedTuple
 
 from lightning_amp.errors import PlanError
-from lightning_amp.techniques.pipeline.schedule.numbers import check_count
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
@@ -33,6 +47,17 @@ class Pass(NamedTuple):
 
 Order = tuple[Pass, ...]
 """The passes of one device, first to last."""
+
+
+def check_count(name: str, count: object) -> int:
+    """The number, if it counts something.
+
+    Raises:
+        PlanError: Not a whole number of 1 or more.
+    """
+    if type(count) is not int or count < 1:
+        raise PlanError(f"{name}={count!r} is not supported; allowed is a whole number of 1 or more: correct it")
+    return count
 
 
 def schedule(name: str, devices: int, micro_batches: int, *, stages_per_device: int = 1) -> tuple[Order, ...]:
@@ -119,3 +144,137 @@ def most_in_flight(order: Order) -> Counter[int]:
         now[step.stage] += -1 if step.backward else 1
         most[step.stage] = max(most[step.stage], now[step.stage])
     return most
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """Times of one micro-batch, one for each stage, in one unit.
+
+    Attributes:
+        forward: Of the forward pass.
+        backward: Of the backward pass.
+        send_forward: Of sending the output to the next stage; of the last stage 0.
+        send_backward: Of sending the gradient to the stage before; of the first stage 0.
+        rest: Of what the last stage computes once for all micro-batches before its first backward pass.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    send_forward: tuple[float, ...]
+    send_backward: tuple[float, ...]
+    rest: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """When a schedule does what.
+
+    Attributes:
+        passes: Begin and end of every pass, of every device, in the device's order.
+    """
+
+    passes: tuple[dict[Pass, tuple[float, float]], ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the first pass's begin, at 0, to the end of the last one."""
+        return max(end for device in self.passes for _, end in device.values())
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Share of the time in which a device computes nothing: its bubble."""
+        busy = [sum(end - begin for begin, end in device.values()) for device in self.passes]
+        whole = self.seconds
+        return tuple(1 - work / whole if whole else 0.0 for work in busy)
+
+    def with_rest(self, rest_seconds: float) -> tuple[dict[Pass | None, tuple[float, float]], ...]:
+        """`passes`, and by None what the last stage's first backward pass begins with for the whole batch, if any."""
+        last_stage = max(step.stage for device in self.passes for step in device)
+        found: list[dict[Pass | None, tuple[float, float]]] = []
+        for device in self.passes:
+            spans: dict[Pass | None, tuple[float, float]] = {}
+            for step, (begin, end) in device.items():
+                if rest_seconds and step.backward and step.stage == last_stage and None not in spans:
+                    spans[None] = begin, begin + rest_seconds
+                    begin += rest_seconds
+                spans[step] = begin, end
+            found.append(spans)
+        return tuple(found)
+
+
+class PassTimes:
+    """When a rank has computed what in one step, by the machine's clock and without waiting for the device.
+
+    A pass begins when its input is there, and ends before its result is sent, as in a `Timeline`.
+
+    Known limits: ranks on several machines are shown as far apart as their clocks are; a device that works on after it
+    was asked to (CUDA) would be seen too early.
+
+    Attributes:
+        passes: Begin and end of every pass, in seconds of the clock, in their order.
+        rest_seconds: What the last stage's first backward pass began with: what follows the blocks, for the whole
+            batch.
+    """
+
+    def __init__(self) -> None:
+        self.passes: dict[Pass, tuple[float, float]] = {}
+        self._begin = self.rest_seconds = 0.0
+
+    def begin(self) -> None:
+        """The input of a pass is there."""
+        self._begin = time()
+
+    def rested(self) -> None:
+        """What follows the blocks is done, and the pass that has begun goes on."""
+        self.rest_seconds = time() - self._begin
+
+    def end(self, now: Pass) -> None:
+        """Its result is there."""
+        self.passes[now] = (self._begin, time())
+
+
+def timeline(orders: Sequence[Order], times: StageTimes) -> Timeline:
+    """Run a schedule on paper.
+
+    Args:
+        orders: Of every device, from `schedule`.
+        times: Of every stage.
+
+    Raises:
+        PlanError: Another number of stages than the schedule has.
+    """
+    stages = 1 + max(step.stage for order in orders for step in order)
+    if stages != len(times.forward):
+        raise PlanError(
+            f"a schedule of {stages!r} stages got the times of {len(times.forward)!r}: make the schedule for"
+            " as many devices as there are stages"
+        )
+    passes: list[dict[Pass, tuple[float, float]]] = [{} for _ in orders]
+    # when the input of a pass is there: of the first stage from the beginning
+    arrived = {step: 0.0 for order in orders for step in order if step.stage == 0 and not step.backward}
+    device_free, link_free = [0.0] * len(orders), dict[tuple[int, int], float]()
+    left, rest = [list(reversed(order)) for order in orders], times.rest
+    while any(left):
+        before = sum(map(len, left))
+        for device, waiting in enumerate(left):
+            while waiting and waiting[-1] in arrived:
+                step = waiting.pop()
+                begin = max(device_free[device], arrived[step])
+                end = begin + (times.backward if step.backward else times.forward)[step.stage]
+                if step.backward and step.stage == stages - 1:
+                    end, rest = end + rest, 0.0
+                passes[device][step], device_free[device] = (begin, end), end
+                if step.backward and step.stage > 0:
+                    to, takes = step._replace(stage=step.stage - 1), times.send_backward[step.stage]
+                elif not step.backward and step.stage < stages - 1:
+                    to, takes = step._replace(stage=step.stage + 1), times.send_forward[step.stage]
+                else:
+                    # the last stage goes back at once, the first one has nobody to go back to
+                    to, takes = step._replace(backward=True), 0.0
+                link = device, to.stage % len(orders)
+                if link[0] != link[1]:
+                    # a link carries one micro-batch after the other, and the device goes on meanwhile
+                    end = link_free[link] = max(end, link_free.get(link, 0.0)) + takes
+                arrived[to] = end
+        assert sum(map(len, left)) < before, "the passes of a schedule wait for each other in a circle"
+    return Timeline(passes=tuple(passes))

@@ -40,14 +40,12 @@ from torchmetrics import Metric
 from lightning_amp._torch import tree_map
 from lightning_amp.errors import DataError, InstallError, ModelError
 from lightning_amp.techniques.autograd.precomputed_gradients import Gradients, with_gradients
-from lightning_amp.techniques.pipeline.run.draws import draws_stay
-from lightning_amp.techniques.pipeline.run.pass_times import PassTimes
-from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, loss_of
-from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule
-from lightning_amp.techniques.pipeline.spec import PipelineStages
+from lightning_amp.techniques.pipeline.row import PipelineStages
+from lightning_amp.techniques.pipeline.run.messages import draws_stay
+from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, detached, loss_of
+from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
 from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
-from lightning_amp.techniques.pipeline.steps.micro_batches import cut
-from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck
+from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck, cut
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
@@ -235,7 +233,7 @@ class PipelinedSteps:
         """On the last stage: what one run of the step does besides its gradients, if it has the same loss."""
         with draws_stay():
             with self._recorder.recording(record):
-                record.returned = _without_graph(self._stages.run_rest(whole, ran.results))
+                record.returned = detached(self._stages.run_rest(whole, ran.results))
             losses = [loss_of(returned) for returned in ran.returned]
             loss = loss_of(record.returned)
             if ran.drew:
@@ -338,10 +336,6 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
-
-
-def _without_graph(returned: Any) -> Any:
-    return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, returned)
 
 
 def refuse_hooks(parameter: nn.Parameter) -> None:

@@ -15,7 +15,7 @@ from lightning_amp.models.decoders.stratified import Decode
 from lightning_amp.techniques.hic.hidden import HiddenDecode, ShardedLayerNorm
 from lightning_amp.techniques.hic.rows import ChunkedAttention, HiddenParallel
 from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirst
-from lightning_amp.techniques.ranks.channel_shards import shard_channels
+from lightning_amp.techniques.ranks.shards import shard_channels
 from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.sharded_cases import (
     Case,

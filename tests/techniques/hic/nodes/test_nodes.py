@@ -18,7 +18,7 @@ from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import LocalAttention
 from lightning_amp.techniques.hic.nodes.decoder import HaloAttention, share_anchors
 from lightning_amp.techniques.hic.rows import DomainParallel
-from lightning_amp.techniques.ranks.anchor_shards import shard_anchors
+from lightning_amp.techniques.ranks.shards import shard_anchors
 from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.sharded_cases import (
     Case,

@@ -25,7 +25,7 @@ from lightning_amp.simulation.models_without_values import reference_subject
 from lightning_amp.simulation.simulate import simulate
 from lightning_amp.techniques.hic.nodes.graph_encoder import shard_vertices, share_vertices
 from lightning_amp.techniques.hic.rows import VertexParallel
-from lightning_amp.techniques.ranks.anchor_shards import shard_anchors
+from lightning_amp.techniques.ranks.shards import shard_anchors
 from tests.planning.profiles import hic, profile, rna
 from tests.ranks import CountCollectives, run_ranks
 from tests.techniques.hic.nodes.vertex_cases import (

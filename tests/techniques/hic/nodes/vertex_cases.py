@@ -21,7 +21,7 @@ from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.hic.rows import FeatureParallel
-from lightning_amp.techniques.ranks.check_region import check_region
+from lightning_amp.techniques.ranks.sharded_region import check_region
 from lightning_amp.techniques.table import targets_of
 from tests.techniques.sharded_cases import Results
 

@@ -5,15 +5,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from lightning_amp.techniques.pipeline.schedule.micro_batches import (
-    Devices,
-    LayerTimes,
-    cross_search,
-    gpipe_seconds,
-    search_all,
-)
-from lightning_amp.techniques.pipeline.schedule.schedules import schedule
-from lightning_amp.techniques.pipeline.schedule.timeline import StageTimes, timeline
+from benchmarks.pipeline.networks import cross_search
+from lightning_amp.techniques.pipeline.schedule.micro_batches import LayerSeconds, LayerTimes, gpipe_seconds, search_all
+from lightning_amp.techniques.pipeline.schedule.schedules import StageTimes, schedule, timeline
 
 NAMES = ("forward", "backward", "send_forward", "send_backward")
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -29,8 +23,8 @@ def draw(seed: int, layers: int = 9) -> LayerTimes:
     return LayerTimes(counts=COUNTS, **dict(zip(NAMES, tables, strict=True)))
 
 
-def row_of(times: LayerTimes, row: int) -> dict[str, list[float]]:
-    return {name: getattr(times, name)[row].tolist() for name in NAMES}
+def stages_of(times: LayerTimes, row: int, ends: tuple[int, ...], speeds: list[float] | None = None) -> StageTimes:
+    return LayerSeconds(**{name: getattr(times, name)[row] for name in NAMES}).stages(ends, speeds)
 
 
 @pytest.mark.parametrize("speeds", [None, [1.0, 0.5, 2.0, 1.0]])
@@ -39,7 +33,7 @@ def test_the_time_of_a_step_is_that_of_its_schedule(ends: tuple[int, ...], speed
     times = draw(0)
     found = gpipe_seconds(times, ends, speeds=speeds)
     for row, p in enumerate(COUNTS):
-        stages = StageTimes.of(ends, **row_of(times, row), speeds=speeds)
+        stages = stages_of(times, row, ends, speeds)
         line = timeline(schedule("gpipe", len(stages.forward), p), stages)
         assert found[row] == pytest.approx(line.seconds)
 
@@ -47,12 +41,12 @@ def test_the_time_of_a_step_is_that_of_its_schedule(ends: tuple[int, ...], speed
 @pytest.mark.parametrize("seed", range(10))
 def test_searching_all_finds_the_best_of_all_optimal_cuts(seed: int) -> None:
     times = draw(seed)
-    everything = search_all(times, Devices(n_stages=3))
+    everything = search_all(times, 3)
     every_cut = [(*ends, 9) for n in range(3) for ends in combinations(range(1, 9), n)]
     best_of_rows = []
     for row in range(len(COUNTS)):
         # the least rho_1 + rho_2 that any cut has for this number of micro-batches
-        stages = [StageTimes.of(ends, **row_of(times, row)) for ends in every_cut]
+        stages = [stages_of(times, row, ends) for ends in every_cut]
         least = min(max(s.forward + s.send_forward) + max(s.backward + s.send_backward) for s in stages)
         best_of_rows += [
             gpipe_seconds(times, ends).min()
@@ -62,16 +56,5 @@ def test_searching_all_finds_the_best_of_all_optimal_cuts(seed: int) -> None:
     assert everything.seconds == pytest.approx(min(best_of_rows))
     row = COUNTS.index(everything.micro_batches)
     assert gpipe_seconds(times, everything.ends)[row] == everything.seconds
-    for first in (None, *COUNTS):
-        crossed = cross_search(times, Devices(n_stages=3), first=first)
-        assert crossed.seconds >= everything.seconds
-        row = COUNTS.index(crossed.micro_batches)
-        assert gpipe_seconds(times, crossed.ends).min() == gpipe_seconds(times, crossed.ends)[row] == crossed.seconds
-
-
-def test_searches_keep_to_bytes_and_speeds() -> None:
-    devices = Devices(n_stages=3, speeds=[1, 2, 1], layer_bytes=[1] * 9, stage_bytes=[3, 5, 3])
-    for search in (cross_search, search_all):
-        ends = search(draw(1), devices).ends
-        runs = np.diff([0, *ends])
-        assert all(runs <= [3, 5, 3][: len(runs)])
+    # Algorithm 1 may stop short of it
+    assert cross_search(times, 3) >= everything.seconds

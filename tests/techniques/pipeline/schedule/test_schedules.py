@@ -7,8 +7,15 @@ import networkx
 import pytest
 
 from lightning_amp import PlanError
-from lightning_amp.techniques.pipeline.schedule.schedules import SCHEDULES, Order, Pass, most_in_flight, schedule
-from lightning_amp.techniques.pipeline.schedule.timeline import StageTimes, timeline
+from lightning_amp.techniques.pipeline.schedule.schedules import (
+    SCHEDULES,
+    Order,
+    Pass,
+    StageTimes,
+    most_in_flight,
+    schedule,
+    timeline,
+)
 
 SHAPES = [(1, 1, 1), (1, 4, 3), (2, 4, 2), (3, 3, 2), (4, 8, 2), (4, 8, 3), (4, 4, 1), (5, 2, 1), (3, 7, 1)]
 """Devices, micro-batches, stages on a device."""
