@@ -138,6 +138,5 @@ class InChunks:
 
 def _shapes(found: Capture) -> str:
     """Of a block's tensor arguments."""
-    assert found.graph is not None, "what was planned has a graph"
-    given = [node.meta["val"] for node in found.graph.graph.nodes if node.op == "placeholder"]
+    given = [node.meta["val"] for node in found.nodes if node.op == "placeholder"]
     return ", ".join(str(list(tensor.shape)) for tensor in given[len(found.names) :]) or "no tensors"

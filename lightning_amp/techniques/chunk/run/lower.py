@@ -13,7 +13,7 @@ import linecache
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from keyword import iskeyword
 from operator import getitem
 from types import FunctionType
@@ -100,9 +100,9 @@ def table_of(capture: Capture, *, near: bool = False) -> Table:
     """
     table = build_table(capture)
     if not torch.is_grad_enabled():
-        table = with_memory(table, _rows(capture))
+        table = with_memory(table, capture.nodes)
     rows = []
-    for i, (node, row) in enumerate(zip(_rows(capture), table.rows, strict=True)):
+    for i, (node, row) in enumerate(zip(capture.nodes, table.rows, strict=True)):
         own = node.target is getitem or isinstance(node.target, OpOverload)
         if row.kind == OPERATOR and not own:
             row = replace(row, writes=(i,))
@@ -134,11 +134,13 @@ class _Writer:
 
     def __init__(self, capture: Capture, table: Table) -> None:
         self._capture, self._table = capture, table
-        self._nodes = _rows(capture)
+        self._nodes = capture.nodes
         self._row = {node: i for i, node in enumerate(self._nodes)}
         self._values: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "inf": math.inf, "nan": math.nan}
         self._taken = {"put", "size", "forward", *self._values}
-        self._names = [self._name(text) for text in self._wished()]
+        # arguments as `Capture.changed` has them
+        given = chain(capture.names, (f"input {k}" for k in count()))
+        self._names = [self._name(next(given) if node.op == "placeholder" else node.name) for node in self._nodes]
 
     def lower(self, regions: Sequence[Region]) -> Lowered:
         """Write, compile, and put the regions where the code calls them."""
@@ -150,11 +152,6 @@ class _Writer:
         # the code of forward calls what runs all chunks under the name of what computes one
         space |= chunked
         return Lowered(capture=self._capture, code=code, forward=space["forward"], regions=chunked, cut=tuple(regions))
-
-    def _wished(self) -> Iterator[str]:
-        names = _argument_names(self._capture)
-        for i, node in enumerate(self._nodes):
-            yield names[i] if node.op == "placeholder" else node.name
 
     def _name(self, wish: str) -> str:
         """A name that is free, as near to the wish as Python allows."""
@@ -323,18 +320,6 @@ class _Writer:
                 needs_grad=self._table.rows[i].needs_grad,
                 over=inputs.index(over[i]) if i in over else None,
             )
-
-
-def _rows(capture: Capture) -> list[Node]:
-    """The nodes of a graph that are rows of its table."""
-    assert capture.graph is not None, f"the block was not captured: {capture.reason}"
-    return [node for node in capture.graph.graph.nodes if node.op != "output"]
-
-
-def _argument_names(capture: Capture) -> list[str]:
-    """Of the graph's arguments, as `Capture.changed` has them."""
-    n_inputs = sum(node.op == "placeholder" for node in _rows(capture)) - len(capture.names)
-    return [*capture.names, *(f"input {k}" for k in range(n_inputs))]
 
 
 def dense_strides(value: Tensor) -> tuple[int, ...]:

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from lightning_amp._torch import make_fx
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.capture import Capture, fresh
 from lightning_amp.graph.table import OPERATOR, PARAMETER, Table
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.region import Region
@@ -63,11 +62,6 @@ def _of_piece(capture: Capture, table: Table, region: Region, chunked: ChunkedRe
     """What one piece computes, as a block whose arguments are the region's inputs."""
     inputs = region.inputs(table)
     ((start, size), *_) = chunked.bounds
-    assert capture.graph is not None, "what has a table has a graph"
-    values = {
-        node.name: getattr(capture.graph, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
-        for node in capture.graph.graph.nodes
-    }
 
     def run(*tensors: Tensor) -> list[Any]:
         found: dict[int, Any] = {}
@@ -77,9 +71,9 @@ def _of_piece(capture: Capture, table: Table, region: Region, chunked: ChunkedRe
     with QuickFakes():
         given = []
         for i, dim in zip(inputs, chunked.input_dims, strict=True):
-            whole = values[table.rows[i].name]
-            like = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
-            given.append(chunked.piece(like, dim, start, size))
+            node = capture.nodes[i]
+            whole = getattr(capture.graph, str(node.target)) if node.op == "get_attr" else node.meta["val"]
+            given.append(chunked.piece(fresh(whole), dim, start, size))
     graph = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*given)
     names = tuple(table.rows[i].name for i in inputs if table.rows[i].kind == PARAMETER)
     return Capture(kind=capture.kind, key=None, names=names, graph=graph, needs_grad=(False,) * len(given))

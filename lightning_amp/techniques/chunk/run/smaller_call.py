@@ -112,5 +112,4 @@ def _shapes(values: Sequence[Any]) -> tuple[torch.Size, ...]:
 
 
 def _operators(found: Capture) -> list[tuple[str, str]]:
-    assert found.graph is not None, "what is lowered has a graph"
-    return [(node.op, str(node.target)) for node in found.graph.graph.nodes]
+    return [(node.op, str(node.target)) for node in found.nodes]
