@@ -13,7 +13,7 @@ import linecache
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, pairwise
+from itertools import chain, count
 from keyword import iskeyword
 from operator import getitem
 from types import FunctionType
@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from lightning_amp._torch import OpOverload, tree_leaves
-from lightning_amp.errors import PlanError
 from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Capture, run_as
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions.over import within, written_over
-from lightning_amp.techniques.chunk.regions.region import Region, check_region
+from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.chunk.run.bindings import binding
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
 from lightning_amp.techniques.chunk.run.in_place import with_memory, writing
@@ -73,21 +72,9 @@ def lower(capture: Capture, table: Table, regions: Sequence[Region]) -> Lowered:
     Args:
         capture: With a graph.
         table: By `table_of` the capture.
-        regions: Which share no row.
-
-    Raises:
-        PlanError: A region is not legal, or two overlap.
+        regions: Of `find_regions`, which share no row.
     """
-    ordered = sorted(regions, key=lambda region: region.first)
-    for before, after in pairwise(ordered):
-        if after.first <= before.last:
-            raise PlanError(
-                f"regions of rows {before.first!r} to {before.last!r} and {after.first!r} to {after.last!r} of"
-                f" {table.block!r} overlap; a row may be in one region: leave one out"
-            )
-    for region in ordered:
-        check_region(table, region)
-    return _Writer(capture, table).lower(ordered)
+    return _Writer(capture, table).lower(sorted(regions, key=lambda region: region.first))
 
 
 def table_of(capture: Capture, *, near: bool = False) -> Table:
