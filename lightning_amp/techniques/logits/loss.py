@@ -91,18 +91,6 @@ class Rows:
         with torch.autocast(**_autocast_of(self.x.device.type, self.dtype if self.casts else None)):
             return cast(Tensor, linear(self.x, self.weight, self.bias))
 
-    def with_x(self, x: Tensor) -> "Rows":
-        """Of a view of the rows."""
-        return replace(self, x=x)
-
-    def with_after(self, call: After) -> "Rows":
-        """With one more function that computes value by value."""
-        return replace(self, after=(*self.after, call))
-
-    def with_moved(self) -> "Rows":
-        """With classes as dim 1."""
-        return replace(self, moved=True)
-
     def detached(self) -> "Rows":
         """Without gradients."""
         bias = None if self.bias is None else self.bias.detach()

@@ -7,6 +7,11 @@
 
 Every value is let go of after its last use, so what is alive is what the plan counts. Operators, their order and their
 arguments are those of the graph; in a chunk, the size of the cut dim takes the place of the whole.
+
+Name the Python functions that start the operators of generated code in less time than overloads take.
+
+An overload, called from Python, looks its arguments up in a schema; a function of torch has a parser that was compiled.
+Both start the same operator with the same arguments. What is not listed here is called as an overload.
 """
 
 import linecache
@@ -23,16 +28,44 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from lightning_amp._torch import OpOverload, tree_leaves
+from lightning_amp._torch import ACTIVATIONS_IN_C, OpOverload, tree_leaves
 from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Capture, run_as
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions.over import within, written_over
 from lightning_amp.techniques.chunk.regions.region import Region
-from lightning_amp.techniques.chunk.run.bindings import binding
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
 from lightning_amp.techniques.chunk.run.in_place import with_memory, writing
 from lightning_amp.techniques.chunk.run.two_steps import neighbours
+
+_FUNCTIONAL = (
+    "avg_pool2d.default",
+    "gelu.default",
+    "gelu.out",
+    "linear.default",
+    "scaled_dot_product_attention.default",
+)
+_NN = (
+    *("elu.default", "elu.out", "leaky_relu.default", "leaky_relu.out", "silu.default", "silu.out"),
+    "upsample_nearest2d.vec",
+)
+_TENSOR = ("expand.default", "view.default")
+_TORCH = (
+    *("add.Tensor", "add.out", "addcmul.default", "addcmul.out", "bmm.default", "cat.default", "conv2d.default"),
+    *("flatten.using_ints", "group_norm.default", "layer_norm.default", "matmul.default", "mean.dim", "mul.Tensor"),
+    *("mul.out", "permute.default", "relu.default", "reshape.default", "select.int", "sigmoid.default", "sigmoid.out"),
+    *("softmax.int", "sub.Tensor", "sub.out", "transpose.int", "unflatten.int", "unsqueeze.default"),
+)
+_SPACES = {"torch.nn.functional": _FUNCTIONAL, ACTIVATIONS_IN_C: _NN, "torch.Tensor": _TENSOR, "torch": _TORCH}
+BINDINGS = {name: f"{space}.{name.partition('.')[0]}" for space, names in _SPACES.items() for name in names}
+"""Of overloads of aten, as generated code has them."""
+
+
+def binding(target: OpOverload) -> str | None:
+    """The function that starts an operator, as Python source; None if there is none."""
+    space, _, name = target._schema.name.partition("::")
+    return BINDINGS.get(f"{name}.{target._overloadname}") if space == "aten" else None
+
 
 SIZES = ("size", "shape", "sizes")
 """Arguments of views that have the size of every dim of the result; of `unflatten` those of the dims made of one."""

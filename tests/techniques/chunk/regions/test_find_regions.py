@@ -160,3 +160,14 @@ def test_an_earlier_first_row_is_left_out_where_it_does_no_good() -> None:
     assert found([1, 3]) == [(1, 1), (1, 2), (3, 3), (1, 3)]
     held = [0, 0, 96, 96, 96]
     assert found([2]) == [(2, 2), (1, 2), (2, 3), (1, 3)]
+
+
+def test_one_unit_is_not_cut_and_what_needs_its_neighbours_is_not_summed() -> None:
+    new = Rows()
+    x = new.pointwise(new.given(1, 6), op="exp")
+    assert [(r.dims[x], r.units) for r in find_regions(new.table(x))] == [(1, 6)]
+    new = Rows()
+    x = new.pointwise(new.given(4, 6), op="exp", _near=((0, 1),))
+    total = new.op("sum", [x], (6,), dim=[0])
+    found = [(r.first, r.last, r.dims[x], r.reach) for r in find_regions(new.table(total)) if x in r.dims]
+    assert sorted(found) == [(x, x, 0, 1), (x, x, 1, 0), (x, total, 1, 0), (total, total, 0, 0), (total, total, 1, 0)]
