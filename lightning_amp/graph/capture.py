@@ -150,6 +150,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         for i, tensor in zip(at, tensors[len(own) :], strict=True):
             given[i] = tensor
         call_args, call_kwargs = tree_unflatten(given, spec)
+        # a tensor and its views share one counter of writes
         versions = [tensor._version for tensor in tensors]
         with _NoHooks():
             results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))

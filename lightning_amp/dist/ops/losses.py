@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_amp.dist.dispatch.by_rule import by_rule
 from lightning_amp.dist.registry import BY_RULE, name_of, operator
 from lightning_amp.dist.sharded_tensor import shape_of, splits_of
-from lightning_amp.graph.loss_rules import BY_CLASS, BY_ROW, BY_VALUE
+from lightning_amp.graph.rewrites import BY_CLASS, BY_ROW, BY_VALUE
 
 NONE, MEAN, SUM = 0, 1, 2
 

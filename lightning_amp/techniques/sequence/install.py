@@ -89,6 +89,7 @@ def options(batch: Any, spec: SequenceParallel, ranks: int, look: object = None)
     found = dict[str, None]()
     shapes = [(path, tuple(tensor.shape)) for path, tensor in tensors(batch)]
     for first in (1, 0):
+        # a dim of one length in several tensors is one dim of the samples, such as the tokens of ids and labels
         lengths = {n for _, shape in shapes for n in shape[first:] if n >= ranks}
         for n in sorted(lengths, reverse=True):
             places = {path: [d for d in range(first, len(shape)) if shape[d] == n] for path, shape in shapes}

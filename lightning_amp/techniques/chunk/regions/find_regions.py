@@ -246,6 +246,7 @@ class _Flow:
         """The run from a first row; None if sizes do not go together, or a row above it is cut already."""
         if min(self.cut, default=first) < first:
             return None
+        # what is wanted and not cut is an input of the run from here on, which pieces read cut
         dims, units = {**self.cut, **self.wanted}, 0
         for i, d in dims.items():
             units = gcd(units, self.block.rows[i].shape[d])
@@ -312,6 +313,7 @@ class _Flow:
         if row.random or row.dims is None or i in self.whole:
             return False
         pairs = row.sums[~dim] if dim < 0 else row.dims[dim]
+        # one tensor as two arguments, or along two of its dims, has to be cut in one way
         asked = dict(pairs)
         if not pairs or any(asked[k] != d for k, d in pairs):
             return False
@@ -346,6 +348,7 @@ class _Flow:
             elif inside or j in self.wanted:
                 return False
             else:
+                # from here on no row may want it cut: pieces would not have all of it
                 self._set(self.whole, j, 0)
         return True
 
@@ -367,6 +370,7 @@ class _Flow:
             if reader in self.cut or reader in self.summed:
                 continue
             dims = self._dims_of(reader)
+            # a reader that could be cut in two ways is not cut: nothing here says in which
             if len(dims) != 1 or not self._add(reader, dims[0]):
                 return False
         return True

@@ -66,6 +66,7 @@ def plan_blocks(
     for capture in captures.all:
         if capture.graph is None:
             continue
+        # one plan has to fit wherever a block of its kind is called, so where the most bytes are alive outside
         own = [call for call, other in zip(calls, found, strict=True) if other is capture]
         fullest, outside_bytes = max(own, key=lambda one: one[1])
         try:
@@ -98,7 +99,7 @@ def plan_blocks(
     return Planned(chunks=chunks, run=partial(_run, by_key, frozenset(reasons)))
 
 
-def _run(by_key: Mapping[Any, Checked], alone: frozenset[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _run(by_key: Mapping[Any, Checked], alone: frozenset[str], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward, with blocks that look up what they run."""
 
     def choose(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Checked | None:

@@ -63,7 +63,7 @@ class InChunks:
         """
         planned = self.planned(module, args, kwargs)
         try:
-            return planned.run(module, args, kwargs)
+            return planned.run(module, *args, **kwargs)
         except InstallError as error:
             raise (InstallError(f"{self.fqn}: {error}") if self.fqn else error) from None
 

@@ -272,6 +272,7 @@ class _Writer:
                 at -= int(args[1] if len(args) > 1 else kwargs["dim"]) % of
             holder, key = (args, place) if place < len(args) else (kwargs, argument.name)
             sizes = list(holder[key])  # type: ignore[index]
+            # the graph's own list stays as it is: the same graph is lowered for other plans
             if 0 <= at < len(sizes) and sizes[at] != -1:
                 each = shape[dim] // region.units
                 sizes[at] = _Size("size" if each == 1 else f"{each} * size")
@@ -279,6 +280,7 @@ class _Writer:
 
     def _with_ends(self, lines: Sequence[_Line], kept: set[int]) -> Iterator[str]:
         """Statements, each followed by letting go of what nobody reads after it."""
+        # a value that nobody reads ends with the line that makes it
         last = {i: n for n, line in enumerate(lines) for i in (*line.made, *line.read)}
         for n, line in enumerate(lines):
             ended = [self._names[i] for i in (*line.read, *line.made) if last[i] == n and i not in kept]

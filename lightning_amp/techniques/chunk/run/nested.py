@@ -42,6 +42,7 @@ def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Foun
     Returns:
         The forward, and what `plan` says besides that of a piece.
     """
+    # the rows run inside of a piece, where the piece's own capture says what is written over what
     rows = tuple(replace(row, over=-1) for row in table.rows)
     lowered = lower(capture, replace(table, rows=rows), (region,))
     ((name, chunked),) = lowered.regions.items()
@@ -52,6 +53,7 @@ def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Foun
             put(k, value)
 
     nested = replace(chunked, compute=compute)
+    # the code of forward looks the region up by its name in each call
     lowered.forward.__globals__[name] = nested
     outer = lowered.code[lowered.code.index("\ndef forward(") :]
     code = f"# one chunk of {name}\n{piece.code}\n\n{outer}"

@@ -38,9 +38,7 @@ def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False, cost
         code={"": lowered.code},
     )
     checked = Checked(lowered, budget_bytes, found.whole_bytes)
-    return Planned(
-        chunks=chunks, run=lambda module, args, kwargs: checked(module, *args, **kwargs), check=checked.check
-    )
+    return Planned(chunks=chunks, run=checked, check=checked.check)
 
 
 def lower_within(
@@ -133,6 +131,7 @@ def _within(
     capture: Capture, table: Table, budget_bytes: int, costs: CostModel, *, train: bool
 ) -> tuple[Lowered, ChunkPlan]:
     """The forward with the regions that are chosen from a table."""
+    # of a block that fits as it is the budget itself is asked for: the next rung below could need chunks
     fits = block_bytes(table, train=train).peak_bytes <= budget_bytes
     asked, is_least = budget_bytes if fits else rung(budget_bytes), False
     while True:
