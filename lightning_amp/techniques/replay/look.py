@@ -77,7 +77,7 @@ def stretches_of(look: Look) -> Stretches:
     by_life, by_saved = np.zeros((k, k)), np.zeros((k, k))
     np.add.at(by_life, (birth, death), n_bytes)
     np.add.at(by_saved, (birth[saved], death[saved]), n_bytes[saved])
-    # [b, q]: of what stretch b makes the bytes read last in stretch q or later; of what is saved, those read last before
+    # [b, q]: bytes that stretch b makes and that are read last in stretch q or later; saved ones, read last before q
     later = np.cumsum(by_life[:, ::-1], 1)[:, ::-1]
     sooner = np.cumsum(by_saved, 1) - by_saved
     # read in a stretch from q on; saved, and read in none of them
