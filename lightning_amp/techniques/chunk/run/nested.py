@@ -24,9 +24,12 @@ Plan = Callable[[Capture], tuple[Lowered, Found]]
 
 
 def outermost(table: Table) -> Region | None:
-    """The region of all rows of a block, in the most pieces; None if they cannot all be cut along one dim."""
+    """The region of all rows of a block, in the most pieces; None if they cannot all be cut along one dim.
+
+    Pieces that need their neighbours have other sizes at the ends, and a piece is captured in one size.
+    """
     own = [i for i, row in enumerate(table.rows) if row.kind == OPERATOR]
-    all_of_it = (r for r in find_regions(table, around=own[-1:]) if r.first == own[0] and not r.before)
+    all_of_it = (r for r in find_regions(table, around=own[-1:]) if r.first == own[0] and not (r.before or r.reach))
     return next((r for r in all_of_it if r.last == own[-1]), None)
 
 
