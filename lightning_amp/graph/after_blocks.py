@@ -125,6 +125,7 @@ def leave_out_before(graph: Graph, results: int) -> str:
     nodes = list(graph.nodes)
     given = [node for node in nodes if node.op == "placeholder"]
     at = {node: k for k, node in enumerate(nodes)}
+    # operators before the first one that reads the last block's result were computed on the way to the blocks
     reads = [at[user] for node in given[len(given) - results :] for user in node.users]
     first = min(reads, default=len(nodes))
     before = [node for node in nodes[:first] if node.op == "call_function"]
@@ -132,6 +133,7 @@ def leave_out_before(graph: Graph, results: int) -> str:
     kept = [node for node in before if node in needed]
     touched = [node for node in before if _changes(node)]
     drawn = [node for node in kept if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
+    # what is kept runs a second time: it may not draw anew, nor read what another has changed meanwhile
     if kept and (touched or drawn):
         return f"what it computes after its blocks needs what {(drawn or touched)[0].target} did before them"
     for node in reversed(before):

@@ -17,7 +17,7 @@ import lightning_amp.graph.place_rules  # noqa: F401  (they register rules)
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.capture import Capture, fresh
 from lightning_amp.graph.flow import OperatorCall, Ref, dims_of, sums_of
 from lightning_amp.graph.flow import register_flow as register_flow  # public: here all of our rules are known
 from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, OperatorRow, Table
@@ -51,9 +51,9 @@ class _Builder:
         if node.op == "placeholder":
             kind = PARAMETER if len(self._rows) < len(self._capture.names) else INPUT
             needs_grad = self._capture.needs_grad[len(self._rows)]
-            self._put(node, _empty(node.meta["val"]).requires_grad_(needs_grad), kind=kind)
+            self._put(node, fresh(node.meta["val"]).requires_grad_(needs_grad), kind=kind)
         elif node.op == "get_attr":
-            self._put(node, _empty(getattr(self._capture.graph, str(node.target))), kind=PARAMETER)
+            self._put(node, fresh(getattr(self._capture.graph, str(node.target))), kind=PARAMETER)
         elif node.op == "output":
             found = [self._of_node[n] for n in tree_leaves(node.args) if isinstance(n, Node)]
             self._outputs = tuple(found)
@@ -194,11 +194,6 @@ def _looked_at(
         "forward_bytes": live.peak - live.current,
     }
     return result, kept, found
-
-
-def _empty(value: Any) -> Any:
-    """A fake tensor in the current mode."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _cut(result: Any) -> Any:

@@ -14,7 +14,7 @@ Known limits: a branch on a global variable or on the clock is not seen.
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import (
-    FakeTensor,
     FakeTensorMode,
     PythonNode,
     failures_unlogged,
@@ -72,6 +71,16 @@ class Capture:
     output: Any = None
     changed: tuple[str, ...] = ()
     needs_grad: tuple[bool, ...] = ()
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The rows of the table: all nodes of the graph but the one that returns the results."""
+        assert self.graph is not None, f"the block was not captured: {self.reason}"
+        return [node for node in self.graph.graph.nodes if node.op != "output"]
+
+    def arguments(self) -> list[Tensor]:
+        """New tensors of the kinds of the graph's arguments, fake within a fake mode."""
+        return [fresh(node.meta["val"]) for node in self.nodes if node.op == "placeholder"]
 
 
 class Captures:
@@ -141,6 +150,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         for i, tensor in zip(at, tensors[len(own) :], strict=True):
             given[i] = tensor
         call_args, call_kwargs = tree_unflatten(given, spec)
+        # a tensor and its views share one counter of writes
         versions = [tensor._version for tensor in tensors]
         with _NoHooks():
             results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
@@ -154,11 +164,11 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         found["custom"] = _custom_functions(results)
         return results
 
-    fresh: dict[int, Tensor] = {}
+    made: dict[int, Tensor] = {}
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         # two arguments that are one tensor stay one
         given_tensors = [*state.values(), *(values[i] for i in at)]
-        tensors = [fresh.setdefault(id(t), _fresh(t)) for t in given_tensors]
+        tensors = [made.setdefault(id(t), fresh(t).requires_grad_(t.requires_grad)) for t in given_tensors]
     # what the forward changes besides tensors, it changes in a copy
     twin, objects = copy_of(block, fake), _copied(values)
     held = {i: described(value) for i, value in objects.items()}
@@ -260,21 +270,6 @@ def _unequal(a: Any, b: Any) -> bool:
     return not np.array_equal(a, b)
 
 
-def _fresh(tensor: Tensor) -> Tensor:
-    """A leaf of the same shape, fake within a fake mode."""
-    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return found.requires_grad_(tensor.requires_grad)
-
-
-def without_values(values: Any, fake: FakeTensorMode) -> Any:
-    """The same arguments as separate fake tensors."""
-    flat, spec = tree_flatten(values)
-    found: Iterator[Any] = (_leaf(value, fake) if isinstance(value, Tensor) else value for value in flat)
-    return tree_unflatten(list(found), spec)
-
-
-def _leaf(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
-    if isinstance(tensor, FakeTensor):
-        return tensor.detach().requires_grad_(tensor.requires_grad)
-    with fake:
-        return _fresh(tensor)
+def fresh(tensor: Tensor) -> Tensor:
+    """New memory laid out as a tensor is, fake within a fake mode: a fake tensor of another mode cannot be copied."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -3,8 +3,7 @@
 Legend: `n_bytes` of new memory, 0 for a view; an operator is referred to by its index; sizes end in `_bytes`.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 INPUT, PARAMETER, OPERATOR = "input", "parameter", "operator"
 Dims = tuple[tuple[tuple[int, int], ...], ...]
@@ -95,29 +94,3 @@ class Table:
     def flops(self) -> int:
         """Of the forward pass."""
         return sum(row.flops for row in self.rows)
-
-    def follow(self, row: int, dim: int) -> dict[int, int]:
-        """Rows to which a dim of a row flows, with the dim that follows it there.
-
-        All arguments that carry the dim must hand it on as the same dim: a product of keys and queries of one sequence
-        ends it, because a piece of the queries needs all keys.
-        """
-        reached = {row: dim}
-        for i in range(row + 1, len(self.rows)):
-            carried = [(k, reached[j]) for k, j in enumerate(self.rows[i].inputs) if j in reached]
-            if carried:
-                dims = self.rows[i].dims or ()
-                own = [d for d, sources in enumerate(dims) if all(pair in sources for pair in carried)]
-                if own:
-                    reached[i] = own[0]
-        return reached
-
-    def ends(self, row: int, dim: int) -> dict[int, str]:
-        """Where the flow of a dim ends: rows that read it and do not hand it on, with their operators."""
-        reached = self.follow(row, dim)
-        rows = enumerate(self.rows)
-        return {i: r.op for i, r in rows if i not in reached and any(k in reached for k in r.inputs)}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)

@@ -17,7 +17,7 @@ from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.repeated_operators import standing_for, times_now
 from lightning_amp.installing.install import install_rules
-from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import rest_bytes, stage_bytes
 from lightning_amp.techniques.pipeline.stage_forms import computed_again
 from tests.footprint.test_profile_module import Small

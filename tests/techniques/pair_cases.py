@@ -24,8 +24,8 @@ from lightning_amp.errors import AmpError
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
-from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.fsdp.row import FullyShard
 from lightning_amp.techniques.recompute.recompute import RecomputedForward

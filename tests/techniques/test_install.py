@@ -16,7 +16,7 @@ from lightning_amp.installing.installed import Installed
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.hic.attention.install import ChunkedLocalAttention
 from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirst

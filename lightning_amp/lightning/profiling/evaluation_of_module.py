@@ -33,7 +33,7 @@ from lightning_amp.installing.install import install_rules
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.contract.protocol import find_decoders
 
 STEPS = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step", TrainerFn.PREDICTING: "predict_step"}

@@ -39,8 +39,7 @@ from lightning_amp.planning.plan.plan import Candidate, Plan
 from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.forms import ChunkForms
-from lightning_amp.techniques.chunk.predict import forms_of, in_chunks
-from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.chunk.row import ChunkBlock, forms_of, in_chunks
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.recompute.choose import choose, leanest
 from lightning_amp.techniques.recompute.row import RecomputeBlock

@@ -31,7 +31,7 @@ from lightning_amp.planning.policies.build_rules import (
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import decoder_seconds, rest_seconds
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order, parse_strategies
 

@@ -28,7 +28,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
 from lightning_amp.planning.reports.summary import plan_summary
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
 from lightning_amp.techniques.pipeline.options import no_pipeline
 from lightning_amp.techniques.pipeline.row import PipelineStages

@@ -10,7 +10,7 @@ from lightning_amp.planning.modules.min_memory_plan import LEAST, missing
 from lightning_amp.planning.plan.axes import Axes, MeshShape
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.policies.build_rules import BY_USER
-from lightning_amp.techniques.chunk.predict import forms_of
+from lightning_amp.techniques.chunk.row import forms_of
 from lightning_amp.techniques.data.row import DataParallel
 from lightning_amp.techniques.table import STRATEGIES, in_order
 

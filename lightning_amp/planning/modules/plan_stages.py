@@ -8,7 +8,7 @@ from lightning_amp.planning.modules.candidates import Compared
 from lightning_amp.planning.modules.diagnosis import diagnose_module
 from lightning_amp.planning.modules.finish_plan import finished, kept_notes, missing_bytes, of_fullest, rules_of
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.pipeline.options import PipelineOptions
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.stages import staged

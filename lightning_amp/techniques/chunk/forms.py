@@ -203,6 +203,7 @@ def _moments(
     own = [moment for moment in chain.moments if moment.block == i and moment.form == of]
     if not own:
         return
+    # the moment of most bytes in all is the one that chunks have to lower, whatever else is alive then
     fullest = max(own, key=lambda m: m.n_bytes + sum(chain.tensors[k] for k in m.alive))
     for n, level in enumerate(levels):
         less = plain.peak_bytes - level.n_bytes.peak_bytes

@@ -2,15 +2,77 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_amp.costs.rule import Rule
+from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.chain_of import CountedStep
+from lightning_amp.footprint.copies.fake_copy import copy_of
+from lightning_amp.footprint.copies.quick_fakes import QuickFakes
+from lightning_amp.graph.after_blocks import AfterBlocks
+from lightning_amp.graph.capture import Capture, Captures
+from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.forms import ChunkForms
-from lightning_amp.techniques.chunk.run.block_tables import block_code, block_tables
-from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.chunk.row import ChunkBlock
+from lightning_amp.techniques.chunk.run.lower import table_of
+from lightning_amp.techniques.chunk.run.module_chunks import plain
+from lightning_amp.techniques.chunk.run.planned import plan_graph
+from lightning_amp.techniques.contract.batch_norms import normalises_by_batch
 from lightning_amp.techniques.contract.step_to_plan import StepToPlan
+
+
+def block_tables(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = False) -> list[Table | str]:
+    """For every call the table that a rule of `chunk` would be planned by, or why there is none.
+
+    Calls of one class and signature share one table, and so do blocks that differ in nothing that a table has, such as
+    their number in a list.
+
+    Args:
+        module: Whose blocks they are.
+        calls: Of a step.
+        shared: Whether ranks exchange the statistics of batches, which is no operator of a table.
+    """
+    known: dict[Any, Table | str] = {}
+    same: dict[Table | str, Table | str] = {}
+    found: list[Table | str] = []
+    for capture in _captured(module, calls, shared=shared):
+        if isinstance(capture, str):
+            found.append(capture)
+            continue
+        if capture.key not in known:
+            table = capture.reason or table_of(capture)
+            known[capture.key] = same.setdefault(table, table)
+        found.append(known[capture.key])
+    return found
+
+
+def _captured(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = False) -> list[Capture | str]:
+    """What became of every call, or why it was not looked at."""
+    captures, fake = Captures(), QuickFakes()
+    found: list[Capture | str] = []
+    for call in calls:
+        if call.sparse:
+            found.append("it is called with a tensor that is not dense")
+            continue
+        block = module.get_submodule(call.fqn)
+        if any(parameter.is_meta for parameter in block.parameters()):
+            # it runs on the device of its arguments
+            block = copy_of(block, fake)
+        if call.before is not None:
+            block = AfterBlocks(block, call.before)
+        if shared and any(map(normalises_by_batch, block.modules())):
+            found.append("ranks exchange the statistics of a BatchNorm in it (share_batch_statistics)")
+            continue
+        if any(getattr(child, "sparse", False) is True for child in block.modules()):
+            found.append("an embedding in it has gradients that are not dense")
+            continue
+        args, kwargs = call.arguments(fake)
+        with call.precision():
+            found.append(captures.of(plain(block), args, kwargs))
+    return found
 
 
 def look(step: StepToPlan, rows: int | None = None) -> ChunkForms:
@@ -26,7 +88,14 @@ def refusal(module: LightningModule, step: CountedStep, *, values: bool) -> str:
 
 
 def code(step: StepToPlan, rules: Sequence[Rule]) -> str:
-    """What the blocks run that rules name, as Python."""
+    """What the blocks run that rules name, as Python; blocks that run the same have one text."""
     budgets = {rule.fqn: rule.spec.budget_bytes for rule in rules if isinstance(rule.spec, ChunkBlock)}
-    found = block_code(step.module, step.step().calls, budgets)
-    return "\n\n\n".join(f"# {names}\n{code}" for names, code in found.items())
+    wanted = [call for call in step.step().calls if call.fqn in budgets]
+    found: dict[tuple[Any, int], tuple[str, dict[str, None]]] = {}
+    for call, capture in zip(wanted, _captured(step.module, wanted), strict=True):
+        assert not isinstance(capture, str), "a rule of chunk is for a block that can be captured"
+        key = capture.key, budgets[call.fqn]
+        if key not in found:
+            found[key] = plan_graph(capture, key[1], train=True).chunks.code[""], {}
+        found[key][1][call.fqn] = None
+    return "\n\n\n".join(f"# {', '.join(names)}\n{text}" for text, names in found.values())

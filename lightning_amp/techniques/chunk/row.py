@@ -1,9 +1,84 @@
-"""Define the row of chunk in the table of techniques."""
+"""Define the row of chunk in the table of techniques: its spec, and the peak and seconds of a step with it."""
 
+from dataclasses import dataclass, replace
+
+from lightning_amp.costs.chain import CHUNKED, extra_seconds
+from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
+from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
-from lightning_amp.techniques.chunk.predict import add
-from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.techniques.chunk.forms import ChunkForms
+from lightning_amp.techniques.recompute.row import recomputed
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkBlock:
+    """Parts of a block of any module run in chunks, in both passes; or of what a module computes after its blocks.
+
+    Attributes:
+        budget_bytes: Most bytes that it may take beyond its arguments and parameters: in training those of its
+            forward and backward pass with what is kept between them, else those of its forward pass.
+        after: Calls of blocks in a forward pass of the module, where the rule is for what follows the last of them,
+            such as head and loss; 0 for a block.
+    """
+
+    budget_bytes: int
+    after: int = 0
+
+
+def forms_of(step: ProfiledStep) -> ChunkForms | None:
+    """The forms of a step's blocks; None where their operators were not looked at."""
+    found: ChunkForms | None = step.facts.get("chunk")
+    return found
+
+
+def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
+    """Parts of blocks run in chunks; of a plan that recomputes, every block has the better of the two, or both."""
+    if "logits" in draft.strategies:
+        return "it is not supported together with logits"
+    before = [target.fqn for target in draft.targets if target.strategy == "recompute"]
+    forms = forms_of(seen)
+    if forms is None or forms.reason:
+        return "the blocks were not looked at" if forms is None else forms.reason
+    found = forms.choose(None if budget is None else budget + draft.relief_bytes, recompute=bool(before))
+    chunked = {name: form for name, form in found.forms.items() if form >= CHUNKED}
+    again = [*found.recomputed, *(name for name, form in chunked.items() if forms.form(name, form).again)]
+    if not chunked:
+        return "no block takes less in chunks, or none has to"
+    if before and not again:
+        return "chunks alone do as well"
+    others = tuple(target for target in draft.targets if target.strategy != "recompute")
+    n_blocks = len({block.fqn for block in forms.chain.blocks if block.fqn in chunked and not block.after})
+    return replace(
+        draft,
+        peak_bytes=draft.with_chain_peak(found.peak_bytes),
+        seconds=draft.seconds - extra_seconds(seen.chain, before) + found.extra_seconds,
+        targets=(
+            *others,
+            *(recomputed(seen.chain, name, len(again)) for name in again),
+            *(in_chunks(forms, name, form, n_blocks) for name, form in chunked.items()),
+        ),
+    )
+
+
+def in_chunks(forms: ChunkForms, name: str, number: int, n: int) -> Rule:
+    """What a plan has of a block in one of its forms in chunks, where so many blocks have one."""
+    form, calls = forms.form(name, number), [b for b in forms.chain.blocks if b.fqn == name]
+    seconds = sum(call.extra_seconds(number) - form.again * call.forward_seconds for call in calls)
+    blocks, after = {block.fqn for block in forms.chain.blocks if not block.after}, calls[0].after
+    what = f"{n} of {len(blocks)} blocks run in chunks, this one"
+    if after:
+        what = f"what follows its {after} blocks runs in chunks,"
+    within = f"within {format_bytes(form.budget_bytes)} in addition to its arguments"
+    return Rule(
+        strategy="chunk",
+        fqn=name,
+        spec=ChunkBlock(budget_bytes=form.budget_bytes, after=calls[0].after),
+        why=f"{what} {within}, for {format_seconds(max(seconds, LEAST_SECONDS))} more",
+        saves_bytes=0 if form.again else max(0, sum(c.saved_bytes - c.held(number)[0] for c in calls)),
+    )
+
 
 ROW = Technique(
     title="chunk",

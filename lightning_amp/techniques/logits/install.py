@@ -14,19 +14,14 @@ from lightning_amp.techniques.logits.pending import PutOff, values
 from lightning_amp.techniques.put_methods import method_of, refuse_unseen
 
 
-def chunk_logits(module: nn.Module) -> dict[str, Callable[..., Any]]:
-    """What a LightningModule runs instead of its methods, by name.
+def install(module: nn.Module, spec: object, mesh: object) -> Change:
+    """Replace the training step of a LightningModule by one that puts off products of linear layers.
 
     Raises:
         InstallError: As of `refuse_unseen`.
     """
     refuse_unseen("logits", module)
-    return {"training_step": in_chunks(method_of(module, "training_step"))}
-
-
-def install(module: nn.Module, spec: object, mesh: object) -> Change:
-    """Replace the training step of a LightningModule."""
-    return Change({}, methods=chunk_logits(module))
+    return Change({}, methods={"training_step": in_chunks(method_of(module, "training_step"))})
 
 
 def in_chunks(step: Callable[..., Any]) -> Callable[..., Any]:

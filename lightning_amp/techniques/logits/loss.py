@@ -91,18 +91,6 @@ class Rows:
         with torch.autocast(**_autocast_of(self.x.device.type, self.dtype if self.casts else None)):
             return cast(Tensor, linear(self.x, self.weight, self.bias))
 
-    def with_x(self, x: Tensor) -> "Rows":
-        """Of a view of the rows."""
-        return replace(self, x=x)
-
-    def with_after(self, call: After) -> "Rows":
-        """With one more function that computes value by value."""
-        return replace(self, after=(*self.after, call))
-
-    def with_moved(self) -> "Rows":
-        """With classes as dim 1."""
-        return replace(self, moved=True)
-
     def detached(self) -> "Rows":
         """Without gradients."""
         bias = None if self.bias is None else self.bias.detach()
@@ -187,6 +175,7 @@ class _RowLosses(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, target = ctx.saved_tensors
         dtype, after = ctx.given
+        # autograd has compared the versions of what it saved: `given` is not needed here
         rows = Rows(x=x, weight=weight, bias=bias, dtype=dtype, after=after)
         of_weight, of_bias = _computed_in(rows)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -202,6 +191,7 @@ class _RowLosses(torch.autograd.Function):
                     outputs = call(outputs)
                 losses = ctx.loss(outputs, t)
             (of_product,) = torch.autograd.grad(losses, product, of_rows)
+            # before the products below, so that one chunk of logits is alive at a time
             del outputs, losses, product
             if for_x is not None:
                 for_x[at : at + len(part)] = of_product @ of_weight

@@ -13,8 +13,10 @@ A whole product is computed in these cases too, for it would be read too late:
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from inspect import signature
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -73,11 +75,6 @@ class Pending(Tensor):
                 found.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         return found
 
-    @property
-    def is_made(self) -> bool:
-        """Whether it was computed."""
-        return self._made is not None
-
     def made(self) -> Tensor:
         """The product; the first call computes it, and all its views and copies."""
         if self._made is None:
@@ -99,7 +96,7 @@ class Pending(Tensor):
             with disable_torch_function():
                 return func(*args, **kwargs)
         x = args[0] if args else None
-        if isinstance(x, Pending) and not x.is_made and (handler := HANDLERS.get(func)) is not None:
+        if isinstance(x, Pending) and x._made is None and (handler := HANDLERS.get(func)) is not None:
             try:
                 given = signature(handler).bind(*args, **kwargs)
             except TypeError:
@@ -108,7 +105,7 @@ class Pending(Tensor):
             found = NotImplemented if given is None else handler(*given.args, **given.kwargs)
             if found is not NotImplemented:
                 return found
-        if func is torch.autograd.grad and any(isinstance(t, Pending) and not t.is_made for t in tree_leaves(args)):
+        if func is torch.autograd.grad and any(isinstance(t, Pending) and t._made is None for t in tree_leaves(args)):
             raise ModelError(MOVED)
         return func(*tree_map(values, args), **tree_map(values, kwargs))
 
@@ -193,14 +190,11 @@ def _reshaped(x: Pending, *shape: Any, **kwargs: Any) -> Any:
         return NotImplemented
     n, v = x.rows.n_rows, x.rows.n_outputs
     if shape[-1] == -1:
-        known = 1
-        for m in shape[:-1]:
-            known *= m
-        shape = (*shape[:-1], v) if known == n else shape
+        shape = (*shape[:-1], v) if prod(shape[:-1]) == n else shape
     if shape[-1] != v:
         return NotImplemented
     inner = x.rows.x.reshape(*shape[:-1], x.rows.x.shape[-1])
-    return _view(x, x.rows.with_x(inner), lambda t: t.reshape(shape))
+    return _view(x, replace(x.rows, x=inner), lambda t: t.reshape(shape))
 
 
 @_handles("flatten")
@@ -209,7 +203,7 @@ def _flattened(x: Pending, start_dim: int = 0, end_dim: int = -1) -> Any:
     if x.rows.moved or end_dim % x.dim() == last:
         return NotImplemented
     inner = x.rows.x.flatten(start_dim, end_dim % x.dim())
-    return _view(x, x.rows.with_x(inner), lambda t: t.flatten(start_dim, end_dim))
+    return _view(x, replace(x.rows, x=inner), lambda t: t.flatten(start_dim, end_dim))
 
 
 @_handles("contiguous")
@@ -235,7 +229,7 @@ def _indexed(x: Pending, index: Any) -> Any:
     inner = x.rows.x[items]
     if inner.dim() < 2:
         return NotImplemented
-    return _view(x, x.rows.with_x(inner), lambda t: t[index])
+    return _view(x, replace(x.rows, x=inner), lambda t: t[index])
 
 
 @_handles("transpose", "swapaxes", "movedim")
@@ -256,7 +250,7 @@ def _permuted(x: Pending, *dims: Any) -> Any:
 
 def _with_classes_second(x: Pending, view: Callable[[Tensor], Tensor]) -> Pending:
     b, n, v = x.rows.x.shape[0], x.rows.x.shape[1], x.rows.n_outputs
-    return Pending.of(x.rows.with_moved(), (b, v, n), x.dtype, (x, view))
+    return Pending.of(replace(x.rows, moved=True), (b, v, n), x.dtype, (x, view))
 
 
 def _after(func: Any, x: Pending, *args: Any) -> Any:
@@ -271,7 +265,7 @@ def _after(func: Any, x: Pending, *args: Any) -> Any:
     dtype = call(torch.empty(0, dtype=x.dtype, device="meta")).dtype
     if not dtype.is_floating_point:
         return NotImplemented
-    return Pending.of(x.rows.with_after(call), x.shape, dtype, (x, call))
+    return Pending.of(replace(x.rows, after=(*x.rows.after, call)), x.shape, dtype, (x, call))
 
 
 BY_VALUE = ("float", "double", "half", "bfloat16", "to", "mul", "div", "__mul__", "__truediv__", "__rmul__", "tanh")

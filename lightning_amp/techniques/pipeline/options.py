@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.techniques.chunk.forms import ChunkForms
-from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.chunk.row import ChunkBlock
 
 NAME = "pipeline"
 PassesOf = Callable[[int | None], Passes | str]

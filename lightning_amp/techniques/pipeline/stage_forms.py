@@ -29,7 +29,7 @@ from lightning_amp.costs.profiled_step import LEAST_SECONDS, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.pipeline.options import PipelineOptions, StageChunks, stages_of
 from lightning_amp.techniques.pipeline.schedule.micro_batches import segment_seconds
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peak

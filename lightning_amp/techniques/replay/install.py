@@ -25,19 +25,14 @@ from lightning_amp.techniques.replay.spec import ReplayOperators
 from lightning_amp.techniques.replay.tape import Tape
 
 
-def replay_operators(module: nn.Module, spec: ReplayOperators) -> dict[str, Callable[..., Any]]:
-    """What a LightningModule runs instead of its methods, by name, so that segments of its step are replayed.
+def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:
+    """Replace the training step of a LightningModule by one whose segments are replayed.
 
     Raises:
         InstallError: As of `refuse_unseen`.
     """
     refuse_unseen("replay", module)
-    return {"training_step": replayed(method_of(module, "training_step"), spec)}
-
-
-def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:
-    """Replace the training step of a LightningModule."""
-    return Change({}, methods=replay_operators(module, spec))
+    return Change({}, methods={"training_step": replayed(method_of(module, "training_step"), spec)})
 
 
 @contextmanager

@@ -61,6 +61,7 @@ def stretches_of(look: Look) -> Stretches:
     n_bytes = np.array([slot.n_bytes for slot in segment.slots], float)
     saved = np.zeros(len(segment.slots), bool)
     for operator in reversed(segment.operators):
+        # in reverse, so that the first that makes a storage counts; what it reads too is a view of a known one
         made[list(operator.makes - operator.reads)] = operator.at
     for operator in segment.operators:
         both = list(operator.reads | operator.makes | operator.writes)
@@ -76,6 +77,7 @@ def stretches_of(look: Look) -> Stretches:
     by_life, by_saved = np.zeros((k, k)), np.zeros((k, k))
     np.add.at(by_life, (birth, death), n_bytes)
     np.add.at(by_saved, (birth[saved], death[saved]), n_bytes[saved])
+    # [b, q]: bytes that stretch b makes and that are read last in stretch q or later; saved ones, read last before q
     later = np.cumsum(by_life[:, ::-1], 1)[:, ::-1]
     sooner = np.cumsum(by_saved, 1) - by_saved
     # read in a stretch from q on; saved, and read in none of them

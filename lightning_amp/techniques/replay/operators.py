@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,31 +39,26 @@ class How:
         return tensors_of([args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes])
 
 
-HOW: dict[Any, How] = {}
-
-
+@cache
 def how_of(func: Any) -> How:
     """What an operator does, which is looked up once."""
     if not isinstance(func, OpOverload):
-        how = How(replayable=False, draws=False, in_place=False, writes=())
-    else:
-        collective = func.namespace in COLLECTIVES
-        # schemas of batch norms do not say that they write to their statistics
-        writes = (
-            (i, argument.name)
-            for i, argument in enumerate(func._schema.arguments)
-            if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in STATISTICS
-        )
-        how = How(
-            replayable=not collective,
-            draws=torch.Tag.nondeterministic_seeded in func.tags,
-            in_place=all(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
-            and func._schema.is_mutable,
-            # schemas of collectives do not say what they write to
-            writes=None if collective else tuple(writes),
-        )
-    HOW[func] = how
-    return how
+        return How(replayable=False, draws=False, in_place=False, writes=())
+    collective = func.namespace in COLLECTIVES
+    # schemas of batch norms do not say that they write to their statistics
+    writes = (
+        (i, argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in STATISTICS
+    )
+    return How(
+        replayable=not collective,
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        in_place=all(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
+        and func._schema.is_mutable,
+        # schemas of collectives do not say what they write to
+        writes=None if collective else tuple(writes),
+    )
 
 
 def is_plain(x: Tensor) -> bool:

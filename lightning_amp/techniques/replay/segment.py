@@ -164,6 +164,7 @@ class Segment:
         values: dict[tuple[int, torch.dtype], Tensor] = {}
         keep = {handle.ref.slot for handle in handles}
         needed = self._needed(keep, values)
+        # a replay holds no more than the forward pass did: storages end with the last operator that reads them
         last = {slot: i for i, operator in enumerate(needed) for slot in operator.reads | operator.makes}
         ends: dict[int, list[int]] = {}
         for slot, i in last.items():

@@ -33,7 +33,7 @@ from lightning_amp._torch import TorchDispatchMode, autograd_node
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, tensors_of
 from lightning_amp.footprint.recompute_state import digests
-from lightning_amp.techniques.replay.operators import HOW, copied, draws_of, how_of, is_plain, version_of
+from lightning_amp.techniques.replay.operators import copied, draws_of, how_of, is_plain, version_of
 from lightning_amp.techniques.replay.segment import (
     CHANGED,
     Handle,
@@ -155,7 +155,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.segment is not None and self.segment.replayed:
             # a backward pass inside of the step
             self._begin()
-        how = HOW.get(func) or how_of(func)
+        how = how_of(func)
         written = how.written(args, kwargs)
         segment = self.segment
         tensors = () if segment is None else tensors_of((args, kwargs))
@@ -282,6 +282,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return numbers, new
 
     def _new_slot(self, segment: Segment, storage: torch.UntypedStorage) -> int:
+        # the address may be used again once the storage is gone, so that its entries end with it
         key, known, alive = id(storage), self._known, self._alive
 
         def forget(_: object) -> None:

@@ -21,20 +21,11 @@ from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
 
 
 def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..., Any]:
-    """A step of a LightningModule that splits its batch, and returns whole tensors.
-
-    Args:
-        step: The module's.
-        name: Of the step.
-        how: Which dims are split.
-    """
+    """A step of a LightningModule that splits its batch, and returns whole tensors."""
 
     @wraps(step)
     def split(module: nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        def call() -> Any:
-            return step(module, how.batch(batch), *args, **kwargs)
-
-        return run_sharded(name, call, module, how.axes)
+        return run_sharded(name, lambda: step(module, how.batch(batch), *args, **kwargs), module, how.axes)
 
     return split
 
@@ -98,6 +89,7 @@ def options(batch: Any, spec: SequenceParallel, ranks: int, look: object = None)
     found = dict[str, None]()
     shapes = [(path, tuple(tensor.shape)) for path, tensor in tensors(batch)]
     for first in (1, 0):
+        # a dim of one length in several tensors is one dim of the samples, such as the tokens of ids and labels
         lengths = {n for _, shape in shapes for n in shape[first:] if n >= ranks}
         for n in sorted(lengths, reverse=True):
             places = {path: [d for d in range(first, len(shape)) if shape[d] == n] for path, shape in shapes}

@@ -56,6 +56,7 @@ class Atoms:
         left, right = left[apart], right[apart]
         if not len(left):
             return True
+        # sets are nodes, and entries that meet are edges: each component becomes one set, named by its least
         known = np.unique(np.concatenate([left, right]))
         edges = np.searchsorted(known, left), np.searchsorted(known, right)
         n, part = connected_components(
@@ -88,6 +89,7 @@ class Atoms:
             at = np.nonzero(group[sets] == one)[0]
             _, inverse = np.unique(sets[at], return_inverse=True)
             weight = np.bincount(inverse, self._weight[axis][at])
+            # a set goes to the rank in whose even share its middle lies
             middle = np.cumsum(weight) - weight / 2
             rank[at] = np.minimum((middle * size / weight.sum()).astype(np.int64), size - 1)[inverse]
         return rank

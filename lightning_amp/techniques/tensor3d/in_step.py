@@ -189,6 +189,7 @@ class InStep:
 
     def _leave(self) -> None:
         """Take part in the rest of the order, and follow it no more."""
+        # others follow the order to its end, and would wait for this rank for ever
         order, left = self._order or [], self._at
         while self._at < len(order):
             kind, of, _ = order[self._at]

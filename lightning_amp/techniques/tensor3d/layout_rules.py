@@ -138,6 +138,7 @@ def _in_groups(
         if view is not None:
             view.split(axis, along(group.repeat(weight.shape[0] // groups), 0, weight.dim()))
         grids[axis] = along(group.repeat(found.shape[1] // groups), 1, found.dim())
+    # one axis has the groups; of another one that splits channels they are gathered
     if len(grids) < len(split):
         planner.gathered.append(why)
     if view is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_amp.dist.owners import Owners
+from lightning_amp.dist.owners import OwnerRun, Owners
 from lightning_amp.dist.splits import Split, Splits
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.tensor3d.atoms import varying
@@ -63,13 +63,13 @@ def splits_in(layouts: str, module: nn.Module, grid: Grid) -> dict[str, Splits]:
     for name, parameter in module.named_parameters():
         splits = list[Split]()
         for axis_name, (dim, runs) in read.get(name, {}).items():
-            axis = getattr(grid, axis_name)
-            ranks = [rank for rank, n in zip(runs[::2], runs[1::2], strict=True) for _ in range(n)]
-            if dim >= parameter.dim() or parameter.shape[dim] != len(ranks) or max(ranks) >= axis.size:
+            axis, n = getattr(grid, axis_name), sum(runs[1::2])
+            if dim >= parameter.dim() or parameter.shape[dim] != n or max(runs[::2]) >= axis.size:
                 raise PlanError(
-                    f"the plan splits dim {dim} of {name!r} in {len(ranks)} entries, which has shape"
+                    f"the plan splits dim {dim} of {name!r} in {n} entries, which has shape"
                     f" {tuple(parameter.shape)!r}; make the plan anew for this module"
                 )
-            splits.append(Split(axis, dim, Owners.from_vector(ranks, axis.size)))
+            owners = Owners.of((OwnerRun(n, rank) for rank, n in zip(runs[::2], runs[1::2], strict=True)), axis.size)
+            splits.append(Split(axis, dim, owners))
         found[name] = Splits.of(splits)
     return found

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_amp.dist.collectives import reduce_now, stacked, start_reduce_scatter, start_stacked
+from lightning_amp.dist.collectives import stacked, start_reduce_scatter, start_stacked
 from lightning_amp.dist.redistribute import own_part
 from lightning_amp.dist.sharded_tensor import ShardedTensor, part_in, wrap
 from lightning_amp.dist.splits import WHOLE, MeshAxis, Splits
@@ -30,27 +30,6 @@ from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import InStep
 
 Place = tuple[int, ...]
-
-
-def boxes_of(own: Tensor, run: range, block: Sequence[int], splits: Splits) -> Iterator[tuple[Place, Tensor]]:
-    """Offsets in the whole tensor, and a view of the entries, of every box.
-
-    Args:
-        own: The part, flat; what is longer than the run is padding.
-        run: Its entries among those of the block, flat.
-        block: Shape of the entries that are this rank's along the split dims.
-        splits: The split dims.
-    """
-    at = 0
-    for starts, sizes in run_boxes(run.start, run.stop, block):
-        values = own[at : at + prod(sizes)].view(sizes)
-        at += prod(sizes)
-        dims = [_runs(splits, d, start, n) for d, (start, n) in enumerate(zip(starts, sizes, strict=True))]
-        for pieces in product(*dims):
-            box = values
-            for d, (_, first, n) in enumerate(pieces):
-                box = box.narrow(d, first, n)
-            yield tuple(place for place, _, _ in pieces), box
 
 
 def run_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[Place, Place]]:
@@ -123,7 +102,6 @@ class GridParameter:
             if splits.on(axis) is None and axis.size > 1:
                 self._flat.append((axis, n))
                 n = -(-n // axis.size)
-        self.n_own = n
         most = list(self.shape)
         for _, dim, owners in splits:
             most[dim] = max(owners.counts)
@@ -158,14 +136,25 @@ class GridParameter:
         part = self._start_joining(own.detach())()
         return part_in(wrap(part, self.splits), WHOLE).contiguous()
 
-    def boxes(self, own: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Boxes of adjacent entries of this rank's part: offsets in the whole tensor, and the entries."""
+    def boxes(self, own: Tensor) -> Iterator[tuple[Place, Tensor]]:
+        """Boxes of adjacent entries of this rank's part: offsets in the whole tensor, and views of the entries."""
         start, stop, n = 0, prod(self._block), prod(self._block)
         for axis, _ in self._flat:
             n = -(-n // axis.size)
             start += axis.rank * n
             stop = min(stop, start + n)
-        return boxes_of(own, range(start, max(start, stop)), self._block, self.splits)
+        # what is longer than the run is padding
+        at = 0
+        for starts, sizes in run_boxes(start, stop, self._block):
+            values = own[at : at + prod(sizes)].view(sizes)
+            at += prod(sizes)
+            # adjacent entries of the part may be apart in the whole, along every split dim
+            dims = [_runs(self.splits, d, first, n) for d, (first, n) in enumerate(zip(starts, sizes, strict=True))]
+            for pieces in product(*dims):
+                box = values
+                for d, (_, first, length) in enumerate(pieces):
+                    box = box.narrow(d, first, length)
+                yield tuple(place for place, _, _ in pieces), box
 
     # --- in a step ---
 
@@ -292,9 +281,3 @@ def forgetting_gathered() -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
-
-
-def average(gradients: list[Tensor], replicas: MeshAxis) -> None:
-    """Average gradients over the copies of the grid."""
-    for grad in gradients:
-        grad.copy_(reduce_now(grad / replicas.size, replicas))

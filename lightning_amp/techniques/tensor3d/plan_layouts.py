@@ -33,12 +33,10 @@ class Placed:
     """What was decided of a parameter.
 
     Attributes:
-        shape: Of the parameter.
         grids: For each axis that splits it the atoms of its entries.
         decided: Whether a layer has used it.
     """
 
-    shape: tuple[int, ...]
     grids: Grids = field(default_factory=dict)
     decided: bool = False
 
@@ -83,7 +81,7 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.views: Any = WeakTensorKeyDictionary()
         self.known: Any = WeakTensorKeyDictionary()
         for name, parameter in parameters:
-            self.placed[name] = Placed(tuple(parameter.shape))
+            self.placed[name] = Placed()
             self.views[parameter] = View(self.placed[name], list(range(parameter.dim())))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,6 +165,7 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = list(dict.fromkeys(label for row in labels for label in row if label is not None))
         views = [self.open_view(t) for t in tensors]
         found, taken = Grids(), set[Any]()
+        # where two axes want one dim, the axis of the largest argument has it: the other one's are gathered
         sizes = {a: max((t.numel() for t in tensors if a in self.grids(t)), default=0) for a in self.axes}
         for axis in sorted(self.axes, key=lambda a: (-sizes[a], a)):
             now = self._together(why, axis, tensors, labels, names)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_amp.dist.ops  # noqa: F401  (registers the operators)
+from lightning_amp.dist.collectives import reduce_now
 from lightning_amp.errors import ModelError
 from lightning_amp.techniques.deferred import DEFERRED, DROPPED
 from lightning_amp.techniques.put_methods import put_methods
@@ -25,7 +26,7 @@ from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
 from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import InStep
 from lightning_amp.techniques.tensor3d.layouts import splits_in
-from lightning_amp.techniques.tensor3d.parameters import GridParameter, average, forgetting_gathered
+from lightning_amp.techniques.tensor3d.parameters import GridParameter, forgetting_gathered
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
 from lightning_amp.techniques.tensor3d.strays import READ_ELSEWHERE, StrayReads, watch_hooks
 
@@ -170,8 +171,9 @@ class GridUnits:
     def end_backward(self) -> None:
         """Wait for gradients, and put the parameters back."""
         reached = self._in_step.end("ends the backward pass")
-        if self._grid.replicas is not None:
-            average([p.grad for p in reached if p.grad is not None], self._grid.replicas)
+        if (replicas := self._grid.replicas) is not None:
+            for grad in (p.grad for p in reached if p.grad is not None):
+                grad.copy_(reduce_now(grad / replicas.size, replicas))
         self._put_back()
 
     def before_update(self) -> None:

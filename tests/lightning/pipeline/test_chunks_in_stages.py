@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
-from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.table import in_order
 from tests.any_module import Meter
 from tests.lightning.pipeline.pipeline_cases import GPT, STEPS, fit, trainer_of

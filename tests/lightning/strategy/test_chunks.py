@@ -18,7 +18,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import fitted, of_example, same, trainer_of
 from tests.ranks import run_ranks

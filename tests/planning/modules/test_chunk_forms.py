@@ -13,8 +13,8 @@ from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
 from lightning_amp.techniques.chunk.forms import ChunkForms
+from lightning_amp.techniques.chunk.look import block_tables
 from lightning_amp.techniques.chunk.row import ChunkBlock
-from lightning_amp.techniques.chunk.run.block_tables import block_tables
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.graph.test_capture import Custom
 from tests.techniques.chunk.small_blocks import Attention, FeedForward

@@ -26,7 +26,7 @@ from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
-from lightning_amp.techniques.chunk.spec import ChunkBlock
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.table import PREDICTIONS

@@ -13,8 +13,8 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install_rules
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run.after_blocks_in_chunks import AfterBlocksInChunks
-from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.techniques.chunk.words import LAYERS, WORDS, Block, Words
 

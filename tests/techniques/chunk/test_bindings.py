@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_amp._torch import make_fx
-from lightning_amp.techniques.chunk.run.bindings import BINDINGS, binding
+from lightning_amp.techniques.chunk.run.lower import BINDINGS, binding
 
 X, IMAGE = torch.rand(4, 4), torch.rand(1, 4, 6, 6)
 ARGS: dict[str, tuple[Any, ...]] = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_amp.errors import ModelError, PlanError
+from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
@@ -28,8 +28,6 @@ def test_two_regions_of_one_block() -> None:
     later = [r for r in found.regions if r.first > softmax.last]
     both = [replace(softmax, n_chunks=2), replace(max(later, key=lambda r: r.last - r.first), n_chunks=2)]
     assert found.error(*both) == ""
-    with pytest.raises(PlanError, match="overlap; a row may be in one region"):
-        lower(found.capture, found.table, [both[0], replace(both[0])])
 
 
 def _has(found: Case, region: Region, op: str) -> bool:
@@ -200,7 +198,7 @@ class Drops(FeedForward):
         return x + self.narrow(F.dropout(F.gelu(self.wide(self.norm(x))), 0.5, self.training))
 
 
-def test_active_dropout_is_in_no_region_and_refused_in_one() -> None:
+def test_active_dropout_is_in_no_region() -> None:
     found = Case(Drops(), (x_of(2, 7, 6),))
     random = [i for i, row in enumerate(found.table.rows) if "dropout" in row.op]
     assert random
@@ -208,8 +206,6 @@ def test_active_dropout_is_in_no_region_and_refused_in_one() -> None:
     asleep = Case(Drops().eval(), (x_of(2, 7, 6),))
     region = next(r for r in asleep.regions if random[0] in r.inside(asleep.table))
     assert asleep.error(replace(region, n_chunks=2)) == ""
-    with pytest.raises(PlanError, match="'aten.dropout.default'.* draws random numbers"):
-        lower(found.capture, found.table, [region])
 
 
 class Counting(FeedForward):
@@ -265,34 +261,10 @@ class Strided(FeedForward):
 def test_blocks_that_change_something_are_cut_around_it(make: type[nn.Module]) -> None:
     x = x_of(8, 6)
     found = Case(make(), (x,))
+    assert any(row.writes for row in found.table.rows)
     for region in found.regions:
+        assert not any(found.table.rows[i].writes for i in range(region.first, region.last + 1))
         assert found.error(replace(region, n_chunks=2)) == "", region
-
-
-@pytest.mark.parametrize(
-    ("make", "op", "reason"),
-    [
-        (Counting, "add_", "changes memory in place"),
-        (Normed, "batch_norm", "changes memory in place"),
-        (InPlace, "relu_", "changes memory in place"),
-        (PartlyFrozen, "grad_enabled", "changes memory in place"),
-        (Strided, "tanh", "the memory of row . .'tanh'.* is changed in place"),
-    ],
-)
-def test_a_region_over_a_change_is_refused(make: type[nn.Module], op: str, reason: str) -> None:
-    """With the operator before it that could be cut by itself."""
-    found = Case(make(), (x_of(8, 6),))
-    rows = found.table.rows
-    at = next(i for i, row in enumerate(rows) if op in row.op)
-    channels = make is Normed
-    # an operator that has nothing to cut would run before the chunks of the next row that has
-    last = next(i for i in range(at, len(rows)) if rows[i].dims and rows[i].shape[:1] == (8,))
-    dims = {i: int(channels) for i in (last, *rows[last].inputs) if rows[i].shape[:1] == (8,)}
-    dims |= {i: 0 for i in rows[last].inputs if channels and len(rows[i].shape) == 1}
-    before = tuple(range(at, last))
-    region = Region(first=at, last=last, dims=dims, units=6 if channels else 8, n_chunks=2, before=before)
-    with pytest.raises(PlanError, match=reason):
-        lower(found.capture, found.table, [region])
 
 
 def test_a_chunk_of_another_shape_is_an_error() -> None:

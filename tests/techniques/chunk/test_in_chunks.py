@@ -13,10 +13,10 @@ from lightning_amp.errors import InstallError, ModelError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures
 from lightning_amp.installing.install import install_rules
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run.chunk_module import chunk_block
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from lightning_amp.techniques.chunk.run.planned import lower_within
-from lightning_amp.techniques.chunk.spec import ChunkBlock
 from tests.any_module import make
 from tests.graph.calls import calls_of, forward_of
 from tests.graph.same_outcome import difference

@@ -55,3 +55,18 @@ def test_a_module_that_mixes_samples_has_simple_chunks_only() -> None:
     small = lightning_amp.chunk(module, x, budget=caught.value.least_bytes)
     assert "one chunk of" not in small.plan.code[""]
     close(bytes_of(small, x)[1], module(x))
+
+
+def test_rows_of_one_image_that_read_their_neighbours_are_not_nested() -> None:
+    """The named least can be met: pieces with their neighbours have other sizes at the ends of the image."""
+    torch.manual_seed(0)
+    module, x = (
+        nn.Sequential(nn.SiLU(), nn.Conv2d(2, 2, 3, padding=1)).double().eval(),
+        torch.randn(1, 2, 24, 24).double(),
+    )
+    with pytest.raises(PlanError) as caught:
+        lightning_amp.chunk(module, x, budget=1)
+    small = lightning_amp.chunk(module, x, budget=caught.value.least_bytes)
+    found, y = bytes_of(small, x)
+    assert found == small.plan.peak_bytes == caught.value.least_bytes
+    close(y, module(x))

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError
+from tests.any_module import QUIET
 from tests.each import BEFORE_A_RELEASE
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
@@ -24,15 +25,6 @@ TABLES = {"weights": WEIGHTS, "kept": KEPT, "layers": LAYERS, "values": VALUES, 
 STEPS, BOUND = 3, 1e-10
 UNNAMED = "whose training step fails: "
 """In a message: an error of torch or of Python follows."""
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-    "max_epochs": 1,
-}
 REFUSED = {
     "a scripted layer": "is a ScriptModule",
     "a lazy layer": "must have its shape before training starts",
@@ -54,15 +46,15 @@ def trained(one: Odd, rank: int = 0, grid: Grid | None = None, ranks: int = 1) -
     """Everything that has to be equal after three steps: losses, parameters, buffers and logged values."""
     seed_everything(3, verbose=False)
     batches = [one.batch() for _ in range(STEPS)]
-    given: dict[str, Any] = {"devices": 1}
+    given: dict[str, Any] = {"devices": 1, "accelerator": "cpu", "use_distributed_sampler": False, "max_epochs": 1}
     if grid is not None:
         rows = ROWS * grid[0] * grid[1] // ranks
         first = rank // (grid[0] * grid[1]) * rows
         batches = [_rows(batch, slice(first, first + rows)) for batch in batches]
         strategy = AMPStrategy(strategies="tensor3d", tensor_grid=grid)
-        given = {"strategy": strategy, "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
+        given |= {"strategy": strategy, "devices": ranks, "plugins": [RunningRanks(rank, ranks)]}
     module = one.make().double()
-    trainer = Trainer(**QUIET, **given)
+    trainer = Trainer(**QUIET | given)
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     found = {f"state {name}": value for name, value in module.state_dict().items()}
     losses: Any = module.losses

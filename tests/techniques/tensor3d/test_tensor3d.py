@@ -85,6 +85,24 @@ def run(
     }
 
 
+def same(ranks: list[dict[str, Any]], right: dict[str, Any]) -> list[dict[str, Any]]:
+    """Losses over all rows, metrics and parameters of all ranks are those of one process."""
+    losses = torch.stack([one["losses"] for one in ranks]).mean(0)
+    torch.testing.assert_close(losses, right["losses"], rtol=1e-10, atol=0)
+    for one in ranks:
+        assert one["valid"] == pytest.approx(right["valid"], rel=1e-10)
+        torch.testing.assert_close(one["state"], right["state"], rtol=1e-10, atol=1e-10)
+    return ranks
+
+
+def as_predicted(ranks: list[dict[str, Any]], what: object) -> Plan:
+    """The plan, whose peak the ranks have."""
+    plan = Plan.from_json(ranks[0]["plan"])
+    peak = max(one["peak"] for one in ranks)
+    assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.05, abs=4096), what
+    return plan
+
+
 CACHED = {"options": {"tensor_cache": "1MiB"}}
 
 
@@ -122,12 +140,4 @@ def test_modules_train_as_one_process_does(tmp_path: Path, ranks: int, rows: lis
     found = run_ranks(on_grids, ranks, tmp_path, rows)
     rights = {name: run(case) for name, case in CASES.items()}
     for name, grid in rows:
-        right = rights[name]
-        losses = torch.stack([one[name, grid]["losses"] for one in found]).mean(0)
-        torch.testing.assert_close(losses, right["losses"], rtol=1e-10, atol=0, msg=f"{name} {grid}")
-        for one in found:
-            assert one[name, grid]["valid"] == pytest.approx(right["valid"], rel=1e-10)
-            torch.testing.assert_close(one[name, grid]["state"], right["state"], rtol=1e-10, atol=1e-10)
-        predicted = Plan.from_json(found[0][name, grid]["plan"]).predicted_peak_bytes
-        peak = max(one[name, grid]["peak"] for one in found)
-        assert peak == pytest.approx(predicted, rel=0.05, abs=4096), (name, grid)
+        as_predicted(same([one[name, grid] for one in found], rights[name]), (name, grid))

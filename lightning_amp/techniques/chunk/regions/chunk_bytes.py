@@ -223,6 +223,7 @@ class _Outer:
     def count(self) -> BlockBytes:
         """Bytes by the rows of the block as it was captured."""
         outputs = tuple(self._place[k] for k in self._table.outputs)
+        # rows have other places than in the block, and regions read their inputs and outputs until they end
         last = {k: n for n, row in enumerate(self._rows) for k in row.inputs}
         last |= dict.fromkeys(outputs, len(self._rows))
         rows = tuple(replace(row, last_use=last.get(n, n)) for n, row in enumerate(self._rows))
@@ -300,6 +301,7 @@ class _Outer:
                 needs_grad=learns,
             )
         )
+        # the one row has the most of all pieces; what each row of a piece is below that is subtracted in `count`
         for k, i in enumerate(pieces.inside, start=len(inputs)):
             beside = (max(once.forward) - once.forward[k], again.peak_bytes - max(again.forward[k], again.backward[k]))
             self._inner[i] = (n, *beside)

@@ -11,9 +11,9 @@ Of the legal regions with the same first and last row, those in which more rows 
 cut and is computed before the pieces instead costs memory and saves nothing. Where two rows cannot both be cut, the
 later one is.
 
-The paper's two ways to search less are `around` (only regions that contain one of these rows, such as those near the
-peak) and `window` (the most rows of a region). Beyond them, `held` leaves out regions of which a shorter one does the
-same, and `RegionSearch.around` thins out the others where they are too many to compare.
+`around` leaves out regions that contain none of these rows, such as those near the peak, as the paper does. Beyond it,
+`held` leaves out regions of which a shorter one does the same, and `RegionSearch.around` thins out the others where
+they are too many to compare.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -21,6 +21,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from math import gcd, inf
 
+from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import OPERATOR, OperatorRow, Table
 from lightning_amp.techniques.chunk.regions.region import GETITEM, Region, reach_of, written_from
 
@@ -29,20 +30,35 @@ FEWER = 0.7
 
 
 def find_regions(
-    table: Table, *, around: Collection[int] | None = None, window: int | None = None, held: Sequence[int] | None = None
+    table: Table, *, around: Collection[int] | None = None, held: Sequence[int] | None = None
 ) -> tuple[Region, ...]:
     """Legal regions by last row, dim and first row, each in the most pieces.
 
     Args:
         table: A captured block.
         around: Rows of which a region has at least one; None for any.
-        window: Most rows of a region; None for any.
         held: Bytes alive just before every row. With it regions are left out that begin or end with a view, and those
             that begin earlier than another though no fewer bytes are alive there and they have no further row of
             `around`.
     """
-    search = RegionSearch(table, window=window, held=held)
+    search = RegionSearch(table, held=held)
     return tuple(search.around(range(len(table.rows)) if around is None else around))
+
+
+def same_region(table: Table, region: Region) -> Region:
+    """The same rows, cut along the same dims, in a table of the same operators with other sizes.
+
+    Raises:
+        PlanError: That is not legal there.
+    """
+    block, last = _Rows(table), region.last
+    for dim in [region.dims[last]] if last in region.dims else [~g for g in range(len(table.rows[last].sums))]:
+        flow = _Flow(block, last)
+        end = max(block.fixed_up_to[last], region.first - 1)
+        found = flow.region(region.first) if flow.begin(dim) and region.first in flow.upwards(end) else None
+        if found and (found.dims, found.sums, found.before) == (region.dims, region.sums, region.before):
+            return replace(found, n_chunks=max(2, min(region.n_chunks, found.units)))
+    raise PlanError(f"rows {region.first} to {last} of {table.block!r} cannot be cut in the same way with other sizes")
 
 
 class RegionSearch:
@@ -50,15 +66,14 @@ class RegionSearch:
 
     Args:
         table: A captured block.
-        window: As in `find_regions`.
         held: As in `find_regions`.
 
     Attributes:
         thinned: Whether regions were left out because there were too many.
     """
 
-    def __init__(self, table: Table, *, window: int | None = None, held: Sequence[int] | None = None) -> None:
-        self._block, self._window, self._held = _Rows(table), window or len(table.rows), held
+    def __init__(self, table: Table, *, held: Sequence[int] | None = None) -> None:
+        self._block, self._held = _Rows(table), held
         self._nearest: list[int] = []
         self._found: dict[tuple[int, int, int], Region | None] = {}
         self.thinned = False
@@ -124,8 +139,7 @@ class RegionSearch:
         """The regions of one last row and dim."""
         least, above = inf, flow.last + 1
         nearest = self._nearest[flow.last]
-        end = max(self._block.fixed_up_to[flow.last], flow.last - self._window, -1)
-        for first in flow.upwards(end):
+        for first in flow.upwards(self._block.fixed_up_to[flow.last]):
             if first > nearest or self._superfluous(first):
                 continue
             if self._held and self._nearest[above - 1] < first and self._held[first] >= least:
@@ -232,6 +246,7 @@ class _Flow:
         """The run from a first row; None if sizes do not go together, or a row above it is cut already."""
         if min(self.cut, default=first) < first:
             return None
+        # what is wanted and not cut is an input of the run from here on, which pieces read cut
         dims, units = {**self.cut, **self.wanted}, 0
         for i, d in dims.items():
             units = gcd(units, self.block.rows[i].shape[d])
@@ -298,6 +313,7 @@ class _Flow:
         if row.random or row.dims is None or i in self.whole:
             return False
         pairs = row.sums[~dim] if dim < 0 else row.dims[dim]
+        # one tensor as two arguments, or along two of its dims, has to be cut in one way
         asked = dict(pairs)
         if not pairs or any(asked[k] != d for k, d in pairs):
             return False
@@ -332,6 +348,7 @@ class _Flow:
             elif inside or j in self.wanted:
                 return False
             else:
+                # from here on no row may want it cut: pieces would not have all of it
                 self._set(self.whole, j, 0)
         return True
 
@@ -353,6 +370,7 @@ class _Flow:
             if reader in self.cut or reader in self.summed:
                 continue
             dims = self._dims_of(reader)
+            # a reader that could be cut in two ways is not cut: nothing here says in which
             if len(dims) != 1 or not self._add(reader, dims[0]):
                 return False
         return True

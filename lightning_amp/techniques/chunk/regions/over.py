@@ -9,10 +9,9 @@ memory (later pieces read it), and piece and piece are the same bytes: as many p
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from math import prod
 
-from lightning_amp.graph.table import OPERATOR, OperatorRow, Table
+from lightning_amp.graph.table import OperatorRow, Table
 from lightning_amp.techniques.chunk.regions.region import Region
 
 
@@ -46,22 +45,3 @@ def written_over(table: Table, region: Region) -> dict[int, int]:
                 found[i] = k
                 break
     return found
-
-
-def with_free(table: Table, new: Sequence[bool], whole: Sequence[bool]) -> Table:
-    """The table of a block in inference, with the memory that rows may lie in and until when it may be read.
-
-    Args:
-        table: A captured block.
-        new: Of every row, whether its result is new memory, however its arguments are laid out.
-        whole: Of every row, whether its result lies in one run of memory.
-    """
-    never, memory, free = len(table.rows), list[tuple[int, ...]](), list[int]()
-    for i, row in enumerate(table.rows):
-        views = () if new[i] else (m for k in row.inputs for m in memory[k])
-        memory.append(tuple(sorted({i, *views})))
-        free.append(row.last_use if row.kind == OPERATOR and whole[i] else never)
-        for m in memory[i]:
-            free[m] = max(free[m], row.last_use)
-    rows = (replace(row, memory=memory[i], free=free[i]) for i, row in enumerate(table.rows))
-    return replace(table, rows=tuple(rows))

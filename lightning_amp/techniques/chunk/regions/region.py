@@ -1,4 +1,4 @@
-"""Define `Region`, a run of operators computed piece by piece along one dim, and check that results stay the same.
+"""Define `Region`, a run of operators computed piece by piece along one dim.
 
 Legend: a row is an operator or argument of `graph/table.py`, named by its index; a region is the run [first, last] of
 rows. Rows of the run are of three kinds:
@@ -13,7 +13,7 @@ An output is a cut or summed row that something after the region reads, the bloc
 written into memory of their whole size, piece by piece; what else a piece makes lives until its last reader within
 the piece.
 
-Legal is a region (`problem` says why one is not; the paper is AutoChunk, Section 3.3, Equations 4 to 7)
+Legal is a region (find_regions.py finds no other; the paper is AutoChunk, Section 3.3, Equations 4 to 7)
     flow traceability   a cut row's dim follows that of an argument, by its operator's rule
     unique setting      every row is cut along one dim at most, and read either cut or whole
     output alignment    whatever is read later is cut, so that its pieces are the pieces of the result, or summed up
@@ -25,11 +25,9 @@ The sizes of cut dims differ where dims are merged or split: a piece is a whole 
 divisor, and of a dim of size s the unit is s / units entries.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import gcd
 
-from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import OPERATOR, OperatorRow, Table
 
 GETITEM = "getitem"
@@ -130,133 +128,6 @@ def reach_of(rows: Sequence[OperatorRow], region: Region) -> int:
     return max(reach.values(), default=0)
 
 
-def check_region(table: Table, region: Region) -> None:
-    """Refuse a region that would change what the block computes.
-
-    Raises:
-        PlanError: Why it is not legal.
-    """
-    found = problem(table, region)
-    if found:
-        raise PlanError(
-            f"rows {region.first!r} to {region.last!r} of {table.block!r} were to be computed in {region.n_chunks!r}"
-            f" pieces: {found}; take a region of find_regions"
-        )
-
-
-def problem(table: Table, region: Region) -> str:
-    """Why a region is not legal, in words; "" if it is."""
-    return next(_problems(table, region), "")
-
-
-def _problems(table: Table, region: Region) -> Iterator[str]:
-    rows = table.rows
-    if not 0 <= region.first <= region.last < len(rows):
-        yield f"the block has rows 0 to {len(rows) - 1}"
-        return
-    yield from _kinds(table, region)
-    own = set(region.inside(table))
-    for i in region.before:
-        read = own.intersection(rows[i].inputs)
-        if read:
-            yield f"{_name(rows, i)} must be computed before the pieces and reads {_name(rows, min(read))}"
-    for i in sorted(own):
-        yield from _row(table, region, i, own)
-    yield from _reads(table, region, own)
-    yield from _memory(table, region)
-    yield from _sizes(table, region)
-
-
-def _kinds(table: Table, region: Region) -> Iterator[str]:
-    """Every operator is cut, summed or before, and nothing else is."""
-    inside = range(region.first, region.last + 1)
-    before, sums = set(region.before), set(region.sums)
-    run = {i for i in inside if table.rows[i].kind == OPERATOR}
-    alien = (before | sums) - run
-    if alien:
-        yield f"{_name(table.rows, min(alien))} is no operator of the run"
-    for i in sorted(run):
-        kinds = (i in before) + (i in sums) + (i in region.dims and i not in before)
-        if kinds != 1:
-            yield f"{_name(table.rows, i)} must be one of cut, summed and before"
-    if not run - before:
-        yield "nothing is cut"
-
-
-def _row(table: Table, region: Region, i: int, own: set[int]) -> Iterator[str]:
-    """One row that pieces compute: its dim or sum follows its arguments, and these are read as they are cut."""
-    rows, row = table.rows, table.rows[i]
-    if row.random:
-        yield f"{_name(rows, i)} draws random numbers, which pieces would draw otherwise"
-    if i in region.sums:
-        fitting = [g for g in row.sums if _matches(row, dict(g), g, region.dims, own)]
-        if not fitting:
-            yield f"{_name(rows, i)} does not sum over what is cut"
-        return
-    d = region.dims[i]
-    if row.dims is None or not 0 <= d < len(row.dims):
-        yield f"{_name(rows, i)} has no rule for dim {d}"
-    elif not row.dims[d]:
-        yield f"dim {d} of {_name(rows, i)} follows none of its arguments"
-    elif not _matches(row, dict(row.dims[d]), row.dims[d], region.dims, own):
-        yield f"dim {d} of {_name(rows, i)} does not follow what is cut of its arguments"
-
-
-def _matches(
-    row: OperatorRow, asked: dict[int, int], pairs: Iterable[tuple[int, int]], dims: Mapping[int, int], own: set[int]
-) -> bool:
-    """Whether every argument is cut along the dim that is asked of it, and the others are whole inputs."""
-    if any(asked[k] != d for k, d in pairs):
-        return False
-    return all(
-        dims.get(j) == asked[k] if k in asked else j not in dims and j not in own for k, j in enumerate(row.inputs)
-    )
-
-
-def _reads(table: Table, region: Region, own: set[int]) -> Iterator[str]:
-    """Results of several tensors neither enter cut nor leave, and nothing is computed or cut in vain."""
-    rows = table.rows
-    for i, row in enumerate(rows):
-        for j in row.inputs if row.op == GETITEM else ():
-            if i in own and j not in own and j in region.dims:
-                yield f"{_name(rows, j)} has several results and cannot be cut"
-            if i not in own and j in own:
-                yield f"{_name(rows, j)} has several results and cannot be put together"
-    if not region.outputs(table):
-        yield "nothing that it computes is read later"
-    useless = set(region.dims) - own - {k for i in own for k in rows[i].inputs}
-    if useless:
-        yield f"{_name(rows, min(useless))} is cut and not read"
-
-
-def _memory(table: Table, region: Region) -> Iterator[str]:
-    """No memory that the region makes or reads is changed in it or later."""
-    rows = table.rows
-    changed = written_from(table)[region.first]
-    for i in range(region.first, region.last + 1):
-        if rows[i].writes:
-            yield f"{_name(rows, i)} changes memory in place"
-        used = {rows[k].storage for k in (i, *rows[i].inputs)} & changed
-        if rows[i].kind == OPERATOR and used:
-            yield f"the memory of {_name(rows, min(used))} is changed in place"
-
-
-def _sizes(table: Table, region: Region) -> Iterator[str]:
-    found = 0
-    for i, d in region.dims.items():
-        if not 0 <= d < len(table.rows[i].shape):
-            yield f"{_name(table.rows, i)} has no dim {d}"
-            return
-        found = gcd(found, table.rows[i].shape[d])
-    if found != region.units or found < 2:
-        yield f"the sizes of its cut dims are in {found} units, at least 2, and not in {region.units}"
-    needed = reach_of(table.rows, region) if found == region.units else 0
-    if region.reach != needed or (needed and region.sums):
-        yield (f"its rows need {needed} units in addition to a piece, not {region.reach}, and then no row may be a sum")
-    if not 2 <= region.n_chunks <= max(found, 2):
-        yield f"{region.n_chunks} pieces of {found} units"
-
-
 def written_from(table: Table) -> list[frozenset[int]]:
     """For every row, the memory that it or a later row changes in place."""
     found: list[frozenset[int]] = []
@@ -266,7 +137,3 @@ def written_from(table: Table) -> list[frozenset[int]]:
         changed = changed | new if new else changed
         found.append(changed)
     return found[::-1]
-
-
-def _name(rows: tuple[OperatorRow, ...], i: int) -> str:
-    return f"row {i} ({rows[i].name!r}, {rows[i].op or rows[i].kind!r})"

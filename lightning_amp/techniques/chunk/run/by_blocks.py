@@ -7,16 +7,15 @@ another way than in that run has no plan, and is an error.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_amp._torch import tree_map
 from lightning_amp.costs.chain import group_reasons
 from lightning_amp.errors import AmpError, ModelError
+from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.find_blocks import find_blocks
@@ -35,14 +34,8 @@ Choose = Callable[[str, nn.Module, Any, Any], Checked | None]
 """What a call of a block (name, block, args, kwargs) runs; None for its own forward."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _BlockCall:
-    """One call of a block, and the bytes alive when it began."""
-
-    fqn: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outside_bytes: int
+Calls = list[tuple[BlockCall, int]]
+"""Calls of blocks, each with the bytes alive when it began."""
 
 
 def plan_blocks(
@@ -65,22 +58,24 @@ def plan_blocks(
     # whether a block's arguments have gradients is part of its signature
     asked = _dry_run(module, args, kwargs, lambda *_: None, reason)[0] if with_gradients else calls
     blocks, captures = find_blocks(module), Captures()
-    found = [captures.of(plain(blocks[call.fqn]), call.args, call.kwargs) for call in asked]
-    reasons = {"": reason} | {c.fqn: f.reason for c, f in zip(calls, found, strict=True) if f.reason}
+    fake, names = QuickFakes(), [call.fqn for call, _ in calls]
+    found = [captures.of(plain(blocks[call.fqn]), *call.arguments(fake)) for call, _ in asked]
+    reasons = {"": reason} | {fqn: f.reason for fqn, f in zip(names, found, strict=True) if f.reason}
     by_key: dict[Any, Checked] = {}
     regions: dict[str, tuple[Region, ...]] = {}
     for capture in captures.all:
         if capture.graph is None:
             continue
+        # one plan has to fit wherever a block of its kind is called, so where the most bytes are alive outside
         own = [call for call, other in zip(calls, found, strict=True) if other is capture]
-        fullest = max(own, key=lambda call: call.outside_bytes)
+        fullest, outside_bytes = max(own, key=lambda one: one[1])
         try:
-            own_bytes = budget_bytes - fullest.outside_bytes
+            own_bytes = budget_bytes - outside_bytes
             lowered, chosen = lower_within(capture, own_bytes, costs=costs)
             by_key[capture.key] = Checked(lowered, own_bytes, chosen.whole_bytes)
         except OverBudget as error:
-            raise _too_little(module, budget_bytes, fullest, error.least_bytes) from error
-        regions |= {call.fqn: chosen.regions for call in own}
+            raise _too_little(module, budget_bytes, fullest.fqn, outside_bytes, error.least_bytes) from error
+        regions |= {call.fqn: chosen.regions for call, _ in own}
     if not by_key:
         raise ModelError(_no_graph(module, reasons))
     in_order = iter([by_key.get(capture.key) for capture in found])
@@ -96,7 +91,7 @@ def plan_blocks(
             " budget",
             peak_bytes,
         )
-    code = {c.fqn: by_key[f.key].code for c, f in zip(calls, found, strict=True) if f.key in by_key}
+    code = {fqn: by_key[f.key].code for fqn, f in zip(names, found, strict=True) if f.key in by_key}
     chunks = ModuleChunks(
         budget_bytes=budget_bytes, peak_bytes=peak_bytes, whole_bytes=whole_bytes,
         regions=regions, code=code, reasons=reasons,
@@ -104,7 +99,7 @@ def plan_blocks(
     return Planned(chunks=chunks, run=partial(_run, by_key, frozenset(reasons)))
 
 
-def _run(by_key: Mapping[Any, Checked], alone: frozenset[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _run(by_key: Mapping[Any, Checked], alone: frozenset[str], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward, with blocks that look up what they run."""
 
     def choose(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Checked | None:
@@ -143,16 +138,16 @@ def _in_chunks(module: nn.Module, choose: Choose) -> Iterator[None]:
 
 def _dry_run(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Choose, reason: str
-) -> tuple[list[_BlockCall], int]:
+) -> tuple[Calls, int]:
     """Run a copy on fake tensors: the calls of its blocks, and the most bytes alive."""
-    calls: list[tuple[str, Any, int]] = []
+    calls: Calls = []
     fake, live = QuickFakes(), LiveBytes()
     twin = copy_of(module, fake)
     given_args, given_kwargs = fake_batch(args, fake, None), fake_batch(dict(kwargs), fake, None)
 
     def note(fqn: str, block: nn.Module, args: Any, kwargs: Any) -> Checked | None:
         # a tensor that is kept here would be alive until the end, and count
-        calls.append((fqn, tree_map(_shape, (args, kwargs)), live.current))
+        calls.append((BlockCall.of(fqn, args, kwargs), live.current))
         return choose(fqn, block, args, kwargs)
 
     try:
@@ -167,43 +162,15 @@ def _dry_run(
             f" tensors, by which its blocks would be planned: {type(error).__name__}: {first}; chunk a"
             " module inside it"
         ) from error
-    with fake:
-        made = [(fqn, *tree_map(_of_shape, given), n_bytes) for fqn, given, n_bytes in calls]
-    found = [_BlockCall(fqn=fqn, args=args, kwargs=kwargs, outside_bytes=n) for fqn, args, kwargs, n in made]
-    return found, live.peak
+    return calls, live.peak
 
 
-@dataclass(frozen=True, slots=True)
-class _BlockShape:
-    """A tensor without memory."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-
-def _shape(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return _BlockShape(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
-
-
-def _of_shape(value: Any) -> Any:
-    if not isinstance(value, _BlockShape):
-        return value
-    made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
-    return made.requires_grad_(value.requires_grad)
-
-
-def _too_little(module: nn.Module, budget_bytes: int, call: _BlockCall, least_bytes: int) -> OverBudget:
+def _too_little(module: nn.Module, budget_bytes: int, fqn: str, outside_bytes: int, least_bytes: int) -> OverBudget:
     return OverBudget(
-        f"{type(module).__name__!r} requires at least {call.outside_bytes + least_bytes!r} bytes, more than the"
-        f" budget of {format_bytes(budget_bytes)}: when its block {call.fqn!r} begins"
-        f" {format_bytes(call.outside_bytes)} are alive outside of it, and it needs {format_bytes(least_bytes)} in"
-        " chunks; raise the budget",
-        call.outside_bytes + least_bytes,
+        f"{type(module).__name__!r} requires at least {outside_bytes + least_bytes!r} bytes, more than the budget of"
+        f" {format_bytes(budget_bytes)}: when its block {fqn!r} begins {format_bytes(outside_bytes)} are alive outside"
+        f" of it, and it needs {format_bytes(least_bytes)} in chunks; raise the budget",
+        outside_bytes + least_bytes,
     )
 
 

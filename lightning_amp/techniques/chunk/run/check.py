@@ -136,7 +136,7 @@ class Checked:
 
 def operators_of(lowered: Lowered) -> Iterator[str]:
     """Names of the operators that run in chunks."""
-    nodes = [node for node in lowered.capture.graph.graph.nodes if node.op != "output"]  # type: ignore[union-attr]
+    nodes = lowered.capture.nodes
     for region in lowered.cut:
         for i in range(region.first, region.last + 1):
             if i not in region.before and nodes[i].op == "call_function":

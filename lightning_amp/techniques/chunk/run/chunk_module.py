@@ -17,10 +17,10 @@ from lightning_amp.costs.device_rates import Rates
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.forward_overrides import Override, add_override
 from lightning_amp.quantities import parse_bytes
+from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run.after_blocks_in_chunks import AfterBlocksInChunks
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from lightning_amp.techniques.chunk.run.module_chunks import CHUNKS, ModuleChunks
-from lightning_amp.techniques.chunk.spec import ChunkBlock
 from lightning_amp.techniques.contract.change import Change
 
 M = TypeVar("M", bound=nn.Module)

@@ -63,7 +63,7 @@ class InChunks:
         """
         planned = self.planned(module, args, kwargs)
         try:
-            return planned.run(module, args, kwargs)
+            return planned.run(module, *args, **kwargs)
         except InstallError as error:
             raise (InstallError(f"{self.fqn}: {error}") if self.fqn else error) from None
 
@@ -138,6 +138,5 @@ class InChunks:
 
 def _shapes(found: Capture) -> str:
     """Of a block's tensor arguments."""
-    assert found.graph is not None, "what was planned has a graph"
-    given = [node.meta["val"] for node in found.graph.graph.nodes if node.op == "placeholder"]
+    given = [node.meta["val"] for node in found.nodes if node.op == "placeholder"]
     return ", ".join(str(list(tensor.shape)) for tensor in given[len(found.names) :]) or "no tensors"

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from lightning_amp._torch import OpOverload, has_kernel
-from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.regions.over import may_write, with_free
+from lightning_amp.graph.table import OPERATOR, Table
+from lightning_amp.techniques.chunk.regions.over import may_write
 
 NEW = {
     *("linear", "matmul", "conv1d", "conv2d", "conv3d", "layer_norm", "group_norm", "rms_norm", "batch_norm"),
@@ -30,17 +30,25 @@ NEW = {
 
 
 def with_memory(table: Table, nodes: Sequence[Node]) -> Table:
-    """The table of a block in inference, with results that are written over others.
+    """The table of a block in inference, with the memory that rows may lie in and results written over others.
 
     Args:
         table: Of the block.
         nodes: Of its rows.
     """
-    values = [node.meta.get("val") for node in nodes]
+    values, new = [node.meta.get("val") for node in nodes], list(map(_is_new, nodes))
+    # a result with gaps, or in another order, is never written over: its bytes are not those of the new result
     whole = [isinstance(value, Tensor) and value.is_contiguous() for value in values]
-    rows = list(with_free(table, list(map(_is_new, nodes)), whole).rows)
+    never, memory, free = len(table.rows), list[tuple[int, ...]](), list[int]()
+    for i, row in enumerate(table.rows):
+        views = () if new[i] else (m for k in row.inputs for m in memory[k])
+        memory.append(tuple(sorted({i, *views})))
+        free.append(row.last_use if row.kind == OPERATOR and whole[i] else never)
+        for m in memory[i]:
+            free[m] = max(free[m], row.last_use)
+    rows = [replace(row, memory=memory[i], free=free[i]) for i, row in enumerate(table.rows)]
     for i, row in enumerate(rows):
-        if _is_new(nodes[i]) and whole[i] and writing(nodes[i].target) is not None:
+        if new[i] and whole[i] and writing(nodes[i].target) is not None:
             alike = (k for k in row.inputs if rows[k].shape == row.shape and may_write(rows, i, k, row.inputs))
             rows[i] = replace(row, over=next(alike, -1))
     return replace(table, rows=tuple(rows))

@@ -7,13 +7,18 @@
 
 Every value is let go of after its last use, so what is alive is what the plan counts. Operators, their order and their
 arguments are those of the graph; in a chunk, the size of the cut dim takes the place of the whole.
+
+Name the Python functions that start the operators of generated code in less time than overloads take.
+
+An overload, called from Python, looks its arguments up in a schema; a function of torch has a parser that was compiled.
+Both start the same operator with the same arguments. What is not listed here is called as an overload.
 """
 
 import linecache
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, pairwise
+from itertools import chain, count
 from keyword import iskeyword
 from operator import getitem
 from types import FunctionType
@@ -23,17 +28,44 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from lightning_amp._torch import OpOverload, tree_leaves
-from lightning_amp.errors import PlanError
+from lightning_amp._torch import ACTIVATIONS_IN_C, OpOverload, tree_leaves
 from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Capture, run_as
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions.over import within, written_over
-from lightning_amp.techniques.chunk.regions.region import Region, check_region
-from lightning_amp.techniques.chunk.run.bindings import binding
+from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
 from lightning_amp.techniques.chunk.run.in_place import with_memory, writing
 from lightning_amp.techniques.chunk.run.two_steps import neighbours
+
+_FUNCTIONAL = (
+    "avg_pool2d.default",
+    "gelu.default",
+    "gelu.out",
+    "linear.default",
+    "scaled_dot_product_attention.default",
+)
+_NN = (
+    *("elu.default", "elu.out", "leaky_relu.default", "leaky_relu.out", "silu.default", "silu.out"),
+    "upsample_nearest2d.vec",
+)
+_TENSOR = ("expand.default", "view.default")
+_TORCH = (
+    *("add.Tensor", "add.out", "addcmul.default", "addcmul.out", "bmm.default", "cat.default", "conv2d.default"),
+    *("flatten.using_ints", "group_norm.default", "layer_norm.default", "matmul.default", "mean.dim", "mul.Tensor"),
+    *("mul.out", "permute.default", "relu.default", "reshape.default", "select.int", "sigmoid.default", "sigmoid.out"),
+    *("softmax.int", "sub.Tensor", "sub.out", "transpose.int", "unflatten.int", "unsqueeze.default"),
+)
+_SPACES = {"torch.nn.functional": _FUNCTIONAL, ACTIVATIONS_IN_C: _NN, "torch.Tensor": _TENSOR, "torch": _TORCH}
+BINDINGS = {name: f"{space}.{name.partition('.')[0]}" for space, names in _SPACES.items() for name in names}
+"""Of overloads of aten, as generated code has them."""
+
+
+def binding(target: OpOverload) -> str | None:
+    """The function that starts an operator, as Python source; None if there is none."""
+    space, _, name = target._schema.name.partition("::")
+    return BINDINGS.get(f"{name}.{target._overloadname}") if space == "aten" else None
+
 
 SIZES = ("size", "shape", "sizes")
 """Arguments of views that have the size of every dim of the result; of `unflatten` those of the dims made of one."""
@@ -73,21 +105,9 @@ def lower(capture: Capture, table: Table, regions: Sequence[Region]) -> Lowered:
     Args:
         capture: With a graph.
         table: By `table_of` the capture.
-        regions: Which share no row.
-
-    Raises:
-        PlanError: A region is not legal, or two overlap.
+        regions: Of `find_regions`, which share no row.
     """
-    ordered = sorted(regions, key=lambda region: region.first)
-    for before, after in pairwise(ordered):
-        if after.first <= before.last:
-            raise PlanError(
-                f"regions of rows {before.first!r} to {before.last!r} and {after.first!r} to {after.last!r} of"
-                f" {table.block!r} overlap; a row may be in one region: leave one out"
-            )
-    for region in ordered:
-        check_region(table, region)
-    return _Writer(capture, table).lower(ordered)
+    return _Writer(capture, table).lower(sorted(regions, key=lambda region: region.first))
 
 
 def table_of(capture: Capture, *, near: bool = False) -> Table:
@@ -100,9 +120,9 @@ def table_of(capture: Capture, *, near: bool = False) -> Table:
     """
     table = build_table(capture)
     if not torch.is_grad_enabled():
-        table = with_memory(table, _rows(capture))
+        table = with_memory(table, capture.nodes)
     rows = []
-    for i, (node, row) in enumerate(zip(_rows(capture), table.rows, strict=True)):
+    for i, (node, row) in enumerate(zip(capture.nodes, table.rows, strict=True)):
         own = node.target is getitem or isinstance(node.target, OpOverload)
         if row.kind == OPERATOR and not own:
             row = replace(row, writes=(i,))
@@ -134,11 +154,13 @@ class _Writer:
 
     def __init__(self, capture: Capture, table: Table) -> None:
         self._capture, self._table = capture, table
-        self._nodes = _rows(capture)
+        self._nodes = capture.nodes
         self._row = {node: i for i, node in enumerate(self._nodes)}
         self._values: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "inf": math.inf, "nan": math.nan}
         self._taken = {"put", "size", "forward", *self._values}
-        self._names = [self._name(text) for text in self._wished()]
+        # arguments as `Capture.changed` has them
+        given = chain(capture.names, (f"input {k}" for k in count()))
+        self._names = [self._name(next(given) if node.op == "placeholder" else node.name) for node in self._nodes]
 
     def lower(self, regions: Sequence[Region]) -> Lowered:
         """Write, compile, and put the regions where the code calls them."""
@@ -150,11 +172,6 @@ class _Writer:
         # the code of forward calls what runs all chunks under the name of what computes one
         space |= chunked
         return Lowered(capture=self._capture, code=code, forward=space["forward"], regions=chunked, cut=tuple(regions))
-
-    def _wished(self) -> Iterator[str]:
-        names = _argument_names(self._capture)
-        for i, node in enumerate(self._nodes):
-            yield names[i] if node.op == "placeholder" else node.name
 
     def _name(self, wish: str) -> str:
         """A name that is free, as near to the wish as Python allows."""
@@ -255,6 +272,7 @@ class _Writer:
                 at -= int(args[1] if len(args) > 1 else kwargs["dim"]) % of
             holder, key = (args, place) if place < len(args) else (kwargs, argument.name)
             sizes = list(holder[key])  # type: ignore[index]
+            # the graph's own list stays as it is: the same graph is lowered for other plans
             if 0 <= at < len(sizes) and sizes[at] != -1:
                 each = shape[dim] // region.units
                 sizes[at] = _Size("size" if each == 1 else f"{each} * size")
@@ -262,6 +280,7 @@ class _Writer:
 
     def _with_ends(self, lines: Sequence[_Line], kept: set[int]) -> Iterator[str]:
         """Statements, each followed by letting go of what nobody reads after it."""
+        # a value that nobody reads ends with the line that makes it
         last = {i: n for n, line in enumerate(lines) for i in (*line.made, *line.read)}
         for n, line in enumerate(lines):
             ended = [self._names[i] for i in (*line.read, *line.made) if last[i] == n and i not in kept]
@@ -323,18 +342,6 @@ class _Writer:
                 needs_grad=self._table.rows[i].needs_grad,
                 over=inputs.index(over[i]) if i in over else None,
             )
-
-
-def _rows(capture: Capture) -> list[Node]:
-    """The nodes of a graph that are rows of its table."""
-    assert capture.graph is not None, f"the block was not captured: {capture.reason}"
-    return [node for node in capture.graph.graph.nodes if node.op != "output"]
-
-
-def _argument_names(capture: Capture) -> list[str]:
-    """Of the graph's arguments, as `Capture.changed` has them."""
-    n_inputs = sum(node.op == "placeholder" for node in _rows(capture)) - len(capture.names)
-    return [*capture.names, *(f"input {k}" for k in range(n_inputs))]
 
 
 def dense_strides(value: Tensor) -> tuple[int, ...]:

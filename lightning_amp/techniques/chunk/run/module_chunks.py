@@ -42,13 +42,12 @@ class ModuleChunks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A plan, what carries it out, and what checks it before: each called as `run(module, args, kwargs)`.
-
-    Where there is no `check` by itself, the first run checks.
+    """A plan; what carries it out, called as the module's forward is; and what checks it before, called with the
+    arguments as a tuple and a dictionary. Where there is no `check` by itself, the first run checks.
     """
 
     chunks: ModuleChunks
-    run: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+    run: Callable[..., Any]
     check: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] | None = None
 
 

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from lightning_amp._torch import make_fx
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
-from lightning_amp.graph.capture import Capture
+from lightning_amp.graph.capture import Capture, fresh
 from lightning_amp.graph.table import OPERATOR, PARAMETER, Table
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.region import Region
@@ -25,9 +24,12 @@ Plan = Callable[[Capture], tuple[Lowered, Found]]
 
 
 def outermost(table: Table) -> Region | None:
-    """The region of all rows of a block, in the most pieces; None if they cannot all be cut along one dim."""
+    """The region of all rows of a block, in the most pieces; None if they cannot all be cut along one dim.
+
+    Pieces that need their neighbours have other sizes at the ends, and a piece is captured in one size.
+    """
     own = [i for i, row in enumerate(table.rows) if row.kind == OPERATOR]
-    all_of_it = (r for r in find_regions(table, around=own[-1:]) if r.first == own[0] and not r.before)
+    all_of_it = (r for r in find_regions(table, around=own[-1:]) if r.first == own[0] and not (r.before or r.reach))
     return next((r for r in all_of_it if r.last == own[-1]), None)
 
 
@@ -43,6 +45,7 @@ def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Foun
     Returns:
         The forward, and what `plan` says besides that of a piece.
     """
+    # the rows run inside of a piece, where the piece's own capture says what is written over what
     rows = tuple(replace(row, over=-1) for row in table.rows)
     lowered = lower(capture, replace(table, rows=rows), (region,))
     ((name, chunked),) = lowered.regions.items()
@@ -53,6 +56,7 @@ def lower_nested(capture: Capture, table: Table, region: Region, plan: Plan[Foun
             put(k, value)
 
     nested = replace(chunked, compute=compute)
+    # the code of forward looks the region up by its name in each call
     lowered.forward.__globals__[name] = nested
     outer = lowered.code[lowered.code.index("\ndef forward(") :]
     code = f"# one chunk of {name}\n{piece.code}\n\n{outer}"
@@ -63,11 +67,6 @@ def _of_piece(capture: Capture, table: Table, region: Region, chunked: ChunkedRe
     """What one piece computes, as a block whose arguments are the region's inputs."""
     inputs = region.inputs(table)
     ((start, size), *_) = chunked.bounds
-    assert capture.graph is not None, "what has a table has a graph"
-    values = {
-        node.name: getattr(capture.graph, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
-        for node in capture.graph.graph.nodes
-    }
 
     def run(*tensors: Tensor) -> list[Any]:
         found: dict[int, Any] = {}
@@ -77,9 +76,9 @@ def _of_piece(capture: Capture, table: Table, region: Region, chunked: ChunkedRe
     with QuickFakes():
         given = []
         for i, dim in zip(inputs, chunked.input_dims, strict=True):
-            whole = values[table.rows[i].name]
-            like = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
-            given.append(chunked.piece(like, dim, start, size))
+            node = capture.nodes[i]
+            whole = getattr(capture.graph, str(node.target)) if node.op == "get_attr" else node.meta["val"]
+            given.append(chunked.piece(fresh(whole), dim, start, size))
     graph = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*given)
     names = tuple(table.rows[i].name for i in inputs if table.rows[i].kind == PARAMETER)
     return Capture(kind=capture.kind, key=None, names=names, graph=graph, needs_grad=(False,) * len(given))

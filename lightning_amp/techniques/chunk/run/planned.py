@@ -38,9 +38,7 @@ def plan_graph(capture: Capture, budget_bytes: int, *, train: bool = False, cost
         code={"": lowered.code},
     )
     checked = Checked(lowered, budget_bytes, found.whole_bytes)
-    return Planned(
-        chunks=chunks, run=lambda module, args, kwargs: checked(module, *args, **kwargs), check=checked.check
-    )
+    return Planned(chunks=chunks, run=checked, check=checked.check)
 
 
 def lower_within(
@@ -84,8 +82,7 @@ def _norms_above(capture: Capture, budget_bytes: int) -> frozenset[int]:
     """Group norms of which a row is above the budget, up to the next one: all others are less whole, and faster."""
     norms, k, found = norms_of(capture), -1, set[int]()
     table = _inference_table(capture, table_of(capture, near=True))
-    nodes = (node for node in capture.graph.graph.nodes if node.op != "output")  # type: ignore[union-attr]
-    for node, n_bytes in zip(nodes, block_bytes(table, train=False).forward, strict=True):
+    for node, n_bytes in zip(capture.nodes, block_bytes(table, train=False).forward, strict=True):
         k += k + 1 < len(norms) and node is norms[k + 1]
         if n_bytes > budget_bytes and k >= 0:
             found.add(k)
@@ -134,6 +131,7 @@ def _within(
     capture: Capture, table: Table, budget_bytes: int, costs: CostModel, *, train: bool
 ) -> tuple[Lowered, ChunkPlan]:
     """The forward with the regions that are chosen from a table."""
+    # of a block that fits as it is the budget itself is asked for: the next rung below could need chunks
     fits = block_bytes(table, train=train).peak_bytes <= budget_bytes
     asked, is_least = budget_bytes if fits else rung(budget_bytes), False
     while True:
@@ -190,7 +188,7 @@ def _over(capture: Capture, budget_bytes: int, least_bytes: int) -> OverBudget:
 def forward_bytes(lowered: Lowered) -> int:
     """Most bytes alive in a forward pass without gradients, beyond what it is given; it is run on fake tensors."""
     with QuickFakes(), torch.no_grad():
-        tensors = _arguments(lowered)
+        tensors = lowered.capture.arguments()
         with LiveBytes() as live:
             lowered.forward(*tensors)
     return int(live.peak)
@@ -203,7 +201,7 @@ def step_bytes(lowered: Lowered) -> int:
     """
     live = LiveBytes()
     with QuickFakes():
-        tensors = _arguments(lowered)
+        tensors = lowered.capture.arguments()
         for tensor, needs_grad in zip(tensors, lowered.capture.needs_grad, strict=True):
             tensor.requires_grad_(needs_grad)
         with live:
@@ -221,10 +219,3 @@ def _inference_table(capture: Capture, table: Table) -> Table:
         return table
     with torch.no_grad():
         return table_of(capture, near=True)
-
-
-def _arguments(lowered: Lowered) -> list[Tensor]:
-    """What a generated forward is given; fake in a fake mode, where a region runs some of its chunks."""
-    assert lowered.capture.graph is not None, "what was lowered has a graph"
-    given = [node.meta["val"] for node in lowered.capture.graph.graph.nodes if node.op == "placeholder"]
-    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in given]

@@ -6,8 +6,6 @@ then what is generated differs from the original in sizes alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from math import gcd
 from typing import Any
 
 import torch
@@ -17,8 +15,7 @@ from lightning_amp._torch import tree_flatten, tree_unflatten, unseen
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.capture import Capture, capture
 from lightning_amp.graph.guards import state_of
-from lightning_amp.graph.table import Table
-from lightning_amp.techniques.chunk.regions.region import Region, reach_of
+from lightning_amp.techniques.chunk.regions.find_regions import same_region
 from lightning_amp.techniques.chunk.run.lower import Lowered, dense_strides, lower, table_of
 from lightning_amp.techniques.chunk.run.nested import lower_nested
 from lightning_amp.techniques.chunk.run.two_steps import in_two_steps, norms_of
@@ -64,19 +61,13 @@ def _lowered_like(lowered: Lowered, found: Capture) -> Lowered:
     own = in_two_steps(found, [k for k in lowered.norms if k < n_norms])
     if _operators(own) != _operators(lowered.capture):
         raise PlanError("the block makes other operators of fewer positions")
-    table = table_of(own, near=True)
-    regions = [_resized(region, table) for region in lowered.cut]
+    # rows of an image are cut through convolutions where the plan does so
+    table = table_of(own, near=any(region.reach for region in lowered.cut))
+    regions = [same_region(table, region) for region in lowered.cut]
     if lowered.inner is None:
         return lower(own, table, regions)
     inner = lowered.inner
     return lower_nested(own, table, regions[0], lambda piece: (_lowered_like(inner, piece), None))[0]
-
-
-def _resized(region: Region, table: Table) -> Region:
-    """A region with the sizes of another table."""
-    units = gcd(*(table.rows[i].shape[d] for i, d in region.dims.items()))
-    found = replace(region, units=units, n_chunks=max(2, min(region.n_chunks, units)))
-    return replace(found, reach=reach_of(table.rows, found))
 
 
 def _fewer(
@@ -112,5 +103,4 @@ def _shapes(values: Sequence[Any]) -> tuple[torch.Size, ...]:
 
 
 def _operators(found: Capture) -> list[tuple[str, str]]:
-    assert found.graph is not None, "what is lowered has a graph"
-    return [(node.op, str(node.target)) for node in found.graph.graph.nodes]
+    return [(node.op, str(node.target)) for node in found.nodes]

@@ -7,7 +7,7 @@ y = shift[n, c] + x * scale[n, c]   by entry
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,21 +48,18 @@ def _of(value: Any, k: int) -> int:
 
 def norms_of(capture: Capture) -> list[Node]:
     """Group norms of images, which can be computed in two steps."""
-    assert capture.graph is not None, "what is planned has a graph"
-    nodes = capture.graph.graph.nodes
-    return [n for n in nodes if n.args and isinstance(n.args[0], Node) and _is_norm(n, n.args[0].meta.get("val"))]
+    rows = (n for n in capture.nodes if n.args and isinstance(n.args[0], Node))
+    return [n for n in rows if _is_norm(n, n.args[0].meta.get("val"))]  # type: ignore[union-attr]
 
 
 def in_two_steps(capture: Capture, which: Collection[int]) -> Capture:
     """The capture with some group norms in two steps, by their place in `norms_of`; as it is without any."""
     if not which:
         return capture
-    graph, norms = capture.graph, norms_of(capture)
-    assert graph is not None, "what is planned has a graph"
-    arguments = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    norms = norms_of(capture)
     with QuickFakes():
-        given = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in arguments]
-    run = _TwoSteps(graph, {norms[k] for k in which}).run
+        given = capture.arguments()
+    run = _TwoSteps(cast(GraphModule, capture.graph), {norms[k] for k in which}).run
     split = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*given)
     _for_every_reader(split.graph)
     split.recompile()

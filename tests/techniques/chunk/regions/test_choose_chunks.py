@@ -15,9 +15,10 @@ from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, cho
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.piece_seconds import Seconds
-from lightning_amp.techniques.chunk.regions.region import Region, pieces, problem
+from lightning_amp.techniques.chunk.regions.region import Region, pieces
 from lightning_amp.techniques.chunk.regions.region_search import Line
 from tests.each import each
+from tests.techniques.chunk.regions.rules import broken
 from tests.techniques.chunk.regions.tables import Rows, random_table
 
 
@@ -75,7 +76,7 @@ def test_against_all_plans_of_random_tables(case: tuple[int, bool]) -> None:
     for budget in sorted(budgets([peak for peak, _ in plans], seed)):
         plan = choose_chunks(table, budget)
         assert plan.peak_bytes <= budget
-        assert all(problem(table, region) == "" for region in plan.regions)
+        assert all(not broken(table, region) for region in plan.regions)
         assert plan.peak_bytes == chunk_bytes(table, plan.regions).peak_bytes
         assert plan.seconds == pytest.approx(min(s for peak, s in plans if peak <= budget), rel=1e-9)
         assert plan.seconds <= before
