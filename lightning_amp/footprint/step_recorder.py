@@ -178,9 +178,12 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     def _name_added(self, parameter: Tensor, args: Any) -> None:
         """What is added to a gradient that is there already is one too."""
         for tensor in tensors_of(args):
-            life = self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
+            life = self._life_of(tensor)
             if life is not None and not life.kind:
                 life.name, life.kind = f"{self._parameters.get(id(parameter), '')}.grad", GRADIENTS
+
+    def _life_of(self, tensor: Tensor) -> Life | None:
+        return self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
 
     def _inside(self, node: Any) -> bool:
         """Whether a module's forward runs that began in this direction: in a backward pass, a recomputation."""
@@ -208,7 +211,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         if not any(life is not None and (life.kind == PARAMETERS or id(life) in self._weights) for life in given):
             return
         if name in COPIES:
-            self._weights.update(id(life) for life in [self._of_key.get(id(result.untyped_storage()))] if life)
+            if (made := self._life_of(result)) is not None:
+                self._weights.add(id(made))
         else:
             self.head = Head(order, tuple(result.shape))
 

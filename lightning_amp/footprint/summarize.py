@@ -24,19 +24,16 @@ from lightning_amp.footprint.module_profile import (
     BACKWARD,
     FORWARD,
     GRADIENTS,
+    HELD,
     KINDS,
     OPTIMISER,
-    PARAMETERS,
     PARTS,
-    STATE,
     TEMPORARIES,
     ModuleBytes,
     ModuleProfile,
     Moment,
     TensorBytes,
 )
-
-HELD = (PARAMETERS, GRADIENTS, STATE)
 
 
 @dataclass(slots=True)
@@ -76,7 +73,7 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
     _name_kinds(lives, work)
     by_kind = _bytes_over_time(lives, len(work))
     at = int(np.argmax(by_kind.sum(0)))
-    alive = (life for life in lives if life.n_bytes and _alive(life, at))
+    alive = (v for v in lives if v.n_bytes and v.birth <= at and (v.death is None or v.death >= at))
     peak = sorted(alive, key=lambda life: -life.n_bytes)
     parts = _parts(peak, work, head)
     return ModuleProfile(
@@ -95,10 +92,6 @@ def summarize(lives: Sequence[Life], work: Sequence[tuple[str, str]], head: Head
         added_bytes=_added(by_kind, work),
         **about,
     )
-
-
-def _alive(life: Life, at: int) -> bool:
-    return life.birth <= at and (life.death is None or life.death >= at)
 
 
 def _name_kinds(lives: Iterable[Life], work: Sequence[tuple[str, str]]) -> None:

@@ -47,9 +47,6 @@ class BlockCost:
         fqn: Name of the block; a block that is called twice has two calls, and one decision.
         forward_seconds: Of its forward pass, which is what recomputing it costs.
         saved_bytes: What it alone keeps from its forward to its backward pass if it is not recomputed.
-        input_bytes: Of its tensor arguments.
-        work_bytes: Most bytes at once of what its forward pass makes while all is kept that its backward pass needs.
-        parameter_bytes: Of its parameters.
         keeps: Tensors (places in `Chain.tensors`) that it holds too if it is not recomputed.
         inputs: Tensors that it holds if it is.
         fixed: Why it cannot be recomputed, "" where it can.
@@ -61,9 +58,6 @@ class BlockCost:
     fqn: str
     forward_seconds: float
     saved_bytes: int
-    input_bytes: int
-    work_bytes: int
-    parameter_bytes: int
     keeps: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
     fixed: str = ""

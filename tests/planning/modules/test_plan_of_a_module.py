@@ -43,9 +43,6 @@ def chain(n: int = BLOCKS, *, fixed: int = 0, work: int = 50, rest: int = 200) -
             fqn=f"blocks.{k}",
             forward_seconds=1.0,
             saved_bytes=SAVED,
-            input_bytes=0,
-            work_bytes=work,
-            parameter_bytes=0,
             fixed="it changes its argument 0 in place" if k < fixed else "",
         )
         for k in range(n)
