@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from lightning_amp._torch import (
@@ -329,3 +330,20 @@ def same_digests(expected: Sequence[tuple[str, float, float]], found: Sequence[t
         torch.allclose(torch.tensor(a[1:]), torch.tensor(b[1:]), rtol=rtol, atol=0.0, equal_nan=True)
         for a, b in zip(expected, found, strict=False)
     )
+
+
+@contextmanager
+def types_of_the_step(precision: Precision) -> Iterator[None]:
+    """Around a backward pass, in which parts of the step may run again: the default type of the step.
+
+    Lightning's precisions "64-true", "16-true" and "bf16-true" set it for the step alone: a tensor that a block makes
+    without a type would be of another type when the block is computed again.
+    """
+    before = torch.get_default_dtype()
+    with precision.forward_context():
+        of_the_step = torch.get_default_dtype()
+    torch.set_default_dtype(of_the_step)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

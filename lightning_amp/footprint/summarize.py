@@ -42,13 +42,13 @@ class Life:
     the storage, or of which the backward pass made it; `death` is None while the storage is alive.
     """
 
-    name: str
-    fqn: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    n_bytes: int
-    birth: int
+    name: str = ""
+    fqn: str = ""
+    kind: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    n_bytes: int = 0
+    birth: int = 0
     order: int = -1
     death: int | None = None
 

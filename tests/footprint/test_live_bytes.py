@@ -35,9 +35,8 @@ def training_steps(*, steps: int = 2, checkpointed: bool = False) -> None:
         optimizer.zero_grad()
 
 
-def measure(body: Callable[[], Any], **arguments: int) -> LiveBytes:
-    live = LiveBytes(**arguments)
-    with live:
+def measure(body: Callable[[], Any]) -> LiveBytes:
+    with LiveBytes() as live:
         body()
     return live
 

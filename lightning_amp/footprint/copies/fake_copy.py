@@ -24,10 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.copies.apart import apart
-from lightning_amp.footprint.copies.as_before import is_of_user
-from lightning_amp.footprint.copies.known_values import give_values
-from lightning_amp.footprint.copies.unread import numbers_may_be_taken
+from lightning_amp.footprint.copies.as_before import apart, is_of_user
+from lightning_amp.footprint.copies.known_values import give_values, numbers_may_be_taken
 
 M = TypeVar("M", bound=nn.Module)
 DATA = (Dataset, DataLoader, LightningDataModule)
@@ -55,7 +53,9 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
         computed = [v for v in vars(child).values() if isinstance(v, Tensor) and v.grad_fn is not None]
         memo |= {id(v): v.detach() if fake is None else fake_tensor(v.detach(), fake) for v in computed}
         if fake is not None:
-            for tensor in _own_tensors(child):
+            for tensor in (*child._parameters.values(), *child._buffers.values()):
+                if tensor is None:
+                    continue
                 memo[id(tensor)] = found = fake_tensor(tensor, fake)
                 if not (isinstance(tensor, nn.Parameter) or has_no_values(tensor)):
                     give_values(found, tensor)
@@ -155,11 +155,8 @@ def _copied(value: Any, *, memo: dict[int, Any], own: set[int]) -> Any:
         return value
 
 
-class _Nothing:
-    """Stands for a Trainer while a module is copied: None would not do, which a memo takes for no entry."""
-
-
-_NOTHING = _Nothing()
+_NOTHING = object()
+"""Stands for a Trainer while a module is copied: None would not do, which a memo takes for no entry."""
 
 
 def make_fake(module: nn.Module, fake: FakeTensorMode) -> None:
@@ -176,7 +173,7 @@ def without_values() -> Iterator[None]:
     """Let code copy tensors, and take numbers out of them, while a fake mode is on.
 
     torch's own way of copying takes the bytes of a storage, which has none then: it writes where no memory was given
-    to it. Numbers are those of `unread.py`.
+    to it. Numbers are those of `known_values.py`.
     """
     before = Tensor.__deepcopy__
     Tensor.__deepcopy__ = _copy_of_tensor  # type: ignore[method-assign]
@@ -262,8 +259,3 @@ def _map(values: Any, change: Any) -> Any:
     if is_dataclass(values) and not isinstance(values, type):
         return replace(values, **{f.name: _map(getattr(values, f.name), change) for f in fields(values) if f.init})
     return values
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    own = [*module._parameters.values(), *module._buffers.values()]
-    return [tensor for tensor in own if tensor is not None]
