@@ -9,12 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_amp.costs.device_rates import CPU_CORE
-from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape
+from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape, profile_of_module
 from lightning_amp.costs.rule import Spec
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.simulation.models_without_values import DecoderAlone, decoder_subject
 from lightning_amp.techniques.hic.rows import ChunkedAttention, HiddenParallel

@@ -1,4 +1,4 @@
-"""Define the sizes of a model that the memory model needs: no tensors, no torch.
+"""Define the sizes of a model that the memory model needs, and those of a decoder alone: no tensors, no torch.
 
 Legend (as in the reference): B cells in a rank's batch, N anchors, D latent dimension, K strata, F_k features of
 stratum k, w attention window, V vertices of the guidance graph.
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_amp.errors import PlanError
-from lightning_amp.profiling.profile import Profile
+from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
 
 LARGEST = 1_000_000
 """Of devices, of cells in a step and of a model's sizes: beyond it a number is a slip of the finger."""
@@ -310,3 +310,45 @@ def check_model(*, latent_dim: int, window: int | None, attention: bool) -> None
         )
     if window is not None and not 1 <= window <= LARGEST:
         raise PlanError(f"window={window!r} is not supported; allowed is a whole number of bins from 1 to {LARGEST:,}")
+
+
+def profile_of_module(shape: ModelShape) -> Profile:
+    """A profile of what the module itself says, when no data directory is known."""
+    modalities = () if shape.decoder is None else (_modality(shape.decoder),)
+    return Profile(data_dir="(no data directory: planned from the module only)", modalities=modalities, graph=None)
+
+
+def attention_of(decoder: DecoderShape) -> dict[str, Any]:
+    """What a profile says of a decoder's attention, by name of the field."""
+    window = decoder.window if decoder.attention and not decoder.full else None
+    return {"attention": decoder.attention, "full": decoder.full, "window": window, "known_from": decoder.known_from}
+
+
+def shape_of_decoder(decoder: DecoderShape, *, batch_size: int) -> ModelShape:
+    """The model that `lightning-amp simulate --shape` builds: a decoder, and latents of cells and anchors."""
+    features, strata = sum(decoder.features), len(decoder.features)
+    floats = sum(decoder.strata_weights) + strata
+    batch = 4 * (batch_size * (features + 1 + decoder.dim) + decoder.anchors * decoder.dim) + 8 * batch_size
+    return ModelShape(
+        decoder=decoder,
+        batch_size=batch_size,
+        parameter_bytes=4 * floats,
+        buffer_bytes=8 * features,
+        base_activation_bytes=batch,
+    )
+
+
+def _modality(decoder: DecoderShape) -> ModalityProfile:
+    return ModalityProfile(
+        name=decoder.fqn.rpartition(".")[2],
+        file="",
+        probability_model="HiCZINB",
+        cells=0,
+        features=sum(decoder.features),
+        nonzero=None,
+        scale=None,
+        contact_spread=None,
+        decomposition=DecompositionProfile(
+            anchors=decoder.anchors, features=decoder.features, distances=decoder.distances, **attention_of(decoder)
+        ),
+    )

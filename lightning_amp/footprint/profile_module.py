@@ -23,9 +23,8 @@ from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
-from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.module_profile import Life, ModuleProfile, summarize
 from lightning_amp.footprint.step_recorder import StepRecorder
-from lightning_amp.footprint.summarize import Life, summarize
 
 R = TypeVar("R", bound=StepRecorder)
 FAKE, REAL = "fake tensors", "a real step"

@@ -28,8 +28,9 @@ from lightning_amp.footprint.module_profile import (
     OPTIMISER,
     PARAMETERS,
     STATE,
+    Head,
+    Life,
 )
-from lightning_amp.footprint.summarize import Head, Life
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
 """Operators that a head ends in."""

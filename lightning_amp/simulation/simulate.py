@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp._torch import FakeStore
-from lightning_amp.costs.model_shape import LATENT_DIM, reference_shape
+from lightning_amp.costs.model_shape import LATENT_DIM, profile_of_module, reference_shape
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import PlanError
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.planning.plan.axes import MeshShape
-from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import MeshShape, Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_amp.costs.chain import peak_bytes
-from lightning_amp.footprint.chain.chain import Chain
+from lightning_amp.footprint.chain.chain import Chain, peak_bytes
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module

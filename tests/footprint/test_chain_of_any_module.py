@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_amp.costs.chain import peak_bytes
+from lightning_amp.footprint.chain.chain import peak_bytes
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.techniques.recompute.choose import choose
 from tests.any_module import NAMES, make

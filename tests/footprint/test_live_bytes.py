@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.planning.plan.axes import MeshShape
+from lightning_amp.planning.plan.plan import MeshShape
 from lightning_amp.simulation.simulate import fake_world
 
 LOSSES = ("mse_loss", "binary_cross_entropy", "soft_margin_loss")

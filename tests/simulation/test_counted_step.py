@@ -12,12 +12,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.kernels.count_operators import OperatorCounter
-from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.costs.model_shape import DecoderShape, profile_of_module
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.models.decoders.stratum_keys import ConvolutionKey
-from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.operator_costs import parts

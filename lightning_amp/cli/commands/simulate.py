@@ -27,7 +27,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from lightning_amp.planning.policies.request import check_request
+    from lightning_amp.planning.policies.make_plan import check_request
     from lightning_amp.planning.reports.plan_report import plan_report
 
     if arguments.config is not None:

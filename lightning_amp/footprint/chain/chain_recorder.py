@@ -28,11 +28,10 @@ from lightning_amp._torch import (
 from lightning_amp.footprint.chain.block_call import BlockCall, Like, likeness
 from lightning_amp.footprint.find_blocks import find_blocks, owners
 from lightning_amp.footprint.live_bytes import Read, storages_of, tensors_of
-from lightning_amp.footprint.module_profile import FORWARD, GRADIENTS, PARAMETERS, STATE
+from lightning_amp.footprint.module_profile import FORWARD, GRADIENTS, PARAMETERS, STATE, Life
 from lightning_amp.footprint.operator_rates import OperatorRates, times_now
 from lightning_amp.footprint.recompute_state import FirstPass, random_state, same_random, unrepeatable
 from lightning_amp.footprint.step_recorder import StepRecorder
-from lightning_amp.footprint.summarize import Life
 
 VALUES = ("_local_scalar_dense", "is_nonzero")
 """Operators that hand a value to Python."""

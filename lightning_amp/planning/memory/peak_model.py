@@ -39,9 +39,8 @@ from lightning_amp.planning.memory.temporaries import (
     backward_peak,
     forward_peak,
 )
-from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.sizes.rank_sizes import RankSizes, widest
-from lightning_amp.planning.sizes.terms import Counted, Term, strata_of
+from lightning_amp.planning.plan.plan import Axes
+from lightning_amp.planning.sizes.rank_sizes import Counted, RankSizes, Term, strata_of, widest
 from lightning_amp.planning.time.step_seconds import strata_ends
 from lightning_amp.techniques.table import STRATEGIES
 

@@ -20,8 +20,7 @@ from lightning_amp.planning.memory.kept_tensors import (
     statistic_terms,
     table_terms,
 )
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.sizes.terms import Term
+from lightning_amp.planning.sizes.rank_sizes import RankSizes, Term
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun, Calls
 
 

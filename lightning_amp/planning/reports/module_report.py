@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from textwrap import fill, wrap
 
 from lightning_amp.footprint.module_profile import KINDS, PHASES, ModuleProfile, TensorBytes
-from lightning_amp.planning.plan.module_diagnosis import NEEDLESS, ModuleDiagnosis
+from lightning_amp.planning.plan.plan import NEEDLESS, ModuleDiagnosis
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
 

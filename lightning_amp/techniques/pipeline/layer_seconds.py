@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_amp.costs.link_seconds import Links, collective_seconds
+from lightning_amp.costs.device_rates import Links, collective_seconds
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.techniques.pipeline.schedule.micro_batches import LayerTimes
 from lightning_amp.techniques.pipeline.schedule.timeline import StageTimes

@@ -9,7 +9,7 @@ from itertools import combinations, product
 
 import pytest
 
-from lightning_amp.costs.chain import (
+from lightning_amp.footprint.chain.chain import (
     CHUNKED,
     KEPT,
     RECOMPUTED,

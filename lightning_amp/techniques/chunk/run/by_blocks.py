@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp._torch import tree_map
-from lightning_amp.costs.chain import group_reasons
 from lightning_amp.errors import AmpError, ModelError
+from lightning_amp.footprint.chain.chain import group_reasons
 from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.find_blocks import find_blocks
