@@ -194,12 +194,22 @@ def decoder_shape(profile: Profile, *, latent_dim: int = LATENT_DIM, window: int
 def reference_shape(
     profile: Profile, *, batch_size: int, latent_dim: int = LATENT_DIM, window: int | None = None
 ) -> ModelShape:
-    """The reference model for a profile, for a plan made before there is a module."""
+    """The reference model for a profile, for a plan made before there is a module.
+
+    Raises:
+        PlanError: Sizes that no model can have.
+    """
     parts = [m.decomposition for m in profile.modalities if m.decomposition is not None]
     local = any(one.attention and not one.full for one in parts)
     if window is not None and any(one.full for one in parts):
         raise PlanError(f"window={window!r} is not supported: full attention has no window; leave it out")
-    check_model(latent_dim=latent_dim, window=window, attention=local)
+    if not 1 <= latent_dim <= LARGEST or (local and latent_dim % 2):
+        even = ", even for local attention" if local else ""
+        raise PlanError(
+            f"latent_dim={latent_dim!r} is not supported; allowed is a whole number from 1 to {LARGEST:,}{even}"
+        )
+    if window is not None and not 1 <= window <= LARGEST:
+        raise PlanError(f"window={window!r} is not supported; allowed is a whole number of bins from 1 to {LARGEST:,}")
     network = NetworkShape()
     decoder = decoder_shape(profile, latent_dim=latent_dim, window=window)
     shape = ModelShape(
@@ -221,10 +231,13 @@ def outside_strata(shape: ModelShape, network: NetworkShape, profile: Profile, *
     cells, element = shape.batch_size, shape.element_bytes
     vertices = profile.graph.vertices if profile.graph else 0
     edges = network.edges_per_step if profile.graph else 0
+    # numbers of a cell that the decoders without strata hold at most; they come after the strata
+    features = [m.features for m in profile.modalities if m.decomposition is None]
+    others = OTHER_DECODER_KEPT * sum(features) + OTHER_DECODER_MADE * max(features, default=0)
     return replace(
         shape,
         base_activation_bytes=element * _base_activations(network, profile, cells=cells, dim=latent_dim, edges=edges),
-        other_decoder_bytes=element * cells * _other_decoders(profile),
+        other_decoder_bytes=element * cells * others,
         # one end of every sampled negative edge
         edge_bytes=element * edges * network.negatives_per_edge * latent_dim,
         wide_input_bytes=element * cells * sum(shape.decoder.features if shape.decoder else ()),
@@ -289,27 +302,6 @@ def _base_activations(network: NetworkShape, profile: Profile, *, cells: int, di
         "scores of sampled edges [E]": 4 * network.negatives_per_edge * edges,
     }
     return sum(numbers.values())
-
-
-def _other_decoders(profile: Profile) -> int:
-    """Numbers of a cell that the decoders without strata hold at most; they come after the strata."""
-    features = [m.features for m in profile.modalities if m.decomposition is None]
-    return OTHER_DECODER_KEPT * sum(features) + OTHER_DECODER_MADE * max(features, default=0)
-
-
-def check_model(*, latent_dim: int, window: int | None, attention: bool) -> None:
-    """Refuse sizes that no model can have.
-
-    Raises:
-        PlanError: An argument outside what is allowed.
-    """
-    if not 1 <= latent_dim <= LARGEST or (attention and latent_dim % 2):
-        even = ", even for local attention" if attention else ""
-        raise PlanError(
-            f"latent_dim={latent_dim!r} is not supported; allowed is a whole number from 1 to {LARGEST:,}{even}"
-        )
-    if window is not None and not 1 <= window <= LARGEST:
-        raise PlanError(f"window={window!r} is not supported; allowed is a whole number of bins from 1 to {LARGEST:,}")
 
 
 def profile_of_module(shape: ModelShape) -> Profile:

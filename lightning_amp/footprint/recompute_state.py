@@ -129,7 +129,7 @@ class FirstPass:
             return self._put_back(objects[0])
         changed = frozenset(p for p, version in versions.items() if version != self._versions[p])
         # batch norm's kernels change its statistics without a new version: values are compared once, and then known
-        changed |= self._known if self._known is not None else self._compared()
+        changed |= self._known if self._known is not None else {p for p in self._before if self._differs(p)}
         if changed - self._before.keys():
             return f"it changes {_name(min(changed - self._before.keys()))} in place"
         self._changing[self._mode] = changed
@@ -185,14 +185,12 @@ class FirstPass:
         hint = CACHE if kind.endswith("Cache") else ""
         return f"it changes what its argument {named!r}, a {kind}, holds, which cannot be put back{hint}"
 
-    def _compared(self) -> set[Place]:
-        return {p for p, values in self._before.items() if self._differs(p, values)}
-
-    def _differs(self, place: Place, before: Tensor) -> bool:
+    def _differs(self, place: Place) -> bool:
+        """Whether the first pass has changed a buffer's values."""
         now = self._tensors[place]
         if has_no_values(now):
             return place[1] in STATISTICS and self._modules[place[0]].training
-        return not torch.equal(before, now)
+        return not torch.equal(self._before[place], now)
 
     def _versions_now(self) -> dict[Place, int]:
         return {place: _version(tensor) for place, tensor in self._tensors.items()}

@@ -61,6 +61,14 @@ def as_before(*owners: Any) -> Iterator[None]:
         before.put_back()
 
 
+def contents(cell: CellType) -> list[Any]:
+    """What a closure holds in a cell; empty where nothing was put there yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
 class _Before:
     """What objects hold, to be put back.
 
@@ -105,7 +113,9 @@ class _Before:
         elif issubclass(kind, random.Random):
             self._undo.append(partial(value.setstate, value.getstate()))
         elif issubclass(kind, CellType):
-            self._keep_cell(value, depth)
+            for content in contents(value):
+                self._undo.append(partial(setattr, value, "cell_contents", content))
+                self.keep(content, depth)
         elif depth and self._is_looked_into(value):
             if issubclass(kind, FunctionType):
                 for part in (value.__defaults__, value.__kwdefaults__, *(value.__closure__ or ())):
@@ -131,15 +141,6 @@ class _Before:
         if len(values) <= LONG:
             for value in values.values() if isinstance(values, dict) else values:
                 self.keep(value, depth)
-
-    def _keep_cell(self, cell: CellType, depth: int) -> None:
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            # nothing was put there yet
-            return
-        self._undo.append(partial(setattr, cell, "cell_contents", content))
-        self.keep(content, depth)
 
 
 def _names(owner: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.copies.as_before import apart, is_of_user
+from lightning_amp.footprint.copies.as_before import apart, contents, is_of_user
 from lightning_amp.footprint.copies.known_values import give_values, numbers_may_be_taken
 
 M = TypeVar("M", bound=nn.Module)
@@ -117,11 +117,11 @@ def _copy_functions(owners: Sequence[Any], memo: dict[int, Any]) -> None:
             twin = FunctionType(value.__code__, value.__globals__, value.__name__, None, closure)
             memo[id(value)] = twin
             copies.append((twin, value))
-            waiting += [content for cell in own for content in _content(cell)]
+            waiting += [content for cell in own for content in contents(cell)]
     # only now, for what one has closed over may hold others
     copied = partial(_copied, memo=memo, own=set(map(id, owners)))
     for new, cell in cells.values():
-        for content in _content(cell):
+        for content in contents(cell):
             new.cell_contents = copied(content)
     for twin, value in copies:
         vars(twin).update(vars(value))
@@ -135,14 +135,6 @@ def _holds_something(value: Any) -> bool:
         and bool(value.__closure__ or value.__defaults__ or value.__kwdefaults__)
         and is_of_user(value)
     )
-
-
-def _content(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        # nothing was put there yet
-        return []
 
 
 def _copied(value: Any, *, memo: dict[int, Any], own: set[int]) -> Any:

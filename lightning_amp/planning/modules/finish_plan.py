@@ -98,13 +98,14 @@ def _raised(profile: ModuleProfile, part: str) -> bool:
 
 def _sentence(profile: ModuleProfile, part: str) -> str:
     size = _part_of(profile, profile.parts[part])
-    kinds = profile.by_kind
+    kinds, n = profile.by_kind, sum(row.by_kind[ACTIVATIONS] > 0 for row in profile.modules)
+    modules = "1 module" if n == 1 else f"{n} modules"
     detail = {
         "parameters": "parameters {parameters}, gradients {gradients}, optimiser state {optimiser state}".format(
             **{kind: format_bytes(n_bytes) for kind, n_bytes in kinds.items()}
         ),
         "tensor": "the largest tensor that is no parameter, with those of its shape that its module makes",
-        "saved": f"tensors of {_n_modules(profile)} that the forward pass leaves to the backward pass",
+        "saved": f"tensors of {modules} that the forward pass leaves to the backward pass",
         "head": "logits, and what the loss makes of them",
     }[part]
     sign = "more than a third" if _raised(profile, part) else "less than a third"
@@ -112,17 +113,8 @@ def _sentence(profile: ModuleProfile, part: str) -> str:
     return f"{size}, {detail} ({sign})"
 
 
-def _n_modules(profile: ModuleProfile) -> str:
-    n = sum(row.by_kind[ACTIVATIONS] > 0 for row in profile.modules)
-    return "1 module" if n == 1 else f"{n} modules"
-
-
 def _part_of(profile: ModuleProfile, n_bytes: int) -> str:
-    return f"{format_bytes(n_bytes)}, {_percent(n_bytes, profile)} of the peak"
-
-
-def _percent(n_bytes: int, profile: ModuleProfile) -> str:
-    return f"{100 * n_bytes / max(1, profile.peak_bytes):.0f} %"
+    return f"{format_bytes(n_bytes)}, {100 * n_bytes / max(1, profile.peak_bytes):.0f} % of the peak"
 
 
 def on_model_axis(base: Plan, model: int) -> Plan:

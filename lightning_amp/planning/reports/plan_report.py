@@ -57,7 +57,8 @@ def profile_report(profile: Profile) -> str:
 
 def plan_report(plan: Plan) -> str:
     """Signals, strategies, rules, prediction against budget and mesh."""
-    raised = [[e.partition(": ")[0], _mark(e, plan), e.partition(": ")[2]] for e in plan.evidence]
+    said = [e.partition(": ") for e in plan.evidence]
+    raised = [[signal, "yes" if signal in plan.signals else "no", evidence] for signal, _, evidence in said]
     sections = []
     if raised:
         sections.append(table(["signal", "raised", "evidence"], raised))
@@ -194,10 +195,6 @@ def _way_out(plan: Plan) -> str:
         return said[0]
     others = "use smaller batches, more or larger devices, or other strategies"
     return f"{plan.uncounted}; {others}" if plan.uncounted else others
-
-
-def _mark(evidence: str, plan: Plan) -> str:
-    return "yes" if evidence.split(": ", 1)[0] in plan.signals else "no"
 
 
 def _prediction(plan: Plan) -> list[str]:
