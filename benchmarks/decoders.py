@@ -10,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape
 from lightning_amp.costs.rule import Spec
-from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.simulation.models_without_values import DecoderAlone
 from lightning_amp.techniques.hic.rows import ChunkedAttention, HiddenParallel
 

@@ -18,13 +18,12 @@ from torch import Tensor
 from benchmarks.gpu.device import FLOAT32, FLOAT64, PRECISIONS, Precision
 from benchmarks.gpu.runner import Work, first_line
 from benchmarks.gpu.subject import EAGER, OURS, CellsInMemory, Settings, decoder_batch, moved, plan_of
-from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.costs.model_shape import DecoderShape, profile_of_module
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import HIC, inputs_from
 from lightning_amp.models.latents import normal_kl
-from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.simulation.models_without_values import DecoderAlone
 from lightning_amp.techniques.rates_of import rates_of

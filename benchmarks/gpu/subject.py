@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.decoders import Size
 from benchmarks.gpu.device import Precision
-from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.costs.model_shape import DecoderShape, profile_of_module
 from lightning_amp.data.files.graphml import Graph
 from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
 from lightning_amp.data.loading.datamodule import HIC, SingleCellDataModule
@@ -25,9 +25,7 @@ from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
-from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.simulation.models_without_values import DecoderAlone, decoder_subject
 from lightning_amp.techniques.rates_of import rates_of

@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 
 from lightning_amp.figures import PALETTE, RED
 from lightning_amp.simulation.parse_shape import parse_shape
-from lightning_amp.simulation.request import request_decoder
-from lightning_amp.simulation.simulate import simulate_plan
+from lightning_amp.simulation.simulate import request_decoder, simulate_plan
 
 SHAPE = "anchors=113505,dim=128,strata=32,batch=1"
 GIB = 2**30
@@ -35,7 +34,7 @@ GROUNDS = {
 
 def strata_gib(strategies: str) -> list[float]:
     """Memory after each stratum of the forward pass, and at the end of it, in GiB."""
-    asked = request_decoder(
+    made = request_decoder(
         parse_shape(SHAPE),
         devices=1,
         device_memory=None,
@@ -44,7 +43,7 @@ def strata_gib(strategies: str) -> list[float]:
         batch_size=64,
         model_parallel_size="auto",
     )
-    return [size / GIB for size in simulate_plan(asked.make, asked.plan).strata_bytes]
+    return [size / GIB for size in simulate_plan(*made).strata_bytes]
 
 
 def draw(path: Path, curves: dict[str, list[float]], ground: str, ink: str, colours: Sequence[str]) -> None:

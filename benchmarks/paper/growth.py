@@ -11,11 +11,10 @@ from itertools import product
 
 from benchmarks.page import table
 from benchmarks.paper.runs import ALL, COARSE, FINE, OURS, WINDOW, Form, Setting, make_plan, without
+from lightning_amp.costs.model_shape import shape_of_decoder
 from lightning_amp.planning.memory.kept_tensors import made_of_terms
 from lightning_amp.planning.memory.peak_model import estimate
-from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.decoder_only import shape_of_decoder
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 
 GB = 1e9

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, replace
 
 from benchmarks.decoders import in_forms
-from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.costs.model_shape import DecoderShape, profile_of_module
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.memory.peak_model import estimate
-from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile

@@ -11,13 +11,11 @@ from math import inf
 from benchmarks.page import table
 from benchmarks.paper.runs import BUDGET, COARSE, FINE, GENES, GIB, LIGHT_COARSE, LIGHT_FINE, Setting, beside_rna
 from lightning_amp.costs.device_rates import Rates, rates_for
+from lightning_amp.costs.model_shape import profile_of_module
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.sizes.terms import strata_of
+from lightning_amp.planning.sizes.rank_sizes import RankSizes, strata_of
 from lightning_amp.planning.time.collectives import region_traffic
 from lightning_amp.planning.time.operator_costs import parts, there_and_back
 from lightning_amp.planning.time.step_seconds import COMPUTING, SENDING, TimedSizes

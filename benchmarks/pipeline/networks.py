@@ -31,8 +31,7 @@ from torch.nn import functional as F
 from benchmarks.page import ROOT, origin, paragraph, table, write_part
 from benchmarks.pipeline.models import GPT, VGG, Blocks
 from benchmarks.pipeline.tokens import section
-from lightning_amp.costs.device_rates import Rates, rates_for
-from lightning_amp.costs.link_seconds import Links
+from lightning_amp.costs.device_rates import Links, Rates, rates_for
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.progress import track

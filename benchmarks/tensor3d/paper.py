@@ -32,7 +32,7 @@ from benchmarks.tensor3d.scale import (
     step_of,
     unets,
 )
-from lightning_amp.costs.link_seconds import collective_seconds
+from lightning_amp.costs.device_rates import collective_seconds
 from lightning_amp.techniques.tensor3d.grid_seconds import factorings, one_bandwidth
 
 PAGE = ROOT / "docs" / "paper" / "axonn.md"

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.models import GPT, Net, UNet
-from lightning_amp.costs.device_rates import rates_for
-from lightning_amp.costs.link_seconds import collective_seconds
+from lightning_amp.costs.device_rates import collective_seconds, rates_for
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import BY_ITSELF
 from lightning_amp.lightning.profiling.dry_steps import _PRICED_AS, DrySteps

@@ -1,4 +1,4 @@
-"""Define the sizes of a model that the memory model needs: no tensors, no torch.
+"""Define the sizes of a model that the memory model needs, and those of a decoder alone: no tensors, no torch.
 
 Legend (as in the reference): B cells in a rank's batch, N anchors, D latent dimension, K strata, F_k features of
 stratum k, w attention window, V vertices of the guidance graph.
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_amp.errors import PlanError
-from lightning_amp.profiling.profile import Profile
+from lightning_amp.profiling.profile import DecompositionProfile, ModalityProfile, Profile
 
 LARGEST = 1_000_000
 """Of devices, of cells in a step and of a model's sizes: beyond it a number is a slip of the finger."""
@@ -194,12 +194,22 @@ def decoder_shape(profile: Profile, *, latent_dim: int = LATENT_DIM, window: int
 def reference_shape(
     profile: Profile, *, batch_size: int, latent_dim: int = LATENT_DIM, window: int | None = None
 ) -> ModelShape:
-    """The reference model for a profile, for a plan made before there is a module."""
+    """The reference model for a profile, for a plan made before there is a module.
+
+    Raises:
+        PlanError: Sizes that no model can have.
+    """
     parts = [m.decomposition for m in profile.modalities if m.decomposition is not None]
     local = any(one.attention and not one.full for one in parts)
     if window is not None and any(one.full for one in parts):
         raise PlanError(f"window={window!r} is not supported: full attention has no window; leave it out")
-    check_model(latent_dim=latent_dim, window=window, attention=local)
+    if not 1 <= latent_dim <= LARGEST or (local and latent_dim % 2):
+        even = ", even for local attention" if local else ""
+        raise PlanError(
+            f"latent_dim={latent_dim!r} is not supported; allowed is a whole number from 1 to {LARGEST:,}{even}"
+        )
+    if window is not None and not 1 <= window <= LARGEST:
+        raise PlanError(f"window={window!r} is not supported; allowed is a whole number of bins from 1 to {LARGEST:,}")
     network = NetworkShape()
     decoder = decoder_shape(profile, latent_dim=latent_dim, window=window)
     shape = ModelShape(
@@ -221,10 +231,13 @@ def outside_strata(shape: ModelShape, network: NetworkShape, profile: Profile, *
     cells, element = shape.batch_size, shape.element_bytes
     vertices = profile.graph.vertices if profile.graph else 0
     edges = network.edges_per_step if profile.graph else 0
+    # numbers of a cell that the decoders without strata hold at most; they come after the strata
+    features = [m.features for m in profile.modalities if m.decomposition is None]
+    others = OTHER_DECODER_KEPT * sum(features) + OTHER_DECODER_MADE * max(features, default=0)
     return replace(
         shape,
         base_activation_bytes=element * _base_activations(network, profile, cells=cells, dim=latent_dim, edges=edges),
-        other_decoder_bytes=element * cells * _other_decoders(profile),
+        other_decoder_bytes=element * cells * others,
         # one end of every sampled negative edge
         edge_bytes=element * edges * network.negatives_per_edge * latent_dim,
         wide_input_bytes=element * cells * sum(shape.decoder.features if shape.decoder else ()),
@@ -291,22 +304,43 @@ def _base_activations(network: NetworkShape, profile: Profile, *, cells: int, di
     return sum(numbers.values())
 
 
-def _other_decoders(profile: Profile) -> int:
-    """Numbers of a cell that the decoders without strata hold at most; they come after the strata."""
-    features = [m.features for m in profile.modalities if m.decomposition is None]
-    return OTHER_DECODER_KEPT * sum(features) + OTHER_DECODER_MADE * max(features, default=0)
+def profile_of_module(shape: ModelShape) -> Profile:
+    """A profile of what the module itself says, when no data directory is known."""
+    modalities = () if shape.decoder is None else (_modality(shape.decoder),)
+    return Profile(data_dir="(no data directory: planned from the module only)", modalities=modalities, graph=None)
 
 
-def check_model(*, latent_dim: int, window: int | None, attention: bool) -> None:
-    """Refuse sizes that no model can have.
+def attention_of(decoder: DecoderShape) -> dict[str, Any]:
+    """What a profile says of a decoder's attention, by name of the field."""
+    window = decoder.window if decoder.attention and not decoder.full else None
+    return {"attention": decoder.attention, "full": decoder.full, "window": window, "known_from": decoder.known_from}
 
-    Raises:
-        PlanError: An argument outside what is allowed.
-    """
-    if not 1 <= latent_dim <= LARGEST or (attention and latent_dim % 2):
-        even = ", even for local attention" if attention else ""
-        raise PlanError(
-            f"latent_dim={latent_dim!r} is not supported; allowed is a whole number from 1 to {LARGEST:,}{even}"
-        )
-    if window is not None and not 1 <= window <= LARGEST:
-        raise PlanError(f"window={window!r} is not supported; allowed is a whole number of bins from 1 to {LARGEST:,}")
+
+def shape_of_decoder(decoder: DecoderShape, *, batch_size: int) -> ModelShape:
+    """The model that `lightning-amp simulate --shape` builds: a decoder, and latents of cells and anchors."""
+    features, strata = sum(decoder.features), len(decoder.features)
+    floats = sum(decoder.strata_weights) + strata
+    batch = 4 * (batch_size * (features + 1 + decoder.dim) + decoder.anchors * decoder.dim) + 8 * batch_size
+    return ModelShape(
+        decoder=decoder,
+        batch_size=batch_size,
+        parameter_bytes=4 * floats,
+        buffer_bytes=8 * features,
+        base_activation_bytes=batch,
+    )
+
+
+def _modality(decoder: DecoderShape) -> ModalityProfile:
+    return ModalityProfile(
+        name=decoder.fqn.rpartition(".")[2],
+        file="",
+        probability_model="HiCZINB",
+        cells=0,
+        features=sum(decoder.features),
+        nonzero=None,
+        scale=None,
+        contact_spread=None,
+        decomposition=DecompositionProfile(
+            anchors=decoder.anchors, features=decoder.features, distances=decoder.distances, **attention_of(decoder)
+        ),
+    )

@@ -138,14 +138,17 @@ def _outside(fqn: str, names: set[str]) -> str:
 
 def blocks_with_own_parameters(module: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a module whose parameters nothing else uses, by name, in the order of the module."""
-    owners = Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
-    return {fqn: block for fqn, block in find_blocks(module).items() if fqn and _owns_parameters(block, owners)}
 
+    def uses(within: nn.Module) -> Counter[int]:
+        return Counter(id(p) for child in within.modules() for p in child._parameters.values() if p is not None)
 
-def _owns_parameters(block: nn.Module, owners: Counter[int]) -> bool:
-    inside = Counter(id(p) for child in block.modules() for p in child._parameters.values() if p is not None)
-    splits = any(p.dim() for p in block.parameters())
-    return splits and all(owners[key] == count for key, count in inside.items())
+    every = uses(module)
+    return {
+        fqn: block
+        for fqn, block in find_blocks(module).items()
+        # a number cannot be split
+        if any(p.dim() for p in block.parameters()) and uses(block).items() <= every.items()
+    }
 
 
 def longest_list(module: nn.Module) -> tuple[str, int] | None:

@@ -24,8 +24,8 @@ from lightning_amp._torch import FakeTensor, FakeTensorMode
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.bounded_step import BoundedStep
 from lightning_amp.footprint.copies.fake_copy import make_fake, without_values
-from lightning_amp.footprint.copies.types_of_the_step import types_of_the_step
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.recompute_state import types_of_the_step
 from lightning_amp.footprint.step_recorder import StepRecorder
 
 R = TypeVar("R", bound=StepRecorder)
@@ -159,14 +159,11 @@ def _trainer(device: torch.device, counter: "_Count", fake: FakeTensorMode | Non
     )
     # not those that packages add to every Trainer
     trainer.callbacks = [counter]  # type: ignore[attr-defined]
-    trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+    # whoever handles signals goes on to
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     convert = trainer.precision_plugin.convert_module
     trainer.precision_plugin.convert_module = partial(_convert_made, convert)  # type: ignore[method-assign]
     return trainer
-
-
-def _nothing() -> None:
-    """Leave signals to whoever handles them."""
 
 
 def _convert_made(convert: Callable[[torch.nn.Module], Any], module: torch.nn.Module) -> torch.nn.Module:

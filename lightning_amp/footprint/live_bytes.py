@@ -29,7 +29,7 @@ from lightning_amp.footprint.target_device import launches_operators
 RESIZED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 """Losses whose sum or mean is, on a CPU, a number in the memory of all losses."""
 _RESIZED = {getattr(torch.ops.aten, name).default for name in RESIZED}
-_MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
+MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
 """Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 SCRATCH = (torch.ops.aten._softmax_backward_data.default, torch.ops.aten._softmax_backward_data.out)
@@ -55,14 +55,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     mode are seen only where torch carries modes over to them, as its autograd engine does.
 
     Args:
-        rounding: Every storage counts as a multiple of this many bytes; torch's CUDA allocator rounds to 512.
         device_type: Of the memory whose bytes count, as "cuda"; None counts all.
     """
 
-    def __init__(self, *, rounding: int = 1, device_type: str | None = None) -> None:
-        assert rounding >= 1, f"rounding is a number of bytes, at least 1, got {rounding!r}"
+    def __init__(self, *, device_type: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rounding, self._device_type = rounding, device_type
+        self._device_type = device_type
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         # A storage can die in the middle of any statement here, so its bytes wait in line to be subtracted.
         self._freed: deque[int] = deque()
@@ -135,7 +133,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._finds_shapes = any(isinstance(t, FakeTensor) for t in (*given, *tensors_of(result)))
         if not self._finds_shapes:
             # else DTensor runs an operator on fake tensors first, to know the shape of the whole: no memory
-            outside = func in _MADE_OUTSIDE
+            outside = func in MADE_OUTSIDE
             self._count(tensors_of(result), () if outside else {id(storage) for _, storage in read})
             if func in SCRATCH and launches_operators(result):
                 # dropped at once, so that it counts for the moment of the operator
@@ -151,13 +149,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def resized(self, storage: torch.UntypedStorage, *, was_empty: bool) -> None:
         """A storage has another size now; one that was there before and was empty counts from now on."""
-        key, n_bytes = id(storage), self._rounded(storage)
+        key = id(storage)
         if key not in self._alive:
             if not was_empty:
                 return
             self._alive[key] = (self._refer(storage, key), 0)
             self._born(key, 0, None)
-        self._change(key, n_bytes)
+        self._change(key, storage.nbytes())
         self._peak = max(self._peak, self.current)
 
     def _change(self, key: int, n_bytes: int) -> None:
@@ -167,15 +165,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resized(key, n_bytes)
         self._current += n_bytes
 
-    def _rounded(self, storage: torch.UntypedStorage) -> int:
-        return -(-storage.nbytes() // self._rounding) * self._rounding
-
     def _count(self, tensors: Iterable[Tensor], given: Collection[int] = ()) -> None:
         for tensor, storage in storages_of(tensors):
             if self._device_type not in (None, tensor.device.type):
                 continue
-            key = id(storage)
-            n_bytes = self._rounded(storage)
+            key, n_bytes = id(storage), storage.nbytes()
             if key in self._alive:
                 if n_bytes != self._alive[key][1]:
                     self._change(key, n_bytes)

@@ -1,5 +1,7 @@
 """Predict the seconds of an operator from its floating point operations and the bytes that it moves."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,3 +43,21 @@ class OperatorRates:
         flops = FLOPS.get(getattr(func, "overloadpacket", None))
         n = 0 if flops is None else flops(*args, **kwargs, out_val=result)
         return max(n / self.matmul_flops, moved / self.memory_bytes) + self.overhead_seconds
+
+
+_times = [1]
+
+
+@contextmanager
+def standing_for(times: int) -> Iterator[None]:
+    """What runs until the block ends would run so many times; within another such block, so many times each time."""
+    _times.append(times * _times[-1])
+    try:
+        yield
+    finally:
+        _times.pop()
+
+
+def times_now() -> int:
+    """How many operators the one that runs now stands for, itself included."""
+    return _times[-1]

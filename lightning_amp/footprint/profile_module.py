@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 
-from lightning_amp._torch import FakeTensorMode
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.bounded_step import StepOverBudget, of_transform, users_line, why_values
@@ -24,9 +23,8 @@ from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, fake
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.inner_run import BY_ITSELF, Around, run_two_steps
-from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.module_profile import Life, ModuleProfile, summarize
 from lightning_amp.footprint.step_recorder import StepRecorder
-from lightning_amp.footprint.summarize import Life, summarize
 
 R = TypeVar("R", bound=StepRecorder)
 FAKE, REAL = "fake tensors", "a real step"
@@ -113,7 +111,10 @@ def counted_step(
                     given = fake_batch(batch, fake, batch_size)
                 else:
                     given = batch if batch_size is None else resize(batch, batch_size)
-                return _run(module, given, fake, makers[0], around), reason
+                with as_guest(module, around.datamodule):
+                    twin = copy_of(module, fake)
+                    data = copy_of_data(around.datamodule, module, twin, fake)
+                    return run_two_steps(twin, given, fake, makers[0], replace(around, datamodule=data)), reason
             except ModelError:
                 raise
             except Exception as error:
@@ -149,16 +150,3 @@ def _refuse_values(module: LightningModule, reason: str, around: Around, cause: 
             f"cannot profile {name!r}: its step needs values ({reason}), and its parameters have none (device"
             " 'meta'): pass a module on the CPU, of which a real step is measured"
         ) from cause
-
-
-def _run(
-    module: LightningModule,
-    batch: Any,
-    fake: FakeTensorMode | None,
-    make: Callable[[LightningModule], R],
-    around: Around,
-) -> R:
-    with as_guest(module, around.datamodule):
-        twin = copy_of(module, fake)
-        data = copy_of_data(around.datamodule, module, twin, fake)
-        return run_two_steps(twin, batch, fake, make, replace(around, datamodule=data))

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from lightning_amp._torch import (
@@ -128,7 +129,7 @@ class FirstPass:
             return self._put_back(objects[0])
         changed = frozenset(p for p, version in versions.items() if version != self._versions[p])
         # batch norm's kernels change its statistics without a new version: values are compared once, and then known
-        changed |= self._known if self._known is not None else self._compared()
+        changed |= self._known if self._known is not None else {p for p in self._before if self._differs(p)}
         if changed - self._before.keys():
             return f"it changes {_name(min(changed - self._before.keys()))} in place"
         self._changing[self._mode] = changed
@@ -184,14 +185,12 @@ class FirstPass:
         hint = CACHE if kind.endswith("Cache") else ""
         return f"it changes what its argument {named!r}, a {kind}, holds, which cannot be put back{hint}"
 
-    def _compared(self) -> set[Place]:
-        return {p for p, values in self._before.items() if self._differs(p, values)}
-
-    def _differs(self, place: Place, before: Tensor) -> bool:
+    def _differs(self, place: Place) -> bool:
+        """Whether the first pass has changed a buffer's values."""
         now = self._tensors[place]
         if has_no_values(now):
             return place[1] in STATISTICS and self._modules[place[0]].training
-        return not torch.equal(before, now)
+        return not torch.equal(self._before[place], now)
 
     def _versions_now(self) -> dict[Place, int]:
         return {place: _version(tensor) for place, tensor in self._tensors.items()}
@@ -329,3 +328,20 @@ def same_digests(expected: Sequence[tuple[str, float, float]], found: Sequence[t
         torch.allclose(torch.tensor(a[1:]), torch.tensor(b[1:]), rtol=rtol, atol=0.0, equal_nan=True)
         for a, b in zip(expected, found, strict=False)
     )
+
+
+@contextmanager
+def types_of_the_step(precision: Precision) -> Iterator[None]:
+    """Around a backward pass, in which parts of the step may run again: the default type of the step.
+
+    Lightning's precisions "64-true", "16-true" and "bf16-true" set it for the step alone: a tensor that a block makes
+    without a type would be of another type when the block is computed again.
+    """
+    before = torch.get_default_dtype()
+    with precision.forward_context():
+        of_the_step = torch.get_default_dtype()
+    torch.set_default_dtype(of_the_step)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -10,6 +10,7 @@ submodule that called it.
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from lightning_amp.footprint.module_profile import (
     OPTIMISER,
     PARAMETERS,
     STATE,
+    Head,
+    Life,
 )
-from lightning_amp.footprint.summarize import Head, Life
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
 """Operators that a head ends in."""
@@ -77,7 +79,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._owners: list[tuple[str, int]] = [("", -1)]
         self._of_key: dict[int, Life] = {}
         self._weights: set[int] = set()
-        self._now = Life(name="", fqn="", kind="", shape=(), dtype="", n_bytes=0, birth=0)
+        self._now = Life()
         self._hooks: list[Any] = []
         self._node: Any = None
 
@@ -144,7 +146,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     def _hold(self, named: Iterable[tuple[str, Tensor]], kind: str) -> None:
         for name, tensor in named:
             fqn = name.rpartition(".")[0] if kind == PARAMETERS else self._owner_of(name)
-            self._now = Life(name=name, fqn=fqn, kind=kind, shape=(), dtype="", n_bytes=0, birth=0)
+            self._now = Life(name, fqn, kind)
             self.watch(tensor)
             for _, storage in storages_of([tensor]):
                 life = self._of_key.get(id(storage))
@@ -164,9 +166,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
             self.went_back.add(fqn)
         self.work.append((phase, fqn))
         name = f"backward of {node.name()}" if node is not None and not self._inside(node) else func._opname
-        self._now = Life(
-            name=name, fqn=fqn, kind="", shape=(), dtype="", n_bytes=0, birth=len(self.work) - 1, order=order
-        )
+        self._now = Life(name, fqn, birth=len(self.work) - 1, order=order)
         if node is not None and node.name() == ACCUMULATE and node.variable.grad is not None:
             self._name_added(node.variable, args)
 
@@ -178,9 +178,12 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
     def _name_added(self, parameter: Tensor, args: Any) -> None:
         """What is added to a gradient that is there already is one too."""
         for tensor in tensors_of(args):
-            life = self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
+            life = self._life_of(tensor)
             if life is not None and not life.kind:
                 life.name, life.kind = f"{self._parameters.get(id(parameter), '')}.grad", GRADIENTS
+
+    def _life_of(self, tensor: Tensor) -> Life | None:
+        return self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
 
     def _inside(self, node: Any) -> bool:
         """Whether a module's forward runs that began in this direction: in a backward pass, a recomputation."""
@@ -208,7 +211,8 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         if not any(life is not None and (life.kind == PARAMETERS or id(life) in self._weights) for life in given):
             return
         if name in COPIES:
-            self._weights.update(id(life) for life in [self._of_key.get(id(result.untyped_storage()))] if life)
+            if (made := self._life_of(result)) is not None:
+                self._weights.add(id(made))
         else:
             self.head = Head(order, tuple(result.shape))
 
@@ -230,17 +234,11 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
             self._owners.append((fqn, order))
 
     def _born(self, key: int, n_bytes: int, tensor: Tensor | None) -> None:
-        now = self._now
-        life = Life(
-            name=now.name if tensor is not None else "resize_",
-            fqn=now.fqn,
-            kind=now.kind,
-            shape=() if tensor is None else tuple(tensor.shape),
-            dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
-            n_bytes=n_bytes,
-            birth=now.birth,
-            order=now.order,
-        )
+        life = replace(self._now, n_bytes=n_bytes)
+        if tensor is None:
+            life.name = "resize_"
+        else:
+            life.shape, life.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         self.lives.append(life)
         self._of_key[key] = life
 

@@ -1,9 +1,7 @@
 """Read the ModelShape of a module, and find which techniques its decoder does not support.
 
-Find which techniques a module's decoder does not support, by installing and undoing each.
-
-Only techniques without a mesh are probed; of the others the parts are looked at that they replace. One that a module
-refuses after all is an InstallError, and nothing is installed.
+Techniques without a mesh are installed and undone; of the others the parts are looked at that they replace. One that a
+module refuses after all is an InstallError, and nothing is installed.
 """
 
 from collections.abc import Iterable
@@ -147,14 +145,10 @@ def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
     """
     if shape.decoder is None:
         return shape
-    return replace(shape, decoder=replace(shape.decoder, unsupported=_unsupported(module, shape)))
-
-
-def _unsupported(module: nn.Module, shape: ModelShape) -> tuple[str, ...]:
-    decoder: Any = part(module, shape.known_decoder.fqn)
     refused = {strategy for strategy in LOCAL if not _installs(module, shape, strategy)}
-    refused |= {strategy for strategy, parts in _needed(decoder).items() if not parts}
-    return tuple(strategy for strategy in STRATEGIES if strategy in refused)
+    refused |= {strategy for strategy, parts in _needed(part(module, shape.decoder.fqn)).items() if not parts}
+    unsupported = tuple(strategy for strategy in STRATEGIES if strategy in refused)
+    return replace(shape, decoder=replace(shape.decoder, unsupported=unsupported))
 
 
 def _installs(module: nn.Module, shape: ModelShape, strategy: str) -> bool:

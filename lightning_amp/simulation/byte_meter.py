@@ -21,11 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_amp.footprint.live_bytes import LiveBytes, storages_of, tensors_of
+from lightning_amp.footprint.live_bytes import MADE_OUTSIDE, LiveBytes, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import ACTIVATIONS, KINDS, TEMPORARIES
 
-MADE_OUTSIDE = ("lift_fresh",)
-"""Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
 RESIZING = ("resize_", "resize_as_", "set_")
 WRAPPING = ("_wrap_tensor_autograd", "wait_tensor")
 """Operators whose result is their argument, wrapped or waited for, for which torch's meta kernel makes a new one."""
@@ -135,7 +133,7 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
             self.sent[sent[0]] += sent[1]
         given = {id(storage) for _, storage in storages_of(tensors_of((args, kwargs)))}
         result = super().dispatched(func, types, _on_one_device(args), kwargs)
-        if key is not None and func._opname not in MADE_OUTSIDE:
+        if key is not None and func not in MADE_OUTSIDE:
             answer = _answer(result, given)
             if answer is not None:
                 self.answers[key] = answer
@@ -170,7 +168,9 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
 def _only_aliases(func: Any) -> bool:
     """Whether all results of an operator are arguments or views of them."""
     schema = func._schema
-    if func.namespace != "aten" or func._opname in MADE_OUTSIDE + RESIZING or any(a.is_out for a in schema.arguments):
+    if func.namespace != "aten" or func in MADE_OUTSIDE or func._opname in RESIZING:
+        return False
+    if any(argument.is_out for argument in schema.arguments):
         return False
     return all(r.alias_info is not None for r in schema.returns)
 

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.costs.device_rates import Rates, calibrated
-from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape
+from lightning_amp.costs.model_shape import WINDOW_PER_STRATUM, DecoderShape, profile_of_module
 from lightning_amp.errors import PlanError
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
-from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import techniques

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from lightning_amp.costs.link_seconds import BETWEEN, WITHIN, Kind, Links, rounds
+from lightning_amp.costs.device_rates import BETWEEN, WITHIN, Kind, Links, rounds
 from lightning_amp.dist.collectives import start_adding_rows
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.reports.table import table

@@ -66,26 +66,18 @@ class DecoderAlone(nn.Module):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Forward, backward, update."""
         (optimizer,) = self.optimizers()
-        loss = self.loss(batch)
+        cells = {name: batch[name] for name in ("batch", "library", "x")}
+        u, v = batch["u"].requires_grad_(), batch["v"].requires_grad_()
+        loss = self.get_submodule(self.fqn)(u, v, **cells)
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Of the decoder, from the batch's latents."""
-        return self.decoded(batch, batch["v"].requires_grad_())
 
-    def decoded(self, batch: dict[str, Tensor], v: Tensor) -> Tensor:
-        """Loss of the decoder for latents of its anchors."""
-        cells = {name: batch[name] for name in ("batch", "library", "x")}
-        loss: Tensor = self.get_submodule(self.fqn)(batch["u"].requires_grad_(), v, **cells)
-        return loss
-
-
-def decoder_subject(shape: DecoderShape, *, batch_size: int, kind: type[DecoderAlone] = DecoderAlone) -> Subject:
-    """A decoder by itself, or in a module of another kind, and `batch_size` cells per rank."""
+def decoder_subject(shape: DecoderShape, *, batch_size: int) -> Subject:
+    """A decoder by itself, and `batch_size` cells per rank."""
     with torch.device("meta"):
-        module = kind(shape)
+        module = DecoderAlone(shape)
         batch = _cells(batch_size, sum(shape.features))
         batch |= {"u": torch.empty(batch_size, shape.dim), "v": torch.empty(shape.anchors, shape.dim)}
     _give_nodes(module.get_submodule(shape.fqn), _nodes(shape.anchors, shape.features, shape.distances))

@@ -4,20 +4,25 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp._torch import FakeStore
+from lightning_amp.costs.model_shape import LATENT_DIM, profile_of_module, reference_shape
+from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.target_device import settings_of
-from lightning_amp.planning.plan.axes import MeshShape
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.installing.describe_module import describe
+from lightning_amp.planning.plan.plan import MeshShape, Plan
+from lightning_amp.planning.policies.make_plan import plan as make_plan
+from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track
-from lightning_amp.simulation.measured_step import RankResult, measure_step
-from lightning_amp.simulation.models_without_values import Subject
-from lightning_amp.simulation.planned_rank import PlannedRank, Sizes
+from lightning_amp.simulation.measured_step import PlannedRank, RankResult, Sizes, measure_step
+from lightning_amp.simulation.models_without_values import Subject, decoder_subject, reference_subject
+from lightning_amp.simulation.parse_shape import ShapeRequest
 from lightning_amp.techniques.hic.attention import rotary
 
 SCHEMA = 1
@@ -155,3 +160,31 @@ def fake_world(shape: MeshShape, *, rank: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
         # torch puts "[rank0]:" before every line of a traceback from now on, once more for every world
         sys.excepthook = hook
+
+
+def request_decoder(asked: ShapeRequest, *, batch_size: int, **request: Any) -> tuple[Callable[[], Subject], Plan]:
+    """What makes a decoder by itself, and its plan; `batch_size` counts where the sizes do not say the cells.
+
+    Args:
+        **request: As for `make_plan.plan`.
+
+    Raises:
+        PlanError: No plan answers the request.
+    """
+    batch_size = batch_size if asked.batch_size is None else asked.batch_size
+    make = partial(decoder_subject, asked.decoder, batch_size=batch_size)
+    subject = make()
+    shape = describe(
+        subject.module, batch_size=batch_size, base_activation_bytes=sum(t.nbytes for t in tensors_in(subject.batch))
+    )
+    return make, make_plan(profile_of_module(shape), batch_size=batch_size, shape=shape, **request)
+
+
+def request_reference(
+    profile: Profile, *, batch_size: int, latent_dim: int | None, window: int | None, **request: Any
+) -> tuple[Callable[[], Subject], Plan]:
+    """What makes the reference model for some data, and its plan; arguments and errors as for `make_plan.plan`."""
+    dim = LATENT_DIM if latent_dim is None else latent_dim
+    shape = reference_shape(profile, batch_size=batch_size, latent_dim=dim, window=window)
+    made = make_plan(profile, batch_size=batch_size, shape=shape, **request)
+    return partial(reference_subject, profile, batch_size=batch_size, latent_dim=dim, window=window), made

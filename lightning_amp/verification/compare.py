@@ -284,15 +284,6 @@ def rows_of(reports: Sequence[Report]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def record_errors(found: Record, one: Record) -> Errors:
-    """Relative errors of everything but losses."""
-    return {
-        "gradients": errors(found.gradients, one.gradients),
-        "parameters": errors(found.parameters, one.parameters),
-        "buffers": errors(found.buffers, one.buffers),
-    }
-
-
 def errors(found: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> dict[str, float]:
     """Relative error of every tensor that either side has; infinite where one side lacks it, or its shape differs."""
     norms = {name: float(value.double().norm()) for name, value in one.items()}

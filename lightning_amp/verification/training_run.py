@@ -37,7 +37,7 @@ from lightning_amp.errors import DataError
 from lightning_amp.lightning.checkpoints.write_checkpoint import write_state
 from lightning_amp.lightning.steps.cells import count_cells
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.verification.compare import DTYPES, Precision, Record, Recorder, Report, common_factor, record_errors
+from lightning_amp.verification.compare import DTYPES, Precision, Record, Recorder, Report, common_factor, errors
 
 Cells = Tensor | SparseCounts | np.ndarray
 """What has a first axis of cells."""
@@ -168,7 +168,9 @@ def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: R
         one_losses=one.losses,
         cells=record.cells,
         all_cells=count_cells(given) or 0,
-        errors=record_errors(record, one),
+        errors={
+            kind: errors(getattr(record, kind), getattr(one, kind)) for kind in ("gradients", "parameters", "buffers")
+        },
         factor=common_factor(record.gradients, one.gradients),
         draws=one.draws,
         apart=record.apart,

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_amp.costs.chain import peak_bytes
-from lightning_amp.footprint.chain.chain import Chain
-from lightning_amp.footprint.chain.chain_of import chain_of, count_step
+from lightning_amp.footprint.chain.chain import Chain, peak_bytes
+from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
 from tests.footprint.test_profile_module import Small, measured
 from tests.techniques.recompute import nasty
 from tests.techniques.recompute.test_recompute import recompute
+
+
+def chain_of(module: Any, batch: Any) -> Chain:
+    return count_step(module, batch, ()).chain
 
 
 def choices(chain: Chain) -> list[tuple[str, ...]]:

@@ -2,12 +2,11 @@
 
 import pytest
 
-from lightning_amp.costs.chain import peak_bytes
-from lightning_amp.footprint.chain.chain_of import chain_of
+from lightning_amp.footprint.chain.chain import peak_bytes
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.techniques.recompute.choose import choose
 from tests.any_module import NAMES, make
-from tests.footprint.test_chain_of import choices, real_peak
+from tests.footprint.test_chain_of import chain_of, choices, real_peak
 from tests.techniques.recompute.test_recompute import recompute
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.planning.plan.axes import MeshShape
+from lightning_amp.planning.plan.plan import MeshShape
 from lightning_amp.simulation.simulate import fake_world
 
 LOSSES = ("mse_loss", "binary_cross_entropy", "soft_margin_loss")
@@ -35,9 +35,8 @@ def training_steps(*, steps: int = 2, checkpointed: bool = False) -> None:
         optimizer.zero_grad()
 
 
-def measure(body: Callable[[], Any], **arguments: int) -> LiveBytes:
-    live = LiveBytes(**arguments)
-    with live:
+def measure(body: Callable[[], Any]) -> LiveBytes:
+    with LiveBytes() as live:
         body()
     return live
 

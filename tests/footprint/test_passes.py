@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.chain.passes import Passes
-from lightning_amp.footprint.operator_rates import OperatorRates
-from lightning_amp.footprint.repeated_operators import standing_for, times_now
+from lightning_amp.footprint.operator_rates import OperatorRates, standing_for, times_now
 from lightning_amp.installing.install import install_rules
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import rest_bytes, stage_bytes

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from lightning_amp.costs.link_seconds import Kind, Links, collective_seconds
+from lightning_amp.costs.device_rates import Kind, Links, collective_seconds
 
 GIB = 1e9
 UNIT = Links(intra_bandwidth=1.0, inter_bandwidth=1.0, latency=0.0, ranks_per_node=10**6)

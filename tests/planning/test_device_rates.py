@@ -9,7 +9,7 @@ import pytest
 from lightning_amp.costs.device_rates import CPU_CORE, DEVICES, Rates, calibrated, nearest_rates, rates_for
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.plan import Axes, MeshShape
 from lightning_amp.planning.time.step_seconds import step_seconds
 
 

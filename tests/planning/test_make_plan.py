@@ -8,8 +8,7 @@ import pytest
 
 from lightning_amp.costs.model_shape import ModelShape, reference_shape
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Axes, MeshShape, Plan
 from lightning_amp.planning.policies.build_rules import with_shared_statistics
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report, profile_report

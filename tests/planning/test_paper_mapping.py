@@ -7,7 +7,7 @@ import pytest
 from lightning_amp.costs.model_shape import reference_shape
 from lightning_amp.diagnosis import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY, SIGNALS
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.plan import Axes
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.table import STRATEGIES
 from tests.planning.profiles import hic, profile, rna, shape, with_full_attention

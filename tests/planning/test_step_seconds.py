@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.costs.device_rates import Rates
-from lightning_amp.costs.link_seconds import Links
+from lightning_amp.costs.device_rates import Links, Rates
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.costs.ordered_runs import deal
-from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.plan import Axes, MeshShape
 from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic
 from lightning_amp.planning.time.step_seconds import step_seconds, stratum_seconds
 from lightning_amp.techniques.hic.rows import block_cells

@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 
 from lightning_amp.costs.device_rates import CPU_CORE, rates_for
-from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape, shape_of_decoder
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.decoder_only import shape_of_decoder
+from lightning_amp.planning.plan.plan import Axes, MeshShape
 from lightning_amp.planning.policies.auto import candidates
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.sizes.terms import Strata, Term, same_strata
+from lightning_amp.planning.sizes.rank_sizes import RankSizes, Strata, Term, same_strata
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device
 from tests.planning.profiles import hic, profile, rna
 

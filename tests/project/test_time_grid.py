@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.decoders import Size
 from lightning_amp.costs.device_rates import CPU_CORE
-from lightning_amp.planning.plan.axes import Axes, MeshShape
+from lightning_amp.planning.plan.plan import Axes, MeshShape
 from lightning_amp.planning.time.step_seconds import step_seconds
 
 ROWS = [json.loads(line) for line in Path(__file__).with_name("time_grid.jsonl").read_text().splitlines()]

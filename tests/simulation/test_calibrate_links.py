@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lightning_amp.cli.main import main
-from lightning_amp.costs.device_rates import CPU_CORE, Rates
-from lightning_amp.costs.link_seconds import BETWEEN, WITHIN, Kind, collective_seconds
+from lightning_amp.costs.device_rates import BETWEEN, CPU_CORE, WITHIN, Kind, Rates, collective_seconds
 from lightning_amp.errors import PlanError
 from lightning_amp.simulation import calibrate_links as calibration
 from lightning_amp.simulation.calibrate_links import ALL, COLLECTIVES, SIZES, measure_links, measured_between

@@ -12,17 +12,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.count_operators import OperatorCounter
-from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.costs.model_shape import DecoderShape, profile_of_module
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.models.decoders.stratum_keys import ConvolutionKey
-from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.sizes.rank_sizes import RankSizes
 from lightning_amp.planning.time.operator_costs import parts
+from lightning_amp.simulation.measured_step import PlannedRank
 from lightning_amp.simulation.models_without_values import decoder_subject
-from lightning_amp.simulation.planned_rank import PlannedRank
 from lightning_amp.simulation.simulate import fake_world, simulate
 from lightning_amp.techniques.hic.attention.install import chunk_attention, fuse_attention
 from lightning_amp.techniques.hic.rows import StreamStrata, chunk_buckets

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 
 from benchmarks.decoders import in_forms
-from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.costs.model_shape import DecoderShape, profile_of_module
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import GraphProfile, Profile
 from lightning_amp.simulation.models_without_values import decoder_subject, reference_subject

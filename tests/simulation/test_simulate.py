@@ -11,22 +11,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule, StratumMemoryMonitor
-from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.costs.model_shape import DecoderShape, profile_of_module
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, TEMPORARIES
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
-from lightning_amp.planning.plan.axes import MeshShape
-from lightning_amp.planning.plan.decoder_only import profile_of_module
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import MeshShape, Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read_profile import profile
 from lightning_amp.simulation.byte_meter import SimulatedMeter
 from lightning_amp.simulation.models_without_values import DecoderAlone, Subject, decoder_subject
-from lightning_amp.simulation.request import request_reference
-from lightning_amp.simulation.simulate import Simulation, fake_world, simulate, simulate_plan
+from lightning_amp.simulation.simulate import Simulation, fake_world, request_reference, simulate, simulate_plan
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 from tests.any_module import QUIET
 from tests.ranks import run_ranks
@@ -170,8 +167,8 @@ def test_the_reference_model_holds_what_a_trainer_measures(strategies, tmp_path)
     trainer.fit(GLUE(latent_dim=8, window=8), datamodule=data)
     dist.destroy_process_group()
     *strata, step = [row for row in monitor.rows if row["step"] == 1]
-    asked = request_reference(profile(tmp_path / "data"), batch_size=4, latent_dim=8, window=8, strategies=strategies)
-    found = simulate_plan(asked.make, asked.plan)
+    made = request_reference(profile(tmp_path / "data"), batch_size=4, latent_dim=8, window=8, strategies=strategies)
+    found = simulate_plan(*made)
     assert found.worst.strata_bytes == tuple(row["current_bytes"] for row in strata)
     assert found.peak_bytes == (step["peak_bytes"],)
 

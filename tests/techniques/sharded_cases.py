@@ -17,12 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.costs.rule import Rule, Spec
-from lightning_amp.installing.install import install
-from lightning_amp.installing.installed import Installed
+from lightning_amp.installing.install import Installed, install
 from lightning_amp.models.decoders.stratified import KeyKind, StratifiedDecoder
 from lightning_amp.models.decoders.stratum_keys import Variant
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Axes, MeshShape, Plan
 from lightning_amp.techniques.hic.rows import (
     ChunkedAttention,
     CompileStrata,

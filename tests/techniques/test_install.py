@@ -11,8 +11,7 @@ from torch import nn
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.installing.install import install, install_rules
-from lightning_amp.installing.installed import Installed
+from lightning_amp.installing.install import Installed, install, install_rules
 from lightning_amp.models.decoders.stratified import StratifiedDecoder
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan

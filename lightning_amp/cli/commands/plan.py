@@ -54,10 +54,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from lightning_amp.costs.model_shape import reference_shape
-    from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
-    from lightning_amp.planning.policies.make_plan import plan
-    from lightning_amp.planning.policies.request import check_request
+    from lightning_amp.costs.model_shape import profile_of_module, reference_shape, shape_of_decoder
+    from lightning_amp.planning.policies.make_plan import check_request, plan
     from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 
     if arguments.show_code and arguments.format == "json":

@@ -27,7 +27,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from lightning_amp.planning.policies.request import check_request
+    from lightning_amp.planning.policies.make_plan import check_request
     from lightning_amp.planning.reports.plan_report import plan_report
 
     if arguments.config is not None:
@@ -47,18 +47,17 @@ def _run(arguments: argparse.Namespace) -> None:
     profile = read(arguments) if decoder is None else None
 
     # late: torch takes seconds to load, and mistakes are reported before
-    from lightning_amp.simulation.request import request_decoder, request_reference
-    from lightning_amp.simulation.simulate import simulate_plan
+    from lightning_amp.simulation.simulate import request_decoder, request_reference, simulate_plan
     from lightning_amp.simulation.simulation_report import draw, simulation_report
 
     of_model = {"latent_dim": arguments.latent_dim, "window": arguments.window}
     request |= {"rates": rates}
     if profile is None:
         assert decoder is not None, "there is a decoder or data"
-        asked = request_decoder(decoder, **request)
+        make, plan = request_decoder(decoder, **request)
     else:
-        asked = request_reference(profile, **of_model, **request)
-    simulation = simulate_plan(asked.make, asked.plan, device_type="cuda" if rates.launches else "cpu")
+        make, plan = request_reference(profile, **of_model, **request)
+    simulation = simulate_plan(make, plan, device_type="cuda" if rates.launches else "cpu")
     if arguments.plot is not None:
         with written_aside(Path(arguments.plot)) as aside:
             draw(aside, simulation)

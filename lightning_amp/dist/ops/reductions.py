@@ -17,8 +17,7 @@ from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import BY_RULE, composed, name_of, operator
 from lightning_amp.dist.sharded_tensor import dim_of, local_of, redistribute, shape_of, splits_of, wrap
 from lightning_amp.dist.splits import Splits
-from lightning_amp.graph.loss_rules import BY_VALUE
-from lightning_amp.graph.rewrites import BY_CLASS, BY_ROW
+from lightning_amp.graph.rewrites import BY_CLASS, BY_ROW, BY_VALUE
 
 Dims = int | Sequence[int] | None
 

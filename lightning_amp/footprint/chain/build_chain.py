@@ -20,22 +20,12 @@ Known limit: where backward passes do not run in the reverse order of forward pa
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from lightning_amp.footprint.chain.chain import KEPT, RECOMPUTED, BlockCost, Chain, ChainMoment
-
-
-class Step(Protocol):
-    """As in chain_recorder.ChainRecorder."""
-
-    lives: Any
-    work: Any
-    orders: Any
-    calls: Any
-    uses: Any
-    read_last: dict[int, int]
+from lightning_amp.footprint.module_profile import BACKWARD
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,24 +63,18 @@ class _Span:
     inputs: set[int] = field(default_factory=set)
 
 
-def build_chain(step: Step, *, values: bool, backward: str = "backward") -> Chain:
-    """The chain of a step.
+class ChainBuilder:
+    """Builds the chain of one step.
 
     Args:
-        step: A recorded step.
+        step: A recorded one, as in chain_recorder.ChainRecorder.
         values: Whether autograd kept what it saved, because the step had values.
-        backward: What `work` calls the backward pass.
     """
-    return _ChainBuilder(step, values, backward).chain()
 
-
-class _ChainBuilder:
-    """One step."""
-
-    def __init__(self, step: Step, values: bool, backward: str) -> None:
+    def __init__(self, step: Any, *, values: bool) -> None:
         self._step, self._values = step, values
         self._length = len(step.work)
-        self._is_backward = np.array([phase == backward for phase, _ in step.work])
+        self._is_backward = np.array([phase == BACKWARD for phase, _ in step.work])
         self._orders = np.asarray(step.orders)
         self._plain = np.zeros(self._length + 1, dtype=np.int64)
         self._born = np.zeros(self._length + 1, dtype=np.int64)
@@ -129,12 +113,15 @@ class _ChainBuilder:
         # what is differentiated within the forward pass is part of it
         times = np.flatnonzero(own[call.end + 1 :]) + call.end + 1
         back_start, back_end = (int(times[0]), int(times[-1])) if len(times) else (call.end + 1, call.end)
-        while 0 <= back_end < self._length - 1 and len(times) and self._accumulates(back_end + 1):
+        # what adds to parameters has no place in the forward pass, and follows the block's own operators
+        adds = self._is_backward & (self._orders == -1)
+        while 0 <= back_end < self._length - 1 and len(times) and adds[back_end + 1]:
             back_end += 1
         uses = [use for use in self._step.uses if use.call == i]
         reads = [use.read for use in uses if use.read is not None and use.read > call.end]
         asks = min(reads, default=back_start)
-        forward, back = call.end - call.start + 2, max(back_end - back_start + 2, 1)
+        kept, dropped, again = np.zeros((3, call.end - call.start + 2), dtype=np.int64)
+        back, twice = np.zeros((2, max(back_end - back_start + 2, 1)), dtype=np.int64)
         return _Span(
             start=call.start,
             end=call.end,
@@ -142,15 +129,12 @@ class _ChainBuilder:
             back_end=back_end,
             asks=min(max(asks, back_start), max(back_start, back_end)),
             last_kept=max((use.start for use in uses), default=call.start - 1),
-            kept=_changes(forward),
-            dropped=_changes(forward),
-            again=_changes(forward),
-            back=_changes(back),
-            twice=_changes(back),
+            kept=kept,
+            dropped=dropped,
+            again=again,
+            back=back,
+            twice=twice,
         )
-
-    def _accumulates(self, t: int) -> bool:
-        return bool(self._is_backward[t]) and self._orders[t] == -1
 
     def _place(self, life: Any, home: int) -> None:
         """Count one storage where it belongs; `home` is the call that made it, -1 for none."""
@@ -246,18 +230,11 @@ class _ChainBuilder:
             fqn=call.fqn,
             forward_seconds=call.seconds,
             saved_bytes=span.saved_bytes,
-            input_bytes=call.input_bytes,
-            work_bytes=self._work(span),
-            parameter_bytes=call.parameter_bytes,
             keeps=tuple(sorted(span.keeps)),
             inputs=tuple(sorted(span.inputs)),
             fixed=fixed,
             after=call.after,
         )
-
-    @staticmethod
-    def _work(span: _Span) -> int:
-        return int(span.again[: max(span.last_kept - span.start + 1, 1)].max())
 
     def _moments(self) -> list[ChainMoment]:
         """All moments that no other one is always above."""
@@ -294,7 +271,9 @@ class _ChainBuilder:
         if span.back_end < span.back_start:
             return
         t = span.asks
-        yield t, True, alive[t] | span.inputs, int(self._plain[t] - self._born[t]) + self._work(span)
+        # most at once of what the second forward pass makes while all is kept that the backward pass needs
+        work = int(span.again[: max(span.last_kept - span.start + 1, 1)].max())
+        yield t, True, alive[t] | span.inputs, int(self._plain[t] - self._born[t]) + work
         for t in range(span.back_start, span.back_end + 1):
             plain, own = int(self._plain[t]), int(span.back[t - span.back_start])
             yield t, False, alive[t] | {k for k, end in span.keeps.items() if end >= t}, plain + own
@@ -338,10 +317,6 @@ class _ChainBuilder:
             crossed[begin + 1 : end] = True
         cuts = [p for p in range(n + 1) if not crossed[p]]
         return after, [max(p for p in cuts if p <= i) for i in range(n)]
-
-
-def _changes(n: int) -> Any:
-    return np.zeros(n, dtype=np.int64)
 
 
 def _raise(rows: dict[frozenset[int], tuple[int, int]], held: frozenset[int], t: int, n_bytes: Any) -> None:

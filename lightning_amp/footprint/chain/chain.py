@@ -14,7 +14,10 @@ Here `keeps` and `inputs` are of tensors that more than one block holds, or that
 while: the residual stream, a mask, an activation that its own block and the next one save. They are counted once.
 """
 
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+
+from lightning_amp.errors import PlanError
 
 KEPT, RECOMPUTED, CHUNKED = 0, 1, 2
 """Forms of a block: as it is, computed again, the first of those in chunks."""
@@ -47,9 +50,6 @@ class BlockCost:
         fqn: Name of the block; a block that is called twice has two calls, and one decision.
         forward_seconds: Of its forward pass, which is what recomputing it costs.
         saved_bytes: What it alone keeps from its forward to its backward pass if it is not recomputed.
-        input_bytes: Of its tensor arguments.
-        work_bytes: Most bytes at once of what its forward pass makes while all is kept that its backward pass needs.
-        parameter_bytes: Of its parameters.
         keeps: Tensors (places in `Chain.tensors`) that it holds too if it is not recomputed.
         inputs: Tensors that it holds if it is.
         fixed: Why it cannot be recomputed, "" where it can.
@@ -61,9 +61,6 @@ class BlockCost:
     fqn: str
     forward_seconds: float
     saved_bytes: int
-    input_bytes: int
-    work_bytes: int
-    parameter_bytes: int
     keeps: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
     fixed: str = ""
@@ -132,3 +129,84 @@ class Chain:
         """Blocks that can be recomputed, each once."""
         fixed = {block.fqn for block in self.blocks if block.fixed}
         return tuple(dict.fromkeys(b.fqn for b in self.blocks if b.fqn not in fixed))
+
+
+Forms = Collection[str] | Mapping[str, int]
+"""Names of blocks with their forms; names alone are of blocks that are recomputed. All others are as they are."""
+
+
+def peak_bytes(chain: Chain, forms: Forms) -> int:
+    """Most bytes alive at once while the named blocks run in these forms.
+
+    Raises:
+        PlanError: A name that is no block of the chain, or a form that the block does not have.
+    """
+    moment = peak_moment(chain, forms)
+    return 0 if moment is None else bytes_at(chain, moment, forms)
+
+
+def peak_moment(chain: Chain, forms: Forms) -> ChainMoment | None:
+    """When memory is at its peak; None for a chain without moments."""
+    found = _by_name(chain, forms)
+    of_block = [found.get(block.fqn, KEPT) for block in chain.blocks]
+    exist = [m for m in chain.moments if m.block is None or of_block[m.block] == m.form]
+    return max(exist, key=lambda m: bytes_at(chain, m, found), default=None)
+
+
+def bytes_at(chain: Chain, moment: ChainMoment, forms: Forms) -> int:
+    """Bytes alive at a moment."""
+    found, held, saved = _by_name(chain, forms), set(moment.alive), 0
+    for block in chain.blocks[moment.first : moment.after]:
+        n_bytes, tensors = block.held(found.get(block.fqn, KEPT))
+        held.update(tensors)
+        saved += n_bytes
+    return moment.n_bytes + saved + sum(chain.tensors[k] for k in held)
+
+
+def extra_seconds(chain: Chain, forms: Forms) -> float:
+    """Time that these forms add to a step."""
+    found = _by_name(chain, forms)
+    return sum(block.extra_seconds(found.get(block.fqn, KEPT)) for block in chain.blocks)
+
+
+def _by_name(chain: Chain, forms: Forms) -> Mapping[str, int]:
+    found = forms if isinstance(forms, Mapping) else dict.fromkeys(forms, RECOMPUTED)
+    again = {name for name, form in found.items() if form == RECOMPUTED}
+    unknown = sorted(again - set(chain.names))
+    if unknown:
+        fixed = {block.fqn: block.fixed for block in chain.blocks if block.fixed}
+        why = fixed.get(unknown[0], "no block of that name was called in the step")
+        raise PlanError(
+            f"recomputing {unknown[0]!r} is not possible: {why}; allowed are {', '.join(chain.names) or 'none'}"
+        )
+    return found
+
+
+SHOWN = 3
+"""Reasons that are spelled out."""
+
+
+def group_reasons(reasons: Iterable[tuple[str, str]]) -> str:
+    """Of pairs of a block's name and a reason: "of blocks.0 to blocks.11 it has hooks; of head.2 it is compiled"."""
+    blocks: dict[str, list[str]] = {}
+    for name, reason in dict.fromkeys(reasons):
+        blocks.setdefault(reason, []).append(name)
+    said = [f"of {' and '.join(_runs(names))} {reason}" for reason, names in blocks.items()]
+    more = len(said) - SHOWN
+    return "; ".join([*said[:SHOWN], *([f"and {more} more reasons"] if more > 0 else [])])
+
+
+def _runs(names: Iterable[str]) -> list[str]:
+    """Names, of which "blocks.0" and what follows it by number are one: "blocks.0 to blocks.11"."""
+    runs: list[tuple[str, str]] = []
+    for name in names:
+        if runs and name == _next(runs[-1][1]):
+            runs[-1] = runs[-1][0], name
+        else:
+            runs.append((name, name))
+    return [first if first == last else f"{first} to {last}" for first, last in runs]
+
+
+def _next(name: str) -> str:
+    before, dot, number = name.rpartition(".")
+    return f"{before}{dot}{int(number) + 1}" if number.isdecimal() else ""

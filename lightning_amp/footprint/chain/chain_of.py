@@ -2,7 +2,7 @@
 
 Blocks are those that were named, else the children of the outermost lists and sequences (find_blocks.py), in the order
 in which the step calls them: of a U-Net those of its way down, its middle and its way up. A list inside a block is part
-of the block, which is recomputed as a whole. A block is left as it is where it cannot run twice (first_pass.py), and
+of the block, which is recomputed as a whole. A block that cannot run twice (recompute_state.py) is left as it is, and
 says why.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lightning_amp.footprint.chain.block_call import BlockCall
-from lightning_amp.footprint.chain.build_chain import build_chain
+from lightning_amp.footprint.chain.build_chain import ChainBuilder
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_recorder import ChainRecorder
 from lightning_amp.footprint.chain.passes import Passes, impossible, passes_of
@@ -29,29 +29,6 @@ CPU_CORE = OperatorRates(matmul_flops=140e9, memory_bytes=11.5e9, overhead_secon
 """Of one core of a server's processor (costs/device_rates.py)."""
 TRANSFORMED = "the step calls torch.func.grad or a similar function, with which it is not known what blocks keep"
 NO_BLOCKS = "it has no ModuleList or Sequential of two modules and more that could be stages"
-
-
-def chain_of(
-    module: LightningModule,
-    batch: Any,
-    *,
-    batch_size: int | None = None,
-    rates: OperatorRates = CPU_CORE,
-    around: Around = BY_ITSELF,
-) -> Chain:
-    """Count the second training step on fake tensors, as `profile_module` does; the module stays as it is.
-
-    Args:
-        module: Any LightningModule; its parameters may be on the device "meta".
-        batch: An example of what its `training_step` gets.
-        batch_size: Count a batch of this length instead.
-        rates: Of the device whose time it is.
-        around: As of `profile_module`.
-
-    Raises:
-        ModelError: As `profile_module`.
-    """
-    return count_step(module, batch, (), batch_size=batch_size, rates=rates, around=around).chain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +57,7 @@ class CountedStep:
     decides: bool
     went_back: frozenset[str]
     swapped: frozenset[str]
-    read_outside: frozenset[str] = frozenset()
+    read_outside: frozenset[str]
 
 
 def count_step(
@@ -92,18 +69,25 @@ def count_step(
     rates: OperatorRates = CPU_CORE,
     around: Around = BY_ITSELF,
 ) -> CountedStep:
-    """Count a step once for everything needed.
+    """Count the second training step on fake tensors, as `profile_module` does; the module stays as it is.
 
-    Arguments and errors as for `chain_of`; `names` are those of the blocks that could be stages, in order.
+    Args:
+        module: Any LightningModule; its parameters may be on the device "meta".
+        batch: An example of what its `training_step` gets.
+        names: Of the blocks that could be stages, in order.
+        batch_size: Count a batch of this length instead.
+        rates: Of the device whose time it is.
+        around: As of `profile_module`.
 
     Raises:
+        ModelError: As `profile_module`.
         PlanError: The step does not call a block that was named.
     """
     make = partial(ChainRecorder, rates=rates, stages=names)
     step, reason = counted_step(module, batch, batch_size, make, around, plain=partial(make, watches_saved=False))
     if step.watches_saved:
         refuse_uncalled(module, {call.fqn for call in step.calls})
-    chain = build_chain(step, values=bool(reason))
+    chain = ChainBuilder(step, values=bool(reason)).chain()
     chain = replace(chain, seconds=step.seconds, measured=REAL if reason else FAKE, reason=reason)
     rows = length_of(batch) if batch_size is None else batch_size
     passes: Passes | str = NO_BLOCKS

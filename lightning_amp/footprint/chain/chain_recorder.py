@@ -28,12 +28,10 @@ from lightning_amp._torch import (
 from lightning_amp.footprint.chain.block_call import BlockCall, Like, likeness
 from lightning_amp.footprint.find_blocks import find_blocks, owners
 from lightning_amp.footprint.live_bytes import Read, storages_of, tensors_of
-from lightning_amp.footprint.module_profile import FORWARD, GRADIENTS, PARAMETERS, STATE
-from lightning_amp.footprint.operator_rates import OperatorRates
+from lightning_amp.footprint.module_profile import FORWARD, GRADIENTS, PARAMETERS, STATE, Life
+from lightning_amp.footprint.operator_rates import OperatorRates, times_now
 from lightning_amp.footprint.recompute_state import FirstPass, random_state, same_random, unrepeatable
-from lightning_amp.footprint.repeated_operators import times_now
 from lightning_amp.footprint.step_recorder import StepRecorder
-from lightning_amp.footprint.summarize import Life
 
 VALUES = ("_local_scalar_dense", "is_nonzero")
 """Operators that hand a value to Python."""
@@ -75,10 +73,8 @@ class RecordedCall:
     last_order: int = 0
     seconds: float = 0.0
     inputs: list[Life] = field(default_factory=list)
-    input_bytes: int = 0
     outputs: list[Life] = field(default_factory=list)
     output_bytes: int = 0
-    parameter_bytes: int = 0
     fixed: str = ""
     result: Any = None
     after: int = 0
@@ -169,7 +165,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         """Every storage with a death that autograd puts off: as in a step of which nothing is let go of early."""
         ends: dict[int, int | None] = {}
         for use in self.uses:
-            ends[id(use.life)] = _later(ends.get(id(use.life), use.life.death), use.end)
+            before = ends.get(id(use.life), use.life.death)
+            ends[id(use.life)] = None if before is None or use.end is None else max(before, use.end)
         return [replace(life, death=ends.get(id(life), life.death)) for life in self.lives]
 
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -208,10 +205,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return forward(*args, **kwargs)
         given = BlockCall.of(fqn, args, kwargs)
         call = RecordedCall(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
-        leaves = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        call.inputs, call.input_bytes = self._lives_of(tensors), _bytes_of(tensors)
-        call.parameter_bytes = sum(p.nbytes for p in block.parameters())
+        call.inputs = self._lives_of(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         self._aside = True
         first = FirstPass(block, (args, kwargs), {})
         self._aside = False
@@ -225,7 +219,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         call.fixed = call.fixed or first.settle()
         call.result, self._uses_before = likeness(result), len(self.uses)
         results = list(tensors_of(tree_leaves(result)))
-        call.outputs, call.output_bytes = self._lives_of(results), _bytes_of(results)
+        # of a wrapper the bytes of its parts
+        call.outputs, call.output_bytes = self._lives_of(results), sum(p.nbytes for t in results for p in parts_of(t))
         return result
 
     def _call_of_owner(self, fqn: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -266,9 +261,6 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def _lives_in(self, storages: Iterable[torch.UntypedStorage]) -> list[Life]:
         found = (self._of_key.get(id(storage)) for storage in storages)
         return list({id(life): life for life in found if life is not None}.values())
-
-    def _life_of(self, tensor: Tensor) -> Life | None:
-        return self._of_key.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
 
     def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator of the step and note it, or one outside the step."""
@@ -332,7 +324,10 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             self._aside = False
             kept = _KeptTensor(use, lambda: alias)
         else:
-            kept = _KeptTensor(use, partial(_empty, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device))
+            # not a closure over the tensor, which would keep it
+            layout = tuple(tensor.shape), tensor.stride()
+            empty = partial(torch.empty_strided, *layout, dtype=tensor.dtype, device=tensor.device)
+            kept = _KeptTensor(use, empty)
         if use is not None:
             weakref.finalize(kept, self._let_go, use)
         return kept
@@ -356,19 +351,6 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         return given
 
 
-def _later(death: int | None, other: int | None) -> int | None:
-    return None if death is None or other is None else max(death, other)
-
-
 def _apart(result: Any) -> Any:
     """What a block returns, as none of a module's arguments."""
     return tree_map(lambda leaf: replace(leaf, same=-1 - leaf.same) if isinstance(leaf, Like) else leaf, result)
-
-
-def _empty(shape: Any, stride: Any, dtype: Any, device: Any) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of what is here of some tensors: of a wrapper those of its parts."""
-    return sum(part.nbytes for t in tensors for part in parts_of(t))

@@ -14,7 +14,7 @@ of what several ranks make counts once.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -210,7 +210,8 @@ class _Cut:
     def passes(self) -> Passes:
         """All of it."""
         step, lives = self._step, self._lives
-        segment = self._segments()
+        ends = np.array([call.last_order for call in self._calls])
+        segment = self._by_node(lambda order: int(np.searchsorted(ends, order, side="right")), len(self._calls))
         kinds = {
             kind: {life.name: life for life in step.lives if life.kind == kind} for kind in (PARAMETERS, GRADIENTS)
         }
@@ -228,7 +229,7 @@ class _Cut:
             computed=np.array([id(life) in step.computed for life in lives], dtype=bool),
             of_blocks=np.array([id(life) in step.of_blocks for life in lives], dtype=bool),
             needs=self._needs,
-            maker=self._makers(),
+            maker=self._by_node(self._maker, -1),
             inputs=tuple(self._places(call.inputs) for call in self._calls),
             outputs=tuple(self._places(call.outputs) for call in self._calls),
             sent_bytes=tuple(call.output_bytes for call in self._calls),
@@ -250,25 +251,13 @@ class _Cut:
     def _places(self, lives: Sequence[Any]) -> tuple[int, ...]:
         return tuple(self._place[id(life)] for life in lives if id(life) in self._place)
 
-    def _segments(self) -> Any:
-        """Of operators of the backward pass, by the number of their node; one without goes with those before."""
-        ends = np.array([call.last_order for call in self._calls])
+    def _by_node(self, of: Callable[[int], int], now: int) -> Any:
+        """What a node's number says of operators of the backward pass; one without goes with those before."""
         found = np.full(len(self._phases), -1)
-        now = len(self._calls)
         for t, phase in enumerate(self._phases):
             if phase == BACKWARD:
                 order = self._step.orders[t]
-                now = now if order < 0 else int(np.searchsorted(ends, order, side="right"))
-                found[t] = now
-        return found
-
-    def _makers(self) -> Any:
-        """Of operators of the backward pass, the one that made their node; one without goes with those before."""
-        found, now = np.full(len(self._phases), -1), -1
-        for t, phase in enumerate(self._phases):
-            if phase == BACKWARD:
-                order = self._step.orders[t]
-                found[t] = now = now if order < 0 else self._maker(order)
+                found[t] = now = now if order < 0 else of(order)
         return found
 
     def _maker(self, order: int) -> int:

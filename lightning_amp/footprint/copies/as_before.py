@@ -1,4 +1,4 @@
-"""Restore what a step changes outside its copy: globals of its files, class attributes, closure variables.
+"""Restore what a step changes outside its copy, and copy the mutable state of objects.
 
 The module that trains would read a counter of all instances, a list of features or a cache, and tensors in these may
 have no values. Containers, random generators and objects of the user's classes are put back with what they hold.
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 
 LIBRARIES = {"torch", "lightning", "torchmetrics", "lightning_amp", *sys.stdlib_module_names}
@@ -58,6 +59,14 @@ def as_before(*owners: Any) -> Iterator[None]:
         yield
     finally:
         before.put_back()
+
+
+def contents(cell: CellType) -> list[Any]:
+    """What a closure holds in a cell; empty where nothing was put there yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
 
 
 class _Before:
@@ -104,7 +113,9 @@ class _Before:
         elif issubclass(kind, random.Random):
             self._undo.append(partial(value.setstate, value.getstate()))
         elif issubclass(kind, CellType):
-            self._keep_cell(value, depth)
+            for content in contents(value):
+                self._undo.append(partial(setattr, value, "cell_contents", content))
+                self.keep(content, depth)
         elif depth and self._is_looked_into(value):
             if issubclass(kind, FunctionType):
                 for part in (value.__defaults__, value.__kwdefaults__, *(value.__closure__ or ())):
@@ -123,25 +134,13 @@ class _Before:
         kind = type(value)
         if issubclass(kind, type | FunctionType):
             return value.__module__ in self._files
-        return is_of_user(kind) and not issubclass(kind, nn.Module | Tensor | ModuleType) and _has_names(kind)
+        has_names = any("__dict__" in vars(base) for base in kind.__mro__)
+        return is_of_user(kind) and not issubclass(kind, nn.Module | Tensor | ModuleType) and has_names
 
     def _keep_entries(self, values: Any, depth: int) -> None:
         if len(values) <= LONG:
             for value in values.values() if isinstance(values, dict) else values:
                 self.keep(value, depth)
-
-    def _keep_cell(self, cell: CellType, depth: int) -> None:
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            # nothing was put there yet
-            return
-        self._undo.append(partial(setattr, cell, "cell_contents", content))
-        self.keep(content, depth)
-
-
-def _has_names(kind: type) -> bool:
-    return any("__dict__" in vars(base) for base in kind.__mro__)
 
 
 def _names(owner: Any) -> dict[str, Any]:
@@ -178,3 +177,64 @@ def _ids(values: Any) -> list[int]:
 def _clear_if_grown(cached: Any, size: int) -> None:
     if cached.cache_info().currsize != size:
         cached.cache_clear()
+
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+OWNERS = (nn.Module, LightningDataModule)
+SHARED = (*OWNERS, Trainer, torch.Tensor, np.ndarray, type)
+
+
+def apart(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy in what an object remembers of itself: attributes, small containers, random generators; shares the rest.
+
+    Args:
+        value: The object.
+        memo: Copies by the id of what they are of; those of one memo refer to each other.
+    """
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, GENERATORS):
+        memo[id(value)] = value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
+    elif isinstance(value, dict | list | tuple) and type(value) in (dict, list, tuple):
+        if len(value) > LONG:
+            # data
+            return value
+        if isinstance(value, dict):
+            memo[id(value)] = found = {}
+            found.update({key: apart(part, memo) for key, part in value.items()})
+        else:
+            memo[id(value)] = type(value)([apart(part, memo) for part in value])
+    elif isinstance(value, MethodType):
+        owner = value.__self__
+        # a method of a module or data module may change that one, which is then a copy in what it remembers too
+        own = _shallow(owner, memo) if isinstance(owner, OWNERS) and id(owner) not in memo else apart(owner, memo)
+        memo[id(value)] = MethodType(value.__func__, own)
+    elif _remembers(value):
+        try:
+            _shallow(value, memo)
+        except Exception:
+            return value
+    return memo.get(id(value), value)
+
+
+def _shallow(value: Any, memo: dict[int, Any]) -> Any:
+    found = memo[id(value)] = copy.copy(value)
+    vars(found).update({name: apart(part, memo) for name, part in vars(value).items()})
+    return found
+
+
+def _remembers(value: Any) -> bool:
+    """Whether an object has attributes, and python's own way of being copied, which makes nothing else."""
+    kind: Any = type(value)
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, SHARED)
+        and not callable(getattr(kind, "__copy__", None))
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and not hasattr(kind, "__setstate__")
+        # it may close a file that the copy shares
+        and not hasattr(kind, "__del__")
+        and getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
+        and kind.__module__ != "builtins"
+    )

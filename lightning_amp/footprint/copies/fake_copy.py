@@ -24,10 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_amp._torch import FakeTensor, FakeTensorMode, has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.copies.apart import apart
-from lightning_amp.footprint.copies.as_before import is_of_user
-from lightning_amp.footprint.copies.known_values import give_values
-from lightning_amp.footprint.copies.unread import numbers_may_be_taken
+from lightning_amp.footprint.copies.as_before import apart, contents, is_of_user
+from lightning_amp.footprint.copies.known_values import give_values, numbers_may_be_taken
 
 M = TypeVar("M", bound=nn.Module)
 DATA = (Dataset, DataLoader, LightningDataModule)
@@ -55,7 +53,9 @@ def copy_of(module: M, fake: FakeTensorMode | None) -> M:
         computed = [v for v in vars(child).values() if isinstance(v, Tensor) and v.grad_fn is not None]
         memo |= {id(v): v.detach() if fake is None else fake_tensor(v.detach(), fake) for v in computed}
         if fake is not None:
-            for tensor in _own_tensors(child):
+            for tensor in (*child._parameters.values(), *child._buffers.values()):
+                if tensor is None:
+                    continue
                 memo[id(tensor)] = found = fake_tensor(tensor, fake)
                 if not (isinstance(tensor, nn.Parameter) or has_no_values(tensor)):
                     give_values(found, tensor)
@@ -117,11 +117,11 @@ def _copy_functions(owners: Sequence[Any], memo: dict[int, Any]) -> None:
             twin = FunctionType(value.__code__, value.__globals__, value.__name__, None, closure)
             memo[id(value)] = twin
             copies.append((twin, value))
-            waiting += [content for cell in own for content in _content(cell)]
+            waiting += [content for cell in own for content in contents(cell)]
     # only now, for what one has closed over may hold others
     copied = partial(_copied, memo=memo, own=set(map(id, owners)))
     for new, cell in cells.values():
-        for content in _content(cell):
+        for content in contents(cell):
             new.cell_contents = copied(content)
     for twin, value in copies:
         vars(twin).update(vars(value))
@@ -137,14 +137,6 @@ def _holds_something(value: Any) -> bool:
     )
 
 
-def _content(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        # nothing was put there yet
-        return []
-
-
 def _copied(value: Any, *, memo: dict[int, Any], own: set[int]) -> Any:
     """What a copied function holds: copies of the module's parts and of small things, and all else itself."""
     if isinstance(value, SHARED) or (isinstance(value, nn.Module | Tensor) and id(value) not in own | memo.keys()):
@@ -155,11 +147,8 @@ def _copied(value: Any, *, memo: dict[int, Any], own: set[int]) -> Any:
         return value
 
 
-class _Nothing:
-    """Stands for a Trainer while a module is copied: None would not do, which a memo takes for no entry."""
-
-
-_NOTHING = _Nothing()
+_NOTHING = object()
+"""Stands for a Trainer while a module is copied: None would not do, which a memo takes for no entry."""
 
 
 def make_fake(module: nn.Module, fake: FakeTensorMode) -> None:
@@ -176,7 +165,7 @@ def without_values() -> Iterator[None]:
     """Let code copy tensors, and take numbers out of them, while a fake mode is on.
 
     torch's own way of copying takes the bytes of a storage, which has none then: it writes where no memory was given
-    to it. Numbers are those of `unread.py`.
+    to it. Numbers are those of `known_values.py`.
     """
     before = Tensor.__deepcopy__
     Tensor.__deepcopy__ = _copy_of_tensor  # type: ignore[method-assign]
@@ -262,8 +251,3 @@ def _map(values: Any, change: Any) -> Any:
     if is_dataclass(values) and not isinstance(values, type):
         return replace(values, **{f.name: _map(getattr(values, f.name), change) for f in fields(values) if f.init})
     return values
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    own = [*module._parameters.values(), *module._buffers.values()]
-    return [tensor for tensor in own if tensor is not None]

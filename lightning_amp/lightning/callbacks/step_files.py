@@ -17,10 +17,9 @@ from lightning.pytorch import LightningModule
 
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.footprint.copies.fake_copy import length_of
-from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.footprint.module_profile import ModuleProfile, summarize
 from lightning_amp.footprint.profile_module import REAL
 from lightning_amp.footprint.step_recorder import StepRecorder
-from lightning_amp.footprint.summarize import summarize
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.stages_report import schedule_title, timeline_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Pass, PassTimes, Timeline

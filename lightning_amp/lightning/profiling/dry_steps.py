@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_amp.costs.link_seconds import Kind, Links
+from lightning_amp.costs.device_rates import Kind, Links
 from lightning_amp.costs.rule import Spec
 from lightning_amp.dist.splits import MeshAxis, Sent
 from lightning_amp.errors import AmpError, PlanError, ShardError

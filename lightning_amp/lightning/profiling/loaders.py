@@ -9,10 +9,10 @@ items have numbers the first batch is made by hand, in this process, with the lo
 A loader of another kind may have a method `amp_example_batch`, which gives a batch that nobody misses.
 
 This is done as a guest (guest.py), and data set, sampler and `collate_fn` are copies in what they remember of
-themselves (apart.py): a count, or a random generator, does not move on.
+themselves (as_before.py): a count, or a random generator, does not move on.
 
 Known limits: what an item does outside of its process is done once more, such as moving the position in an open file;
-a list or dictionary of a data set's that is longer than `apart.LONG` is not a copy; `worker_init_fn` is not called.
+a list or dictionary of a data set's that is longer than `as_before.LONG` is not a copy; `worker_init_fn` is not called.
 """
 
 import pickle
@@ -34,7 +34,7 @@ from torch.utils.data import (
 
 from lightning_amp._torch import tree_leaves
 from lightning_amp.errors import DataError
-from lightning_amp.footprint.copies.apart import apart
+from lightning_amp.footprint.copies.as_before import apart
 from lightning_amp.footprint.copies.guest import as_guest
 from lightning_amp.lightning._compat import request_dataloader
 from lightning_amp.random_streams import isolated_random_streams

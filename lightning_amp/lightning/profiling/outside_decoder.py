@@ -23,19 +23,17 @@ from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
 
-from lightning_amp.costs.chain import CHUNKED, extra_seconds, peak_bytes
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.footprint.chain.chain import Chain
+from lightning_amp.footprint.chain.chain import CHUNKED, Chain, extra_seconds, peak_bytes
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.recompute_state import unrepeatable
 from lightning_amp.graph.table import Table
 from lightning_amp.installing.install import overlap
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.plan import Candidate, Plan
+from lightning_amp.planning.plan.plan import Axes, Candidate, Plan
 from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.forms import ChunkForms

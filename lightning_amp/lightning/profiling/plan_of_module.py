@@ -20,9 +20,8 @@ from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
+from lightning_amp.planning.modules.min_memory_plan import answers, fewest_ranks, largest_batches
 from lightning_amp.planning.modules.plan_module import Counted, plan_step
-from lightning_amp.planning.modules.questions import answers, largest_batches
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import without_shared_statistics
 from lightning_amp.planning.reports.step_report import step_report

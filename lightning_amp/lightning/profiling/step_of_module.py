@@ -21,7 +21,7 @@ from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.chain.chain import Chain
-from lightning_amp.footprint.chain.chain_of import CountedStep, chain_of, count_step
+from lightning_amp.footprint.chain.chain_of import CountedStep, count_step
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates
@@ -254,7 +254,7 @@ class StepOfModule:
         Raises:
             AmpError: As of `count`.
         """
-        return self.run_with(rules, partial(chain_of, rates=self.operator_rates()))
+        return self.run_with(rules, partial(count_step, names=(), rates=self.operator_rates())).chain
 
     def profile_with(self, rules: Sequence[Rule]) -> ModuleProfile | None:
         """What `profiled` or `count` has found last with rules for the same modules; None where none has."""

@@ -33,7 +33,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_amp._torch import FakeTensor
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import DataError, ModelError
-from lightning_amp.footprint.copies.types_of_the_step import types_of_the_step
+from lightning_amp.footprint.recompute_state import types_of_the_step
 from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import refuse_own_statistics

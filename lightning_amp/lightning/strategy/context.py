@@ -18,7 +18,9 @@ from lightning_amp.costs.model_shape import (
     DecoderShape,
     ModelShape,
     NetworkShape,
+    attention_of,
     outside_strata,
+    profile_of_module,
     with_counts,
 )
 from lightning_amp.costs.profiled_step import ProfiledStep
@@ -34,7 +36,6 @@ from lightning_amp.lightning.strategy.hardware import ThisRank, device_budget, m
 from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE
-from lightning_amp.planning.plan.decoder_only import attention_of, profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.time.step_seconds import on_device
 from lightning_amp.profiling.profile import Profile

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.errors import PlanError
-from lightning_amp.installing.installed import Installed
+from lightning_amp.installing.install import Installed
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
 from lightning_amp.lightning.profiling.dry_steps import put_steps

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.installing.install import install
-from lightning_amp.installing.installed import Installed
+from lightning_amp.installing.install import Installed, install
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.profiling.outside_decoder import keeping_blocks

@@ -21,12 +21,11 @@ from lightning_amp._torch import is_compiled
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
-from lightning_amp.installing.installed import Installed
+from lightning_amp.installing.install import Installed
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.reports.plan_report import plan_report, shortfall
-from lightning_amp.planning.reports.summary import plan_summary
+from lightning_amp.planning.reports.plan_report import plan_report, plan_summary, shortfall
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics

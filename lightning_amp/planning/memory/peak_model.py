@@ -24,29 +24,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import isqrt
-from typing import NamedTuple
 
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.kept_tensors import latent_terms, table_numbers
-from lightning_amp.planning.memory.temporaries import (
-    CELLS,
-    KEY,
-    MAKING,
-    Cells,
-    Key,
-    Making,
-    backward_peak,
-    forward_peak,
-)
-from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.sizes.rank_sizes import RankSizes, widest
-from lightning_amp.planning.sizes.terms import Counted, Term, strata_of
+from lightning_amp.planning.memory.temporaries import CELLS, KEY, MAKING, backward_peak, forward_peak
+from lightning_amp.planning.plan.plan import Axes
+from lightning_amp.planning.sizes.rank_sizes import Counted, RankSizes, Term, strata_of, widest
 from lightning_amp.planning.time.step_seconds import strata_ends
 from lightning_amp.techniques.table import STRATEGIES
 
-NODE_BYTES = 8
-"""Of the anchor of a feature, int64."""
+INDEX_BYTES = 8
+"""Of an anchor, a vertex or one end of an edge, int64."""
 FEATURES: Term[RankSizes, int] = Term(lambda s: s.most_features, "placement", "features")
 
 
@@ -215,17 +204,21 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         entered, region = _region(shape, sizes)
         runs, first_key = _runs(shape, sizes), _first_key(sizes)
     parameters, buffers, inputs = shape.parameter_bytes, shape.buffer_bytes, shape.base_activation_bytes
-    vertices = vertex_bytes(shape, sizes)
-    parameters -= vertices.parameters
-    buffers += vertices.buffers
-    inputs -= vertices.kept
+    if (vertices := shape.vertices) is not None and sizes is not None and sizes.by_nodes:
+        # of the rows of other ranks there are no embedding, gradient and state, and nothing is kept; which rows are
+        # where, and the rank's own edges, are there besides the lists of all
+        own = sizes.anchors + -(-max(0, vertices.count - sizes.decoder.anchors) // sizes.ranks)
+        away, per_edge = vertices.count - own, 2 * INDEX_BYTES + shape.element_bytes
+        parameters -= shape.element_bytes * sizes.decoder.dim * away
+        inputs -= shape.vertex_bytes * away // vertices.count
+        buffers += INDEX_BYTES * (vertices.count + own) + per_edge * -(-vertices.edges // sizes.ranks)
     if axes.features == "sharded" or wide_layers:
         # a rank has its shard of their weights, and keeps its columns of their inputs
         parameters -= shape.wide_weight_bytes - -(-shape.wide_weight_bytes // model_ranks)
         inputs -= shape.wide_input_bytes - -(-shape.wide_input_bytes // model_ranks)
     if sizes is not None and (axes.features == "sharded" or axes.placement == "nodes"):
         # the anchors of the rank's own features, besides the list of all
-        buffers += NODE_BYTES * sum(_column(FEATURES, sizes))
+        buffers += INDEX_BYTES * sum(_column(FEATURES, sizes))
     found = _strata(sizes, runs)
     return Estimate(
         # weights and the last step's gradients, then the optimiser's copies
@@ -287,27 +280,20 @@ def _spines(s: RankSizes, runs: tuple[tuple[int, int], ...]) -> list[int]:
 def _strata(s: RankSizes | None, runs: tuple[tuple[int, int], ...]) -> tuple[StratumBytes, ...]:
     if s is None:
         return ()
-    columns = zip(_column(KEY, s), _column(MAKING, s), _column(CELLS, s), _spines(s, runs), strict=True)
-    return tuple(_stratum(s.axes.activations, *stratum) for stratum in columns)
-
-
-def _stratum(activations: str, key: Key, making: Making, cells: Cells, spine: int) -> StratumBytes:
-    kept = key.kept + making.kept + cells.kept
-    # under recompute all of a stratum is dropped but what it hands on; under stream its gradients are left
-    left = kept if activations == "retain" else making.left + cells.tables
-    return StratumBytes(
-        left=left,
-        spine=spine,
-        alive=_alive(left, kept, making, cells, activations),
-        forward=forward_peak(key, making, cells),
-        backward=backward_peak(key, making, cells),
-    )
-
-
-def _alive(left: int, kept: int, making: Making, cells: Cells, activations: str) -> int:
-    if activations != "stream":
-        return left
-    return making.alive + cells.tables if cells.there_and_back else kept
+    found, columns = [], (_column(KEY, s), _column(MAKING, s), _column(CELLS, s), _spines(s, runs))
+    for key, making, cells, spine in zip(*columns, strict=True):
+        alive = kept = key.kept + making.kept + cells.kept
+        left = kept
+        if s.recomputed:
+            # all of a stratum is dropped but what it hands on
+            alive = left = making.left
+        elif s.streamed:
+            # its gradients are left
+            left = making.left + cells.tables
+            alive = making.alive + cells.tables if cells.there_and_back else kept
+        forward, backward = forward_peak(key, making, cells), backward_peak(key, making, cells)
+        found.append(StratumBytes(left=left, spine=spine, alive=alive, forward=forward, backward=backward))
+    return tuple(found)
 
 
 def _runs(shape: ModelShape, s: RankSizes) -> tuple[tuple[int, int], ...]:
@@ -334,33 +320,3 @@ def _region(shape: ModelShape, sizes: RankSizes) -> tuple[int, int]:
     # under S2 joined and summed, in copies
     summed = axes.features == "sharded" or axes.placement in ("strata", "nodes")
     return 0, rows * decoder.dim * (3 if summed else 1)
-
-
-INDEX_BYTES = 8
-
-
-class VertexBytes(NamedTuple):
-    """What the split of the vertices under nodes changes.
-
-    Fewer bytes of parameters (embedding, gradient, optimiser state) and of what is kept, for the rows of other ranks;
-    more of buffers: which rows are where, and the rank's own edges, besides the lists of all.
-    """
-
-    parameters: int = 0
-    kept: int = 0
-    buffers: int = 0
-
-
-def vertex_bytes(shape: ModelShape, sizes: RankSizes | None) -> VertexBytes:
-    """What the split of the vertices changes on one rank; nothing where they are not split."""
-    vertices = shape.vertices
-    if vertices is None or sizes is None or not sizes.by_nodes:
-        return VertexBytes()
-    own = sizes.anchors + -(-max(0, vertices.count - sizes.decoder.anchors) // sizes.ranks)
-    away = vertices.count - own
-    per_edge = 2 * INDEX_BYTES + shape.element_bytes
-    return VertexBytes(
-        parameters=shape.element_bytes * sizes.decoder.dim * away,
-        kept=shape.vertex_bytes * away // vertices.count,
-        buffers=INDEX_BYTES * (vertices.count + own) + per_edge * -(-vertices.edges // sizes.ranks),
-    )

@@ -20,8 +20,7 @@ from lightning_amp.planning.memory.kept_tensors import (
     statistic_terms,
     table_terms,
 )
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.sizes.terms import Term
+from lightning_amp.planning.sizes.rank_sizes import RankSizes, Term
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun, Calls
 
 
@@ -93,7 +92,10 @@ def backward_peak(key: Key, making: Making, cells: Cells) -> int:
 
 
 def _key(s: RankSizes) -> Key:
-    return Key(sum(key_terms(s).values()), s.element * _decoding(s))
+    # scores on their way: without S4 of all anchors, and in copies where each goes to its owner
+    everything = s.block * s.anchors if s.axes.decode == "full" else 0
+    decoding = everything + (3 if s.scattered else 1) * s.block * s.most_decoded
+    return Key(sum(key_terms(s).values()), s.element * decoding)
 
 
 def _making(s: RankSizes) -> Making:
@@ -157,7 +159,10 @@ def _passing(s: RankSizes) -> int:
     """What the sum of log-probabilities makes and drops."""
     one = s.decoder.n_batches == 1
     if s.sparse:
-        return (7 if one else 14) * s.block_scores // 4 + _entries(s) + (3 if one else 6) * _sparse_chunk(s)
+        # what is made for the counts that are not zero, taken as one in 20, and for the columns that are computed at a
+        # time (sparse_likelihood.py)
+        entries, chunk = 15 * s.block_scores // 20, s.block * min(s.most_features, s.sparse_columns)
+        return (7 if one else 14) * s.block_scores // 4 + entries + (3 if one else 6) * chunk
     return (5 if one else 7) * s.block_scores
 
 
@@ -167,22 +172,6 @@ def _passing_back(s: RankSizes) -> int:
     if s.sparse:
         return (2 if one else 3) * s.block_scores
     return (7 if one else 6) * s.block_scores
-
-
-def _sparse_chunk(s: RankSizes) -> int:
-    """Numbers of the columns that a sparse likelihood computes at a time (sparse_likelihood.py)."""
-    return s.block * min(s.most_features, s.sparse_columns)
-
-
-def _entries(s: RankSizes) -> int:
-    """What a sparse likelihood makes for the counts that are not zero, taken as one in 20."""
-    return 15 * s.block_scores // 20
-
-
-def _decoding(s: RankSizes) -> int:
-    """Scores on their way: without S4 of all anchors, and in copies where each goes to its owner."""
-    everything = s.block * s.anchors if s.axes.decode == "full" else 0
-    return everything + (3 if s.scattered else 1) * s.block * s.most_decoded
 
 
 def _attending(s: RankSizes) -> int:

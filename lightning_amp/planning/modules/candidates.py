@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from types import MappingProxyType
 
-from lightning_amp.costs.link_seconds import collective_seconds
+from lightning_amp.costs.device_rates import collective_seconds
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS
-from lightning_amp.planning.plan.module_diagnosis import NEEDLESS
-from lightning_amp.planning.plan.plan import Candidate
+from lightning_amp.planning.plan.plan import NEEDLESS, Candidate
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.pipeline.options import OPEN, PipelineOptions, stages_of
 from lightning_amp.techniques.pipeline.stages import best_pipeline
@@ -115,9 +114,7 @@ def compare(
     )
 
 
-def asked_for(
-    seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None, beyond: Beyond = NOTHING
-) -> Draft:
+def asked_for(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None, beyond: Beyond) -> Draft:
     """The plan with techniques that a person has named.
 
     Raises:
@@ -195,25 +192,16 @@ def advice(
         if stages is None and _stages_are_needless(seen, ranks=ranks, budget=budget, faster=compared):
             does_not["pipeline"] = NEEDLESS.format("pipeline")
         else:
-            made = stages or best_pipeline(seen, ranks=ranks, budget=None, asked=OPEN)
-            _advise_stages(as_it_is(seen, ranks), made, helps, does_not)
+            whole, made = as_it_is(seen, ranks), stages or best_pipeline(seen, ranks=ranks, budget=None, asked=OPEN)
+            if isinstance(made, str):
+                does_not["pipeline"] = f"pipeline would not: {made}"
+            elif made.peak_bytes <= (1 - WORTH) * whole.peak_bytes:
+                helps["pipeline"] = made.peak_bytes, _gain("pipeline", whole, made)
+            else:
+                limit = "a stage keeps the gradients of two steps, and what is in flight"
+                does_not["pipeline"] = f"pipeline would not: {_instead(whole, made)}, for {limit}"
     ordered = sorted(helps, key=lambda name: helps[name][0])
     return {name: helps[name][1] for name in ordered}, does_not
-
-
-def _advise_stages(
-    whole: Draft, made: Draft | str, helps: dict[str, tuple[int, str]], does_not: dict[str, str]
-) -> None:
-    if isinstance(made, str):
-        does_not["pipeline"] = f"pipeline would not: {made}"
-    elif made.peak_bytes <= (1 - WORTH) * whole.peak_bytes:
-        helps["pipeline"] = made.peak_bytes, _gain("pipeline", whole, made)
-    else:
-        peaks = f"{format_bytes(made.peak_bytes)} instead of {format_bytes(whole.peak_bytes)}"
-        does_not["pipeline"] = (
-            f"pipeline would not: the peak would be {peaks}, for a stage keeps the gradients of two steps, and what is"
-            " in flight"
-        )
 
 
 def _is_needless(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> bool:
@@ -240,6 +228,10 @@ def _fits(seen: ProfiledStep, *, ranks: int, budget: int | None) -> bool:
     return budget is not None and as_it_is(seen, ranks).peak_bytes <= budget
 
 
+def _instead(whole: Draft, made: Draft) -> str:
+    return f"the peak would be {format_bytes(made.peak_bytes)} instead of {format_bytes(whole.peak_bytes)}"
+
+
 def _why_not(seen: ProfiledStep, technique: Prediction, whole: Draft, made: Draft) -> str:
     """What is most of the peak and stays, or what else stands in the way."""
     left = [kind for kind in KINDS if kind not in technique.kinds]
@@ -247,8 +239,7 @@ def _why_not(seen: ProfiledStep, technique: Prediction, whole: Draft, made: Draf
     if share >= MOSTLY:
         most = sorted(left, key=seen.profile.by_kind.__getitem__, reverse=True)
         return f"{100 * share:.0f} % of the peak are {_and(most)}, which it leaves as they are"
-    peaks = f"the peak would be {format_bytes(made.peak_bytes)} instead of {format_bytes(whole.peak_bytes)}"
-    return f"{peaks}, for {technique.limit}"
+    return f"{_instead(whole, made)}, for {technique.limit}"
 
 
 def sets_of_techniques() -> Iterator[tuple[str, ...]]:

@@ -1,18 +1,120 @@
-"""Turn the draft that was chosen for a module into a Plan, with its rules, predictions and notes."""
+"""Diagnose what holds the peak of a module's step, and turn the draft that was chosen for it into a Plan.
+
+    LARGE_PARAMETERS      parameters, gradients, optimiser state       a third of the peak, or its largest part
+    ONE_LARGE_TENSOR      one tensor, with those of its shape that its module makes               the same
+    MANY_SAVED_TENSORS    what else is saved for the backward pass                                the same
+    LARGE_HEAD            logits, and what the loss makes of them                                 the same
+
+Which techniques help is found by predicting the peak with each of them (candidates.py): one helps that takes `WORTH` of
+the peak away. Of those that do not, what stands in the way is said: the part of the peak that they leave as it is.
+"""
 
 from dataclasses import replace
 
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
-from lightning_amp.planning.modules.candidates import Compared
-from lightning_amp.planning.modules.diagnosis import diagnose_module, evidence, signals
+from lightning_amp.footprint.module_profile import ACTIVATIONS, PHASES, ModuleProfile
+from lightning_amp.planning.modules.candidates import Compared, advice
 from lightning_amp.planning.modules.min_memory_plan import LEAST, missing
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.plan import Explanation, Plan
+from lightning_amp.planning.plan.plan import Axes, Explanation, MeshShape, ModuleDiagnosis, Plan
 from lightning_amp.planning.policies.build_rules import BY_USER
+from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.row import forms_of
 from lightning_amp.techniques.data.row import DataParallel
 from lightning_amp.techniques.table import STRATEGIES, in_order
+
+SHARE = 1 / 3
+"""Of the peak, from which on a part raises its signal."""
+SHOWN = 8
+"""Modules that a diagnosis names."""
+SIGNALS = {
+    "parameters": "LARGE_PARAMETERS",
+    "tensor": "ONE_LARGE_TENSOR",
+    "saved": "MANY_SAVED_TENSORS",
+    "head": "LARGE_HEAD",
+}
+
+
+def diagnose_module(
+    seen: ProfiledStep,
+    *,
+    ranks: int = 1,
+    budget: int | None = None,
+    stages: Draft | None = None,
+    compared: bool = False,
+) -> ModuleDiagnosis:
+    """What the profile says, and which techniques help; those that take seconds to look for, beyond a budget only, but
+    for `stages` that are drafted already, or may be faster than plans that are `compared`.
+    """
+    profile = seen.profile
+    helps, does_not_help = advice(seen, ranks=ranks, budget=budget, stages=stages, compared=compared)
+    return ModuleDiagnosis(
+        largest=profile.largest,
+        evidence=(*evidence(profile), *where(profile)),
+        helps=helps,
+        does_not_help=does_not_help,
+        peak_bytes=profile.peak_bytes,
+        parts=dict(profile.parts),
+        modules={row.fqn: row.n_bytes for row in profile.modules[:SHOWN]},
+        measured=profile.measured,
+        reason=profile.reason,
+    )
+
+
+def signals(profile: ModuleProfile) -> tuple[str, ...]:
+    """Names of the raised signals."""
+    return tuple(name for part, name in SIGNALS.items() if _raised(profile, part))
+
+
+def evidence(profile: ModuleProfile) -> tuple[str, ...]:
+    """One sentence per signal, raised or not: "MANY_SAVED_TENSORS: 5.31 MiB, 72 % of the peak, ..."."""
+    return tuple(f"{name}: {_sentence(profile, part)}" for part, name in SIGNALS.items())
+
+
+def where(profile: ModuleProfile) -> tuple[str, ...]:
+    """Where in the step the peak is, and which module and tensor hold most of it."""
+    at = f" of {profile.peak_module}" if profile.peak_module else ""
+    said = [f"the peak of {format_bytes(profile.peak_bytes)} is in the {PHASES[profile.peak_phase]}{at}"]
+    if profile.modules:
+        most = profile.modules[0]
+        said.append(f"{called(most.fqn)} holds most of it: {_part_of(profile, most.n_bytes)}")
+    if profile.tensors:
+        tensor = profile.tensors[0]
+        said.append(
+            f"the largest tensor is {tensor.name} of {called(tensor.fqn)}, {list(tensor.shape)} {tensor.dtype}:"
+            f" {_part_of(profile, tensor.n_bytes)}"
+        )
+    return tuple(said)
+
+
+def called(fqn: str) -> str:
+    """A module's name, which is empty for the LightningModule itself."""
+    return fqn or "the module itself"
+
+
+def _raised(profile: ModuleProfile, part: str) -> bool:
+    return part == profile.largest or profile.parts[part] >= SHARE * profile.peak_bytes
+
+
+def _sentence(profile: ModuleProfile, part: str) -> str:
+    size = _part_of(profile, profile.parts[part])
+    kinds, n = profile.by_kind, sum(row.by_kind[ACTIVATIONS] > 0 for row in profile.modules)
+    modules = "1 module" if n == 1 else f"{n} modules"
+    detail = {
+        "parameters": "parameters {parameters}, gradients {gradients}, optimiser state {optimiser state}".format(
+            **{kind: format_bytes(n_bytes) for kind, n_bytes in kinds.items()}
+        ),
+        "tensor": "the largest tensor that is no parameter, with those of its shape that its module makes",
+        "saved": f"tensors of {modules} that the forward pass leaves to the backward pass",
+        "head": "logits, and what the loss makes of them",
+    }[part]
+    sign = "more than a third" if _raised(profile, part) else "less than a third"
+    sign = "the largest part" if part == profile.largest else sign
+    return f"{size}, {detail} ({sign})"
+
+
+def _part_of(profile: ModuleProfile, n_bytes: int) -> str:
+    return f"{format_bytes(n_bytes)}, {100 * n_bytes / max(1, profile.peak_bytes):.0f} % of the peak"
 
 
 def on_model_axis(base: Plan, model: int) -> Plan:
@@ -55,16 +157,7 @@ def held_bytes(seen: ProfiledStep, made: Draft) -> int:
 
 def rules_of(best: Draft, *, named: bool) -> tuple[Rule, ...]:
     """The rules of a draft; with the word that a person has `named` its techniques."""
-    return tuple(
-        Rule(
-            fqn=target.fqn,
-            spec=target.spec,
-            strategy=target.strategy,
-            why=f"{BY_USER} ({target.why})" if named else target.why,
-            saves_bytes=target.saves_bytes,
-        )
-        for target in best.targets
-    )
+    return tuple(replace(target, why=f"{BY_USER} ({target.why})") if named else target for target in best.targets)
 
 
 def of_fullest(plan: Plan, made: Draft) -> tuple[Plan, Draft]:

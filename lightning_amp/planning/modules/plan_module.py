@@ -10,14 +10,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.model_shape import ModelShape, profile_of_module
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.planning.modules.candidates import (
     TRIES,
-    Beyond,
     Compared,
     as_it_is,
     asked_for,
@@ -25,8 +24,8 @@ from lightning_amp.planning.modules.candidates import (
     draft,
     replaced_peak,
 )
-from lightning_amp.planning.modules.diagnosis import diagnose_module
 from lightning_amp.planning.modules.finish_plan import (
+    diagnose_module,
     finished,
     held_bytes,
     kept_notes,
@@ -35,7 +34,6 @@ from lightning_amp.planning.modules.finish_plan import (
     rules_of,
 )
 from lightning_amp.planning.modules.plan_stages import options_of_named, pipeline_of, predicted_again, with_stages
-from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_memory, with_requested
 from lightning_amp.planning.policies.make_plan import plan as make_plan
@@ -109,7 +107,20 @@ def plan_module(
     limit = None if named is not None and not budget_named else budget
     beyond = defaultdict[frozenset[str], list[int]](list)
     while True:
-        compared = _compared(seen, base, named=named, limit=limit, refused=refused, beyond=beyond, asked=asked)
+        if named is None:
+            compared = compare(
+                seen,
+                ranks=base.gradient_ranks,
+                budget=budget,
+                base=base.strategies,
+                batch_size=base.batch_size,
+                refused=refused,
+                beyond=beyond,
+                asked=asked,
+            )
+        else:
+            best = asked_for(seen, named, ranks=base.gradient_ranks, budget=limit, beyond=beyond)
+            compared = Compared(best=best, candidates=(), dropped={})
         best = compared.best
         rules = rules_of(best, named=named is not None)
         if best.stages:
@@ -173,32 +184,6 @@ def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None, m
             *kept_notes(given, seen),
             *missing_bytes(seen, replace(as_it_is(seen, ranks), peak_bytes=made.peak_bytes), given.budget_bytes),
         ),
-    )
-
-
-def _compared(
-    seen: ProfiledStep,
-    base: Plan,
-    *,
-    named: tuple[str, ...] | None,
-    limit: int | None,
-    refused: dict[tuple[str, ...], str],
-    beyond: Beyond,
-    asked: PipelineOptions,
-) -> Compared:
-    ranks = base.gradient_ranks
-    if named is not None:
-        best = asked_for(seen, named, ranks=ranks, budget=limit, beyond=beyond)
-        return Compared(best=best, candidates=(), dropped={})
-    return compare(
-        seen,
-        ranks=ranks,
-        budget=base.budget_bytes,
-        base=base.strategies,
-        batch_size=base.batch_size,
-        refused=refused,
-        beyond=beyond,
-        asked=asked,
     )
 
 

@@ -5,8 +5,14 @@ from dataclasses import replace
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.modules.candidates import Compared
-from lightning_amp.planning.modules.diagnosis import diagnose_module
-from lightning_amp.planning.modules.finish_plan import finished, kept_notes, missing_bytes, of_fullest, rules_of
+from lightning_amp.planning.modules.finish_plan import (
+    diagnose_module,
+    finished,
+    kept_notes,
+    missing_bytes,
+    of_fullest,
+    rules_of,
+)
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.pipeline.options import PipelineOptions

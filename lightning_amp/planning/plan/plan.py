@@ -4,19 +4,93 @@ Legend: bytes are per rank; `strata_bytes[k]` is the memory held right after str
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_amp.costs.profiled_step import Stage
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.module_diagnosis import ModuleDiagnosis
 from lightning_amp.techniques.data.row import BalanceCells
 from lightning_amp.techniques.hic.rows import StreamStrata
 from lightning_amp.techniques.table import STRATEGIES, conflicts, specs_by_name, with_steps, without_blocks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshShape:
+    """Ranks along the two axes of the device mesh; the model axis is innermost."""
+
+    data: int
+    model: int
+
+    def __post_init__(self) -> None:
+        if not all(type(n) is int and n >= 1 for n in (self.data, self.model)):
+            raise PlanError(
+                f"a mesh of {self.data!r} x {self.model!r} is not supported; both axes need a whole number of 1 or more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axes:
+    """One choice on each axis of a decomposed decoder; a form that a rule asks for is part of the name."""
+
+    placement: str = "replicated"
+    features: str = "all"
+    attention: str = "eager"
+    decode: str = "full"
+    likelihood: str = "dense"
+    activations: str = "retain"
+    kernels: str = "eager"
+
+    @classmethod
+    def of(cls, strategies: Iterable[str], specs: Iterable[Spec] = ()) -> "Axes":
+        """The choices of some strategies of the library, and on the other axes the eager ones.
+
+        Args:
+            specs: What their rules ask for, where that may not be the usual.
+        """
+        specs = tuple(specs)
+        choosing = without_blocks(strategies, specs)
+        choices = [
+            *(STRATEGIES[strategy].choice for strategy in choosing),
+            *(getattr(spec, "choice", None) for spec in specs),
+        ]
+        axes = cls(**dict(choice for choice in choices if choice is not None))
+        # where strata or anchors are split, S2 is left with the layers outside the decoder
+        return axes if axes.placement not in ("strata", "nodes") else replace(axes, features="all")
+
+
+NEEDLESS = "{} was not looked for, which takes seconds: the step fits as it is"
+"""Reason in `does_not_help` of a technique that may help."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleDiagnosis:
+    """The second training step on one device with nothing installed.
+
+    Attributes:
+        largest: The largest part of the peak, one of module_profile.PARTS.
+        evidence: One sentence per finding, with its numbers.
+        helps: Techniques by id, and what they would make of the peak; that which helps most first.
+        does_not_help: Techniques by id, and why they would not.
+        peak_bytes: The peak.
+        parts: The peak in parts.
+        modules: Those that hold most at the peak, largest first, without what their children hold.
+        measured: "fake tensors", or "a real step".
+        reason: Why the step could not run on fake tensors, "" where it could.
+    """
+
+    largest: str
+    evidence: tuple[str, ...]
+    helps: dict[str, str]
+    does_not_help: dict[str, str]
+    peak_bytes: int
+    parts: dict[str, int]
+    modules: dict[str, int]
+    measured: str
+    reason: str
+
 
 SCHEMA = 1
 
@@ -115,9 +189,14 @@ class Plan:
         """Refuse a plan that contradicts itself.
 
         Raises:
-            PlanError: It would train something else than it says.
+            PlanError: It would train something else than it says; names every contradiction.
         """
-        _check_consistency(self)
+        problems = list(_kinds(self)) or list(_contradictions(self))
+        if problems:
+            raise PlanError(
+                f"the plan contradicts itself: {'; '.join(problems)}. Make the plan with `lightning-amp plan`, or"
+                " change all of these parts"
+            )
 
     @property
     def fits(self) -> bool | None:
@@ -205,8 +284,8 @@ def _typed(plain: Mapping[str, Any]) -> dict[str, Any]:
     candidates = plain.get("candidates", ())
     typed["candidates"] = tuple(Candidate(**c | {"strategies": tuple(c["strategies"])}) for c in candidates)
     typed["stages"] = tuple(Stage(**stage) for stage in plain.get("stages", ()))
-    if plain.get("diagnosis") is not None:
-        typed["diagnosis"] = ModuleDiagnosis.from_dict(plain["diagnosis"])
+    if (found := plain.get("diagnosis")) is not None:
+        typed["diagnosis"] = ModuleDiagnosis(**{"reason": "", **found, "evidence": tuple(found["evidence"])})
     typed["rules"] = tuple(Rule(**{**rule, "spec": _spec(rule["spec"])}) for rule in plain["rules"])
     return typed
 
@@ -219,20 +298,6 @@ def _spec(plain: Mapping[str, Any]) -> Spec:
             "package of yours registers it, import that package before the plan is read"
         )
     return known[kind](**{name: value for name, value in plain.items() if name != "type"})
-
-
-def _check_consistency(plan: Plan) -> None:
-    """Refuse values of the wrong kind, and parts that do not belong together.
-
-    Raises:
-        PlanError: Names every contradiction.
-    """
-    problems = list(_kinds(plan)) or list(_contradictions(plan))
-    if problems:
-        raise PlanError(
-            f"the plan contradicts itself: {'; '.join(problems)}. Make the plan with `lightning-amp plan`, or change"
-            " all of these parts"
-        )
 
 
 def _kinds(plan: Plan) -> Iterator[str]:

@@ -24,8 +24,7 @@ from itertools import product
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import DecoderShape, ModelShape
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.plan import Candidate
+from lightning_amp.planning.plan.plan import Axes, Candidate, MeshShape
 from lightning_amp.planning.time.step_seconds import decoder_seconds
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import STRATEGIES, conflicts, in_order
@@ -110,17 +109,13 @@ def _problem(decoder: DecoderShape, shape: ModelShape, chosen: frozenset[str], m
         or bool(chosen & set(decoder.unsupported))
         or (not decoder.attention and bool(chosen & NEEDS_ATTENTION))
         or (decoder.full and bool(chosen & LOCAL_ATTENTION_ONLY))
-        or ("sdpa" in chosen and not _has_kernel(decoder, shape))
+        # torch has no fused kernel for it; that is asked again where it computes
+        or ("sdpa" in chosen and decoder.launched and (shape.element_bytes > 4 or decoder.dim % KERNEL_CHANNELS != 0))
         or any(strategy in chosen and model > most for strategy, most in decoder.parts.items())
         # where strata or anchors are split S2 has only the wide layers: without these it is the same plan again
         or ("S2" in chosen and bool(chosen & {"strata", "nodes"}) and not shape.wide_layers)
         or any(conflicts(chosen))
     )
-
-
-def _has_kernel(decoder: DecoderShape, shape: ModelShape) -> bool:
-    """Whether torch has a fused kernel for the attention, which is asked again where it computes."""
-    return not decoder.launched or (shape.element_bytes <= 4 and decoder.dim % KERNEL_CHANNELS == 0)
 
 
 def _candidate(shape: ModelShape, chosen: tuple[str, ...], mesh: MeshShape, rates: Rates) -> Candidate:

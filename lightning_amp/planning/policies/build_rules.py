@@ -10,8 +10,7 @@ from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.diagnosis import Diagnosis
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.plan import Explanation, Plan
+from lightning_amp.planning.plan.plan import Axes, Explanation, MeshShape, Plan
 from lightning_amp.planning.time.step_seconds import settle, strata_ends
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes
@@ -50,7 +49,12 @@ def build_rules(
         why = f"{finding.signal}: {finding.evidence}" if finding else "no signal suggests it"
         if policy == "auto" and not STRATEGIES[strategy].registered:
             why = "part of the fastest plan that fits"
-        targets = [t for t in targets_of(strategy, shape) if _belongs(t[1], axes)]
+        # where strata or anchors are split, a decoder's features are not split again
+        targets = [
+            (fqn, spec)
+            for fqn, spec in targets_of(strategy, shape)
+            if not isinstance(spec, FeatureParallel) or axes.features == "sharded"
+        ]
         if not targets:
             raise PlanError(
                 f"{strategy} ({STRATEGIES[strategy].title}) finds nothing to change in this model; leave {strategy} out"
@@ -68,11 +72,6 @@ def build_rules(
                 )
             )
     return tuple(rules)
-
-
-def _belongs(spec: Spec, axes: Axes) -> bool:
-    """Whether a rule has work to do: where strata or anchors are split, a decoder's features are not split again."""
-    return not isinstance(spec, FeatureParallel) or axes.features == "sharded"
 
 
 def _saved(strategy: str, chosen: tuple[str, ...], shape: ModelShape, mesh: MeshShape) -> int:

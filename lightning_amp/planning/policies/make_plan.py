@@ -5,23 +5,23 @@ else than the mapping would, a note says what both need.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
-from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape
+from lightning_amp.costs.model_shape import LARGEST, DecoderShape, ModelShape, reference_shape
 from lightning_amp.diagnosis import diagnose
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.peak_model import predict
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.plan import Candidate, Explanation, Plan
+from lightning_amp.planning.plan.plan import Axes, Candidate, Explanation, MeshShape, Plan
 from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, candidates
 from lightning_amp.planning.policies.build_rules import build_rules, decide_balance, too_few_cells, with_memory
-from lightning_amp.planning.policies.paper import mapped, model_ranks_of, registered
-from lightning_amp.planning.policies.request import PlanRequest, check_request
+from lightning_amp.planning.policies.paper import PlanRequest, mapped, model_ranks_of, registered
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, rest_seconds
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, memory_of_ranks
 from lightning_amp.techniques.table import STRATEGIES, conflicts, parse_strategies, with_steps
+
+POLICIES = ("auto", "paper")
 
 
 def plan(
@@ -74,41 +74,64 @@ def plan(
         model_parallel_size=model_parallel_size,
         node_devices=node_devices,
     )
-    asked = policy if strategies is None else "strategies"
-    choice = _choose(request, asked, strategies)
-    return with_memory(_carried_out(request, choice, profile, asked=asked), memory)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyChoice:
-    """What was decided: `compared` is empty unless the policy compares plans, else the chosen one comes first."""
-
-    strategies: tuple[str, ...]
-    model_parallel_size: int | str
-    compared: tuple[Candidate, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-def _choose(request: PlanRequest, asked: str, strategies: str | list[str] | tuple[str, ...] | None) -> StrategyChoice:
-    size = request.model_parallel_size
+    asked, notes, compared = policy, list[str](), tuple[Candidate, ...]()
     if strategies is not None:
-        return StrategyChoice(strategies=parse_strategies(strategies), model_parallel_size=size)
-    if asked == "paper" or request.shape.decoder is None:
+        asked, chosen = "strategies", parse_strategies(strategies)
+    elif policy == "paper" or request.shape.decoder is None:
         chosen, notes = mapped(request)
-        return StrategyChoice(strategies=chosen, model_parallel_size=size, notes=tuple(notes))
-    own, notes = registered(request.diagnosis, request.shape, devices=request.devices)
-    compared = _compare(request, own=frozenset(own | ({"S1"} if request.devices > 1 else set())))
-    best = compared[0]
-    if size == "auto":
-        notes = notes + _of_paper(best, request)
-    return StrategyChoice(
-        strategies=best.strategies, model_parallel_size=best.model, compared=compared, notes=tuple(notes)
-    )
+    else:
+        own, notes = registered(request.diagnosis, request.shape, devices=devices)
+        compared = _compare(request, own=frozenset(own | ({"S1"} if devices > 1 else set())))
+        chosen = compared[0].strategies
+        if model_parallel_size == "auto":
+            notes = notes + _of_paper(compared[0], request)
+        request = replace(request, model_parallel_size=compared[0].model)
+    made = _carried_out(request, chosen, profile, asked=asked, compared=compared, notes=notes)
+    return with_memory(made, memory)
 
 
-def _carried_out(request: PlanRequest, choice: StrategyChoice, profile: Profile, *, asked: str) -> Plan:
-    shape, chosen = request.shape, choice.strategies
-    mesh = _mesh(chosen, replace(request, model_parallel_size=choice.model_parallel_size))
+def check_request(
+    *,
+    devices: int,
+    device_memory: str | int | Sequence[str | int] | None,
+    policy: str,
+    strategies: str | list[str] | tuple[str, ...] | None,
+    batch_size: int,
+    model_parallel_size: int | str,
+) -> None:
+    """Refuse what no data could make legal, before any data are read; the arguments are those of `plan`.
+
+    Raises:
+        PlanError: An argument outside what is allowed.
+    """
+    if policy not in POLICIES:
+        raise PlanError(f"policy={policy!r} is not supported; allowed are {', '.join(map(repr, POLICIES))}")
+    for name, value in (("devices", devices), ("batch_size", batch_size)):
+        if type(value) is not int or not 1 <= value <= LARGEST:
+            raise PlanError(f"{name}={value!r} is not supported; allowed is a whole number from 1 to {LARGEST:,}")
+    if device_memory is not None:
+        memory_of_ranks(device_memory)
+    if strategies is not None:
+        parse_strategies(strategies)
+    if model_parallel_size != "auto" and (type(model_parallel_size) is not int or model_parallel_size < 1):
+        raise PlanError(
+            f'model_parallel_size={model_parallel_size!r} is not supported; allowed are "auto" or a whole number of 1'
+            " or more that divides the devices"
+        )
+
+
+def _carried_out(
+    request: PlanRequest,
+    chosen: tuple[str, ...],
+    profile: Profile,
+    *,
+    asked: str,
+    compared: tuple[Candidate, ...],
+    notes: list[str],
+) -> Plan:
+    """The plan with some strategies; of those that a policy has `compared`, the chosen one comes first."""
+    shape = request.shape
+    mesh = _mesh(chosen, request)
     _check_decoder(chosen, shape)
     for name in chosen:
         row = STRATEGIES[name]
@@ -132,7 +155,7 @@ def _carried_out(request: PlanRequest, choice: StrategyChoice, profile: Profile,
         budget_bytes=request.budget,
         balance_cells=balance,
         notes=(
-            *choice.notes,
+            *notes,
             *_notes(chosen, shape),
             *_across_nodes(mesh, request.node_devices),
             *balance_note,
@@ -141,7 +164,7 @@ def _carried_out(request: PlanRequest, choice: StrategyChoice, profile: Profile,
         predicted_step_seconds=decoder_seconds(shape, Axes.of(chosen), mesh, request.rates),
         predicted_rest_seconds=rest_seconds(shape, mesh, request.rates),
         rates_device=shape.rates_device(request.rates),
-        candidates=choice.compared,
+        candidates=compared,
     )
 
 

@@ -11,18 +11,32 @@
 
 The paper maps signals independently of memory, yet its lightweight configurations, which raise the same signals, run
 under S1 only (Table 6); the third row is how both can be true. Which signal asks for which strategy stands in
-`strategies.py`. Registered strategies count as chosen before the memory is looked at.
+`techniques/table.py`. Registered strategies count as chosen before the memory is looked at.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.diagnosis import Diagnosis
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.plan import Explanation
-from lightning_amp.planning.policies.request import PlanRequest
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import STRATEGIES, in_order, targets_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """What is decided on, as in `make_plan.plan`; the budget in bytes, and the rates with the links between nodes."""
+
+    diagnosis: Diagnosis
+    shape: ModelShape
+    devices: int
+    budget: int | None
+    rates: Rates
+    model_parallel_size: int | str
+    node_devices: int | None
 
 
 def mapped(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from textwrap import fill, wrap
 
 from lightning_amp.footprint.module_profile import KINDS, PHASES, ModuleProfile, TensorBytes
-from lightning_amp.planning.plan.module_diagnosis import NEEDLESS, ModuleDiagnosis
+from lightning_amp.planning.plan.plan import NEEDLESS, ModuleDiagnosis
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
 
@@ -68,8 +68,8 @@ def module_report(profile: ModuleProfile) -> str:
         table(["bytes", "share", "largest modules"], modules),
         table(["bytes", "share", "shape", "largest tensors"], tensors),
     ]
-    counted = fill(f"counted on {profile.measured}{_because(profile)}", WIDTH)
-    return "\n\n".join([head, *tables, counted])
+    why = f", because the step needs values ({profile.reason.partition(chr(10))[0]:.80})" if profile.reason else ""
+    return "\n\n".join([head, *tables, fill(f"counted on {profile.measured}{why}", WIDTH)])
 
 
 def peak_lines(profile: ModuleProfile) -> list[str]:
@@ -95,7 +95,3 @@ ModuleProfile.__str__ = module_report  # type: ignore[method-assign, assignment]
 def called(tensor: TensorBytes) -> str:
     """A parameter's name has its module's in it."""
     return tensor.name if not tensor.fqn or tensor.name.startswith(tensor.fqn) else f"{tensor.fqn}: {tensor.name}"
-
-
-def _because(profile: ModuleProfile) -> str:
-    return f", because the step needs values ({profile.reason.partition(chr(10))[0]:.80})" if profile.reason else ""

@@ -1,4 +1,4 @@
-"""A profile and a plan as text of at most 80 columns."""
+"""A profile and a plan as text of at most 80 columns, and a plan in five lines."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,8 +8,8 @@ from textwrap import wrap
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.data.files.directory import MODALITIES
 from lightning_amp.planning.modules.min_memory_plan import LEAST
-from lightning_amp.planning.plan.plan import Candidate, Plan
-from lightning_amp.planning.reports.module_report import diagnosis_sections, shortened
+from lightning_amp.planning.plan.plan import Candidate, Explanation, Plan
+from lightning_amp.planning.reports.module_report import alone, diagnosis_sections, shortened
 from lightning_amp.planning.reports.stages_report import stages_section
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.profiling.profile import Profile
@@ -20,6 +20,8 @@ SHOWN = 10
 """Candidates in the text; of more, those between which a person may choose."""
 LESS = 0.98
 """Of the peak: what a slower candidate needs at most to be shown."""
+NAMES = 16
+"""Columns of the names of lines in a summary."""
 
 
 def profile_report(profile: Profile) -> str:
@@ -55,7 +57,8 @@ def profile_report(profile: Profile) -> str:
 
 def plan_report(plan: Plan) -> str:
     """Signals, strategies, rules, prediction against budget and mesh."""
-    raised = [[e.partition(": ")[0], _mark(e, plan), e.partition(": ")[2]] for e in plan.evidence]
+    said = [e.partition(": ") for e in plan.evidence]
+    raised = [[signal, "yes" if signal in plan.signals else "no", evidence] for signal, _, evidence in said]
     sections = []
     if raised:
         sections.append(table(["signal", "raised", "evidence"], raised))
@@ -194,10 +197,6 @@ def _way_out(plan: Plan) -> str:
     return f"{plan.uncounted}; {others}" if plan.uncounted else others
 
 
-def _mark(evidence: str, plan: Plan) -> str:
-    return "yes" if evidence.split(": ", 1)[0] in plan.signals else "no"
-
-
 def _prediction(plan: Plan) -> list[str]:
     mesh, peak = plan.mesh, peak_text(plan)
     if plan.diagnosis is not None:
@@ -252,3 +251,49 @@ def step_text(plan: Plan) -> str:
     if rest is None:
         return f"{format_seconds(decoder)} for the decoder only; the rest is not known"
     return f"{format_seconds(decoder + rest)}, of which the decoder {format_seconds(decoder)}"
+
+
+def plan_summary(plan: Plan, *, report: str = "") -> str:
+    """The five lines, and every note that is a warning; a text that is too long goes on in the next line.
+
+    Args:
+        report: File that holds the whole report; "" where none is written.
+    """
+    mesh = plan.mesh
+    ranks = f" on {mesh.data} data x {mesh.model} model ranks" if mesh.data * mesh.model > 1 else ""
+    each = " per rank" if ranks else ""
+    source = f" ({plan.rates_device})" if plan.rates_device else ""
+    known = plan.predicted_step_seconds is not None
+    rows = [
+        ("plan", f"{labels(plan)}{ranks}"),
+        ("predicted peak", f"{peak_text(plan)}{each}"),
+        ("predicted step", f"{step_text(plan) if known else 'unknown'}, {batch_text(plan)}{each}{source}"),
+        _helpful(plan),
+        ("more", f"{report or 'print(trainer.strategy.plan)'}, or AMPStrategy(verbose=True)"),
+    ]
+    rows += [("note", note) for note in plan.notes if not isinstance(note, Explanation)]
+    lines = list[str]()
+    for name, text in rows:
+        # a path is copied from here: it stays whole, however long it is
+        parts = wrap(text, WIDTH - NAMES, break_long_words=False, break_on_hyphens=False)
+        lines += [f"{first:<{NAMES}}{part}" for first, part in zip((name, *[""] * len(parts)), parts, strict=False)]
+    return "\n".join(lines)
+
+
+def _helpful(plan: Plan) -> tuple[str, str]:
+    """What the plan's techniques save, else what the technique that would save most would do."""
+    saved = dict[str, int]()
+    for rule in plan.rules:
+        saved[rule.strategy] = saved.get(rule.strategy, 0) + rule.saves_bytes
+    most = sorted((name for name in saved if saved[name]), key=lambda name: -saved[name])
+    if most:
+        return "helps", ", ".join(f"{name} saves {format_bytes(saved[name])}" for name in most)
+    helps = {} if plan.diagnosis is None else plan.diagnosis.helps
+    name = next((name for name in helps if name not in plan.strategies), "")
+    if name:
+        return "less memory", f"{name}: {alone(name, helps[name])}"
+    least = min(plan.candidates, key=lambda one: one.peak_bytes, default=None)
+    if least is None or least.peak_bytes >= plan.predicted_peak_bytes:
+        return "less memory", "none of the techniques that were compared" if least else "nothing was compared"
+    where = f"{techniques(least.strategies)} on {least.data} x {least.model} ranks"
+    return "less memory", f"{where}: the peak {format_bytes(least.peak_bytes)}"

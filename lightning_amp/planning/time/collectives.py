@@ -24,9 +24,9 @@ Legend: sizes/rank_sizes.py; C chunks of queries, K strata.
 
 from dataclasses import dataclass, replace
 
-from lightning_amp.costs.link_seconds import Kind, Links, collective_seconds
+from lightning_amp.costs.device_rates import Kind, Links, collective_seconds
 from lightning_amp.costs.model_shape import DecoderShape
-from lightning_amp.planning.plan.axes import Axes
+from lightning_amp.planning.plan.plan import Axes
 from lightning_amp.planning.sizes.rank_sizes import RankSizes, widest
 
 

@@ -23,8 +23,7 @@ Legend: sizes/rank_sizes.py.
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.sizes.terms import Term
+from lightning_amp.planning.sizes.rank_sizes import RankSizes, Term
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, Calls, turned_at_once
 
 

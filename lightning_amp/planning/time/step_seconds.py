@@ -37,15 +37,13 @@ from functools import partial
 from heapq import heapreplace
 from itertools import pairwise
 
-from lightning_amp.costs.device_rates import CPU_CORE, Rates
-from lightning_amp.costs.link_seconds import collective_seconds
+from lightning_amp.costs.device_rates import CPU_CORE, Rates, collective_seconds
 from lightning_amp.costs.model_shape import DecoderShape, ModelShape
 from lightning_amp.costs.ordered_runs import deal
 from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import PlanError
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
-from lightning_amp.planning.sizes.terms import Strata, Term, strata_of
+from lightning_amp.planning.plan.plan import Axes, MeshShape
+from lightning_amp.planning.sizes.rank_sizes import RankSizes, Strata, Term, strata_of
 from lightning_amp.planning.time.collectives import Collective, gradient_numbers, region_traffic, stratum_traffic
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
 from lightning_amp.techniques.hic.rows import FusedAttention, StrataParallel, StreamStrata

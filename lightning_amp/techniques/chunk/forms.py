@@ -18,7 +18,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lightning_amp.costs.chain import CHUNKED, KEPT, RECOMPUTED, BlockCost, Chain, ChainMoment, ChunkForm, group_reasons
+from lightning_amp.footprint.chain.chain import (
+    CHUNKED,
+    KEPT,
+    RECOMPUTED,
+    BlockCost,
+    Chain,
+    ChainMoment,
+    ChunkForm,
+    group_reasons,
+)
 from lightning_amp.graph.peak import BlockBytes, block_bytes
 from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.choose_chunks import OverBudget, choose_chunks, rung

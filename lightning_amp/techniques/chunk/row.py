@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from lightning_amp.costs.chain import CHUNKED, extra_seconds
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
+from lightning_amp.footprint.chain.chain import CHUNKED, extra_seconds
 from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.chunk.forms import ChunkForms

@@ -18,11 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_amp.costs.chain import peak_bytes
-from lightning_amp.costs.device_rates import CPU_CORE
-from lightning_amp.costs.link_seconds import collective_seconds
+from lightning_amp.costs.device_rates import CPU_CORE, collective_seconds
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
+from lightning_amp.footprint.chain.chain import peak_bytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, STATE
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterUnit, fsdp_held_bytes, fsdp_peak_bytes

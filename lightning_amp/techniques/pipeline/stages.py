@@ -25,7 +25,7 @@ from functools import partial
 from itertools import pairwise
 from math import inf
 
-from lightning_amp.costs.link_seconds import collective_seconds
+from lightning_amp.costs.device_rates import collective_seconds
 from lightning_amp.costs.ordered_runs import speeds_of_model
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep, Stage
 from lightning_amp.costs.rule import Rule

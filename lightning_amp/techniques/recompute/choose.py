@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_amp.costs.chain import CHUNKED, KEPT, RECOMPUTED, Chain, ChainMoment, extra_seconds
-from lightning_amp.costs.chain import peak_bytes as peak_bytes
 from lightning_amp.errors import PlanError
+from lightning_amp.footprint.chain.chain import CHUNKED, KEPT, RECOMPUTED, Chain, ChainMoment, extra_seconds
+from lightning_amp.footprint.chain.chain import peak_bytes as peak_bytes
 
 MOST_POINTS = 10_000
 CLOSE = 0.002

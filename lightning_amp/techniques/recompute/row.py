@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from lightning_amp.costs.chain import Chain, extra_seconds, group_reasons, peak_bytes
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
+from lightning_amp.footprint.chain.chain import Chain, extra_seconds, group_reasons, peak_bytes
 from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.hic.rows import RecomputeStrata

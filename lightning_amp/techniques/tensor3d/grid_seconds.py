@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from lightning_amp.costs.link_seconds import Kind, Links, collective_seconds
+from lightning_amp.costs.device_rates import Kind, Links, collective_seconds
 from lightning_amp.footprint.module_profile import HELD, ModuleProfile
 
 ORDER = ("x", "y", "z", "data")

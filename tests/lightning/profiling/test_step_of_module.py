@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.costs.model_shape import profile_of_module
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.installing.describe_module import describe
@@ -20,7 +21,6 @@ from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.refusals import announce
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.modules.plan_module import diagnose_module, plan_module, split_by_planner
-from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_amp.costs.model_shape import profile_of_module
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.techniques.hic.rows import RowParallelLinear

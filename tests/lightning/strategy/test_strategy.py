@@ -18,8 +18,7 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy import plan_run as planner
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Axes, MeshShape, Plan
 from lightning_amp.techniques.data.batch_norm import is_shared
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
 from tests.any_module import QUIET

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_amp.costs.chain import CHUNKED, RECOMPUTED, peak_bytes
 from lightning_amp.costs.rule import Rule
+from lightning_amp.footprint.chain.chain import CHUNKED, RECOMPUTED, peak_bytes
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules

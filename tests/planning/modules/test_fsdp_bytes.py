@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_amp.costs.model_shape import DecoderShape, ModelShape
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape, profile_of_module, shape_of_decoder
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import KINDS, ModuleProfile, Moment, TensorBytes
-from lightning_amp.planning.plan.decoder_only import profile_of_module, shape_of_decoder
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_peak_bytes

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_amp.costs.chain import RECOMPUTED, BlockCost, Chain, ChainMoment
 from lightning_amp.costs.device_rates import CPU_CORE
-from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.model_shape import ModelShape, profile_of_module
 from lightning_amp.costs.profiled_step import WEIGHT_BYTES, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError, ModelError, PlanError
+from lightning_amp.footprint.chain.chain import RECOMPUTED, BlockCost, Chain, ChainMoment
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleBytes, ModuleProfile, TensorBytes
 from lightning_amp.footprint.module_profile import Moment as Stretch
 from lightning_amp.lightning.steps.out_of_memory import advice_on_memory
@@ -22,7 +22,6 @@ from lightning_amp.planning.modules import candidates
 from lightning_amp.planning.modules.candidates import compare
 from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
 from lightning_amp.planning.modules.plan_module import diagnose_module, plan_module, split_by_planner
-from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
@@ -43,9 +42,6 @@ def chain(n: int = BLOCKS, *, fixed: int = 0, work: int = 50, rest: int = 200) -
             fqn=f"blocks.{k}",
             forward_seconds=1.0,
             saved_bytes=SAVED,
-            input_bytes=0,
-            work_bytes=work,
-            parameter_bytes=0,
             fixed="it changes its argument 0 in place" if k < fixed else "",
         )
         for k in range(n)

@@ -3,8 +3,14 @@
 from dataclasses import replace
 
 from lightning_amp.costs.profiled_step import ProfiledStep
-from lightning_amp.planning.modules.min_memory_plan import fewest_ranks, leanest, missing, over_data, over_stages
-from lightning_amp.planning.modules.questions import answers
+from lightning_amp.planning.modules.min_memory_plan import (
+    answers,
+    fewest_ranks,
+    leanest,
+    missing,
+    over_data,
+    over_stages,
+)
 from tests.planning.modules.facts import with_stages, with_units
 from tests.planning.modules.test_plan_of_a_module import profiled, seen
 from tests.planning.modules.test_stages import ROWS, passes, step

@@ -9,7 +9,7 @@ from itertools import combinations, product
 
 import pytest
 
-from lightning_amp.costs.chain import (
+from lightning_amp.footprint.chain.chain import (
     CHUNKED,
     KEPT,
     RECOMPUTED,
@@ -25,9 +25,7 @@ from tests.each import each
 
 
 def cost(fqn: str, seconds: float = 1.0, saved: int = 0, **more: object) -> BlockCost:
-    return BlockCost(
-        fqn=fqn, forward_seconds=seconds, saved_bytes=saved, input_bytes=0, work_bytes=0, parameter_bytes=0, **more
-    )  # type: ignore[arg-type]  # fmt: skip
+    return BlockCost(fqn=fqn, forward_seconds=seconds, saved_bytes=saved, **more)  # type: ignore[arg-type]
 
 
 def random_chain(draw: random.Random, n: int) -> Chain:

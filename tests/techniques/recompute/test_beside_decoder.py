@@ -16,8 +16,7 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.installing.install import install
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.planning.plan.axes import Axes
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.hic.rows import StrataParallel
 from lightning_amp.techniques.recompute.row import RecomputeBlock

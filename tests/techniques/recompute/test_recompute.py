@@ -16,8 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import InstallError
-from lightning_amp.installing.install import install_rules
-from lightning_amp.installing.installed import Installed
+from lightning_amp.installing.install import Installed, install_rules
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.techniques.recompute import nasty
 

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
 from lightning_amp.cli.main import main
-from lightning_amp.costs.device_rates import Rates, rates_for
-from lightning_amp.costs.link_seconds import Links
+from lightning_amp.costs.device_rates import Links, Rates, rates_for
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import Around

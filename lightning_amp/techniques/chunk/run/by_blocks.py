@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_amp.costs.chain import group_reasons
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.chain.block_call import BlockCall
+from lightning_amp.footprint.chain.chain import group_reasons
 from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.find_blocks import find_blocks

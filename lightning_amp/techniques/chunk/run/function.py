@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_amp._torch import FakeTensor
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.repeated_operators import standing_for
+from lightning_amp.footprint.operator_rates import standing_for
 
 Put = Callable[[int, Tensor], None]
 NARROW = (torch.float16, torch.bfloat16)

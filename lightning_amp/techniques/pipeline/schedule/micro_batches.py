@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import NDArray
 
-from lightning_amp.costs.link_seconds import Links, collective_seconds
+from lightning_amp.costs.device_rates import Links, collective_seconds
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
 from lightning_amp.techniques.pipeline.schedule.schedules import StageTimes

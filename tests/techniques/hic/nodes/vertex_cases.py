@@ -14,12 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.costs.rule import Rule
 from lightning_amp.installing.describe_module import describe
-from lightning_amp.installing.install import install
-from lightning_amp.installing.installed import Installed
+from lightning_amp.installing.install import Installed, install
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs
-from lightning_amp.planning.plan.axes import Axes, MeshShape
-from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.plan.plan import Axes, MeshShape, Plan
 from lightning_amp.techniques.hic.rows import FeatureParallel
 from lightning_amp.techniques.ranks.sharded_region import check_region
 from lightning_amp.techniques.table import targets_of
