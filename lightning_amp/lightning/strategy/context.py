@@ -40,7 +40,7 @@ from lightning_amp.planning.time.step_seconds import on_device
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import memory_of_ranks
-from lightning_amp.techniques.device_settings import rates_of
+from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, of_blocks_alone, parse_strategies, with_steps
 
 ADAM_SLOTS = 2
