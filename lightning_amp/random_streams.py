@@ -9,19 +9,24 @@ import numpy as np
 import torch
 
 
-def random_streams() -> tuple[Any, ...]:
-    """Where all streams of this process are; those of CUDA once it is in use."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+def random_streams(device: torch.device | None = None) -> tuple[Any, ...]:
+    """Where the streams of this process are: of CUDA those of one device, or all once it is in use."""
+    if device is not None:
+        cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    else:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
-def set_random_streams(states: tuple[Any, ...]) -> None:
-    """Go on from where `random_streams` was."""
+def set_random_streams(states: tuple[Any, ...], device: torch.device | None = None) -> None:
+    """Go on from where `random_streams` was, perhaps in another process with another device."""
     python, numpy, cpu, cuda = states
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(cpu)
-    if cuda:
+    if device is not None and cuda:
+        torch.cuda.set_rng_state(cuda[0], device)
+    elif cuda:
         torch.cuda.set_rng_state_all(cuda)
 
 

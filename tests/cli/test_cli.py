@@ -15,6 +15,8 @@ from lightning_amp.cli.verbs import VERBS
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import DataError
 
+SHAPE = "anchors=120,dim=8,strata=3,batch=2,window=16"
+
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
@@ -66,18 +68,32 @@ def test_profile_and_plan_print_tables_and_json(data_dir, capsys) -> None:
         (["plan", "--shape", "anchors=9,dim=4,strata=2,batch=1", "--batch-size", "4"], "give one of them"),
         (["plan", "absent", "--device-memory", "8"], "would be bytes; add the unit, for example '8GiB' or '8MiB'"),
         (["plan"], "neither DIR nor --shape"),
+        (["simulate"], "got neither DIR nor --shape; give one of them"),
+        (["simulate", "data", "--shape", SHAPE], "got both DIR='data' and shape="),
+        (["simulate", "--shape", SHAPE, "--batch-size", "8"], "batch=2 in --shape cannot be used with --batch-size 8"),
+        (["simulate", "--shape", SHAPE, "--latent-dim", "8", "--keys", "attention"], "--latent-dim, --keys"),
+        (["simulate", "--shape", SHAPE, "--plot", "absent/memory.png"], "its folder does not exist"),
+        (["simulate", "--shape", SHAPE, "--plot", "memory.pdf"], "the name of a PNG file"),
+        (["simulate", "--shape", SHAPE, "--plot", "locked.png"], "'locked.png' cannot be written"),
+        (["simulate", "--shape", SHAPE, "--devices", "0"], "devices=0"),
+        (["simulate", "--shape", SHAPE, "--devices", "1025", "--strategies", "S2"], "a model axis of 1,025 ranks"),
+        (["simulate", "--shape", SHAPE, "--model-parallel-size", "9" * 5000], "model_parallel_size="),
+        (["simulate", "absent"], "absent"),
         (["prepare", "--hic", "a", "--rna", "b", "--genes", "c", "--strata", "0", "--out", "d"], "strata"),
     ],
 )
 def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "locked.png").touch()
+    # whoever runs the tests may be allowed everything
+    monkeypatch.setattr("os.access", lambda path, mode: "locked" not in str(path))
     assert main(words) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.startswith("lightning-amp: error: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["locked.png"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -143,31 +143,3 @@ def test_a_shape_says_everything_about_a_decoder() -> None:
     assert (asked.batch_size, decoder.features, decoder.window, decoder.n_batches) == (3, (7, 7), 5, 2)
     assert (decoder.variant, decoder.chained) == ("paper", True)
     assert not parse_shape("anchors=9,dim=5,strata=2,key=convolution").decoder.attention
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "got neither DIR nor --shape; give one of them"),
-        (["data", "--shape", SHAPE], "got both DIR='data' and shape="),
-        (["--shape", SHAPE, "--batch-size", "8"], "batch=2 in --shape cannot be used with --batch-size 8"),
-        (["--shape", SHAPE, "--latent-dim", "8", "--keys", "attention"], "--latent-dim, --keys"),
-        (["--shape", SHAPE, "--plot", "absent/memory.png"], "its folder does not exist"),
-        (["--shape", SHAPE, "--plot", "memory.pdf"], "the name of a PNG file"),
-        (["--shape", SHAPE, "--plot", "locked.png"], "'locked.png' cannot be written"),
-        (["--shape", SHAPE, "--devices", "0"], "devices=0"),
-        (["--shape", SHAPE, "--devices", "1025", "--strategies", "S2"], "a model axis of 1,025 ranks"),
-        (["--shape", SHAPE, "--model-parallel-size", "9" * 5000], "model_parallel_size="),
-        (["absent"], "absent"),
-    ],
-)
-def test_mistakes_end_with_status_2_and_one_line(words, message, capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "locked.png").touch()
-    # whoever runs the tests may be allowed everything
-    monkeypatch.setattr("os.access", lambda path, mode: "locked" not in str(path))
-    assert main(["simulate", *words]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""

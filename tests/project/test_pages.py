@@ -11,7 +11,7 @@ import pytest
 import benchmarks.tensor3d.scale as scale
 from benchmarks.chunks import autochunk
 from benchmarks.domain import paper as shardtensor
-from benchmarks.page import empty_part, read_part, write_part
+from benchmarks.page import read_part, write_part
 from benchmarks.paper.__main__ import PAGE, PART, SECTIONS
 from benchmarks.paper.growth import gathered
 from benchmarks.paper.runs import COARSE, FINE, LIGHT_COARSE
@@ -90,7 +90,8 @@ def test_a_light_step_on_one_gpu_takes_what_the_paper_measured() -> None:
 @pytest.fixture
 def page(tmp_path):
     path = tmp_path / "growth.md"
-    path.write_text("\n".join(["# Growth", "", *empty_part("growth"), "## By hand", ""]))
+    markers = "<!-- written by benchmarks.growth -->\n\n<!-- end of benchmarks.growth -->"
+    path.write_text(f"# Growth\n\n{markers}\n\n## By hand\n")
     return path
 
 

@@ -6,8 +6,13 @@ Neither needs torch for a data directory or `--shape`.
 import argparse
 import json
 
-from lightning_amp.cli.configuration import add_configuration, plan_of_configuration
-from lightning_amp.cli.named_class import add_named_class, named_step, of_shapes
+from lightning_amp.cli.configuration import (
+    add_configuration,
+    add_named_class,
+    named_step,
+    of_shapes,
+    plan_of_configuration,
+)
 from lightning_amp.cli.request import (
     BATCH_SIZE,
     add_request,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_amp.cli.commands.calibrate import check_target
-from lightning_amp.cli.named_class import add_named_class, named_step, of_shapes
+from lightning_amp.cli.configuration import add_named_class, named_step, of_shapes
 from lightning_amp.cli.request import add_data, read
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError

@@ -37,6 +37,7 @@ from lightning_amp.data.batch import dense_parts, parts_in
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.dist.sharded_tensor import ShardedTensor
 from lightning_amp.errors import AmpError, DataError, InstallError, PlanError
+from lightning_amp.random_streams import random_streams, set_random_streams
 from lightning_amp.techniques.data.batch_norm import is_shared
 
 PATIENCE_S = 600.0
@@ -109,23 +110,7 @@ def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadc
 
 def share_random_state(*, broadcast: Broadcast, device: torch.device) -> None:
     """Continue rank 0's random streams of python, numpy and torch on every rank; rank 0 notices nothing."""
-    set_random_state(broadcast(random_state(device)), device)
-
-
-def random_state(device: torch.device) -> tuple[Any, ...]:
-    """Where the random streams of python, numpy and torch are."""
-    gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu
-
-
-def set_random_state(state: tuple[Any, ...], device: torch.device) -> None:
-    """Continue from what `random_state` gave."""
-    python, numpy, cpu, gpu = state
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
-    if gpu is not None:
-        torch.cuda.set_rng_state(gpu, device)
+    set_random_streams(broadcast(random_streams(device)), device)
 
 
 def seed_workers(loader: object, *, data_rank: int) -> None:

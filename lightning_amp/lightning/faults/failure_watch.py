@@ -110,6 +110,9 @@ class FailureWatch:
             return
         if trainer is not None and not _requeues_on_sigterm(strategy.cluster_environment):
             self._end_on_sigterm(trainer)
+        self._begin(strategy, trainer)
+
+    def _begin(self, strategy: DDPStrategy, trainer: pl.Trainer | None) -> None:
         assert strategy.cluster_environment is not None, "the Trainer sets the environment"
         self.end(failed=False)
         address = strategy.cluster_environment.main_address

@@ -34,13 +34,7 @@ from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning._compat import broadcast_module, default_pg_timeout, optimizers_to_device, trainer_of
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO
-from lightning_amp.lightning.consistency.replicas import (
-    check_replicas,
-    random_state,
-    set_random_state,
-    share_random_state,
-    take_buffers_of_first,
-)
+from lightning_amp.lightning.consistency.replicas import check_replicas, share_random_state, take_buffers_of_first
 from lightning_amp.lightning.consistency.same_parameters import warn_of_differences
 from lightning_amp.lightning.faults.activity import is_out_of_memory
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
@@ -53,6 +47,7 @@ from lightning_amp.lightning.strategy.hardware import let_segments_grow
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.random_streams import random_streams, set_random_streams
 from lightning_amp.techniques.data.gradient_sync import MIB
 from lightning_amp.techniques.deferred import check_deferred, is_deferred, without_memory
 from lightning_amp.techniques.option_checks import one_of
@@ -205,13 +200,13 @@ class AMPStrategy(MeshStrategy):
 
     def setup_environment(self) -> None:
         """Connect the processes; all ranks draw on as rank 0 does, and rank 0 as a plain run."""
-        drawn = random_state(self.root_device)
+        drawn = random_streams(self.root_device)
         with self._failures.starting():
             super().setup_environment()
             self._failures.connected()
         let_segments_grow(self.root_device)
         # ddp starts the streams anew, where a plain run, which shuffles by them, goes on
-        set_random_state(drawn, self.root_device)
+        set_random_streams(drawn, self.root_device)
         if self.world_size > 1:
             share_random_state(broadcast=self.broadcast, device=self.root_device)
 

@@ -15,8 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, random
 
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.any_module import QUIET
-from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.ranks import run_ranks
 from tests.techniques.sharded_cases import Case, Model
 
@@ -83,11 +82,9 @@ LOADERS: dict[str, tuple[Callable[[], Any], int | None]] = {
 }
 
 
-def trainer_of(rank: int, ranks: int, strategy: Any) -> Trainer:
-    options: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "devices": ranks}
-    if strategy != "auto":
-        options |= {"plugins": [RunningRanks(rank, ranks)], "use_distributed_sampler": ranks > 1}
-    return Trainer(**QUIET, **options, strategy=strategy)
+def trainer_on(rank: int, ranks: int, strategy: Any) -> Trainer:
+    sampler = strategy == "auto" or ranks > 1
+    return trainer_of(strategy, rank=rank, ranks=ranks, max_steps=-1, use_distributed_sampler=sampler)
 
 
 def planned(rank: int, ranks: int) -> dict[str, Any]:
@@ -98,14 +95,14 @@ def planned(rank: int, ranks: int) -> dict[str, Any]:
             Own.started = strategy == "auto"
             module = Own(loader)
             seed_everything(3)
-            trainer_of(rank, ranks, strategy).fit(module)
+            trainer_on(rank, ranks, strategy).fit(module)
             seen.append(torch.cat(module.seen))
             if isinstance(strategy, AMPStrategy):
                 assert strategy.plan is not None
                 found[name] = strategy.plan.batch_size, strategy.plan.notes
         assert torch.equal(*seen), "another order of cells"
     data = AMPStrategy()
-    trainer_of(rank, ranks, data).fit(Own(split), datamodule=Data())
+    trainer_on(rank, ranks, data).fit(Own(split), datamodule=Data())
     assert data.plan is not None
     found["data module"] = data.plan.batch_size, data.plan.notes
     return found
@@ -138,13 +135,10 @@ class Counting(Own):
 
 def counted(rank: int, ranks: int) -> list[tuple[int, float]]:
     found = []
-    for draws, strategy in ((False, AMPStrategy()), (True, AMPStrategy()), (True, None)):
+    for draws, strategy in ((False, AMPStrategy()), (True, AMPStrategy()), (True, "auto")):
         torch.manual_seed(0)
         module = Counting(draws)
-        if strategy is None:
-            Trainer(**QUIET, accelerator="cpu", devices=1, max_epochs=1).fit(module)
-        else:
-            trainer_of(rank, ranks, strategy).fit(module)
+        trainer_on(rank, ranks, strategy).fit(module)
         found.append((module.calls, module.drawn))
     return found
 
@@ -158,7 +152,7 @@ def test_the_hook_is_called_once_and_draws_where_a_plain_run_draws(tmp_path: Pat
 def normalised(rank: int, ranks: int, n: int, options: dict[str, Any]) -> tuple[int, str]:
     """Steps taken with batches of n cells, and what was said."""
     module = Own(lambda: DataLoader(CELLS, batch_size=n), nn.BatchNorm1d(2))  # type: ignore[arg-type]
-    trainer = trainer_of(rank, ranks, AMPStrategy(**options))
+    trainer = trainer_on(rank, ranks, AMPStrategy(**options))
     try:
         trainer.fit(module)
     except DataError as error:

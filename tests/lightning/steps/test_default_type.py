@@ -3,13 +3,12 @@
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.any_module import QUIET
-from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.lightning.strategy.strategy_cases import trainer_of
 
 
 class Block(nn.Module):
@@ -40,15 +39,7 @@ class Stack(LightningModule):
 def trained(strategies: str) -> list[Tensor]:
     seed_everything(0)
     module = Stack()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        precision="64-true",
-        max_epochs=1,
-        strategy=AMPStrategy(strategies=strategies),
-        plugins=[RunningRanks(0, 1)],
-        **QUIET,
-    )
+    trainer = trainer_of(AMPStrategy(strategies=strategies), precision="64-true")
     trainer.fit(module, DataLoader(torch.randn(6, 4, dtype=torch.float64), batch_size=2))  # type: ignore[arg-type]
     assert torch.get_default_dtype() == torch.float32
     return list(module.state_dict().values())
