@@ -91,6 +91,7 @@ attend_on_cuda_back = torch.ops.aten._scaled_dot_product_efficient_attention_bac
 __all__ = [
     "ALLOCATOR_VARIABLES",
     "FLASH_ATTENTION",
+    "SOFTMAX_BACKWARD",
     "AnyBatchNorm",
     "AnyDropout",
     "FakeStore",
@@ -174,6 +175,8 @@ ACTIVATIONS_IN_C = "torch._C._nn"
 
 IS_ALL_TRUE = torch.ops.aten._is_all_true.default
 """By which `torch.distributions` checks arguments (`validate_args`), and little else."""
+
+SOFTMAX_BACKWARD = (torch.ops.aten._softmax_backward_data.default, torch.ops.aten._softmax_backward_data.out)
 
 
 def softmax_backward(grad: Tensor, weights: Tensor, *, out: Tensor) -> None:
