@@ -126,7 +126,7 @@ def test_more_bytes_are_never_slower_and_never_refused(predicted: float, monkeyp
             assert seconds == [inf]
             least.add(error.least_bytes)
             continue
-        assert planned.step_bytes(lowered) <= whole * 1.1 ** (k - 10)
+        assert planned.measured_bytes(lowered, train=True) <= whole * 1.1 ** (k - 10)
         seconds.append(plan.seconds)
     assert seconds == sorted(seconds, reverse=True)
     (known,) = least
