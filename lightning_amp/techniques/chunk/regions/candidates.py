@@ -5,6 +5,7 @@ same: if it begins earlier than another, though no fewer bytes are alive there (
 its outputs are no smaller, and covers no further row above the budget. In training every row that saves counts as one.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
@@ -82,15 +83,9 @@ class RegionCandidate:
         if max(forward, backward) > budget or self._peak(1, forward, backward) > budget:
             return None
         # no longer piece takes less
-        low, high = 0, len(lengths) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._peak(lengths[middle], forward, backward) <= budget:
-                low = middle
-            else:
-                high = middle - 1
-        n_chunks = len(pieces(self.region.units, -(-self.region.units // lengths[low])))
-        return n_chunks, self._peak(lengths[low], forward, backward)
+        longest = lengths[bisect_right(lengths, budget, lo=1, key=lambda n: self._peak(n, forward, backward)) - 1]
+        n_chunks = len(pieces(self.region.units, -(-self.region.units // longest)))
+        return n_chunks, self._peak(longest, forward, backward)
 
     def with_pieces(self, n_chunks: int) -> tuple[Region, float]:
         """The region in so many pieces, and its cost."""
