@@ -43,6 +43,7 @@ class RegionCandidate:
         self.output_bytes = sum(result_bytes(table.rows[i]) for i in self.outputs)
         self._table, self._cost = table, cost
         self._work: dict[int, tuple[int, int]] = {}
+        # numbers of pieces of one length take the same bytes
         self._lengths = _lengths(region.units)
         self._costs: dict[int, tuple[Region, float]] = {}
         self._plain, self.learns = plain, train and any(table.rows[i].needs_grad for i in self.outputs)

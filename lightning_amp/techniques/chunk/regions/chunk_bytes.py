@@ -120,6 +120,7 @@ class Pieces:
 
     def _table(self, n_chunks: int, *, train: bool) -> PieceTable:
         units = self._region.units
+        # the longest piece has neighbours on both sides
         length = min(piece_length(units, n_chunks) + 2 * self._region.reach, units)
 
         def part(whole: int) -> int:
