@@ -12,7 +12,7 @@ import lightning_amp
 from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
-from lightning_amp.techniques.chunk.regions.over import written_over
+from lightning_amp.techniques.chunk.regions.region import written_over
 from lightning_amp.techniques.chunk.run.lower import lower, table_of
 from lightning_amp.techniques.chunk.run.planned import measured_bytes
 from tests.techniques.chunk.case import which

@@ -14,8 +14,7 @@ from lightning_amp.graph.peak import BlockBytes
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions.chunk_bytes import Pieces, result_bytes
 from lightning_amp.techniques.chunk.regions.find_regions import RegionSearch
-from lightning_amp.techniques.chunk.regions.over import written_over
-from lightning_amp.techniques.chunk.regions.region import Region, piece_length, pieces
+from lightning_amp.techniques.chunk.regions.region import Region, piece_length, pieces, written_over
 
 Cost = Callable[[Region], float]
 MOST_ROWS = 60_000
