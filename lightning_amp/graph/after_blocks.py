@@ -105,6 +105,7 @@ def _without(module: nn.Module, blocks: set[int], known: dict[int, nn.Module]) -
     for name, value in vars(module).items():
         if name in left_out or (name == "forward" and (inside or first)):
             continue
+        # a block stands for what it has returned: it is not run, so it needs no parameters and no hooks
         bare = name in empty or ("_hooks" in name and (inside or first))
         vars(found)[name] = type(value)() if bare else value
     if "forward" in vars(found) and (overrides := overrides_of(module)):

@@ -104,6 +104,7 @@ class _Builder:
             inputs.append(self._of_node[given])
             if not isinstance(value, Tensor):
                 return value
+            # a leaf, for the backward pass of this operator alone; in the same memory, so that views are seen
             leaves.append(value.detach().requires_grad_(value.requires_grad))
             return leaves[-1]
 
@@ -116,8 +117,10 @@ class _Builder:
         else:
             result, kept, found = _looked_at(node, args, kwargs, leaves)
             self._put(node, result, kind=OPERATOR, op=op)
+            # in the memory of no row: a mask, a copy in another layout, statistics
             hidden = [tensor for memory, tensor in kept.items() if memory not in self._of_storage]
             places = {self._of_storage[memory] for memory in kept if memory in self._of_storage}
+            # what stands here would be alive in the backward pass below
             kept.clear()
             call = _call(node, args, kwargs, leaves, self._rows[-1]["shape"])
             found |= {
@@ -149,6 +152,7 @@ class _Builder:
 def _key(node: Node, leaves: list[Tensor]) -> Any:
     """All that is found of an operator depends on this; None where it reads several results in one."""
     if len(leaves) < len(node.all_input_nodes):
+        # a list of tensors is no leaf, and its kinds are not in the key
         return None
     memory: dict[int, int] = {}
     tensors = tuple(
@@ -218,6 +222,7 @@ def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list
     hidden.clear()
     with live:
         grads = torch.autograd.grad(results, asked, seeds, allow_unused=True)
+    # a gradient in the memory of one that came in, as that of a view or of a sum, takes none
     given = {id(seed.untyped_storage()) for seed in seeds}
     by_leaf = {id(t): g for t, g in zip(asked, grads, strict=True)}
     tensors = iter(leaves)

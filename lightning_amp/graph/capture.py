@@ -243,7 +243,7 @@ def _copied(values: Sequence[Any]) -> dict[int, Any]:
 def _refuse_change(before: Any, after: Any) -> None:
     if before[0] != after[0]:
         raise CannotCapture(f"its forward changes the attribute {first_change(before[0], after[0])!r}")
-    if before[1] != after[1] or any(map(_unequal, before[2], after[2])):
+    if before[1] != after[1] or not all(map(np.array_equal, before[2], after[2])):
         raise CannotCapture("its forward draws from Python's or NumPy's random numbers")
 
 
@@ -264,10 +264,6 @@ def _custom_functions(results: Sequence[Any]) -> str:
 def _made_inside(node: Any) -> bool:
     """Whether a constant is that of a `torch.tensor(...)` in the forward, which makes it anew in every call."""
     return all("lift_fresh" in str(user.target) for user in node.users)
-
-
-def _unequal(a: Any, b: Any) -> bool:
-    return not np.array_equal(a, b)
 
 
 def fresh(tensor: Tensor) -> Tensor:

@@ -117,6 +117,7 @@ def _group_norm(call: OperatorCall) -> Follows:
 def _batch_norm(call: OperatorCall) -> Follows:
     """Each channel by itself, with its weight, bias and running statistics; in evaluation each value."""
     found = same_but(call, [] if not call.arguments["training"] else [0, *range(2, len(call.result))])
+    # all other arguments are vectors over channels
     found[1] += [(k, 0) for k in range(1, len(call.shapes))]
     return found
 
@@ -131,6 +132,7 @@ def _convolution(call: OperatorCall) -> Follows:
         return found
     found[0] = [(0, 0)]
     stride, padding = (call.arguments.get(name) for name in ("stride", "padding"))
+    # a kernel of size 1 that does not move looks at no neighbour
     if isinstance(stride, list) and isinstance(padding, list) and set(stride) == {1} and not any(padding):
         for d, size in enumerate(call.shapes[1][2:], start=2):
             found[d] = [(0, d)] if size == 1 and call.shapes[0][d] == call.result[d] else []
@@ -194,6 +196,7 @@ def _reshape(call: OperatorCall) -> Follows:
     found = nothing(call)
     for before, after in groups(call.shapes[0], call.result):
         if before and after:
+            # entries that follow each other share the outermost index; a piece along an inner one would be scattered
             found[after[0]] = [(0, before[0])]
     return found
 
@@ -203,6 +206,7 @@ def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
     left = [d for d, n in enumerate(before) if n != 1]
     right = [d for d, n in enumerate(after) if n != 1]
     groups, a, b = [], list[int](), list[int]()
+    # the side with fewer entries takes its next dim, until both have as many: then a group is complete
     while left or right:
         if prod(before[d] for d in a) <= prod(after[d] for d in b) and left:
             a.append(left.pop(0))

@@ -104,6 +104,7 @@ def _forward(
             ends.setdefault(end, []).append(k)
     for i, row in enumerate(rows):
         if row.kind == OPERATOR and row.n_bytes:
+            # what is written over ends here: its memory goes on as this row's
             now += row.n_bytes - alive.pop(rows[row.over].storage if row.over >= 0 else -1, 0)
             alive[i] = row.n_bytes
         now += row.hidden_bytes if train else 0
@@ -129,6 +130,7 @@ def _backward(
     complete = {} if gradients_of_arguments else _arguments_by_first_reader(rows)
     # the caller holds the results' gradients and may drop the results
     results = {rows[k].storage for k in table.outputs}
+    # rows run backward, so that of all that keep a memory the first in the forward pass is the last to let go of it
     let_go: dict[int, int] = {}
     for storage, first in saved.items():
         if storage not in results:
@@ -144,6 +146,7 @@ def _backward(
         if row.needs_grad:
             found[i] = kept + during + row.backward_bytes
         for k in complete.get(i, ()):
+            # every other reader has run already: nothing is added to it any more
             waiting.pop(k)
         kept -= row.hidden_bytes + let_go.get(i, 0)
         if adding:

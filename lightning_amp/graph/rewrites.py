@@ -101,6 +101,7 @@ def _mean_loss(name: str) -> Callable[..., Any]:
 
     def rewritten(*args: Any, **kwargs: Any) -> Any:
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
+        # their own sum would hold the memory of all losses for as long as it lives
         again = given["reduction"] == SUM and name in RESIZED
         if not again and (given["reduction"] != MEAN or not _has_rows(name, given)):
             return NotImplemented

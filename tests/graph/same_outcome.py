@@ -1,13 +1,14 @@
 """A form of a block against the block itself, in float64: what it returns, its loss and all gradients."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
+from lightning_amp.techniques.checks import same_function
 
 RTOL = 1e-10
 """Largest difference allowed, as a share of the largest value of the tensor that is compared."""
@@ -15,38 +16,22 @@ RTOL = 1e-10
 Form = Callable[..., Any]
 
 
-def difference(
-    block: nn.Module,
-    form: Form,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    rtol: float = RTOL,
-    seed: int = 0,
-) -> str:
-    """What a form of a block computes otherwise, in words; "" if nothing.
+def difference(block: nn.Module, form: Form, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> str:
+    """What a form of a block computes otherwise, in words; "" if nothing. Both draw the same random numbers.
 
     Args:
         block: Somebody's block; it is copied, and stays as it is.
         form: Called as `form(block, *args, **kwargs)` in the place of `block(*args, **kwargs)`.
         args: Arguments with values; those of floating point are taken in float64.
         kwargs: The same by name.
-        rtol: Largest difference relative to the largest value of a tensor.
-        seed: Both draw the same random numbers.
     """
-    expected = _outcome(block, lambda twin, *a, **k: twin(*a, **k), args, kwargs or {}, seed)
-    found = _outcome(block, form, args, kwargs or {}, seed)
-    if expected.keys() != found.keys():
-        only = sorted(expected.keys() ^ found.keys())
-        return f"has {only[0]!r} only on one side"
-    for name, right in expected.items():
-        wrong = _compare(found[name], right, rtol)
-        if wrong:
-            return f"{name}: {wrong}"
-    return ""
+    expected = _outcome(block, lambda twin, *a, **k: twin(*a, **k), args, kwargs or {})
+    found = _outcome(block, form, args, kwargs or {})
+    only = sorted(expected.keys() ^ found.keys())
+    return f"has {only[0]!r} only on one side" if only else same_function.difference(found, expected, rtol=RTOL)
 
 
-def _outcome(block: nn.Module, form: Form, args: Sequence[Any], kwargs: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def _outcome(block: nn.Module, form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that the block computes, by name."""
     twin = copy.deepcopy(block).double()
     twin.zero_grad(set_to_none=True)
@@ -55,9 +40,9 @@ def _outcome(block: nn.Module, form: Form, args: Sequence[Any], kwargs: Mapping[
     # what a block changes in place may not be a leaf
     given_args, given_kwargs = tree_unflatten([v + 0 if _differentiable(v) else v for v in inputs], spec)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         results = [r for r in tree_leaves(form(twin, *given_args, **given_kwargs)) if isinstance(r, Tensor)]
-        generator = torch.Generator().manual_seed(seed + 1)
+        generator = torch.Generator().manual_seed(1)
         weights = [torch.rand(r.shape, generator=generator, dtype=torch.float64) for r in results]
         loss = sum(((r * w).sum() for r, w in zip(results, weights, strict=True) if r.is_floating_point()), 0.0)
         if isinstance(loss, Tensor) and loss.requires_grad:
@@ -66,11 +51,7 @@ def _outcome(block: nn.Module, form: Form, args: Sequence[Any], kwargs: Mapping[
     found["loss"] = loss.detach() if isinstance(loss, Tensor) else loss
     found |= {f"gradient of input {k}": v.grad for k, v in enumerate(inputs) if isinstance(v, Tensor)}
     found |= {f"gradient of {name}": p.grad for name, p in twin.named_parameters()}
-    return found | dict(_buffers(twin))
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((f"buffer {name}", buffer.detach()) for name, buffer in module.named_buffers())
+    return found | {f"buffer {name}": buffer.detach() for name, buffer in twin.named_buffers()}
 
 
 def _double(tensor: Tensor) -> Tensor:
@@ -81,20 +62,3 @@ def _double(tensor: Tensor) -> Tensor:
 
 def _differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _compare(found: Any, right: Any, rtol: float) -> str:
-    if not isinstance(found, Tensor) or not isinstance(right, Tensor):
-        return "" if found is right or found == right else f"{_word(found)} instead of {_word(right)}"
-    if found.shape != right.shape or found.dtype != right.dtype:
-        return f"{_word(found)} instead of {_word(right)}"
-    if not right.numel():
-        return ""
-    error = float((found.double() - right.double()).abs().max())
-    scale = float(right.double().abs().max())
-    # not <=: a difference that is no number is one too
-    return "" if error <= rtol * max(scale, 1e-300) or error == 0 else f"differs by {error:.3g} of {scale:.3g}"
-
-
-def _word(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)!r}" if isinstance(value, Tensor) else repr(value)

@@ -165,6 +165,7 @@ class ChunkForms:
         for block, table in zip(self._plain.blocks, tables, strict=True):
             first = by_name.setdefault(block.fqn, table)
             if first is not table:
+                # a rule has one budget, and unlike calls of a block need several
                 by_name[block.fqn] = "it is called in several ways in one step"
         tables = [by_name[block.fqn] for block in self._plain.blocks]
         distinct = {id(table): table for table in tables if isinstance(table, Table)}

@@ -37,6 +37,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Parts of blocks run in chunks; of a plan that recomputes, every block has the better of the two, or both."""
     if "logits" in draft.strategies:
         return "it is not supported together with logits"
+    # which blocks are recomputed is chosen anew, together with those that run in chunks
     before = [target.fqn for target in draft.targets if target.strategy == "recompute"]
     forms = forms_of(seen)
     if forms is None or forms.reason:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_amp.dist.splits import MeshAxis
 
@@ -57,22 +57,15 @@ class Grid:
         return Grid(x=x, y=y, z=z, replicas=replicas)
 
     @staticmethod
-    def of(mesh: DeviceMesh) -> "Grid":
-        """The grid of a mesh with the axes "data", "z", "y" and "x"; all ranks call it."""
+    def of(device_type: str, sizes: tuple[int, int, int], ranks: int) -> "Grid":
+        """The grid of this rank, with data-parallel copies of it as the outermost axis; all ranks call it."""
+        x, y, z = sizes
+        shape = (ranks // (x * y * z), z, y, x)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", *reversed(AXES)))
         made = {}
-        for name in AXES:
+        for name in ("data", *AXES):
             axis = mesh[name]
             made[name] = MeshAxis(name, axis.size(), axis.get_local_rank(), axis.get_group(), "gather")
-        data = mesh["data"]
-        replicas = None
-        if data.size() > 1:
-            replicas = MeshAxis("data", data.size(), data.get_local_rank(), data.get_group(), "gather")
+        data = made.pop("data")
         block = mesh["z", "y", "x"]._flatten("block")
-        return Grid(**made, replicas=replicas, block=block, device_type=mesh.device_type)
-
-
-def grid_mesh(device_type: str, sizes: tuple[int, int, int], ranks: int) -> DeviceMesh:
-    """The mesh of a grid, with data-parallel copies of it as the outermost axis."""
-    x, y, z = sizes
-    shape = (ranks // (x * y * z), z, y, x)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("data", "z", "y", "x"))
+        return Grid(**made, replicas=data if data.size > 1 else None, block=block, device_type=device_type)

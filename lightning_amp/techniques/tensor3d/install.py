@@ -28,7 +28,7 @@ from lightning_amp.dist._torch import (
 from lightning_amp.dist.registry import shard_error, tensors_in
 from lightning_amp.dist.splits import MeshAxis
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.techniques.tensor3d.grid import Grid, grid_mesh
+from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import STRAY
 from lightning_amp.techniques.tensor3d.layouts import largest_rank, with_axes_exchanged, written
 from lightning_amp.techniques.tensor3d.plan_layouts import LayoutPlanner
@@ -155,7 +155,7 @@ def split_parameters(
         )
     key = dist.group.WORLD, spec.sizes
     if key not in _GRIDS:
-        _GRIDS[key] = Grid.of(grid_mesh(mesh.device_type, spec.sizes, mesh.size()))
+        _GRIDS[key] = Grid.of(mesh.device_type, spec.sizes, mesh.size())
     units = GridUnits(module, spec, _GRIDS[key], agree=agree)
     units.wrap_steps()
     if not fitting:

@@ -53,10 +53,12 @@ def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]
     """The spec with the options of a request; a grid that is open, and layouts, follow from the first batch.
 
     Raises:
-        PlanError: Only a part of a grid is given.
+        PlanError: Only a part of a grid is given, or no size of a cache.
     """
     grid, size = getattr(request, "tensor_grid", None), getattr(request, "model_parallel_size", "auto")
-    _check_grid(grid)
+    whole = isinstance(grid, tuple | list) and len(grid) == 3 and all(type(n) is int and n > 0 for n in grid)
+    if grid is not None and not whole:
+        raise PlanError(f"tensor_grid={grid!r} was given; allowed are three whole numbers of ranks, as (2, 1, 2)")
     if grid is None and size != "auto":
         raise PlanError(
             f"model_parallel_size={size!r} was given with strategies='tensor3d'; give tensor_grid=(x, y, z), of which"
@@ -75,13 +77,15 @@ def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]
             f"tensor_overlap={names!r} was given; allowed are none or some of {', '.join(map(repr, allowed))}, as"
             " a tuple"
         )
-    cache = cache_bytes(getattr(request, "tensor_cache", 0))
+    cache = getattr(request, "tensor_cache", 0)
+    # none is no memory size elsewhere
+    cache_bytes = 0 if str(cache).strip().upper() in ("0", "0B") else parse_bytes(cache)
     found = replace(
         spec,
         grid=spec.grid if grid is None else "x".join(map(str, grid)),
         dims=dims,
         overlap=",".join(names),
-        cache_bytes=cache,
+        cache_bytes=cache_bytes,
     )
     if grid is not None and size not in ("auto", found.model_ranks):
         raise PlanError(
@@ -89,22 +93,6 @@ def asked(spec: TensorParallel3D, request: Any) -> tuple[TensorParallel3D, bool]
             f" {found.model_ranks}; leave model_parallel_size out"
         )
     return found, False
-
-
-def _check_grid(grid: Any) -> None:
-    if grid is None:
-        return
-    if not (isinstance(grid, tuple | list) and len(grid) == 3 and all(type(n) is int and n > 0 for n in grid)):
-        raise PlanError(f"tensor_grid={grid!r} was given; allowed are three whole numbers of ranks, as (2, 1, 2)")
-
-
-def cache_bytes(text: str | int) -> int:
-    """Bytes of a `tensor_cache`, which may be zero.
-
-    Raises:
-        PlanError: Not a size.
-    """
-    return 0 if str(text).strip().upper() in ("0", "0B") else parse_bytes(text)
 
 
 ROW = Technique(

@@ -6,12 +6,13 @@ in hooks     more is computed than value by value, such as a norm: looked for in
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from math import prod
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -186,19 +187,9 @@ class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def watch_hooks(module: nn.Module, parameters: list[GridParameter]) -> Callable[[], None]:
     """Refuse what the module's own hooks compute of parts; the returned function ends it."""
-    overridden = {*vars(module), *_overridden(type(module))}
-    watched = {name: _watched(name, getattr(module, name), parameters) for name in HOOKS if name in overridden}
-    return put_methods(module, watched)
-
-
-def _overridden(kind: type) -> Mapping[str, Any]:
-    """Attributes of the user's classes."""
-    return {
-        name: value
-        for one in reversed(kind.__mro__)
-        if not one.__module__.startswith(("lightning.", "pytorch_lightning.", "torch."))
-        for name, value in vars(one).items()
-    }
+    kind = type(module)
+    own = [n for n in HOOKS if n in vars(module) or getattr(kind, n, None) is not getattr(LightningModule, n)]
+    return put_methods(module, {name: _watched(name, getattr(module, name), parameters) for name in own})
 
 
 def _watched(name: str, hook: Callable[..., Any], parameters: list[GridParameter]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.run import planned
 from lightning_amp.techniques.chunk.run.chunk_module import show_code
 from lightning_amp.techniques.chunk.run.planned import lower_within
-from tests.graph.test_capture import Buffer, ByValue, Chance, Compiled, Custom, HasTo, Hooked, Nested, Shared
+from tests.graph.test_capture import Buffer, ByValue, Custom, Nested, Shared
 from tests.techniques.chunk.case import Case
 from tests.techniques.chunk.small_blocks import Attention, FeedForward, x_of
 
@@ -126,7 +126,7 @@ def test_more_bytes_are_never_slower_and_never_refused(predicted: float, monkeyp
             assert seconds == [inf]
             least.add(error.least_bytes)
             continue
-        assert planned.step_bytes(lowered) <= whole * 1.1 ** (k - 10)
+        assert planned.measured_bytes(lowered, train=True) <= whole * 1.1 ** (k - 10)
         seconds.append(plan.seconds)
     assert seconds == sorted(seconds, reverse=True)
     (known,) = least
@@ -266,17 +266,12 @@ def test_nasty_modules_are_exact(kind: type[nn.Module]) -> None:
     ("kind", "reason"),
     [
         (ByValue, "which cannot be captured: .*[dD]ata|nor does it run on fake tensors"),
-        (Chance, "draws from Python's or NumPy's random numbers"),
         (Custom, "the autograd Function 'Twice'"),
-        (Hooked, r"its submodule 'layer' has hooks \(forward_hooks\)"),
-        (Compiled, "its submodule 'inner' is compiled"),
-        (HasTo, "an attribute 'to', which hides the method"),
     ],
 )
 def test_what_cannot_be_captured_is_refused(kind: type[nn.Module], reason: str) -> None:
-    x = x_of(3, 4).detach()
     with pytest.raises(ModelError, match=reason):
-        lightning_amp.chunk(kind(), x, budget="1MiB")(x_of(3, 4))
+        lightning_amp.chunk(kind(), x_of(3, 4).detach(), budget="1MiB")(x_of(3, 4))
 
 
 class Outer(Net):

@@ -12,9 +12,9 @@ import lightning_amp
 from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
-from lightning_amp.techniques.chunk.regions.over import written_over
+from lightning_amp.techniques.chunk.regions.region import written_over
 from lightning_amp.techniques.chunk.run.lower import lower, table_of
-from lightning_amp.techniques.chunk.run.planned import forward_bytes
+from lightning_amp.techniques.chunk.run.planned import measured_bytes
 from tests.techniques.chunk.case import which
 from tests.techniques.chunk.small_blocks import BLOCKS
 from tests.techniques.chunk.test_chunk_module import bytes_of, close
@@ -137,7 +137,7 @@ def test_every_region_writes_over_nothing_that_is_read(name: str, regions_of: An
             assert torch.equal(now, before), regions
         # counting takes ten times as long as running, and most regions of a block are alike
         if name in TRAPS or i % 8 == 0:
-            assert forward_bytes(run) <= chunk_bytes(table, regions).peak_bytes
+            assert measured_bytes(run) <= chunk_bytes(table, regions).peak_bytes
 
 
 @torch.no_grad()
@@ -159,7 +159,7 @@ def test_what_is_written_over_another_makes_no_memory() -> None:
     block, x = Does(lambda m, x: F.silu(m.linear(x)).exp()).eval(), torch.randn(3, 6, 6)
     capture = Captures().of(block, (x,), {})
     table = table_of(capture)
-    assert chunk_bytes(table, ()).peak_bytes == forward_bytes(lower(capture, table, ())) == 4 * x.numel()
+    assert chunk_bytes(table, ()).peak_bytes == measured_bytes(lower(capture, table, ())) == 4 * x.numel()
 
 
 def test_with_gradients_nothing_is_written_over() -> None:

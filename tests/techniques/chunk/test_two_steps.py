@@ -12,7 +12,7 @@ from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.run.lower import lower, table_of
-from lightning_amp.techniques.chunk.run.planned import forward_bytes, lower_within
+from lightning_amp.techniques.chunk.run.planned import lower_within, measured_bytes
 from lightning_amp.techniques.chunk.run.smaller_call import lowered_like
 from lightning_amp.techniques.chunk.run.two_steps import group_norm, in_two_steps, norms_of
 from tests.graph.same_outcome import difference
@@ -52,7 +52,7 @@ def test_every_region_of_rows_is_exact(name: str, regions: Any) -> None:
             close(run(block, x), right)
             # counting takes ten times as long as running, and most regions are alike
             if some.reach or i % 8 == 0:
-                assert forward_bytes(run) <= chunk_bytes(table, (some,)).peak_bytes
+                assert measured_bytes(run) <= chunk_bytes(table, (some,)).peak_bytes
         if some.reach and some.n_chunks > 2:
             again = lower(capture, table_of(capture, near=True), (some,))
             assert difference(block, again, (x.clone().requires_grad_(),), {}) == ""
@@ -124,7 +124,7 @@ def test_only_norms_above_the_budget_are_in_two_steps() -> None:
         lowered, plan = lower_within(capture, budget)
         assert lowered.norms == {0}
         assert lowered.code.count("torch.group_norm") == 3
-        assert forward_bytes(lowered) == plan.peak_bytes <= budget
+        assert measured_bytes(lowered) == plan.peak_bytes <= budget
         close(lowered(block, x), right)
         small = Captures().of(block, (x[..., :16, :16],), {})
         assert lowered_like(lowered, small) is not None, "which the check against the block runs"

@@ -15,7 +15,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.techniques.logits.install import in_chunks
 from tests.ranks import run_ranks
 from tests.techniques.replay.models import MODELS, Llama, difference, fit
-from tests.techniques.replay.test_fit import on_ranks
+from tests.techniques.replay.test_fit import by_hand, on_ranks
 
 
 def test_logits_are_never_whole_and_the_peak_is_the_predicted_one() -> None:
@@ -73,26 +73,9 @@ class Keeps(Llama):
         self.read += [self.logits.detach().sum(), outputs["logits"].sum()]
 
 
-class Manual(Llama):
-    """Two backward passes in a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
-
-
 def test_logits_that_outlive_the_step_and_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = MODELS["Llama"][1]
-    for kind in (Keeps, Manual):
+    for kind in (Keeps, by_hand(Llama)):
 
         class InChunks(kind):  # type: ignore[misc, valid-type]
             # whatever a plan would say of it

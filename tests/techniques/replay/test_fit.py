@@ -73,26 +73,29 @@ def test_ranks_average_gradients_of_replayed_steps(tmp_path: Path) -> None:
         torch.testing.assert_close(state, right, rtol=0, atol=0)
 
 
-class Manual(Points):
-    """Two backward passes and two updates in a step."""
+def by_hand(kind: Any) -> Any:
+    """With two backward passes and two updates in a step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    class Manual(kind):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        for _ in range(2):
-            optimizer.zero_grad(set_to_none=False)
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-            optimizer.step()
-        return loss
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            optimizer: Any = self.optimizers()
+            for _ in range(2):
+                optimizer.zero_grad(set_to_none=False)
+                loss: Tensor = self.loss(batch)
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+                optimizer.step()
+            return loss
+
+    return Manual
 
 
 def test_manual_optimisation_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS, "points", (Manual, MODELS["points"][1]))
+    monkeypatch.setitem(MODELS, "points", (by_hand(Points), MODELS["points"][1]))
     before, meter, _ = fit("points", "auto", steps=3)
     after, metered, plan = fit("points", AMPStrategy(strategies="replay"), steps=3)
     assert metered.live.peak < 0.5 * meter.live.peak

@@ -25,7 +25,7 @@ from lightning_amp.dist._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, forc
 from lightning_amp.dist.splits import Sent
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.techniques.ranks.collectives import Agreement
-from lightning_amp.techniques.tensor3d.grid import Grid, grid_mesh
+from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.in_step import InStep
 from lightning_amp.techniques.tensor3d.layouts import written
 from lightning_amp.techniques.tensor3d.parameters import GridParameter
@@ -263,7 +263,7 @@ def logged() -> Iterator[list[tuple[str, str]]]:
 
 
 def on_ranks(rank: int, ranks: int) -> dict[str, Any]:
-    grid = Grid.of(grid_mesh("cpu", (2, 1, 2), ranks))
+    grid = Grid.of("cpu", (2, 1, 2), ranks)
     found: dict[str, Any] = {}
     for names, cache in RUNS:
         run = OnGrid(ranks, grid, Net, words, overlap=names, cache_bytes=cache)
@@ -286,7 +286,7 @@ def on_ranks(rank: int, ranks: int) -> dict[str, Any]:
         except ModelError as error:
             found[name] = str(error)
     for name, (make, sizes) in SAVED.items():
-        found[name] = OnGrid(ranks, Grid.of(grid_mesh("cpu", sizes, ranks)), make, numbers).trained()
+        found[name] = OnGrid(ranks, Grid.of("cpu", sizes, ranks), make, numbers).trained()
     return found
 
 

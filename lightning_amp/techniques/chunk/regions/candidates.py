@@ -5,6 +5,7 @@ same: if it begins earlier than another, though no fewer bytes are alive there (
 its outputs are no smaller, and covers no further row above the budget. In training every row that saves counts as one.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
@@ -13,8 +14,7 @@ from lightning_amp.graph.peak import BlockBytes
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions.chunk_bytes import Pieces, result_bytes
 from lightning_amp.techniques.chunk.regions.find_regions import RegionSearch
-from lightning_amp.techniques.chunk.regions.over import written_over
-from lightning_amp.techniques.chunk.regions.region import Region, piece_length, pieces
+from lightning_amp.techniques.chunk.regions.region import Region, piece_length, pieces, written_over
 
 Cost = Callable[[Region], float]
 MOST_ROWS = 60_000
@@ -42,6 +42,7 @@ class RegionCandidate:
         self.output_bytes = sum(result_bytes(table.rows[i]) for i in self.outputs)
         self._table, self._cost = table, cost
         self._work: dict[int, tuple[int, int]] = {}
+        # numbers of pieces of one length take the same bytes
         self._lengths = _lengths(region.units)
         self._costs: dict[int, tuple[Region, float]] = {}
         self._plain, self.learns = plain, train and any(table.rows[i].needs_grad for i in self.outputs)
@@ -82,15 +83,9 @@ class RegionCandidate:
         if max(forward, backward) > budget or self._peak(1, forward, backward) > budget:
             return None
         # no longer piece takes less
-        low, high = 0, len(lengths) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._peak(lengths[middle], forward, backward) <= budget:
-                low = middle
-            else:
-                high = middle - 1
-        n_chunks = len(pieces(self.region.units, -(-self.region.units // lengths[low])))
-        return n_chunks, self._peak(lengths[low], forward, backward)
+        longest = lengths[bisect_right(lengths, budget, lo=1, key=lambda n: self._peak(n, forward, backward)) - 1]
+        n_chunks = len(pieces(self.region.units, -(-self.region.units // longest)))
+        return n_chunks, self._peak(longest, forward, backward)
 
     def with_pieces(self, n_chunks: int) -> tuple[Region, float]:
         """The region in so many pieces, and its cost."""

@@ -23,8 +23,7 @@ from math import prod
 
 from lightning_amp.graph.peak import BlockBytes, PieceRow, PieceTable, block_bytes
 from lightning_amp.graph.table import INPUT, OPERATOR, PARAMETER, OperatorRow, Table
-from lightning_amp.techniques.chunk.regions.over import within, written_over
-from lightning_amp.techniques.chunk.regions.region import Region, piece_length
+from lightning_amp.techniques.chunk.regions.region import Region, piece_length, within, written_over
 
 COPYING = ("aten.linear.", "aten.matmul.", "aten.einsum.")
 """Products that copy an argument which does not lie in one run."""
@@ -120,6 +119,7 @@ class Pieces:
 
     def _table(self, n_chunks: int, *, train: bool) -> PieceTable:
         units = self._region.units
+        # the longest piece has neighbours on both sides
         length = min(piece_length(units, n_chunks) + 2 * self._region.reach, units)
 
         def part(whole: int) -> int:

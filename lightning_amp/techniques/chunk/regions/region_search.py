@@ -118,6 +118,7 @@ class Line:
 
     def search(self, candidates: Sequence[RegionCandidate], budget: int | None) -> Label | None:
         """The cheapest label at the end within a budget; without one, that of the least peak. None if there is none."""
+        # a region is a step from its first row to the row behind its last
         starting: dict[int, list[RegionCandidate]] = {}
         for candidate in candidates:
             starting.setdefault(candidate.region.first, []).append(candidate)
@@ -149,6 +150,7 @@ class Line:
             yield place + 1, self._behind(label, state.row)
         for candidate in candidates:
             if budget is not None and label.cost + candidate.least_cost > most:
+                # before its bytes are counted, which is most of the work
                 continue
             step = state.regions.get(candidate)
             if step is None:
@@ -200,6 +202,7 @@ class Line:
             moved.row(i)
             moved.forget(needed)
         homes = moved.homes
+        # outputs are made whole before the first piece, or take the place of an input
         homes |= {i: homes[candidate.over[i]] if i in candidate.over else ~i for i in candidate.outputs}
         if candidate.learns:
             moved.saved |= {home for i in candidate.inputs if (home := homes.get(i)) is not None}

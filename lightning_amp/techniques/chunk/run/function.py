@@ -151,6 +151,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, region: ChunkedRegion, *inputs: Tensor) -> tuple[Tensor, ...]:
+        # no zeros of the whole size for results that the loss does not read
         ctx.set_materialize_grads(False)
         ctx.region, ctx.autocast = region, _autocast_of(inputs)
         ctx.save_for_backward(*inputs)
@@ -192,6 +193,7 @@ def _backward_of_chunk(
     region.compute(results.__setitem__, n, *pieces)
     wanted, given = [], []
     for k, (output, grad) in enumerate(zip(region.outputs, grads, strict=True)):
+        # popped: the graph of a result that is not wanted ends here, and its tensors with it
         result = region.own(k, results.pop(k), start, size)
         if grad is not None and result.requires_grad:
             wanted.append(result)

@@ -90,6 +90,7 @@ class InChunks:
             n_blocks = sum(any(True for _ in block.children()) for block in find_blocks(module).values())
             if n_blocks > MANY and not train:
                 reason = f"it has {n_blocks!r} blocks, which are planned one by one"
+                # the module as one graph may need less, or be all that can be captured
                 with suppress(PlanError, ModelError):
                     return plan_blocks(module, args, kwargs, self._budget_bytes, reason, costs)
             found = capture(module, args, kwargs, key=key)

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from lightning_amp._torch import OpOverload, has_kernel
 from lightning_amp.graph.table import OPERATOR, Table
-from lightning_amp.techniques.chunk.regions.over import may_write
+from lightning_amp.techniques.chunk.regions.region import may_write
 
 NEW = {
     *("linear", "matmul", "conv1d", "conv2d", "conv3d", "layer_norm", "group_norm", "rms_norm", "batch_norm"),

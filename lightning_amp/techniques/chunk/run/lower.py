@@ -32,8 +32,7 @@ from lightning_amp._torch import ACTIVATIONS_IN_C, OpOverload, tree_leaves
 from lightning_amp.graph.build_table import build_table
 from lightning_amp.graph.capture import Capture, run_as
 from lightning_amp.graph.table import OPERATOR, Table
-from lightning_amp.techniques.chunk.regions.over import within, written_over
-from lightning_amp.techniques.chunk.regions.region import Region
+from lightning_amp.techniques.chunk.regions.region import Region, within, written_over
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
 from lightning_amp.techniques.chunk.run.in_place import with_memory, writing
 from lightning_amp.techniques.chunk.run.two_steps import neighbours

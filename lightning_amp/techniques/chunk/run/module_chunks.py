@@ -65,6 +65,7 @@ def plain(module: nn.Module) -> nn.Module:
         for name, value in vars(module).items()
         if name not in ("forward", *left_out) and not isinstance(value, ModuleChunks)
     )
+    # what runs a forward twice runs around chunks, and is no part of what they replace
     inside = (one for one in overrides_of(module) or () if one.position < Position.TWICE)
     set_overrides(found, (one for one in inside if one.strategy not in CHUNKS))
     return found

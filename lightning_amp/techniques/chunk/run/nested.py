@@ -73,10 +73,11 @@ def _of_piece(capture: Capture, table: Table, region: Region, chunked: ChunkedRe
         chunked.compute(found.__setitem__, size, *tensors)
         return [found[k] for k in range(len(chunked.outputs))]
 
+    nodes = capture.nodes
     with QuickFakes():
         given = []
         for i, dim in zip(inputs, chunked.input_dims, strict=True):
-            node = capture.nodes[i]
+            node = nodes[i]
             whole = getattr(capture.graph, str(node.target)) if node.op == "get_attr" else node.meta["val"]
             given.append(chunked.piece(fresh(whole), dim, start, size))
     graph = make_fx(run, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*given)

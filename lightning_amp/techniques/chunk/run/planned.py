@@ -142,7 +142,7 @@ def _within(
                 raise
             found, is_least = error.least, True
         lowered = lower(capture, table, found.regions)
-        measured = step_bytes(lowered) if train else forward_bytes(lowered)
+        measured = measured_bytes(lowered, train=train)
         if measured <= budget_bytes:
             return lowered, replace(found, peak_bytes=measured)
         if is_least:
@@ -169,7 +169,7 @@ def _nested(
         lowered, inner = lower_nested(capture, table, outer, plan)
     except OverBudget as error:
         raise _over(capture, budget_bytes, min(error.least_bytes + beside, alone.least_bytes)) from error
-    measured = forward_bytes(lowered)
+    measured = measured_bytes(lowered)
     if measured > budget_bytes:
         raise _over(capture, budget_bytes, min(measured, alone.least_bytes))
     whole, n = choose_chunks(table, 2**62, train=False, costs=costs), outer.n_chunks
@@ -185,31 +185,24 @@ def _over(capture: Capture, budget_bytes: int, least_bytes: int) -> OverBudget:
     )
 
 
-def forward_bytes(lowered: Lowered) -> int:
-    """Most bytes alive in a forward pass without gradients, beyond what it is given; it is run on fake tensors."""
-    with QuickFakes(), torch.no_grad():
-        tensors = lowered.capture.arguments()
-        with LiveBytes() as live:
-            lowered.forward(*tensors)
-    return int(live.peak)
+def measured_bytes(lowered: Lowered, *, train: bool = False) -> int:
+    """Most bytes alive in a forward pass without gradients, or in training in a forward and a backward pass, beyond
+    what both are given; they are run on fake tensors.
 
-
-def step_bytes(lowered: Lowered) -> int:
-    """Most bytes alive in a forward and a backward pass, beyond what both are given; they are run on fake tensors.
-
-    Results are held meanwhile. Gradients of arguments and parameters count, those of the results do not.
+    In training results are held meanwhile. Gradients of arguments and parameters count, those of the results do not.
     """
     live = LiveBytes()
-    with QuickFakes():
+    with QuickFakes(), torch.set_grad_enabled(train):
         tensors = lowered.capture.arguments()
         for tensor, needs_grad in zip(tensors, lowered.capture.needs_grad, strict=True):
-            tensor.requires_grad_(needs_grad)
+            tensor.requires_grad_(train and needs_grad)
         with live:
             results = lowered.forward(*tensors)
-        learned = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
-        seeds = [torch.empty_like(result) for result in learned]
-        with live:
-            torch.autograd.backward(learned, seeds)
+        if train:
+            learned = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
+            seeds = [torch.empty_like(result) for result in learned]
+            with live:
+                torch.autograd.backward(learned, seeds)
     return int(live.peak)
 
 

@@ -35,6 +35,7 @@ def neighbours(node: Node) -> tuple[tuple[int, int], ...]:
             _of(given.get(name, default), d - 2) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
         )
         reach = dilation * (weight.shape[d] - 1)
+        # a piece with so many neighbours has its own entries in its middle, and the padding only at the image's ends
         if stride == 1 and reach and reach == 2 * padding and x.shape[d] == result.shape[d]:
             found.append((d, padding))
     return tuple(found)

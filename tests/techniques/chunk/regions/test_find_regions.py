@@ -5,9 +5,12 @@ from itertools import product
 from math import gcd
 from typing import Any
 
+import pytest
+
+from lightning_amp.errors import PlanError
 from lightning_amp.graph.table import OPERATOR, Table
 from lightning_amp.techniques.chunk.regions import find_regions as find_regions_file
-from lightning_amp.techniques.chunk.regions.find_regions import find_regions
+from lightning_amp.techniques.chunk.regions.find_regions import find_regions, same_region
 from lightning_amp.techniques.chunk.regions.region import Region
 from tests.each import each
 from tests.techniques.chunk.regions.rules import broken
@@ -171,3 +174,18 @@ def test_one_unit_is_not_cut_and_what_needs_its_neighbours_is_not_summed() -> No
     total = new.op("sum", [x], (6,), dim=[0])
     found = [(r.first, r.last, r.dims[x], r.reach) for r in find_regions(new.table(total)) if x in r.dims]
     assert sorted(found) == [(x, x, 0, 1), (x, x, 1, 0), (x, total, 1, 0), (total, total, 0, 0), (total, total, 1, 0)]
+
+
+def test_the_same_region_of_other_sizes() -> None:
+    """In no more pieces than it has units; none where an argument is read whole that was cut, or nothing can be cut."""
+
+    def added(*shapes: tuple[int, int]) -> Table:
+        new = Rows()
+        return new.table(new.op("add", [new.given(*shape) for shape in shapes], max(shapes)))
+
+    region = next(r for r in find_regions(added((8, 6), (8, 6))) if r.dims[2] == 0)
+    found = same_region(added((4, 6), (4, 6)), region)
+    assert (found.dims, found.units, found.n_chunks) == (region.dims, 4, 4)
+    for shapes in (((4, 6), (1, 6)), ((1, 6), (1, 6))):
+        with pytest.raises(PlanError, match="cannot be cut in the same way"):
+            same_region(added(*shapes), region)
