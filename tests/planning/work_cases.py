@@ -17,7 +17,7 @@ def shape(**changes: Any) -> DecoderShape:
     sizes = {"anchors": 192, "dim": 16, "window": 32, "strata": 3, "attention": True} | changes
     strata = sizes.pop("strata")
     features = sizes.pop("features", tuple(sizes["anchors"] - k for k in range(strata)))
-    return DecoderShape(fqn="decoder", features=features, distances=tuple(range(strata)), **sizes)
+    return DecoderShape(fqn="decoder", features=features, distances=tuple(range(len(features))), **sizes)
 
 
 class Work(NamedTuple):

@@ -1,6 +1,7 @@
 """A simulated step holds the bytes of the real one, rank by rank and stratum by stratum, and says where it ends."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +27,7 @@ from lightning_amp.simulation.models_without_values import DecoderAlone, Subject
 from lightning_amp.simulation.simulate import Simulation, fake_world, request_reference, simulate, simulate_plan
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 from tests.any_module import QUIET
+from tests.planning.work_cases import shape as sizes_of_decoder
 from tests.ranks import run_ranks
 
 BATCH = 6
@@ -33,24 +35,13 @@ LATE = 4
 """Steps that may be disturbed."""
 
 
-def shape(**changes: Any) -> DecoderShape:
-    sizes = {"anchors": 150, "dim": 16, "window": 16, "strata": 4, "attention": True} | changes
-    strata = sizes.pop("strata")
-    features = sizes.pop("features", tuple(sizes["anchors"] - k for k in range(strata)))
-    return DecoderShape(fqn="decoder", features=features, distances=tuple(range(strata)), **sizes)
+shape = partial(sizes_of_decoder, anchors=150, window=16, strata=4)
 
 
 def planned(shape: DecoderShape, strategies: str, *, ranks: int, budget: int | None = None) -> Plan:
-    module = decoder_subject(shape, batch_size=BATCH).module
-    described = describe(module, batch_size=BATCH)
-    return plan(
-        profile_of_module(described),
-        devices=ranks,
-        device_memory=budget,
-        strategies=strategies,
-        batch_size=BATCH,
-        shape=described,
-    )
+    known = describe(decoder_subject(shape, batch_size=BATCH).module, batch_size=BATCH)
+    request = {"devices": ranks, "device_memory": budget, "strategies": strategies, "batch_size": BATCH}
+    return plan(profile_of_module(known), shape=known, **request)
 
 
 CASES: dict[str, tuple[DecoderShape, str]] = {
