@@ -26,7 +26,6 @@ auto = partial(plan, DATA, batch_size=64)
 
 def shape(**decoder: object) -> ModelShape:
     whole = reference_shape(DATA, batch_size=64)
-    assert whole.decoder is not None
     return replace(whole, decoder=replace(whole.decoder, **decoder))
 
 

@@ -173,7 +173,6 @@ def test_a_step_ends_where_the_budget_does() -> None:
         assert found.status == f"out of memory at stratum {k}"
         assert found.worst.failed_at == f"stratum {k}"
         assert found.worst.strata_bytes == free.worst.strata_bytes[:k]
-        assert found.worst.requested_bytes is not None
         before = found.worst.peak_bytes - found.worst.requested_bytes
         assert before <= held - 1 < found.worst.peak_bytes
         assert found.worst.breakdown[TEMPORARIES] == 0
