@@ -79,6 +79,7 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
         while self._dead:
             gone = self._dead.popleft()
             self._by_kind[gone.kind] -= gone.n_bytes
+            # made in the pass that runs and had the peak, before the peak: the backward pass never gets it
             in_its_pass = gone.made_in == self._pass == self._pass_at_peak
             if gone.kind == ACTIVATIONS and in_its_pass and gone.birth <= self._births_at_peak:
                 self._dropped += gone.n_bytes
