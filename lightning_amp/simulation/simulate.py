@@ -14,6 +14,7 @@ from lightning_amp._torch import FakeStore
 from lightning_amp.costs.model_shape import LATENT_DIM, profile_of_module, reference_shape
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import PlanError
+from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.plan.plan import MeshShape, Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
@@ -22,7 +23,6 @@ from lightning_amp.progress import track
 from lightning_amp.simulation.measured_step import PlannedRank, RankResult, Sizes, measure_step
 from lightning_amp.simulation.models_without_values import Subject, decoder_subject, reference_subject
 from lightning_amp.simulation.parse_shape import ShapeRequest
-from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.attention import rotary
 
 SCHEMA = 1
