@@ -132,13 +132,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._finds_shapes = any(isinstance(t, FakeTensor) for t in (*given, *tensors_of(result)))
         if not self._finds_shapes:
             # else DTensor runs an operator on fake tensors first, to know the shape of the whole: no memory
-            given_storages = () if func in MADE_OUTSIDE else {id(storage) for _, storage in read}
-            self._count(tensors_of(result), given_storages)
-            if func in SCRATCH and launches_operators(result):
-                # dropped at once, so that it counts for the moment of the operator
-                self._count([torch.empty_like(result)])
+            self.made(func, result, () if func in MADE_OUTSIDE else {id(storage) for _, storage in read})
         self.ends(func, args, kwargs, read, result)
         return result
+
+    def made(self, func: Any, result: Any, given: Collection[int] = ()) -> None:
+        """Count what an operator has made; `given` are ids of the storages that it has got."""
+        self._count(tensors_of(result), given)
+        if func in SCRATCH and launches_operators(result):
+            # dropped at once, so that it counts for the moment of the operator
+            self._count([torch.empty_like(result)])
 
     def begins(self, func: Any, args: Any, read: Read) -> None:
         """An operator is about to run; `read` are its tensors and their storages."""

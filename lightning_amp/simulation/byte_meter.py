@@ -128,7 +128,7 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
         key = _key(func, args, kwargs)
         if key in self.answers:
             result = _make(self.answers[key])
-            self._count(tensors_of(result))
+            self.made(func, result)
             return result
         if (sent := sent_bytes(func, args)) is not None:
             self.sent[sent[0]] += sent[1]

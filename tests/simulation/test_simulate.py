@@ -17,6 +17,7 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, TEMPORARIES
+from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
 from lightning_amp.planning.plan.plan import MeshShape, Plan
@@ -275,3 +276,15 @@ def test_remembered_answers_are_the_real_ones(again) -> None:
         return live.current, live.peak
 
     assert steps("meta", SimulatedMeter()) == steps("cpu", LiveBytes())
+
+
+def test_a_remembered_operator_has_the_memory_that_a_kernel_takes_and_returns() -> None:
+    peaks = []
+    with settings_of("cuda"), SimulatedMeter() as live:
+        scores = torch.empty(4, 32, device="meta", requires_grad=True)
+        weights = torch.softmax(scores, -1)
+        for _ in range(2):
+            live.reset_peak()
+            torch.autograd.grad(weights, scores, torch.ones_like(weights), retain_graph=True)
+            peaks.append(live.peak)
+    assert peaks[1] == peaks[0]
