@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Axes
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
+from lightning_amp.planning.sizes import RankSizes
 from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic, stratum_traffic
 from lightning_amp.planning.time.operator_costs import parts, there_and_back
 
