@@ -15,7 +15,7 @@ from lightning_amp.costs.model_shape import shape_of_decoder
 from lightning_amp.planning.memory.kept_tensors import made_of_terms
 from lightning_amp.planning.memory.peak_model import estimate
 from lightning_amp.planning.plan.plan import Axes, Plan
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
+from lightning_amp.planning.sizes import RankSizes
 
 GB = 1e9
 KEYED = 31

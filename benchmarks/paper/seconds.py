@@ -15,7 +15,7 @@ from lightning_amp.costs.model_shape import profile_of_module
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.planning.sizes.rank_sizes import RankSizes, strata_of
+from lightning_amp.planning.sizes import RankSizes, strata_of
 from lightning_amp.planning.time.collectives import region_traffic
 from lightning_amp.planning.time.operator_costs import parts, there_and_back
 from lightning_amp.planning.time.step_seconds import COMPUTING, SENDING, TimedSizes

@@ -311,6 +311,7 @@ class _Count(Callback):
         if batch_idx == self._counted:
             self._counting = True
             self.recorder.start(batch, trainer.optimizers)
+            # alive now and no part of the second step's beginning, so the first step has left it
             self.recorder.left_bytes = max(0, self._first.current - self.recorder.current)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:

@@ -129,14 +129,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._finds_shapes = any(isinstance(t, FakeTensor) for t in (*given, *tensors_of(result)))
         if not self._finds_shapes:
             # else DTensor runs an operator on fake tensors first, to know the shape of the whole: no memory
-            outside = func in MADE_OUTSIDE
-            self._count(tensors_of(result), () if outside else {id(storage) for _, storage in read})
-            if func in SOFTMAX_BACKWARD and launches_operators(result):
-                # CUDA's kernel first multiplies gradient and result (torch's SoftMax.cu, `softmax_backward_cuda_out`):
-                # one more tensor, dropped at once, so that it counts for the moment of the operator
-                self._count([torch.empty_like(result)])
+            self.made(func, result, () if func in MADE_OUTSIDE else {id(storage) for _, storage in read})
         self.ends(func, args, kwargs, read, result)
         return result
+
+    def made(self, func: Any, result: Any, given: Collection[int] = ()) -> None:
+        """Count what an operator has made; `given` are ids of the storages that it has got."""
+        self._count(tensors_of(result), given)
+        if func in SOFTMAX_BACKWARD and launches_operators(result):
+            # CUDA's kernel first multiplies gradient and result (torch's SoftMax.cu, `softmax_backward_cuda_out`): one
+            # more tensor, dropped at once, so that it counts for the moment of the operator
+            self._count([torch.empty_like(result)])
 
     def begins(self, func: Any, args: Any, read: Read) -> None:
         """An operator is about to run; `read` are its tensors and their storages."""

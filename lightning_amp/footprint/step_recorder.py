@@ -201,6 +201,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
             name = self._parameters.get(id(node.variable))
             return self._owners[-1][0] if name is None else self._owner_of(f"{name}.grad"), -1
         order = node._sequence_nr()
+        # marks stand in the order of autograd's numbers: the last one at or before the node's says who made the node
         fqn, made_by = self._owners[bisect_right(self._orders, order) - 1]
         order = made_by if made_by >= 0 else order
         self._mark(fqn, order)

@@ -249,6 +249,7 @@ def install_rules(
     Plans of chunks are kept in the dictionary `chunks`, for who installs other rules in the module afterwards.
     """
     targets = [(rule, fqn) for rule in rules for fqn in _matches(rule, module)]
+    # stable: among equals the order of the plan
     targets.sort(key=lambda target: _installer(target[0]).last)
     claimed: set[tuple[str, type]] = set()
     decoders = list(find_decoders(module))

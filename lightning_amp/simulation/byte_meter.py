@@ -79,6 +79,7 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
         while self._dead:
             gone = self._dead.popleft()
             self._by_kind[gone.kind] -= gone.n_bytes
+            # made in the pass that runs and had the peak, before the peak: the backward pass never gets it
             in_its_pass = gone.made_in == self._pass == self._pass_at_peak
             if gone.kind == ACTIVATIONS and in_its_pass and gone.birth <= self._births_at_peak:
                 self._dropped += gone.n_bytes
@@ -127,7 +128,7 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
         key = _key(func, args, kwargs)
         if key in self.answers:
             result = _make(self.answers[key])
-            self._count(tensors_of(result))
+            self.made(func, result)
             return result
         if (sent := sent_bytes(func, args)) is not None:
             self.sent[sent[0]] += sent[1]

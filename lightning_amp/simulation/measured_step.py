@@ -122,6 +122,7 @@ class _Step:
 
     def run(self) -> int | None:
         """The step; returns the request that exceeded the budget, None if none did."""
+        # of the first step, which is not run, only what it leaves is there: gradients and the optimiser's state
         trained = [parameter for parameter in self.planned.parameters if parameter.requires_grad]
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)

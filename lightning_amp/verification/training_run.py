@@ -205,6 +205,7 @@ def _fit(
                 combined = CombinedLoader(given(), "max_size_cycle")
                 batches = (batch for batch, _, _ in iter(combined))
             _keep(first_of(batches, steps), path)
+        # from the file on rank 0 too: all runs train on the same numbers, though the user's loader may draw others
         used.extend(torch.load(path, weights_only=False))
         return Parts([cast(batch, dtype) for batch in used], ranks=ranks, place=place)
 

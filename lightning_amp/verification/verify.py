@@ -94,6 +94,7 @@ def _wait(started: list[Any], timeout: float) -> list[int]:
         for rank, process in list(running.items()):
             if process.exitcode is not None:
                 del running[rank]
+                # the others may wait for it in a collective without end
                 deadline = min(deadline, time.monotonic() + GRACE_S) if process.exitcode else deadline
     return list(running)
 

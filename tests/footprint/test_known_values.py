@@ -1,5 +1,8 @@
-"""Claim: a step is counted without values though its code reads masks that no data and no parameter enter."""
+"""Claim: a step is counted without values though its code reads masks that no data and no parameter enter, or logs
+numbers of `.item()`; one that decides by data is not.
+"""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_amp import profile
-from lightning_amp.footprint.copies import quick_fakes
+from lightning_amp.footprint.copies import fake_copy, quick_fakes
 from lightning_amp.footprint.copies.fake_copy import copy_of
+from lightning_amp.footprint.copies.known_values import DataDependent
 
 N = 12
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(N)
@@ -156,3 +160,76 @@ def test_a_captured_graph_has_no_branch_on_a_buffer() -> None:
     module = Step(BRANCHES["a buffer"])
     with quick_fakes.QuickFakes() as fake, pytest.raises(Exception, match="_local_scalar_dense"):
         bool(copy_of(module, fake).mask[0, 1] < 0)  # type: ignore[index]
+
+
+class Taking(Step):
+    """A step whose `read` gets the module, the loss and a whole number."""
+
+    def __init__(self, take: Callable[[Any, Tensor, Tensor], Any]) -> None:
+        super().__init__(take)  # type: ignore[arg-type]
+        self.second, self.losses = nn.Linear(N, 2), []
+        self.total, self.correct = 0.0, 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        found = self.second(self.first(batch).relu())
+        loss = found.square().mean()
+        taken = self.read(self, loss, (found.argmax(-1) == 1).sum())
+        return loss * taken if isinstance(taken, float | Tensor) else loss + (1 if taken else 0)
+
+
+def adds(step: Any, loss: Tensor, correct: Tensor) -> None:
+    step.total += loss.item() * 2 - 1
+    step.correct += correct.item()
+    step.accuracy = step.correct / N
+
+
+COUNTED = {
+    "collected": lambda step, loss, correct: step.losses.append(loss.item()),
+    "added up": adds,
+    "logged": lambda step, loss, correct: step.log("loss", loss.item()),
+    "a share is logged": lambda step, loss, correct: step.log("share", correct.item() / N, prog_bar=True),
+    "printed": lambda step, loss, correct: f"{loss.item():.3f} of {correct.item():d}" + str(loss.item()),
+    "a mean": lambda step, loss, correct: step.losses.append(sum([loss.item(), loss.detach().item()]) / 2),
+    "a factor": lambda step, loss, correct: 1 / loss.item(),
+    "finite": lambda step, loss, correct: None if math.isfinite(loss.item()) else 1 / 0,
+}
+DECIDES = {
+    "a branch": lambda step, loss, correct: loss.item() > 3,
+    "equal": lambda step, loss, correct: correct.item() == 0,
+    "the best": lambda step, loss, correct: min(1.0, loss.item()),
+    "true": lambda step, loss, correct: bool(correct.item()),
+    "a length": lambda step, loss, correct: torch.zeros(correct.item()).sum(),
+    "a range": lambda step, loss, correct: [*range(correct.item())],
+    "a slice": lambda step, loss, correct: step.first.weight[: correct.item()].sum(),
+    "an int": lambda step, loss, correct: step.losses.append(int(loss.item())),
+    "rounded": lambda step, loss, correct: step.losses.append(round(loss.item())),
+    "a whole number for torch": lambda step, loss, correct: torch.ones(3, dtype=torch.int64).mul(correct.item()).sum(),
+    "known to a set": lambda step, loss, correct: correct.item() in {1, 2},
+    "float()": lambda step, loss, correct: float(loss) > 3,
+    "sum of floats": lambda step, loss, correct: sum([loss.item(), 1.0]) / 2 > 1,
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_number_that_decides_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, item = Taking(COUNTED[name]), torch.Tensor.item
+    counted = profile(module, torch.randn(N, N))
+    assert counted.reason == ""
+    assert (module.losses, module.total, module.correct) == ([], 0.0, 0)
+
+    def refuses() -> Any:
+        raise DataDependent("not to be taken")
+
+    monkeypatch.setattr(fake_copy, "numbers_may_be_taken", refuses)
+    measured = profile(module, torch.randn(N, N))
+    assert measured.reason
+    assert (counted.peak_bytes, counted.by_kind) == (measured.peak_bytes, measured.by_kind)
+    assert torch.Tensor.item is item
+    assert "item" not in vars(torch._subclasses.fake_tensor.FakeTensor)
+
+
+@pytest.mark.parametrize("name", DECIDES)
+def test_a_number_that_decides(name: str) -> None:
+    reason = profile(Taking(DECIDES[name]), torch.randn(N, N)).reason
+    assert "reads the value of a tensor" in reason or "fails on tensors without values" in reason
+    assert "test_known_values.py" in reason

@@ -137,7 +137,6 @@ def test_segments_have_their_operators_and_parameters() -> None:
 def test_other_lengths_lie_on_a_line() -> None:
     small, whole, between = found(Tied, 2), found(Tied, 8), found(Tied, 4)
     drawn = whole.at(small, 4)
-    assert drawn is not None
     assert drawn.rows == 4
     np.testing.assert_array_equal(drawn.n_bytes, between.n_bytes)
     assert drawn.sent_bytes == between.sent_bytes
@@ -187,8 +186,6 @@ def test_all_chunks_count_where_some_are_run() -> None:
     installed = install_rules(module, rules)
     chunked = count_step(module, batch, NAMES, rates=products).passes
     installed.undo()
-    assert isinstance(whole, Passes)
-    assert isinstance(chunked, Passes)
     # the same products forward; backward once more those of the forward pass
     forward = [one.seconds[one.called[1] : one.first[2]].sum() for one in (whole, chunked)]
     backward = [one.seconds[one.segment == 1].sum() for one in (whole, chunked)]

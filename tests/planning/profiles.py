@@ -26,7 +26,6 @@ def hic(
 
 
 def with_full_attention(modality: ModalityProfile) -> ModalityProfile:
-    assert modality.decomposition is not None
     return replace(modality, decomposition=replace(modality.decomposition, full=True, known_from="as asked"))
 
 

@@ -10,11 +10,11 @@ import pytest
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.model_shape import ModelShape, reference_shape
 from lightning_amp.errors import PlanError
+from lightning_amp.planning import sizes
 from lightning_amp.planning.plan.plan import MeshShape
 from lightning_amp.planning.policies.auto import TIE, candidates
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import LESS, SHOWN, plan_report, shown_candidates
-from lightning_amp.planning.sizes import rank_sizes
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.table import STRATEGIES
 from tests.planning.profiles import hic, profile, rna, with_full_attention
@@ -26,7 +26,6 @@ auto = partial(plan, DATA, batch_size=64)
 
 def shape(**decoder: object) -> ModelShape:
     whole = reference_shape(DATA, batch_size=64)
-    assert whole.decoder is not None
     return replace(whole, decoder=replace(whole.decoder, **decoder))
 
 
@@ -80,10 +79,10 @@ def test_of_equal_times_the_fewest_techniques_win_and_the_library_decides_betwee
 def weights_of_attention_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in large decoders; in small ones they make stream the fastest, and the choice is none."""
     # sizes that were counted before are remembered
-    rank_sizes.same_strata.cache_clear()
-    monkeypatch.setattr("lightning_amp.planning.sizes.rank_sizes.keeps_weights", lambda anchors, *, window: False)
+    sizes.same_strata.cache_clear()
+    monkeypatch.setattr("lightning_amp.planning.sizes.keeps_weights", lambda anchors, *, window: False)
     yield
-    rank_sizes.same_strata.cache_clear()
+    sizes.same_strata.cache_clear()
 
 
 @pytest.mark.usefixtures("weights_of_attention_are_not_kept")

@@ -7,10 +7,10 @@ import pytest
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates, rates_for
 from lightning_amp.costs.model_shape import ModelShape, reference_shape
+from lightning_amp.planning import sizes
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.policies.recommend_devices import recommend_devices
-from lightning_amp.planning.sizes import rank_sizes
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
+from lightning_amp.planning.sizes import RankSizes
 from lightning_amp.planning.time.step_seconds import on_device
 from lightning_amp.techniques.hic.rows import StreamStrata
 from tests.planning.profiles import hic, profile, rna
@@ -55,7 +55,7 @@ def test_every_count_is_of_the_device(name: str, device: str, monkeypatch: pytes
 
     monkeypatch.setattr(RankSizes, "launched", property(launched))
     # what was counted for others is remembered
-    rank_sizes.same_strata.cache_clear()
+    sizes.same_strata.cache_clear()
     ASKED[name](DEVICES[device])
     assert seen == {device != "cpu"}
 

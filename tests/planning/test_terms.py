@@ -11,7 +11,7 @@ from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.plan import Axes, MeshShape
 from lightning_amp.planning.policies.auto import candidates
-from lightning_amp.planning.sizes.rank_sizes import RankSizes, Strata, Term, same_strata
+from lightning_amp.planning.sizes import RankSizes, Strata, Term, same_strata
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device
 from tests.planning.profiles import hic, profile, rna
 

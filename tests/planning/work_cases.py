@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Axes
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
+from lightning_amp.planning.sizes import RankSizes
 from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic, stratum_traffic
 from lightning_amp.planning.time.operator_costs import parts, there_and_back
 
@@ -17,7 +17,7 @@ def shape(**changes: Any) -> DecoderShape:
     sizes = {"anchors": 192, "dim": 16, "window": 32, "strata": 3, "attention": True} | changes
     strata = sizes.pop("strata")
     features = sizes.pop("features", tuple(sizes["anchors"] - k for k in range(strata)))
-    return DecoderShape(fqn="decoder", features=features, distances=tuple(range(strata)), **sizes)
+    return DecoderShape(fqn="decoder", features=features, distances=tuple(range(len(features))), **sizes)
 
 
 class Work(NamedTuple):

@@ -17,7 +17,7 @@ from lightning_amp.installing.describe_module import describe
 from lightning_amp.models.decoders.stratum_keys import ConvolutionKey
 from lightning_amp.planning.plan.plan import Axes, Plan
 from lightning_amp.planning.policies.make_plan import plan
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
+from lightning_amp.planning.sizes import RankSizes
 from lightning_amp.planning.time.operator_costs import parts
 from lightning_amp.simulation.measured_step import PlannedRank
 from lightning_amp.simulation.models_without_values import decoder_subject

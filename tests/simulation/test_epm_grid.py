@@ -1,6 +1,7 @@
 """The EPM, from shapes alone, is within 5 % of simulated steps for S1 to S5: peak and bytes after each stratum."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,18 +19,13 @@ from lightning_amp.simulation.models_without_values import decoder_subject, refe
 from lightning_amp.simulation.simulate import simulate_plan
 from tests.each import FEW
 from tests.planning.profiles import hic, profile, rna
+from tests.planning.work_cases import shape
 
 WITHIN = 0.05
 ALL = "S1,S2,S3,S4,S5"
 
 
-def decoder(**changes: Any) -> DecoderShape:
-    sizes = {"anchors": 300, "dim": 32, "window": 32, "strata": 3, "attention": True} | changes
-    strata = sizes.pop("strata")
-    features = sizes.pop("features", tuple(sizes["anchors"] - k for k in range(strata)))
-    return DecoderShape(fqn="decoder", features=features, distances=tuple(range(len(features))), **sizes)
-
-
+decoder = partial(shape, anchors=300, dim=32)
 PAPER, CHAINED, CONVOLUTION = {"variant": "paper"}, {"chained": True}, {"attention": False}
 FULL = {"full": True, "window": 1, "anchors": 900}
 SPREAD = {"features": (150, 150, 120, 100)}

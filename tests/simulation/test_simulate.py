@@ -1,6 +1,7 @@
 """A simulated step holds the bytes of the real one, rank by rank and stratum by stratum, and says where it ends."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import GRADIENTS, PARAMETERS, TEMPORARIES
+from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
 from lightning_amp.planning.plan.plan import MeshShape, Plan
@@ -26,6 +28,7 @@ from lightning_amp.simulation.models_without_values import DecoderAlone, Subject
 from lightning_amp.simulation.simulate import Simulation, fake_world, request_reference, simulate, simulate_plan
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 from tests.any_module import QUIET
+from tests.planning.work_cases import shape as sizes_of_decoder
 from tests.ranks import run_ranks
 
 BATCH = 6
@@ -33,24 +36,13 @@ LATE = 4
 """Steps that may be disturbed."""
 
 
-def shape(**changes: Any) -> DecoderShape:
-    sizes = {"anchors": 150, "dim": 16, "window": 16, "strata": 4, "attention": True} | changes
-    strata = sizes.pop("strata")
-    features = sizes.pop("features", tuple(sizes["anchors"] - k for k in range(strata)))
-    return DecoderShape(fqn="decoder", features=features, distances=tuple(range(strata)), **sizes)
+shape = partial(sizes_of_decoder, anchors=150, window=16, strata=4)
 
 
 def planned(shape: DecoderShape, strategies: str, *, ranks: int, budget: int | None = None) -> Plan:
-    module = decoder_subject(shape, batch_size=BATCH).module
-    described = describe(module, batch_size=BATCH)
-    return plan(
-        profile_of_module(described),
-        devices=ranks,
-        device_memory=budget,
-        strategies=strategies,
-        batch_size=BATCH,
-        shape=described,
-    )
+    known = describe(decoder_subject(shape, batch_size=BATCH).module, batch_size=BATCH)
+    request = {"devices": ranks, "device_memory": budget, "strategies": strategies, "batch_size": BATCH}
+    return plan(profile_of_module(known), shape=known, **request)
 
 
 CASES: dict[str, tuple[DecoderShape, str]] = {
@@ -182,7 +174,6 @@ def test_a_step_ends_where_the_budget_does() -> None:
         assert found.status == f"out of memory at stratum {k}"
         assert found.worst.failed_at == f"stratum {k}"
         assert found.worst.strata_bytes == free.worst.strata_bytes[:k]
-        assert found.worst.requested_bytes is not None
         before = found.worst.peak_bytes - found.worst.requested_bytes
         assert before <= held - 1 < found.worst.peak_bytes
         assert found.worst.breakdown[TEMPORARIES] == 0
@@ -285,3 +276,15 @@ def test_remembered_answers_are_the_real_ones(again) -> None:
         return live.current, live.peak
 
     assert steps("meta", SimulatedMeter()) == steps("cpu", LiveBytes())
+
+
+def test_a_remembered_operator_has_the_memory_that_a_kernel_takes_and_returns() -> None:
+    peaks = []
+    with settings_of("cuda"), SimulatedMeter() as live:
+        scores = torch.empty(4, 32, device="meta", requires_grad=True)
+        weights = torch.softmax(scores, -1)
+        for _ in range(2):
+            live.reset_peak()
+            torch.autograd.grad(weights, scores, torch.ones_like(weights), retain_graph=True)
+            peaks.append(live.peak)
+    assert peaks[1] == peaks[0]

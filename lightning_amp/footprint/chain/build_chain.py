@@ -142,12 +142,14 @@ class ChainBuilder:
         span = self._spans[home] if home >= 0 else None
         if span is not None:
             self._again(life, span, own, kept=home in keepers)
+        # a recomputed block holds its inputs until its backward pass ends, which is no cost where other code does too
         readers = {i for i in self._read_by.get(id(life), ()) if self._spans[i].back_end > outside}
         named = id(life) in self._made_by or id(life) in self._read_by
         if span is not None and not named and outside == own and span.end < own <= span.back_end:
             # something that the backward pass reads holds it, and not by way of autograd
             keepers[home] = max(own, keepers.get(home, 0))
             own = outside = span.end
+        # what a block keeps no longer than other code does would not go if the block was recomputed
         beyond = {i: end for i, end in keepers.items() if end > max(outside, self._spans[i].end)}
         if span is not None and not readers and set(beyond) <= {home} and outside <= span.end:
             self._private(life, span, own, max(own, keepers.get(home, own)))
@@ -240,6 +242,8 @@ class ChainBuilder:
         """All moments that no other one is always above."""
         found: dict[Any, dict[frozenset[int], tuple[int, int]]] = defaultdict(dict)
         alive, (after, first) = self._alive(), self._places()
+        # moments of the same block, form and range of blocks differ by their own bytes and tensors only, so that of
+        # those with the same tensors, or fewer, the one with most bytes stands for all
         inside = np.zeros(self._length, dtype=bool)
         for i, span in enumerate(self._spans):
             inside[span.start : span.end + 1] = inside[span.back_start : span.back_end + 1] = True
@@ -312,6 +316,7 @@ class ChainBuilder:
         for i, span in enumerate(self._spans):
             for part in (slice(span.start, span.end + 1), slice(span.back_start, span.back_end + 1)):
                 low[part], high[part] = np.minimum(low[part], i), np.maximum(high[part], i + 1)
+        # a cut between two blocks is possible where no moment has blocks on both sides between their passes
         crossed = np.zeros(n + 2, dtype=bool)
         for begin, end in {(int(a), int(b)) for a, b in zip(low, high, strict=True)}:
             crossed[begin + 1 : end] = True

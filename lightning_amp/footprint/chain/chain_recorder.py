@@ -206,6 +206,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         given = BlockCall.of(fqn, args, kwargs)
         call = RecordedCall(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
         call.inputs = self._lives_of(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        # what it copies to find changes is not part of the step
         self._aside = True
         first = FirstPass(block, (args, kwargs), {})
         self._aside = False
@@ -234,6 +235,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         finally:
             self._within = False
         if len(self.calls) == first or self.calls[-1].end + 1 == len(self.work):
+            # it has called no block, or computes nothing after the last one
             return result
         last = self.calls[-1]
         before = tuple((call.fqn.removeprefix(f"{fqn}."), call.result) for call in self.calls[first:-1])
@@ -250,6 +252,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             fixed="it is what follows the blocks, which cannot be computed again by itself",
             after=len(before) + 1,
         )
+        # what has been saved since the last block is of this call, where no block has saved it
         for use in self.uses[self._uses_before :]:
             use.call = len(self.calls) if use.call is None else use.call
         self.calls.append(call)

@@ -273,6 +273,8 @@ class _Cut:
                 read_by[int(segment)].add(life)
                 read_at[t].append(life)
         for segment, begin in enumerate(self._first[:-1]):
+            # from what the segment reads back to what that was made of, as long as no block has made it: a rank that
+            # has the segment runs these operators too
             left, looked_at, found = list(read_by[segment]), set(read_by[segment]), set[int]()
             while left:
                 life = left.pop()

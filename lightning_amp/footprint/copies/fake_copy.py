@@ -111,6 +111,7 @@ def _copy_functions(owners: Sequence[Any], memo: dict[int, Any]) -> None:
         elif isinstance(value, partial):
             waiting += [value.func, *value.args]
         elif _holds_something(value) and id(value) not in memo:
+            # empty cells first: functions may have closed over each other, or over themselves
             own = value.__closure__ or ()
             cells.update({id(cell): (CellType(), cell) for cell in own if id(cell) not in cells})
             closure = tuple(cells[id(cell)][0] for cell in own)

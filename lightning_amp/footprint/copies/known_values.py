@@ -125,6 +125,7 @@ def _write(tensor: Tensor, after: Recipe | None) -> None:
     first: Recipe | None = getattr(tensor.untyped_storage(), "recipe", None)
     if first is None:
         return
+    # the tensor that the memory began as: a buffer of the module, if the step has read it
     while first.before is not None:
         first = first.before
     if first.was_read:

@@ -1,11 +1,11 @@
 """Compute what one stratum keeps for the backward pass, in bytes of one rank by name of the tensor.
 
 The factors count the tensors of the reference decoder; tests compare the sums with the bytes of simulated steps.
-Legend: sizes/rank_sizes.py.
+Legend: planning/sizes.py.
 """
 
 from lightning_amp.costs.model_shape import TABLES_PER_FEATURE
-from lightning_amp.planning.sizes.rank_sizes import RankSizes
+from lightning_amp.planning.sizes import RankSizes
 from lightning_amp.techniques.hic.attention.bucket_runs import turned_at_once
 
 Terms = dict[str, int]

@@ -17,7 +17,7 @@ highest moments need not meet.
 Known limits: bytes of one rank, the widest under S5 and the first under S2, which may be two where sizes do not
 divide; S3 with the usual number of buckets in a chunk; what an allocator adds is not counted; of the graph's vertices
 under nodes, those that are no anchors, and edges, are taken as split evenly, and ghosts are left out.
-Legend: sizes/rank_sizes.py.
+Legend: planning/sizes.py.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.planning.memory.kept_tensors import latent_terms, table_numbers
 from lightning_amp.planning.memory.temporaries import CELLS, KEY, MAKING, backward_peak, forward_peak
 from lightning_amp.planning.plan.plan import Axes
-from lightning_amp.planning.sizes.rank_sizes import Counted, RankSizes, Term, strata_of, widest
+from lightning_amp.planning.sizes import Counted, RankSizes, Term, strata_of, widest
 from lightning_amp.planning.time.step_seconds import strata_ends
 from lightning_amp.techniques.table import STRATEGIES
 

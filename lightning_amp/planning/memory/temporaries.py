@@ -4,7 +4,7 @@ A moment counts all that the stratum holds then, its kept tensors included, and 
 highest depends on the shape: with many cells the likelihood, with wide windows attention, with many ranks under S5 the
 products of the feed-forward layer, which are of all output channels. Moments that are never the highest are left out:
 the backward pass of decode, and the forward pass of attention that is recomputed in the backward pass.
-Legend: sizes/rank_sizes.py.
+Legend: planning/sizes.py.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from lightning_amp.planning.memory.kept_tensors import (
     statistic_terms,
     table_terms,
 )
-from lightning_amp.planning.sizes.rank_sizes import RankSizes, Term
+from lightning_amp.planning.sizes import RankSizes, Term
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun, Calls
 
 

@@ -147,6 +147,7 @@ def _draft_within(
     found = beyond.get(frozenset(names), ())
     if budget is None or not found:
         return draft(seen, names, ranks=ranks, budget=budget)
+    # by as much as counts have exceeded the prediction, less is allowed; at last all that can be is done
     room = 0 if len(found) >= TRIES - 1 else max(0, budget - sum(found))
     made = draft(seen, names, ranks=ranks, budget=room)
     return made if isinstance(made, str) else replace(made, peak_bytes=made.peak_bytes + sum(found))
@@ -251,6 +252,7 @@ def _chosen(found: list[Draft], limit: int | None) -> Draft:
     fitting = [one for one in found if limit is None or one.peak_bytes <= limit]
     if not fitting:
         return min(found, key=lambda one: (one.peak_bytes, *merit(one)))
+    # stages share a batch, so that a step has fewer samples: only where nothing else fits
     fitting = [one for one in fitting if one.model == 1] or fitting
     least = min(one.seconds for one in fitting)
     level = [one for one in fitting if one.seconds <= TIE * least]

@@ -99,6 +99,7 @@ def fewest_ranks(seen: ProfiledStep, budget: int, *, above: int = 0) -> Draft | 
 
 
 def _fewest_over_data(seen: ProfiledStep, budget: int, above: int) -> Draft | None:
+    # peaks do not grow with the ranks: doubled until it fits, then halved
     low, high = above, above + 1
     while over_data(seen, high).peak_bytes > budget:
         if high >= MOST_RANKS:

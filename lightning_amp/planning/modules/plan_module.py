@@ -138,7 +138,8 @@ def plan_module(
             continue
         compared = replaced_peak(compared, peak)
         found = beyond[frozenset(best.strategies)]
-        # of techniques that a person has named there is more to be had, until as much as can be
+        # where the prediction itself is above the limit no other choice is tried; of techniques that a person has named
+        # there is more to be had, until as much as can be
         hopeless = limit is not None and best.peak_bytes > limit and (named is None or len(found) >= TRIES - 1)
         if not rules or limit is None or peak <= limit or hopeless:
             break

@@ -78,15 +78,16 @@ def plan_report(plan: Plan) -> str:
     sections.append("\n".join(_prediction(plan)))
     if plan.candidates:
         sections.append(candidate_table(plan))
-    notes = [*shown_notes(plan), *([shortfall(plan)] if plan.fits is False else [])]
-    sections += ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in notes]
+    sections += note_lines(plan)
     heading = "\n".join(wrap(f"Plan (policy {plan.policy}): {labels(plan)}", WIDTH))
     return "\n\n".join([heading, *sections])
 
 
-def shown_notes(plan: Plan) -> list[str]:
-    """Its notes, without what is said of a plan that does not fit."""
-    return [note for note in plan.notes if not note.startswith(LEAST)]
+def note_lines(plan: Plan) -> list[str]:
+    """Its notes, and at the end, where it does not fit, what is missing."""
+    notes = [note for note in plan.notes if not note.startswith(LEAST)]
+    notes += [shortfall(plan)] if plan.fits is False else []
+    return ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in notes]
 
 
 def labels(plan: Plan) -> str:

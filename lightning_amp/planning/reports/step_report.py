@@ -8,7 +8,7 @@ from lightning_amp.footprint.module_profile import ModuleBytes, ModuleProfile, T
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.recommend_devices import WORTH, Recommendation, Scale, ratio
 from lightning_amp.planning.reports.module_report import advice_table, called, peak_lines, share_of, shortened
-from lightning_amp.planning.reports.plan_report import shortfall, shown_notes, techniques
+from lightning_amp.planning.reports.plan_report import note_lines, techniques
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.table import label
@@ -47,9 +47,7 @@ def step_report(plan: Plan, profile: ModuleProfile, *, classes: Mapping[str, str
     )
     sections = ["\n".join(fill(line, WIDTH) for line in lines), *_holders(profile, classes)]
     sections += [advice_table(plan.diagnosis), predicted]
-    notes = [*shown_notes(plan), *([shortfall(plan)] if plan.fits is False else [])]
-    sections += ["\n".join(wrap(f"- {note}", WIDTH, subsequent_indent="  ")) for note in notes]
-    return "\n\n".join(filter(None, sections))
+    return "\n\n".join(filter(None, [*sections, *note_lines(plan)]))
 
 
 def _holders(profile: ModuleProfile, classes: Mapping[str, str]) -> list[str]:

@@ -19,7 +19,7 @@ and normaliser come once per block of cells. Once per step:
                axis
 
 Known limits: the strata's weights are taken as independent of the cell; copies for padding are not counted.
-Legend: sizes/rank_sizes.py; C chunks of queries, K strata.
+Legend: planning/sizes.py; C chunks of queries, K strata.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from lightning_amp.costs.device_rates import Kind, Links, collective_seconds
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Axes
-from lightning_amp.planning.sizes.rank_sizes import RankSizes, widest
+from lightning_amp.planning.sizes import RankSizes, widest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

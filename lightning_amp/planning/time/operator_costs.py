@@ -17,13 +17,13 @@ numbers are those that would take as long as was measured, the latter with 2 % o
 
 Known limits: what S5 and nodes add is counted to a few per cent, for eager attention; a Bernoulli likelihood counts as
 ZINB.
-Legend: sizes/rank_sizes.py.
+Legend: planning/sizes.py.
 """
 
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from lightning_amp.planning.sizes.rank_sizes import RankSizes, Term
+from lightning_amp.planning.sizes import RankSizes, Term
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, Calls, turned_at_once
 
 

@@ -13,7 +13,7 @@ add up: the roofline is taken operator by operator. Under strata parallelism a r
 
 Known limits: the decoder only, without optimiser; collectives do not overlap with computation; the rank with most of
 everything stands for all. The rates come from `device_rates.py`; comparisons between plans need no calibrated ones.
-Legend: sizes/rank_sizes.py.
+Legend: planning/sizes.py.
 
 Predict the seconds of a model's step: in its decoder, and outside of it.
 
@@ -43,7 +43,7 @@ from lightning_amp.costs.ordered_runs import deal
 from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Axes, MeshShape
-from lightning_amp.planning.sizes.rank_sizes import RankSizes, Strata, Term, strata_of
+from lightning_amp.planning.sizes import RankSizes, Strata, Term, strata_of
 from lightning_amp.planning.time.collectives import Collective, gradient_numbers, region_traffic, stratum_traffic
 from lightning_amp.planning.time.operator_costs import PARTS, Part, spine, there_and_back
 from lightning_amp.techniques.hic.rows import FusedAttention, StrataParallel, StreamStrata

@@ -43,7 +43,6 @@ def test_the_fewest_ranks_may_be_stages() -> None:
     heavy = at(ROWS)
     budget = leanest(heavy, 3).peak_bytes
     found = fewest_ranks(heavy, budget)
-    assert found is not None
     assert (found.ranks, found.model) == (1, 3)
     assert found.peak_bytes <= budget < leanest(heavy, 2).peak_bytes
     assert "3 ranks with pipeline and recompute would fit" in missing(heavy, leanest(heavy, 2), budget=budget)

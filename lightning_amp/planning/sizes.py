@@ -356,6 +356,7 @@ class Strata(Generic[Sizes]):
         """A term of every stratum, under the choices of a plan."""
         seen = {axis: getattr(axes, axis) for axis in term.reads}
         if seen.get("placement") == "strata":
+            # a stratum is computed by one rank as on one device, so both share what was counted
             seen["placement"] = "replicated"
         key = (term, *seen.values())
         if key not in self._found:

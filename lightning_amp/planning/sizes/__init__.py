@@ -1,1 +1,0 @@
-"""What one rank has of one stratum, and the best split of strata over ranks."""
