@@ -272,6 +272,7 @@ def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: PipelineOpti
     """Those that were requested; else the fastest as it is, and the fastest that fits in its form of least bytes."""
     if asked.ends is not None:
         return [asked.ends]
+    # forms are chosen after the cut: the fastest may need many of them, the one that fits in its least form few
     fastest = _cut(replace(shape, budget=None), part, shape.seconds(part))
     return sorted({fastest, _cut(shape, least, shape.seconds(least))})
 
@@ -371,6 +372,8 @@ def _cut(shape: _Shape, part: Passes, layers: LayerSeconds) -> tuple[int, ...]:
         return found
     rows = list(layer_bytes(part, shape.orders, stages, at_once=shape.at_once))
     best, least, ends = found, inf, found
+    # caps count what blocks hold, and the walk also what passes make for a moment: by how much the walk exceeds the
+    # budget, the caps are lowered, until it fits or nothing fits
     for _ in range(CAPS):
         peaks = rank_peaks(shape.pipeline(part, ends))
         overs = [peak - own for peak, own in zip(peaks, shape.budgets, strict=True)]

@@ -235,6 +235,7 @@ class _StageWalk:
         own = self._stages(stage)
         first = stage not in self._begun
         self._begun.add(stage)
+        # a window of the backward pass counts what is kept itself, from which it goes down
         self._now -= own.kept
         self._reach(own.first_backward if first else own.backward)
         if first:

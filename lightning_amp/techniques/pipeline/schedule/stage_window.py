@@ -92,6 +92,7 @@ class StageWindow:
         """Most bytes at once in the backward pass: with gradients as they come, and with each until it is added."""
         passes = self._passes
         own = self._is_own(passes.segment, passes.maker)
+        # only the operators of these segments run on the rank: the clock skips the others
         times = np.flatnonzero(own)
         if not len(times):
             return self.kept(), self.kept()
