@@ -286,24 +286,11 @@ def _draft(shape: _Shape, run: StagesInChunks, *, ends: tuple[int, ...] | None, 
     pipeline = shape.pipeline(part, ends)
     peaks = rank_peaks(pipeline)
     peak, more = max((peak - more, more) for peak, more in zip(peaks, shape.more, strict=True))
-    times = layers.stages(ends, shape.of_stages)
-    line = timeline(shape.orders, times)
+    made = layers.stages(ends, shape.of_stages, shape.ranks)
+    line = timeline(shape.orders, made)
     seconds = line.seconds + layers.silent + _after(shape, pipeline)
-    stages = tuple(
-        Stage(
-            first=start,
-            end=end,
-            rank=n % shape.ranks,
-            forward_seconds=times.forward[n],
-            backward_seconds=times.backward[n],
-            send_forward_seconds=times.send_forward[n],
-            send_backward_seconds=times.send_backward[n],
-            peak_bytes=peaks[n % shape.ranks],
-            idle=min(1.0, max(0.0, line.idle[n % shape.ranks])),
-            rest_seconds=times.rest if end == len(part.names) else 0.0,
-        )
-        for n, (start, end) in enumerate(pairwise((0, *ends)))
-    )
+    idle = [min(1.0, max(0.0, share)) for share in line.idle]
+    stages = tuple(replace(one, peak_bytes=peaks[one.rank], idle=idle[one.rank]) for one in made)
     return Draft(
         ranks=shape.data,
         model=shape.ranks,

@@ -256,9 +256,10 @@ def joined(results: Sequence[Any], placeholders: Any) -> Any:
 def _join(whole: Any, parts: tuple[Any, ...]) -> Any:
     if not isinstance(whole, Tensor) or whole.shape == parts[0].shape:
         if not all(_same(part, parts[0]) for part in parts[1:]):
+            found = f"of shape {tuple(whole.shape)!r}" if isinstance(whole, Tensor) else repr(parts[0])
             raise ModelError(
                 "a batch was cut into micro-batches, and the last block returns, in addition to its"
-                f" samples, a value that differs between micro-batches ({_told(parts[0])}), such as a loss:"
+                f" samples, a value that differs between micro-batches ({found}), such as a loss:"
                 " that of the batch cannot be computed from them. Leave 'pipeline' out, or take"
                 " micro_batches=1"
             )
@@ -283,10 +284,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
     return isinstance(one, PLAIN) and bool(one == other)
-
-
-def _told(value: Any) -> str:
-    return f"of shape {tuple(value.shape)!r}" if isinstance(value, Tensor) else repr(value)
 
 
 def _as_leaves(result: Any) -> Any:
