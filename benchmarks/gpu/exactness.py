@@ -27,7 +27,7 @@ from lightning_amp.models.latents import normal_kl
 from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.simulation.models_without_values import DecoderAlone
-from lightning_amp.techniques.device_settings import rates_of
+from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.verification.compare import errors
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from lightning_amp.costs.device_rates import Rates
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.strategy.hardware import take_workspaces
 from lightning_amp.simulation.calibrate import calibrate
-from lightning_amp.techniques.device_settings import rates_of
+from lightning_amp.techniques.rates_of import rates_of
 
 OPERATORS = 1000
 FILE = "rates.json"

@@ -30,7 +30,7 @@ from lightning_amp.planning.plan.decoder_only import profile_of_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.simulation.models_without_values import DecoderAlone, decoder_subject
-from lightning_amp.techniques.device_settings import rates_of
+from lightning_amp.techniques.rates_of import rates_of
 
 EAGER = ("S1",)
 OURS = ("S1", "S4", "fused", "sparse", "stream")

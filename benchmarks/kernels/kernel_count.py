@@ -21,8 +21,8 @@ from benchmarks.page import table as markdown
 from benchmarks.side_by_side.cases import OURS, Case, Method, Size, plan_of
 from benchmarks.side_by_side.training import Training
 from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.planning.reports.table import table
-from lightning_amp.techniques.device_settings import settings_of
 
 PAGE = ROOT / "docs" / "reports" / "gpu.md"
 ANCHORS, WINDOW, DIM = 5400, 640, 128

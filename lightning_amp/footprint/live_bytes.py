@@ -8,7 +8,7 @@ given to those without values too.
 
 Exact up to what an allocator adds (`rounding`), and to these known limits:
 
-- scratch memory that a kernel takes and returns inside one operator is not seen.
+- of the scratch memory that a kernel takes and returns inside one operator only SCRATCH is counted.
 
 `UntypedStorage.resize_` is no operator, and torch's `fully_shard` frees and makes gathered parameters by it; while a
 mode is active it tells of every call.
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import FakeTensor, TorchDispatchMode, parts_of
 from lightning_amp.data.batch import dense_parts, tensors_in
+from lightning_amp.footprint.target_device import launches_operators
 
 RESIZED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 """Losses whose sum or mean is, on a CPU, a number in the memory of all losses."""
@@ -31,6 +32,9 @@ _RESIZED = {getattr(torch.ops.aten, name).default for name in RESIZED}
 _MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
 """Operators that hand in a storage which was made without an operator, as `torch.tensor` does."""
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
+SCRATCH = (torch.ops.aten._softmax_backward_data.default, torch.ops.aten._softmax_backward_data.out)
+"""Operators whose CUDA kernel makes one more tensor as large as its result: the softmax's backward pass first
+multiplies gradient and result (SoftMax.cu of torch, `softmax_backward_cuda_out`; measured on an H200)."""
 Read = Sequence[tuple[Tensor, torch.UntypedStorage]]
 _DEVICE_OF = torch.ops.prim.device.default
 """`tensor.device` of a fake tensor: a question, and no operator."""
@@ -133,6 +137,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # else DTensor runs an operator on fake tensors first, to know the shape of the whole: no memory
             outside = func in _MADE_OUTSIDE
             self._count(tensors_of(result), () if outside else {id(storage) for _, storage in read})
+            if func in SCRATCH and launches_operators(result):
+                # dropped at once, so that it counts for the moment of the operator
+                self._count([torch.empty_like(result)])
         self.ends(func, args, kwargs, read, result)
         return result
 

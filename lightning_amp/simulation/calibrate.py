@@ -32,7 +32,7 @@ from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.progress import track
 from lightning_amp.quantities import format_seconds
 from lightning_amp.simulation.models_without_values import DecoderAlone
-from lightning_amp.techniques.device_settings import rates_of
+from lightning_amp.techniques.rates_of import rates_of
 
 SCHEMA = 1
 WARM_UP, ROUNDS = 2, 7

@@ -67,7 +67,7 @@ class MeasuredLinks:
 def known_links(device: str | None) -> Links:
     """Those of this machine's device, by its name."""
     # late: the processes that are started have no use for Lightning, which takes seconds to load
-    from lightning_amp.techniques.device_settings import rates_of
+    from lightning_amp.techniques.rates_of import rates_of
 
     kind = device or ("cuda" if torch.cuda.device_count() else "cpu")
     return rates_of(torch.device(kind))[0].links

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp._torch import FakeStore
 from lightning_amp.errors import PlanError
+from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.planning.plan.axes import MeshShape
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.progress import track
 from lightning_amp.simulation.measured_step import RankResult, measure_step
 from lightning_amp.simulation.models_without_values import Subject
 from lightning_amp.simulation.planned_rank import PlannedRank, Sizes
-from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.attention import rotary
 
 SCHEMA = 1

@@ -8,10 +8,10 @@ from benchmarks.kernels.count_operators import OperatorCounter
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.installing.install import install
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
-from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.rows import StreamStrata
 from lightning_amp.techniques.hic.scores import nonzero_counts
 from lightning_amp.techniques.hic.scores.nonzero_counts import known_entries

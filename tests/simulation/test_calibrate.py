@@ -27,7 +27,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.simulation import calibrate as calibration
 from lightning_amp.simulation.calibrate import calibrate, calibration_report
-from lightning_amp.techniques.device_settings import rates_of
+from lightning_amp.techniques.rates_of import rates_of
 from tests.any_module import QUIET
 
 SIZES = (60, 8, 2, 4)

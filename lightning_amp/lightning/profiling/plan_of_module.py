@@ -1,10 +1,9 @@
 """Plan any module by one batch, without a run: for `lightning_amp.plan` and for `lightning-amp plan --config`."""
 
 import argparse
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from html import escape
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.find_blocks import named_blocks
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import PARAMETERS, ModuleProfile
+from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
@@ -41,7 +41,7 @@ class ModulePlan:
         module: Whose step it is.
         step: It, to be counted again.
         seen_at: Counts it with a batch of another length.
-        naming: Lets the module's blocks be those of `blocks`, while it is counted.
+        counting: While it is counted, the module's blocks are those of `blocks`, and tensors count as on the device.
         named: Whether its techniques were named, rather than chosen by the policy.
         steps: Of a technique with its own steps, of which the questions cannot be answered.
         unlike: Whether devices have unlike memory, of which they cannot either.
@@ -52,7 +52,7 @@ class ModulePlan:
     module: LightningModule = field(repr=False)
     step: StepOfModule = field(repr=False)
     seen_at: Callable[[int | None], ProfiledStep] = field(repr=False)
-    naming: Callable[[], AbstractContextManager[None]] = field(repr=False)
+    counting: Callable[[], AbstractContextManager[None]] = field(repr=False)
     named: bool = field(repr=False)
     steps: DrySteps | None = field(repr=False)
     unlike: bool = field(default=False, repr=False)
@@ -78,7 +78,7 @@ class ModulePlan:
         budget, start = self._budget("largest_batch"), self.profile.batch_size
         if start is None:
             raise PlanError("largest_batch requires a batch whose tensors have a common length, found none")
-        with self.naming():
+        with self.counting():
             most = largest_batches(self.seen_at, self.seen_at(start), budget=budget, **self._asked)
         return max(most.plain, most.lean)
 
@@ -88,7 +88,7 @@ class ModulePlan:
         Raises:
             PlanError: There is no budget, or it is not known what more devices hold.
         """
-        with self.naming():
+        with self.counting():
             found = fewest_ranks(self.seen_at(self.profile.batch_size), self._budget("fewest_devices"))
         return None if found is None else found.ranks * found.model
 
@@ -97,7 +97,7 @@ class ModulePlan:
         budget = self.plan.budget_bytes
         if budget is None or self.unlike or self.steps is not None:
             return []
-        with self.naming():
+        with self.counting():
             return answers(self.seen_at, self.seen_at(self.profile.batch_size), budget=budget, **self._asked)
 
     @property
@@ -107,7 +107,7 @@ class ModulePlan:
 
     def code(self) -> str:
         """What the blocks run that the plan computes in chunks, as Python."""
-        with self.naming():
+        with self.counting():
             return code(self.step, self.plan.rules)
 
     def _budget(self, question: str) -> int:
@@ -169,8 +169,13 @@ def plan_of_module(
     def look(step: StepOfModule) -> ProfiledStep:
         return step.profiled(rates, requested=requested, shared_statistics=share and devices > 1)
 
-    step, naming = step_at(batch_size), partial(named_blocks, module, options.get("blocks"))
-    with naming():
+    @contextmanager
+    def counting() -> Iterator[None]:
+        with named_blocks(module, options.get("blocks")), settings_of("cuda" if rates.launches else "cpu"):
+            yield
+
+    step = step_at(batch_size)
+    with counting():
         seen = look(step)
         shape = replace(describe(module, batch_size=seen.profile.batch_size or 1), profiled=True)
     profile, known = seen.profile, {seen.profile.batch_size: seen}
@@ -183,7 +188,7 @@ def plan_of_module(
     if steps is not None and STRATEGIES[steps.name].data_axis:
         # of its grid, which may have been chosen
         request["model_parallel_size"] = steps.ranks
-    with naming():
+    with counting():
         made = plan_step(
             Counted(seen=seen, shape=shape), **request, micro_batches=options.get("micro_batches"), count=step.count
         )
@@ -202,7 +207,7 @@ def plan_of_module(
         module=module,
         step=step,
         seen_at=seen_at,
-        naming=naming,
+        counting=counting,
         named=request["strategies"] is not None,
         steps=steps,
         unlike=len(memory) > 1,

@@ -17,7 +17,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.lightning.consistency.replicas import Broadcast
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.quantities import memory_of_ranks
-from lightning_amp.techniques.device_settings import rates_of
+from lightning_amp.techniques.rates_of import rates_of
 
 TENSORS_SHARE = 0.97
 """Of what CUDA's allocator can have, what tensors can have: on an H100 steps of 95 % ran, and of 99 % did not."""

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_amp.footprint.find_blocks import named_blocks
+from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning._compat import broadcast_module, default_pg_timeout, optimizers_to_device, trainer_of
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO
@@ -281,8 +282,10 @@ class AMPStrategy(MeshStrategy):
         planned = InstalledPlan(self.request, self._here, trainer, model, changed=keep, trained=trained)
         # before it is installed: a refusal after that is undone too
         self._undo.append(planned.undo)
-        self._shards = planned.install()
-        return planned.rescue
+        # what is counted are tensors on the host, and stands for those on the device
+        there = settings_of(self.root_device.type)
+        self._shards = there(planned.install)()
+        return there(planned.rescue)
 
     def _remove_installed(self) -> None:
         """Give the module back as it was; no collectives, for other ranks may be gone."""

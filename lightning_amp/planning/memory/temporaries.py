@@ -235,10 +235,12 @@ def _attending_back(s: RankSizes) -> int:
     chunk = r * (6 * w + 6 * a) + (r * a if s.gathered else 0)
     summed = so_far + chunk + 2 * p * a
     kept = sum(attention_terms(s).values())
+    # a GPU's kernel of the softmax multiplies its gradient and its result first (footprint/live_bytes.py)
+    product = 3 * r * w if s.launched else 0
     if s.axes.attention == "chunked":
-        softmax = so_far + chunk + 3 * r * w
+        softmax = so_far + chunk + 3 * r * w + product
         return kept + 3 * w * w + s.element * (inputs + max(softmax, summed))
-    return max(kept + s.element * (inputs + 6 * r * w), s.element * (inputs + summed))
+    return max(kept + s.element * (inputs + 6 * r * w + product), s.element * (inputs + summed))
 
 
 def _fused_work(s: RankSizes, *, back: bool = False) -> int:

@@ -20,7 +20,7 @@ from lightning_amp.techniques.chunk.regions.choose_chunks import CostModel, Over
 from lightning_amp.techniques.chunk.run.by_blocks import plan_blocks
 from lightning_amp.techniques.chunk.run.module_chunks import Planned, no_part_of_the_step, plain
 from lightning_amp.techniques.chunk.run.planned import plan_graph
-from lightning_amp.techniques.device_settings import rates_of
+from lightning_amp.techniques.rates_of import rates_of
 
 MANY = 8
 """Blocks of several parts above which a module is planned block by block where that keeps it within the budget: blocks

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_amp._torch import past_threshold, softmax_backward
-from lightning_amp.techniques.device_settings import launches_operators
+from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
 from lightning_amp.techniques.hic.attention.sizes import computed_in

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
-from lightning_amp.techniques.device_settings import launches_operators
+from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import turned_at_once
 
 ROTARY_BASE = 10000.0

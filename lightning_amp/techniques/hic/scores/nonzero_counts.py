@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import has_no_values, tree_leaves, whole_of
 from lightning_amp.data.sparse_counts import SparseCounts
+from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.contract.protocol import is_decomposed
-from lightning_amp.techniques.device_settings import launches_operators
 
 _KNOWN: dict[int, tuple["weakref.ref[Tensor]", int, SparseCounts]] = {}
 """By tensor: itself, how often it was changed in place, its entries; as long as it lives."""

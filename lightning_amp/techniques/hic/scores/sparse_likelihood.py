@@ -39,11 +39,11 @@ from torch import Tensor, nn
 from lightning_amp._torch import negate_each, softplus_backward, times_each, values_are_checked
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
 from lightning_amp.techniques.autograd.precomputed_gradients import wants_gradients
 from lightning_amp.techniques.checks.cached_check import found_out
 from lightning_amp.techniques.checks.likelihood import likelihood_problem, likelihood_settings
-from lightning_amp.techniques.device_settings import launches_operators
 from lightning_amp.techniques.hic.rows import sparse_columns
 from lightning_amp.techniques.hic.scores.nonzero_counts import Entries, entries
 

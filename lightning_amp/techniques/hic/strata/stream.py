@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.shapes import Scalar
 from lightning_amp.techniques.autograd.functional_call import call_with, places
 from lightning_amp.techniques.autograd.precomputed_gradients import (
@@ -48,7 +49,6 @@ from lightning_amp.techniques.autograd.precomputed_gradients import (
 from lightning_amp.techniques.checks.strata_loop import walk_of
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, LoopTechnique, StratumInputs
-from lightning_amp.techniques.device_settings import launches_operators
 from lightning_amp.techniques.hic.rows import StreamStrata
 from lightning_amp.techniques.hic.strata.streamed_stratum import in_microbatches, streamed_key
 from lightning_amp.techniques.hic.strata.thread_pool import run_in_order, workers_for

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_amp._torch import TorchDispatchMode, softmax_backward
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.models.decoders.stratum_keys import AttentionKey, LocalAttention
 from lightning_amp.techniques.contract.protocol import BucketedAttention
-from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.attention import banded_softmax, rotary
 from lightning_amp.techniques.hic.attention.bucket_runs import RunSizes
 from lightning_amp.techniques.hic.attention.install import FusedLocalAttention, fuse_attention, fused_rows

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.models.decoders.stratum import ZINB
-from lightning_amp.techniques.device_settings import settings_of
 from lightning_amp.techniques.hic.rows import SPARSE_NUMBERS
 from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB, sparse_likelihood
 from tests.techniques.sharded_cases import Case, Model, assert_same, install, make_plan, reference, train

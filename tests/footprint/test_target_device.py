@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_amp.techniques.device_settings import launches_operators, settings_of
+from lightning_amp.footprint.target_device import launches_operators, settings_of
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

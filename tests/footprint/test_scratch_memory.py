@@ -1,0 +1,93 @@
+"""Claim: bytes that are counted for a GPU have the memory that its kernels take and return within one operator."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_amp
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.footprint.target_device import settings_of
+from lightning_amp.techniques.chunk.run.in_chunks import InChunks
+
+ROWS, WORDS, HEADS, WIDTH = 4, 32, 2, 16
+SCORES = ROWS * HEADS * WORDS * WORDS * 4
+
+
+class Attention(nn.Module):
+    """Attention written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return x + (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2)
+
+
+class Model(pl.LightningModule):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Attention(), Attention())
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Chunked(Attention):
+    """One with a loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def peak_of_backward(device_type: str) -> int:
+    scores = torch.randn(ROWS, HEADS, WORDS, WORDS, requires_grad=True)
+    weights = torch.softmax(scores, -1)
+    with settings_of(device_type), LiveBytes() as live:
+        torch.autograd.grad(weights, scores, torch.ones_like(weights))
+    return live.peak
+
+
+def test_the_backward_pass_of_a_softmax_multiplies_first_on_a_gpu() -> None:
+    # the gradient that goes in and that which comes out
+    assert peak_of_backward("cpu") == 2 * SCORES
+    assert peak_of_backward("cuda") == 3 * SCORES
+
+
+@pytest.mark.parametrize("strategies", [["S1"], ["S1", "recompute"]])
+def test_a_plan_for_a_gpu_has_it(strategies: list[str]) -> None:
+    batch = torch.zeros(ROWS, WORDS, WIDTH)
+    at_cpu, at_gpu = (
+        lightning_amp.plan(Model(), batch, strategies=strategies, rates=rates).plan.predicted_peak_bytes
+        for rates in (None, "H200")
+    )
+    assert at_gpu == at_cpu + SCORES
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_chunks_have_what_was_predicted(device_type: str) -> None:
+    module = Chunked()
+    batch = torch.randn(ROWS, WORDS, WIDTH)
+    with settings_of(device_type):
+        runner = InChunks(6 * SCORES, train=True)
+        predicted = runner.planned(module, (batch,), {}).chunks.peak_bytes
+        runner(module, batch).backward()
+        module.zero_grad()
+        with LiveBytes() as live:
+            runner(module, batch).backward()
+    # backward() makes the gradient of the loss, a number
+    assert predicted == live.peak - 4 <= 6 * SCORES
+
+
+def test_what_is_asked_of_a_plan_has_it_too() -> None:
+    batch = torch.zeros(ROWS, WORDS, WIDTH)
+    whole = lightning_amp.plan(Model(), batch, rates="H200").plan.predicted_peak_bytes
+    planned = lightning_amp.plan(Model(), batch, strategies=["S1"], rates="H200", device_memory=whole)
+    assert planned.largest_batch() == ROWS
