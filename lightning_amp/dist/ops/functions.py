@@ -1,6 +1,7 @@
 """Functions of Python that never reach the dispatcher, or reach it too late: properties, hooks, conversions, values."""
 
 import copy
+from collections.abc import Callable
 from math import prod
 from typing import Any, NoReturn
 
@@ -110,19 +111,13 @@ def _unflatten(x: Tensor, dim: int, sizes: Any) -> Tensor:
     return torch.reshape(x, shape)
 
 
-@function(Tensor.T.__get__)  # type: ignore[attr-defined]
-def _reversed_dims(x: Tensor) -> Tensor:
-    return x.permute(*reversed(range(x.dim())))
-
-
-@function(Tensor.mT.__get__)  # type: ignore[attr-defined]
-def _transposed(x: Tensor) -> Tensor:
-    return x.transpose(-1, -2)
-
-
-@function(Tensor.mH.__get__, Tensor.H.__get__)  # type: ignore[attr-defined]
-def _adjoint(x: Tensor) -> Tensor:
-    return x.transpose(-1, -2).conj()
+TRANSPOSED: dict[Any, Callable[[Tensor], Tensor]] = {
+    Tensor.T: lambda x: x.permute(*reversed(range(x.dim()))),
+    Tensor.mT: lambda x: x.transpose(-1, -2),
+    Tensor.mH: lambda x: x.transpose(-1, -2).conj(),
+    Tensor.H: lambda x: x.transpose(-1, -2).conj(),
+}
+FUNCTIONS.update({name.__get__: call for name, call in TRANSPOSED.items()})
 
 
 @function(Tensor.data.__get__)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ forward pass come once more, with their own storages. So every stage's bytes and
              bytes for a second; all of them where that is not enough
 
 A step in which blocks run in chunks is recorded once more, once with all of them for each of the budgets that they have
-plans for (chunk_forms.py). A rank's bytes are those of its own segments, so every rank has its own choice:
+plans for (chunk/forms.py). A rank's bytes are those of its own segments, so every rank has its own choice:
 
     in chunks    every rank takes the budgets with which it is fastest of those with which it fits, with as few blocks
                  computed again as that needs; where it fits as it is, none

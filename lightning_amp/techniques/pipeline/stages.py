@@ -1,16 +1,16 @@
 """Plan a module's step as a pipeline: the cut of its blocks, the number of micro-batches, and the step's time.
 
     1. seconds of every segment, forward and backward, for micro-batch and batch (footprint/chain/passes.py)
-    2. the cut of least rho_1 + rho_2, over unlike links that of least Eq. 8 (pipeline/cut.py), under a cap of bytes per
+    2. the cut of least rho_1 + rho_2, over unlike links that of least Eq. 8 (schedule/cut.py), under a cap of bytes per
        stage that depends on how many micro-batches are in flight there; embedding, head and loss are part of the first
        and the last block
     3. seconds by the schedule's timeline, with its bubbles, and the optimiser's; peak of each rank by a walk of its
-       passes (pipeline/stage_bytes.py); where that exceeds the budget after all, the cap is lowered, and cut again
+       passes (schedule/stage_bytes.py); where that exceeds the budget after all, the cap is lowered, and cut again
     4. blocks that are computed again in their stage, as few as are needed where the budget is exceeded, and where that
        is not enough blocks that run in chunks (stage_forms.py)
     5. of the numbers of micro-batches that are tried the fastest that fits, else that of the least peak. Tried are one,
        two and four per rank, and the fastest of all numbers by Eq. 8 of Zhou et al. 2025 (CSIMD), each with its own
-       exact cut (pipeline/micro_batches.py)
+       exact cut (schedule/micro_batches.py)
 
 With "gpipe" what follows the blocks runs once, for the whole batch; with the others for every micro-batch, and once
 more without gradients for the whole batch.
