@@ -18,7 +18,7 @@ Partition ordered strata into contiguous runs, one per rank, so that the slowest
 
 This is the segmentation problem that Zhou et al. 2025 (CSIMD) reduce network division to. What differs:
 - They minimise rho_1 + rho_2 (Eq. 9): the slowest forward and the slowest backward stage of a pipeline, in which
-  devices wait for each other after either (`pipeline/cut.py`). Strata do not wait for each other, so a stratum has one
+  devices wait for each other after either (`schedule/cut.py`). Strata do not wait for each other, so a stratum has one
   cost, forward and backward together; for that case they name the one-dimensional problem and its bisection.
 - They bisect to a tolerance (Algorithm 2). Here the result is an optimum.
 - A fixed cost of their runs is the time to send the last layer's output on; strata send nothing on, so there is none.

@@ -189,6 +189,7 @@ def start_adding_rows(rows: Tensor, group: Any, out: Tensor | None = None) -> Ca
         out: Where the sum is written.
     """
     by_gloo = rows.device.type == "cpu" if group is None else dist.get_backend(group) == "gloo"
+    # by gloo rows of all ranks arrive, and are added up here; by others the sum itself arrives
     given, work = [rows.contiguous()], None
     found = torch.empty_like(given[0]) if by_gloo else torch.empty_like(given[0][0]) if out is None else out
     sends = group is not None and not isinstance(rows, FakeTensor)
@@ -218,6 +219,7 @@ def _sends(x: Tensor, axis: MeshAxis) -> bool:
 
 
 def _gather(x: Tensor, axis: MeshAxis, dim: int, owners: Owners) -> Tensor:
+    # an all-gather moves parts of one size: of uneven ones the shorter are filled up, and cut again by `pick`
     most, rows = max(owners.period_counts), periods_first(x, dim, owners)
     if rows.shape[0] < most:
         rows = torch.cat([rows, rows.new_zeros((most - rows.shape[0], *rows.shape[1:]))])
@@ -259,6 +261,7 @@ def _exchange_back(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: 
         rows = arrived
     got = _all_to_all(rows.split(take), [_total(ranges) for ranges in send], axis)
     n, own = owners.counts[axis.rank], got[axis.rank]
+    # own rows come back whole, as of a halo: they are the beginning of the sum, in place of zeros
     if send[axis.rank] == [range(n)]:
         total = own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
         send = [[] if rank == axis.rank else ranges for rank, ranges in enumerate(send)]
@@ -280,6 +283,7 @@ def _swap(x: Tensor, axis: MeshAxis, source: tuple[int, Owners], target: tuple[i
     rows = x.movedim((a, b), (0, 1))
     pieces = [pick(rows, 1, spans) for spans in want.spans]
     shapes = [torch.Size((n, want.counts[axis.rank], *rows.shape[2:])) for n in have.counts]
+    # pieces differ in both dims, so they are sent as flat runs of numbers
     flat = _all_to_all([p.reshape(-1) for p in pieces], [shape.numel() for shape in shapes], axis)
     place = [sum(have.counts[:rank]) for rank in range(axis.size)]
     parts = torch.cat([piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)])

@@ -216,6 +216,7 @@ def _times_repeated(runs: tuple[OwnerRun, ...]) -> int:
         per_rank[rank] = per_rank.get(rank, 0) + length
     # every period holds the same number of indices of each rank, and at least one border
     most = reduce(gcd, per_rank.values(), 0)
+    # the largest count first: the shortest period is the canonical form
     for times in range(min(most, len(runs)), 1, -1):
         if most % times == 0 and _merged(tuple(_cut(runs, 0, n // times)) * times) == runs:
             return times
@@ -224,6 +225,7 @@ def _times_repeated(runs: tuple[OwnerRun, ...]) -> int:
 
 def _inside(indices: range, start: int, stop: int) -> range:
     """The members of a range with a positive step that lie in [start, stop)."""
+    # rounded up: the first member that is not before the start
     first = max(0, -(-(start - indices.start) // indices.step))
     last = max(first, -(-(min(stop, indices.stop) - indices.start) // indices.step))
     return indices[first:last]

@@ -29,6 +29,7 @@ def _on_axis(local: Tensor, have: Splits, axis: MeshAxis, want: Split | None) ->
     now = have.on(axis)
     if now == want:
         return local, have
+    # one collective where the axis stays in use; a gather, which needs memory for the whole dim, only where it must
     if now is not None and want is not None:
         if now.dim == want.dim:
             moved = exchange(local, axis, want.dim, now.owners, want.owners.spans)

@@ -76,6 +76,7 @@ def block_forward(
     log_sums = log_sums.to(_wide(q))
     if bias is None:
         return out, log_sums
+    # the softmax of nothing is not a number; merged with weight 0 such a row leaves other blocks' results as they are
     blind = (bias == -math.inf).all(-1).expand(log_sums.shape)
     return out.masked_fill(blind[..., None], 0), log_sums.masked_fill(blind, -math.inf)
 
@@ -131,6 +132,7 @@ def block_backward(
     of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, seen in _runs(q, k, bias, causal):
         own, of_out = q[..., rows, :], grad[..., rows, :]
+        # with the logarithms of all blocks these are the weights of the whole row, of which this block has some
         weights = (_scores(own, k, seen, scale) - log_sums[..., rows, None]).exp().nan_to_num(0)
         along = (of_out * out[..., rows, :]).sum(-1, keepdim=True)
         inner = (weights * (of_out @ v.mT - along).to(_wide(q))).to(q.dtype) * scale
@@ -221,6 +223,7 @@ def _with_rows(x: Tensor, n: int) -> list[int]:
 
 def _merged(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> tuple[Tensor, Tensor]:
     """Two blocks' results as one."""
+    # no weight exceeds 1, so that nothing overflows however large the scores are
     both = torch.logaddexp(of_a, of_b)
     share_a, share_b = ((own - both).exp().nan_to_num(0)[..., None] for own in (of_a, of_b))
     return a * share_a + b * share_b, both

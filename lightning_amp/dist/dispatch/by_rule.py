@@ -192,6 +192,7 @@ def _chosen(
             why = f"it needs dim {lead.dim} whole, in place"
             raise shard_error(func, tensors, why, remedy="use it out of place")
         return label, lead.owners
+    # an all-to-all moves 1 / R of what a gather moves, so another dim is looked for before the tensor is made whole;
     # dims of the result first, then those that are summed over
     free = [
         (other >= 0, shape_of(tensors[k])[d], -other)
@@ -204,6 +205,7 @@ def _chosen(
     follows, size, other = max(free, default=(False, 0, 0))
     even = -other, Owners.even(size, axis.size)
     if label is not None and label not in taken:
+        # all operands that have this label are split alike, so that nothing but the sum is sent
         # a sum leaves the result whole on every rank; if it is large, another dim is split instead
         large = prod(result) * axis.size > prod(shape_of(tensors[k]))
         return even if label < 0 and large and follows and axis.unknown == "error" else (label, lead.owners)

@@ -46,6 +46,7 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if getattr(func, "__name__", "") == "__set__":
         raise shard_error(func, args, "it would set an attribute of the wrapper alone", remedy="use copy_")
     found, call = below_autograd(func, args, kwargs)
+    # a function that permutes or drops its tensors before the operator cannot run by the operator's plan
     same = len(tensors) == len(call.tensors) and all(map(is_, tensors, call.tensors))
     if key is not None and call.n_operators == 1 and call.plan is not None and same:
         keep(key, call.plan, tensors)
@@ -72,6 +73,7 @@ def operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             found = args[0] if func._schema.is_mutable else found
             copy = next((t for t in call.tensors if getattr(t, "copied", False)), None)
             if copy is not None and not func._schema.is_mutable:
+                # of a whole copy a view is a copy too: a write to it would be lost as one to the copy itself
                 lost = lambda t: view_of(func) or is_view(t, held_by(copy))  # noqa: E731
                 found = mapped(found, lambda t: copy_of(copy, wrap(t, WHOLE, copied=True)) if lost(t) else t)
         return mapped(found, _wrapped)
@@ -118,6 +120,7 @@ def _as_in_torch(x: Tensor, strides: tuple[int, ...] | None, tensors: list[Tenso
     # dropout in evaluation returns its argument
     if any(t is x for t in tensors):
         return x
+    # as of a handler that returns its part unchanged where this rank has nothing to do: others have made new memory
     if not view and any(is_view(local_of(x), held_by(t)) for t in tensors):
         x = wrap(local_of(x).clone(), splits_of(x))
     if type(x) is not ShardedTensor:

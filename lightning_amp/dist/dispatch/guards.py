@@ -99,6 +99,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             for axis in axes:
                 part = part if part is None or splits_of(out).on(axis) else part / axis.size
             parts.append(part)
+        # parts have the graph, wrappers have none
         outs, ins = (tuple(map(local_of, tensors)) for tensors in (outputs, inputs))
         found = list[Any]()
         values = engine(outs, tuple(parts), retain, create, ins, *args, **kwargs)
@@ -142,6 +143,7 @@ def _in_handler(apply: Any) -> bool:
 
 def _refuse_other_leaves(outputs: Sequence[Tensor]) -> None:
     """Refuse a backward pass that would leave one rank's share of a gradient on a whole tensor."""
+    # the engine adds to `.grad` of such a leaf by itself, and nothing tells a share from a sum afterwards
     nodes, seen = [t.grad_fn for t in outputs], set[Any]()
     while nodes:
         node = nodes.pop()

@@ -122,6 +122,7 @@ def keep(key: Any, plan: CallPlan, tensors: Sequence[Tensor]) -> None:
     if len(PLANS) > 10_000:
         # shapes that vary from step to step would fill it without end
         PLANS.clear()
+    # the common case in a step, of which a lookup and the operator itself are all that is left
     stays = all(splits_of(t) is splits for t, splits in zip(tensors, plan.arguments, strict=True))
     PLANS[key] = plan, stays and not plan.sums and plan.settled is None
 
@@ -182,6 +183,7 @@ def _finished(part: Tensor, plan: CallPlan, i: int, parts: list[Tensor], tensors
         part, splits = resplit(part, splits, plan.settled), plan.settled
     copied = False
     if view:
+        # a view of what was sent, or of another memory, is a copy: whoever writes to it is refused
         moved = plan.settled is not None or plan.arguments[0] is not splits_of(tensors[0])
         shares = is_view(part, parts[0])
         copied = moved or (getattr(tensors[0], "copied", False) if shares else part.device == parts[0].device)

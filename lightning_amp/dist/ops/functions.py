@@ -1,6 +1,7 @@
 """Functions of Python that never reach the dispatcher, or reach it too late: properties, hooks, conversions, values."""
 
 import copy
+from collections.abc import Callable
 from math import prod
 from typing import Any, NoReturn
 
@@ -14,7 +15,6 @@ from lightning_amp.dist.sharded_tensor import (
     ShardedTensor,
     copy_of,
     local_of,
-    meta_of,
     part_in,
     shape_of,
     splits_of,
@@ -110,35 +110,19 @@ def _unflatten(x: Tensor, dim: int, sizes: Any) -> Tensor:
     return torch.reshape(x, shape)
 
 
-@function(Tensor.T.__get__)  # type: ignore[attr-defined]
-def _reversed_dims(x: Tensor) -> Tensor:
-    return x.permute(*reversed(range(x.dim())))
-
-
-@function(Tensor.mT.__get__)  # type: ignore[attr-defined]
-def _transposed(x: Tensor) -> Tensor:
-    return x.transpose(-1, -2)
-
-
-@function(Tensor.mH.__get__, Tensor.H.__get__)  # type: ignore[attr-defined]
-def _adjoint(x: Tensor) -> Tensor:
-    return x.transpose(-1, -2).conj()
+# torch's own are two operators, of which a call has no plan: they take fifteen times as long
+TRANSPOSED: dict[Any, Callable[[Tensor], Tensor]] = {
+    Tensor.T: lambda x: x.permute(*reversed(range(x.dim()))),
+    Tensor.mT: lambda x: x.transpose(-1, -2),
+    Tensor.mH: lambda x: x.transpose(-1, -2).conj(),
+    Tensor.H: lambda x: x.transpose(-1, -2).conj(),
+}
+FUNCTIONS.update({name.__get__: call for name, call in TRANSPOSED.items()})
 
 
 @function(Tensor.data.__get__)  # type: ignore[attr-defined]
 def _data(x: ShardedTensor) -> Tensor:
     return copy_of(x, wrap(x.local.data, x.splits, x.copied, x.strides))
-
-
-@function(Tensor.contiguous)
-def _contiguous(x: ShardedTensor, **kwargs: Any) -> Tensor:
-    with no_modes():
-        whole = meta_of(x)
-        found = whole.contiguous(**kwargs)
-    if found is whole:
-        return x
-    part = x.local.clone(**{"memory_format": torch.contiguous_format} | kwargs)
-    return wrap(part, x.splits, strides=found.stride())
 
 
 @function(Tensor.__deepcopy__)

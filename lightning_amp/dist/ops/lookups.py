@@ -31,6 +31,7 @@ aten = torch.ops.aten
 def own_positions(index: Tensor, split: Split) -> tuple[Tensor, Tensor]:
     """Where global positions along a dim lie in this rank's part, 0 for those of others; which are its own."""
     axis, _, owners = split
+    # a table of the whole dim, of integers: owners may be in any order, and a comparison with borders would not do
     place = torch.full((owners.n,), -1, dtype=torch.int64, device=index.device)
     own = positions(owners.spans[axis.rank], index.device)
     place[own] = torch.arange(len(own), device=index.device)
@@ -94,6 +95,7 @@ def _index(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     for axis in axes_in(x):
         have = splits_of(x).on(axis)
         if have is not None and how.splits.on(axis) is not None:
+            # positions and what is looked up are split over one axis: each rank needs rows of all others
             if have.dim in how.used:
                 x = redistribute(x, splits_of(x).replaced(axis, None))
             else:
@@ -229,6 +231,7 @@ def _scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any, *args: 
         split = next((s for t in given if (s := splits_of(t).on(axis)) and s.dim != dim), None)
         if split is not None and shape[split.dim] == shape_of(x)[split.dim] and splits.at(split.dim) is None:
             splits = splits.replaced(axis, split)
+    # values to add that lie on several ranks: each adds its own to zeros, and the sums are added
     over = next((s for t in given[1:] for s in splits_of(t) if s.dim == dim and splits.on(s.axis) is None), None)
     if name_of(func) == "scatter_add" and over is not None:
         own = splits.replaced(over.axis, over)

@@ -32,8 +32,10 @@ def drawn(shape: Sequence[int], splits: Splits, device: torch.device, n: int = 1
             index = own_part(index, 0, split.owners, split.axis.rank)
         position = position + index.view([-1 if k == d else 1 for k in range(len(shape))]) * stride
         stride *= shape[d]
+    # one draw whatever the shape: the generators of all ranks stay in one state
     key = torch.randint(2**62, (n, *[1] * position.dim()), device=device)
     bits = position * _STEP + key
+    # of signed integers >> copies the sign, and the mask takes these copies away
     bits = bits.bitwise_xor_((bits >> 30).bitwise_and_(2**34 - 1)).mul_(_FIRST)
     bits = bits.bitwise_xor_((bits >> 27).bitwise_and_(2**37 - 1)).mul_(_SECOND)
     bits = bits.bitwise_xor_((bits >> 31).bitwise_and_(2**33 - 1))

@@ -36,6 +36,7 @@ def _view(func: Any, x: Tensor, *args: Any) -> CallPlan:
     changed = [d for before, after in pairs if len(before) > 1 or len(after) != 1 for d in before]
     for split in splits:
         if _reshaped(split, old, new, pairs) is None:
+            # parts end inside of a new dim: where possible, a few rows are moved, so that parts end at its borders
             other = _other_borders(split, old, new, pairs)
             splits = splits.replaced(split.axis, other or split)
             splits = splits if other else splits_with_whole(func, x, splits, [split.dim], stay=changed)
@@ -52,6 +53,7 @@ def _group_of(dim: int, pairs: Groups) -> tuple[list[int], list[int]]:
 
 def _through(owners: Owners, sizes: Sequence[int], i: int, others: Sequence[int], j: int) -> Owners | None:
     """Owners of dim j after dims of some sizes, of which dim i has owners, are reshaped to other sizes."""
+    # through the one dim that all dims of a group merge into
     merged = owners.widened(prod(sizes[i + 1 :])).repeated(prod(sizes[:i]))
     found = merged.inner(prod(others[:j]))
     return found and found.outer(prod(others[j + 1 :]))

@@ -88,6 +88,7 @@ def _read(outputs: Owners, window: Window, n: int) -> list[WindowRows]:
     """The rows, of n, that windows read at each rank's outputs."""
     found = list[WindowRows]()
     for (out,) in outputs.spans:
+        # rows are numbered as in the input, those before it below 0; outside is padding, which the rank adds itself
         low = out.start * window.stride - window.padding
         high = (out.stop - 1) * window.stride - window.padding + window.span
         inside = range(min(max(low, 0), n), max(min(high, n), 0))

@@ -13,7 +13,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.pipeline.row import PipelineStages
-from lightning_amp.techniques.pipeline.schedule.schedules import StageTimes, Timeline, schedule, timeline
+from lightning_amp.techniques.pipeline.schedule.schedules import Timeline, schedule, timeline
 
 
 def pipeline_rule(plan: Plan) -> tuple[str, PipelineStages]:
@@ -57,16 +57,8 @@ def stages_section(plan: Plan) -> str:
 def timeline_of(plan: Plan) -> Timeline:
     """When every rank of a plan's pipeline is predicted to compute what."""
     _, spec = pipeline_rule(plan)
-    stages = plan.stages
     orders = schedule(spec.schedule, plan.mesh.model, spec.micro_batches, stages_per_device=spec.stages_per_rank)
-    times = StageTimes(
-        forward=tuple(stage.forward_seconds for stage in stages),
-        backward=tuple(stage.backward_seconds for stage in stages),
-        send_forward=tuple(stage.send_forward_seconds for stage in stages),
-        send_backward=tuple(stage.send_backward_seconds for stage in stages),
-        rest=stages[-1].rest_seconds,
-    )
-    return timeline(orders, times)
+    return timeline(orders, plan.stages)
 
 
 NUMBERED = 0.012

@@ -167,6 +167,7 @@ class _FsdpWalk:
                 unit = now
             at = self._held(moment) + self._other(moment)
             worked.add(moment.fqn)
+            # gradients that the profile has by now, less those of units that have reduced theirs
             come = moment.by_kind[GRADIENTS] - done["whole"] - root
             if self._added:
                 at += sum(self._sent.values()) // self._ranks * (not self._offload)

@@ -117,6 +117,7 @@ class FullySharded:
         self._split([*units.values(), module], over, offload=offload)
         among = mesh if groups is None else groups["shard"]
         self.parameters = tuple(shards_of(self._places, among))
+        # kept to see an assignment to .data, which neither the object nor its version shows
         self._storages = [parameter.shard.untyped_storage() for parameter in self.parameters]
         self._watch({**units, "": module})
         self._gather_once([*units.values(), module])

@@ -132,6 +132,7 @@ class AddUp(_Comm):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Add up; a ModelError where another rank has gradients of other parameters."""
+        # torch sends no gradients that are not there: ranks that have reached other parameters would send other sizes
         self._agreement.on(f"adds up the gradients of {self._reached()!r} in {self._fqn!r}")
         if dist.get_backend(group) != "gloo":
             work: dist.Work | None = REDUCE_SCATTER(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

@@ -8,7 +8,7 @@ forward pass come once more, with their own storages. So every stage's bytes and
              bytes for a second; all of them where that is not enough
 
 A step in which blocks run in chunks is recorded once more, once with all of them for each of the budgets that they have
-plans for (chunk_forms.py). A rank's bytes are those of its own segments, so every rank has its own choice:
+plans for (chunk/forms.py). A rank's bytes are those of its own segments, so every rank has its own choice:
 
     in chunks    every rank takes the budgets with which it is fastest of those with which it fits, with as few blocks
                  computed again as that needs; where it fits as it is, none
@@ -55,6 +55,7 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
     lengths = np.array([passes.first[i + 1] - passes.called[i] for _, i in listed], dtype=np.int64)
     added = np.concatenate([[0], np.cumsum(lengths)])
 
+    # where a time lies once the forward passes that come again are put in before it
     def later(t: Any) -> Any:
         return t + added[np.searchsorted(starts, t, side="right")]
 
@@ -73,11 +74,13 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
         seconds[start : start + end - begin] = passes.seconds[begin:end]
         own = _made_by(passes, i)
         of_own = (uses[:, 1] == i) & own[uses[:, 0]]
+        # a storage of the second pass lives as in the first one, or until the backward pass has read it
         until = start - begin + np.minimum(passes.held, end - 1)
         np.maximum.at(until, uses[of_own, 0], uses[of_own, 2])
         births.append(start - begin + passes.birth[own])
         ends.append(until[own])
         sizes.append(passes.n_bytes[own])
+        # what the block is given is kept for the second pass until its backward pass ends
         last = int(places[back[i][-1]])
         given = np.array([(n, i, last, -1) for n in passes.inputs[i]], dtype=np.int64).reshape(-1, 4)
         uses = np.concatenate([uses[~of_own], given])
@@ -108,6 +111,7 @@ def _fewest_of(pipeline: Pipeline, rank: int, blocks: Sequence[int], budget: int
     own = [i for i in blocks if any(start <= i < end for start, end in pipeline.runs_of(rank))]
     own.sort(key=lambda i: -saved_bytes(part, i) / max(again_seconds(part, i), LEAST_SECONDS))
     low, high = 0, len(own)
+    # the peak is taken to fall with every further block, so that the fewest are found by halving
     while low < high:
         middle = (low + high) // 2
         peak = rank_peak(replace(pipeline, part=computed_again(part, own[:middle])), rank)

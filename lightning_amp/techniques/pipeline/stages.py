@@ -1,16 +1,16 @@
 """Plan a module's step as a pipeline: the cut of its blocks, the number of micro-batches, and the step's time.
 
     1. seconds of every segment, forward and backward, for micro-batch and batch (footprint/chain/passes.py)
-    2. the cut of least rho_1 + rho_2, over unlike links that of least Eq. 8 (pipeline/cut.py), under a cap of bytes per
+    2. the cut of least rho_1 + rho_2, over unlike links that of least Eq. 8 (schedule/cut.py), under a cap of bytes per
        stage that depends on how many micro-batches are in flight there; embedding, head and loss are part of the first
        and the last block
     3. seconds by the schedule's timeline, with its bubbles, and the optimiser's; peak of each rank by a walk of its
-       passes (pipeline/stage_bytes.py); where that exceeds the budget after all, the cap is lowered, and cut again
+       passes (schedule/stage_bytes.py); where that exceeds the budget after all, the cap is lowered, and cut again
     4. blocks that are computed again in their stage, as few as are needed where the budget is exceeded, and where that
        is not enough blocks that run in chunks (stage_forms.py)
     5. of the numbers of micro-batches that are tried the fastest that fits, else that of the least peak. Tried are one,
        two and four per rank, and the fastest of all numbers by Eq. 8 of Zhou et al. 2025 (CSIMD), each with its own
-       exact cut (pipeline/micro_batches.py)
+       exact cut (schedule/micro_batches.py)
 
 With "gpipe" what follows the blocks runs once, for the whole batch; with the others for every micro-batch, and once
 more without gradients for the whole batch.
@@ -272,6 +272,7 @@ def _likely_ends(shape: _Shape, part: Passes, least: Passes, asked: PipelineOpti
     """Those that were requested; else the fastest as it is, and the fastest that fits in its form of least bytes."""
     if asked.ends is not None:
         return [asked.ends]
+    # forms are chosen after the cut: the fastest may need many of them, the one that fits in its least form few
     fastest = _cut(replace(shape, budget=None), part, shape.seconds(part))
     return sorted({fastest, _cut(shape, least, shape.seconds(least))})
 
@@ -285,24 +286,11 @@ def _draft(shape: _Shape, run: StagesInChunks, *, ends: tuple[int, ...] | None, 
     pipeline = shape.pipeline(part, ends)
     peaks = rank_peaks(pipeline)
     peak, more = max((peak - more, more) for peak, more in zip(peaks, shape.more, strict=True))
-    times = layers.stages(ends, shape.of_stages)
-    line = timeline(shape.orders, times)
+    made = layers.stages(ends, shape.of_stages, shape.ranks)
+    line = timeline(shape.orders, made)
     seconds = line.seconds + layers.silent + _after(shape, pipeline)
-    stages = tuple(
-        Stage(
-            first=start,
-            end=end,
-            rank=n % shape.ranks,
-            forward_seconds=times.forward[n],
-            backward_seconds=times.backward[n],
-            send_forward_seconds=times.send_forward[n],
-            send_backward_seconds=times.send_backward[n],
-            peak_bytes=peaks[n % shape.ranks],
-            idle=min(1.0, max(0.0, line.idle[n % shape.ranks])),
-            rest_seconds=times.rest if end == len(part.names) else 0.0,
-        )
-        for n, (start, end) in enumerate(pairwise((0, *ends)))
-    )
+    idle = [min(1.0, max(0.0, share)) for share in line.idle]
+    stages = tuple(replace(one, peak_bytes=peaks[one.rank], idle=idle[one.rank]) for one in made)
     return Draft(
         ranks=shape.data,
         model=shape.ranks,
@@ -371,6 +359,8 @@ def _cut(shape: _Shape, part: Passes, layers: LayerSeconds) -> tuple[int, ...]:
         return found
     rows = list(layer_bytes(part, shape.orders, stages, at_once=shape.at_once))
     best, least, ends = found, inf, found
+    # caps count what blocks hold, and the walk also what passes make for a moment: by how much the walk exceeds the
+    # budget, the caps are lowered, until it fits or nothing fits
     for _ in range(CAPS):
         peaks = rank_peaks(shape.pipeline(part, ends))
         overs = [peak - own for peak, own in zip(peaks, shape.budgets, strict=True)]

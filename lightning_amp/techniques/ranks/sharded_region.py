@@ -181,6 +181,7 @@ def check_region(
     """
     if not partial and not sharded:
         return
+    # by identity: a parameter that is equal to another one is not the other
     split = {id(p) for p in (*partial, *(parameter.shard for parameter in sharded))}
     replaced = {id(parameter.whole): parameter for parameter in sharded}
     for leaf, inside in leaves_of(loss):
@@ -207,6 +208,7 @@ def check_region(
 
 def leaves_of(loss: Tensor) -> Iterator[tuple[Tensor, bool]]:
     """The tensors that get gradients, each with whether it is read inside."""
+    # a node may be reached on both sides, and is looked at once on each
     seen: set[tuple[Node, bool]] = set()
     found: list[tuple[Node | None, bool]] = [(loss.grad_fn, False)]
     while found:

@@ -302,5 +302,6 @@ class _TakeChannels(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         channels: Channels = ctx.channels
+        # upstream all ranks compute the same, so each needs the whole gradient, of which every rank has its channels
         block = collectives.all_gather(channels.mesh, channels.pad(torch.cat(grads)))
         return None, *torch.split(channels.join(block), [len(grad) for grad in grads])

@@ -5,103 +5,52 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.dist.table.case import case
-from tests.dist.table.odd import _under
 
 X = (2, 9, 6)
 
+
+def _encoders(**options):
+    layer = nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, **options)
+
+
+def _padding():
+    return torch.arange(9) >= torch.tensor([[9], [6]])
+
+
+def _decoded(x, y):
+    mask = nn.Transformer.generate_square_subsequent_mask(7).double()
+    return _layer(nn.Transformer(6, 2, 1, 1, 12, 0.0, batch_first=True), x, y, tgt_is_causal=True, tgt_mask=mask)
+
+
+def _without_gradients(layer, x, *args, **options):
+    with torch.no_grad():
+        return _layer(layer.eval(), x.detach(), *args, **options)
+
+
+def _convolutions(x):
+    first = nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular")
+    norms = nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.ReLU(True)
+    scales = nn.MaxPool2d(2), nn.Upsample(scale_factor=2), nn.ConvTranspose2d(4, 4, 2, 2)
+    return _layer(nn.Sequential(first, *norms, *scales, nn.AdaptiveAvgPool2d((4, 3)), nn.Flatten()), x)
+
+
+def _paddings(x):
+    pads = nn.ReflectionPad2d(1), nn.ReplicationPad2d(1), nn.ZeroPad2d(1), nn.CircularPad2d(1)
+    return _layer(nn.Sequential(*pads, nn.PixelUnshuffle(2), nn.Unfold(2)), x)
+
+
 MODULES = [
-    case("encoder layer", lambda x: _layer(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), x), X),
-    case(
-        "encoder with padding",
-        lambda x, p: _layer(
-            nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True), 2),
-            x,
-            src_key_padding_mask=p,
-        ),
-        X,
-        _padding := (lambda: torch.arange(9) >= torch.tensor([[9], [6]])),
-        at={0: 1, 1: 1},
-    ),
-    case(
-        "encoder with padding in evaluation, which may drop it",
-        lambda x, p: _under(
-            torch.no_grad(),
-            lambda: (
-                _layer(
-                    nn.TransformerEncoder(
-                        nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True),
-                        2,
-                        enable_nested_tensor=True,
-                    ).eval(),
-                    x.detach(),
-                    src_key_padding_mask=p,
-                )
-                * ~p[..., None]
-            ),
-        ),
-        X,
-        _padding,
-        at={0: 1, 1: 1},
-    ),
-    case(
-        "encoder and decoder",
-        lambda x, y: _layer(
-            nn.Transformer(6, 2, 1, 1, 12, 0.0, batch_first=True),
-            x,
-            y,
-            tgt_is_causal=True,
-            tgt_mask=nn.Transformer.generate_square_subsequent_mask(7).double(),
-        ),
-        X,
-        (2, 7, 6),
-        at={0: 1, 1: 1},
-    ),
-    case(
-        "multi-head attention in evaluation",
-        lambda x: _under(
-            torch.no_grad(),
-            lambda: _layer(nn.MultiheadAttention(6, 2, batch_first=True).eval(), x, x, x, need_weights=False),
-        ),
-        X,
-    ),
+    case("encoder layer", lambda x: _layer(_encoders().layers[0], x), X),
+    case("encoder with padding", lambda x, p: _layer(_encoders(), x, src_key_padding_mask=p), X, _padding, at={0: 1, 1: 1}),
+    case("encoder with padding in evaluation, which may drop it", lambda x, p: _without_gradients(
+        _encoders(enable_nested_tensor=True), x, src_key_padding_mask=p) * ~p[..., None], X, _padding, at={0: 1, 1: 1}),
+    case("encoder and decoder", _decoded, X, (2, 7, 6), at={0: 1, 1: 1}),
+    case("multi-head attention in evaluation", lambda x: _without_gradients(nn.MultiheadAttention(6, 2, batch_first=True), x, x, x, need_weights=False), X),
     case("multi-head attention with bias_kv", lambda x: _layer(nn.MultiheadAttention(6, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True), x, x, x), X),
     case("normalisation layers", lambda x: _layer(nn.Sequential(nn.LayerNorm(6), nn.RMSNorm(6)), x), X),
-    case(
-        "convolution layers",
-        lambda x: _layer(
-            nn.Sequential(
-                nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
-                nn.BatchNorm2d(4),
-                nn.GroupNorm(2, 4),
-                nn.InstanceNorm2d(4),
-                nn.ReLU(True),
-                nn.MaxPool2d(2),
-                nn.Upsample(scale_factor=2),
-                nn.ConvTranspose2d(4, 4, 2, 2),
-                nn.AdaptiveAvgPool2d((4, 3)),
-                nn.Flatten(),
-            ),
-            x,
-        ),
-        (2, 4, 12, 9),
-        at=2,
-    ),
-    case(
-        "padding layers",
-        lambda x: _layer(
-            nn.Sequential(
-                nn.ReflectionPad2d(1),
-                nn.ReplicationPad2d(1),
-                nn.ZeroPad2d(1),
-                nn.CircularPad2d(1),
-                nn.PixelUnshuffle(2),
-                nn.Unfold(2),
-            ),
-            x,
-        ),
-        (2, 4, 12, 6),
-        at=2,
-    ),
+    case("convolution layers", _convolutions, (2, 4, 12, 9), at=2),
+    case("padding layers", _paddings, (2, 4, 12, 6), at=2),
     case("weight norm", lambda x: _layer(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), x), X),
     case("bfloat16 by autocast", lambda x: _autocast(x), X, tolerance=0.05),
 ]  # fmt: skip

@@ -46,19 +46,6 @@ class MetricInside(Net):
     block = Measured
 
 
-class Never(Net):
-    def loss(self, batch: Batch) -> Tensor:
-        return self.head(self.embed(batch["x"])).square().mean()
-
-
-class Again(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for block in self.blocks:
-            h = block(block(h))
-        return self.head(h)
-
-
 @dataclass
 class Held:
     h: Tensor
@@ -205,8 +192,6 @@ REFUSED: dict[type[Net], str] = {
     ReadsEarly: "no block returns",
     LogsEarly: "logs, returns or keeps a tensor",
     MetricInside: "inside or between blocks",
-    Never: "called 0 of the 4 blocks",
-    Again: "block 0 of",
     Wrapped: "and ['Held']",
     Branching: "needs values that another rank computed",
     Normalised: "compute a sample from other samples",

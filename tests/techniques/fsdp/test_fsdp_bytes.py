@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.costs.profiled_step import HELD
 from lightning_amp.footprint.inner_run import Around
+from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -64,6 +65,27 @@ def module_and_batch(name: str) -> tuple[LightningModule, Any]:
     return make(name)
 
 
+def fit(
+    rank: int, ranks: int, strategy: AMPStrategy, module: LightningModule, loader: Any, added_up: int = 1
+) -> tuple[Meter, ModuleProfile]:
+    """Train a module; the meter of its second step, and what the monitor has measured."""
+    meter, monitor = Meter(added_up), StratumMemoryMonitor(dirpath=mkdtemp(), plot=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        plugins=[RunningRanks(rank, ranks)],
+        use_distributed_sampler=False,
+        max_epochs=1,
+        accumulate_grad_batches=added_up,
+        callbacks=[meter, monitor],
+        **QUIET,
+    )
+    trainer.fit(module, loader)
+    assert monitor.measured_step is not None
+    return meter, monitor.measured_step
+
+
 def measured(
     rank: int, ranks: int, names: Sequence[str] = NAMES, *, fsdp_ranks: int | None = None, added_up: int = 1
 ) -> dict[str, int]:
@@ -71,25 +93,14 @@ def measured(
     found = {}
     for name in names:
         module, batch = module_and_batch(name)
-        meter = Meter(added_up)
-        monitor = StratumMemoryMonitor(dirpath=mkdtemp(), plot=False)
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=ranks,
-            strategy=AMPStrategy(strategies="fsdp", fsdp_ranks=fsdp_ranks),
-            plugins=[RunningRanks(rank, ranks)],
-            use_distributed_sampler=False,
-            max_epochs=1,
-            accumulate_grad_batches=added_up,
-            callbacks=[meter, monitor],
-            **QUIET,
-        )
-        trainer.fit(module, DataLoader([batch] * 2 * added_up, batch_size=None))  # type: ignore[arg-type]
+        strategy = AMPStrategy(strategies="fsdp", fsdp_ranks=fsdp_ranks)
+        loader = DataLoader([batch] * 2 * added_up, batch_size=None)  # type: ignore[arg-type]
+        meter, step = fit(rank, ranks, strategy, module, loader, added_up)
         found[name] = meter.live.peak
-        assert monitor.measured_step is not None
-        kept = monitor.measured_step.timeline[-1].by_kind
-        held, plan = sum(kept[kind] for kind in HELD), trainer.strategy.plan  # type: ignore[attr-defined]
-        assert held == pytest.approx(plan.predicted_base_bytes, rel=0.02), f"{name}: {kept}"
+        kept = step.timeline[-1].by_kind
+        assert strategy.plan is not None
+        held = sum(kept[kind] for kind in HELD)
+        assert held == pytest.approx(strategy.plan.predicted_base_bytes, rel=0.02), f"{name}: {kept}"
     return found
 
 
@@ -113,26 +124,15 @@ def within(rank: int, ranks: int) -> list[tuple[int, int, int]]:
     """Predicted bytes, those of the meter and of the monitor, of all techniques; then with no byte more as a budget."""
     found, options = [], dict[str, Any](strategies="fsdp,recompute,chunk")
     for _ in range(2):
-        meter, monitor = Meter(), StratumMemoryMonitor(dirpath=mkdtemp(), plot=False)
         torch.manual_seed(0)
         strategy = AMPStrategy(**options)
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=ranks,
-            strategy=strategy,
-            plugins=[RunningRanks(rank, ranks)],
-            use_distributed_sampler=False,
-            max_epochs=1,
-            callbacks=[meter, monitor],
-            **QUIET,
-        )
-        trainer.fit(Attentive(), DataLoader(torch.randn(6, 128, 32), batch_size=2))  # type: ignore[arg-type]
-        assert monitor.measured_step is not None
+        loader = DataLoader(torch.randn(6, 128, 32), batch_size=2)  # type: ignore[arg-type]
+        meter, step = fit(rank, ranks, strategy, Attentive(), loader)
         assert strategy.plan is not None
         assert {rule.strategy for rule in strategy.plan.rules} >= {"fsdp", "recompute", "chunk"}
         predicted = strategy.plan.predicted_peak_bytes
         options = {"plan": strategy.plan, "device_memory": predicted}
-        found.append((predicted, meter.live.peak, monitor.measured_step.peak_bytes))
+        found.append((predicted, meter.live.peak, step.peak_bytes))
     return found
 
 

@@ -119,6 +119,7 @@ class BlockWalk:
         now = self._pass = _Pass(span, receive, leave or not span.is_last, torch.is_grad_enabled())
         try:
             with now.placeholders:
+                # the first stage computes everything that its blocks read, and needs no placeholders
                 if span.first:
                     # made once: it knows the parameters that are not here
                     self._mode = self._mode or Placeholders(device)
@@ -141,6 +142,7 @@ class BlockWalk:
             ) from error
         finally:
             self._pass = None
+            # in reverse: an attribute that several blocks set gets its oldest value last
             for attribute in reversed(now.set_before):
                 _set(*attribute)
         if now.next < self.blocks:
@@ -173,6 +175,7 @@ class BlockWalk:
             made = self._placeholder(now, index, block, args, kwargs)
             if index < now.span.first - 1:
                 return made
+            # from here on values are there, and operators run without the mode's cost
             now.placeholders.close()
             result = now.receive(made)
             # an empty span: nothing of it is run
@@ -202,6 +205,7 @@ class BlockWalk:
 
     def _run_on_placeholders(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[Attribute]]:
         assert self._mode is not None, "on since the pass began"
+        # the block runs on placeholders to learn what it returns, and must not keep any of them
         before = [(table, dict(table)) for part in block.modules() for table in (vars(part), part._buffers)]
         with torch.no_grad():
             inputs = tree_map(self._mode.of, (args, kwargs))

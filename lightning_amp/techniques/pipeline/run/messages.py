@@ -137,6 +137,7 @@ class Messages:
 
     def send_back(self, stage: int, micro_batch: int, leaves: Sequence[Tensor]) -> None:
         """Send the gradients of what a stage has received, those that there are, to the stage before."""
+        # a gradient of zeros in place of none would let an optimiser with weight decay move a parameter
         there = torch.tensor([leaf.grad is not None for leaf in leaves], dtype=torch.uint8)
         for i, value in enumerate([there, *(leaf.grad for leaf in leaves)]):
             if value is not None and leaves:

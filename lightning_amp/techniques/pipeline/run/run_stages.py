@@ -169,6 +169,8 @@ class Stages:
     def _run_rest(self, rest: Rest, alive: dict[tuple[int, int], Any], ran: Ran) -> None:
         """Forward and backward of what follows the blocks; gradients of what these have returned are left in `ran`."""
         last = len(self.spans) - 1
+        # the graph is cut where the blocks end: gradients of the rest are computed once, and the backward pass of each
+        # micro-batch starts from its own share of them
         cut_off = [_as_leaves(alive[last, j][0]) for j in range(len(ran.results))]
         seed_draws(rest.seed)
         before = packed_draws()
@@ -185,6 +187,7 @@ class Stages:
     @torch.no_grad()
     def _refuse_drawn(self, rest: Rest, cut_off: list[Any], loss: Tensor) -> None:
         """Whether the loss reads what was drawn before the blocks, which micro-batches have drawn for themselves."""
+        # with other draws before the blocks and the same after them the loss differs only if it reads the former
         seed_draws(rest.seed + 1)
         again = loss_of(self.run_rest(rest.silently, cut_off, seed=rest.seed))
         if not torch.allclose(again, loss, rtol=0, atol=0, equal_nan=True):
@@ -253,9 +256,10 @@ def joined(results: Sequence[Any], placeholders: Any) -> Any:
 def _join(whole: Any, parts: tuple[Any, ...]) -> Any:
     if not isinstance(whole, Tensor) or whole.shape == parts[0].shape:
         if not all(_same(part, parts[0]) for part in parts[1:]):
+            found = f"of shape {tuple(whole.shape)!r}" if isinstance(whole, Tensor) else repr(parts[0])
             raise ModelError(
                 "a batch was cut into micro-batches, and the last block returns, in addition to its"
-                f" samples, a value that differs between micro-batches ({_told(parts[0])}), such as a loss:"
+                f" samples, a value that differs between micro-batches ({found}), such as a loss:"
                 " that of the batch cannot be computed from them. Leave 'pipeline' out, or take"
                 " micro_batches=1"
             )
@@ -280,10 +284,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
     return isinstance(one, PLAIN) and bool(one == other)
-
-
-def _told(value: Any) -> str:
-    return f"of shape {tuple(value.shape)!r}" if isinstance(value, Tensor) else repr(value)
 
 
 def _as_leaves(result: Any) -> Any:

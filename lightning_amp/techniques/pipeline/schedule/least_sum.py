@@ -146,11 +146,13 @@ def least_step(forward: Way, backward: Way, devices: Sequence[Device], more: int
         if n == stages:
             return list(ends), f, b
         others = seen[n, start]
+        # whatever follows this one follows that one too, and costs no more there
         if any(x <= f and y <= b and z <= spent for x, y, z in others):
             continue
         others.append((f, b, spent))
         device = devices[n]
         for end in range(start + 1, last + 1):
+            # a longer run holds no less: no later end fits either
             if not device.holds(start, end):
                 break
             if least_sum[n + 1][end] == inf:

@@ -21,9 +21,9 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 
 from lightning_amp.costs.device_rates import Links, collective_seconds
+from lightning_amp.costs.profiled_step import Stage
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
-from lightning_amp.techniques.pipeline.schedule.schedules import StageTimes
 
 Table = Float[np.ndarray, "P K"]
 
@@ -85,18 +85,26 @@ class LayerSeconds:
             silent=float(whole_there[-1]) if again else 0.0,
         )
 
-    def stages(self, ends: Sequence[int], speeds: Sequence[float] | None) -> StageTimes:
-        """The sums of every stage; `ends` as `cut_pipeline` returns them, of which idle devices have no stage."""
+    def stages(self, ends: Sequence[int], speeds: Sequence[float] | None, ranks: int) -> tuple[Stage, ...]:
+        """The stages with their seconds; `ends` as `cut_pipeline` returns them, of which idle devices have no stage."""
         runs, layers = list(pairwise((0, *ends))), len(self.forward)
         paces = speeds or (1.0,) * len(runs)
         on, back = (np.broadcast_to(sends, (len(runs), layers)) for sends in (self.send_forward, self.send_backward))
-        used = [(n, start, end) for n, (start, end) in enumerate(runs) if end > start]
-        return StageTimes(
-            forward=tuple(sum(self.forward[start:end].tolist()) / paces[n] for n, start, end in used),
-            backward=tuple(sum(self.backward[start:end].tolist()) / paces[n] for n, start, end in used),
-            send_forward=tuple(float(on[n, end - 1]) if end < layers else 0.0 for n, _, end in used),
-            send_backward=tuple(float(back[n, start]) if start else 0.0 for n, start, _ in used),
-            rest=self.rest / paces[-1],
+        return tuple(
+            Stage(
+                first=start,
+                end=end,
+                rank=n % ranks,
+                forward_seconds=sum(self.forward[start:end].tolist()) / paces[n],
+                backward_seconds=sum(self.backward[start:end].tolist()) / paces[n],
+                send_forward_seconds=float(on[n, end - 1]) if end < layers else 0.0,
+                send_backward_seconds=float(back[n, start]) if start else 0.0,
+                peak_bytes=0,
+                idle=0.0,
+                rest_seconds=self.rest / paces[n] if end == layers else 0.0,
+            )
+            for n, (start, end) in enumerate(runs)
+            if end > start
         )
 
 

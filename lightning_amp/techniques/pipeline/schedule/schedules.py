@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from time import time
 from typing import NamedTuple
 
+from lightning_amp.costs.profiled_step import Stage
 from lightning_amp.errors import PlanError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -147,25 +148,6 @@ def most_in_flight(order: Order) -> Counter[int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageTimes:
-    """Times of one micro-batch, one for each stage, in one unit.
-
-    Attributes:
-        forward: Of the forward pass.
-        backward: Of the backward pass.
-        send_forward: Of sending the output to the next stage; of the last stage 0.
-        send_backward: Of sending the gradient to the stage before; of the first stage 0.
-        rest: Of what the last stage computes once for all micro-batches before its first backward pass.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    send_forward: tuple[float, ...]
-    send_backward: tuple[float, ...]
-    rest: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
     """When a schedule does what.
 
@@ -233,41 +215,41 @@ class PassTimes:
         self.passes[now] = (self._begin, time())
 
 
-def timeline(orders: Sequence[Order], times: StageTimes) -> Timeline:
+def timeline(orders: Sequence[Order], stages: Sequence[Stage]) -> Timeline:
     """Run a schedule on paper.
 
     Args:
         orders: Of every device, from `schedule`.
-        times: Of every stage.
+        stages: With their seconds; bytes and idle time are not read.
 
     Raises:
         PlanError: Another number of stages than the schedule has.
     """
-    stages = 1 + max(step.stage for order in orders for step in order)
-    if stages != len(times.forward):
+    last = max(step.stage for order in orders for step in order)
+    if last + 1 != len(stages):
         raise PlanError(
-            f"a schedule of {stages!r} stages got the times of {len(times.forward)!r}: make the schedule for"
+            f"a schedule of {last + 1!r} stages got the times of {len(stages)!r}: make the schedule for"
             " as many devices as there are stages"
         )
     passes: list[dict[Pass, tuple[float, float]]] = [{} for _ in orders]
     # when the input of a pass is there: of the first stage from the beginning
     arrived = {step: 0.0 for order in orders for step in order if step.stage == 0 and not step.backward}
     device_free, link_free = [0.0] * len(orders), dict[tuple[int, int], float]()
-    left, rest = [list(reversed(order)) for order in orders], times.rest
+    left, rest = [list(reversed(order)) for order in orders], stages[-1].rest_seconds
     while any(left):
         before = sum(map(len, left))
         for device, waiting in enumerate(left):
             while waiting and waiting[-1] in arrived:
                 step = waiting.pop()
-                begin = max(device_free[device], arrived[step])
-                end = begin + (times.backward if step.backward else times.forward)[step.stage]
-                if step.backward and step.stage == stages - 1:
+                now, begin = stages[step.stage], max(device_free[device], arrived[step])
+                end = begin + (now.backward_seconds if step.backward else now.forward_seconds)
+                if step.backward and step.stage == last:
                     end, rest = end + rest, 0.0
                 passes[device][step], device_free[device] = (begin, end), end
                 if step.backward and step.stage > 0:
-                    to, takes = step._replace(stage=step.stage - 1), times.send_backward[step.stage]
-                elif not step.backward and step.stage < stages - 1:
-                    to, takes = step._replace(stage=step.stage + 1), times.send_forward[step.stage]
+                    to, takes = step._replace(stage=step.stage - 1), now.send_backward_seconds
+                elif not step.backward and step.stage < last:
+                    to, takes = step._replace(stage=step.stage + 1), now.send_forward_seconds
                 else:
                     # the last stage goes back at once, the first one has nobody to go back to
                     to, takes = step._replace(backward=True), 0.0

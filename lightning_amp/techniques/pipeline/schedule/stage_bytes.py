@@ -82,14 +82,9 @@ def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool, rank:
     blocks = len(passes.names)
     assert 0 <= start < end <= blocks, f"a stage has blocks, got {start!r} to {end!r} of {blocks!r}"
     segments = end + (to_the_end and end == blocks)
-    begin, stop = passes.first[start], passes.first[segments]
     leaves = list(passes.returned) if segments > blocks else []
-    returned = [*passes.outputs[end - 1], *leaves]
-    inputs = list(passes.outputs[start - 1]) if start else []
-    received = passes.sent_bytes[start - 1] if start else 0
-    window = StageWindow(passes, begin, stop, start, segments, returned=returned, inputs=inputs, rank=rank)
-    gradients = sum(p.gradient_bytes for p in parameters_of(passes, start, end))
-    result = passes.sent_bytes[end - 1]
+    window = StageWindow(passes, start, segments, returned=[*passes.outputs[end - 1], *leaves], rank=rank)
+    received, result = passes.sent_bytes[start - 1] if start else 0, passes.sent_bytes[end - 1]
     # what comes back from the next stage, and what was received
     beside = received + (0 if segments > blocks or end == blocks else result)
     first, later = window.backward()
@@ -101,28 +96,21 @@ def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool, rank:
         result=result,
         received=received,
         returned=int(passes.n_bytes[leaves].sum()),
-        gradients=gradients,
+        gradients=sum(p.gradient_bytes for p in parameters_of(passes, start, end)),
     )
 
 
 def rest_bytes(passes: Passes, *, rank: Collection[int] = ()) -> RestBytes:
     """Bytes of what follows the blocks, of the whole batch; `inputs` are what the last block returns."""
-    blocks = len(passes.names)
-    inputs = list(passes.outputs[-1])
-    begin, stop = passes.first[blocks], passes.first[blocks + 1]
-    leaves = list(passes.returned)
-    window = StageWindow(passes, begin, stop, blocks, blocks + 1, returned=leaves, inputs=inputs, rank=rank)
-    first, _ = window.backward()
-    joined = passes.sent_bytes[-1]
-    gradients = sum(p.gradient_bytes for p in passes.parameters if p.block is None and blocks in p.segments)
-    held = window.forward(silent=True)
+    blocks, leaves = len(passes.names), list(passes.returned)
+    window = StageWindow(passes, blocks, blocks + 1, returned=leaves, rank=rank)
     return RestBytes(
         forward=window.forward(),
-        backward=first,
-        silent=held,
-        inputs=joined,
+        backward=window.backward()[0],
+        silent=window.forward(silent=True),
+        inputs=passes.sent_bytes[-1],
         returned=int(passes.n_bytes[leaves].sum()),
-        gradients=gradients,
+        gradients=sum(p.gradient_bytes for p in passes.parameters if p.block is None and blocks in p.segments),
     )
 
 
@@ -235,6 +223,7 @@ class _StageWalk:
         own = self._stages(stage)
         first = stage not in self._begun
         self._begun.add(stage)
+        # a window of the backward pass counts what is kept itself, from which it goes down
         self._now -= own.kept
         self._reach(own.first_backward if first else own.backward)
         if first:

@@ -16,26 +16,17 @@ class StageWindow:
 
     Args:
         passes: Of a micro-batch, or of the batch.
-        begin, stop: The first operator of their forward passes, and one past the last.
         start, segments: The first of them, and one past the last.
         returned: Storages that stay after the forward pass, whatever autograd keeps.
-        inputs: Those that come from the segment before.
         rank: Segments that the rank runs, if it runs others too.
     """
 
     def __init__(
-        self,
-        passes: Passes,
-        begin: int,
-        stop: int,
-        start: int,
-        segments: int,
-        *,
-        returned: Sequence[int],
-        inputs: Sequence[int],
-        rank: Collection[int],
+        self, passes: Passes, start: int, segments: int, *, returned: Sequence[int], rank: Collection[int]
     ) -> None:
-        self._passes, self._begin, self._stop = passes, int(begin), int(stop)
+        # the first operator of their forward passes, and one past the last
+        begin, stop = int(passes.first[start]), int(passes.first[segments])
+        self._passes, self._begin, self._stop = passes, begin, stop
         self._start, self._segments = start, segments
         n = len(passes.n_bytes)
         # what earlier segments do without a block, and this rank does too
@@ -58,7 +49,8 @@ class StageWindow:
         self._graph[graph] = True
         own = (passes.birth >= begin) & (passes.birth < stop)
         self._here = own | shared
-        self._here[list(inputs)] = True
+        # what comes from the segment before
+        self._here[list(passes.outputs[start - 1]) if start else []] = True
         end = len(passes.segment)
         self._until[list(returned)] = end
         self._kept = self._here & (self._until > NEVER)
@@ -92,6 +84,7 @@ class StageWindow:
         """Most bytes at once in the backward pass: with gradients as they come, and with each until it is added."""
         passes = self._passes
         own = self._is_own(passes.segment, passes.maker)
+        # only the operators of these segments run on the rank: the clock skips the others
         times = np.flatnonzero(own)
         if not len(times):
             return self.kept(), self.kept()

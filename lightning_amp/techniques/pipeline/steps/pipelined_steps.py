@@ -155,6 +155,7 @@ class PipelinedSteps:
             with self._same_tensors():
                 ran = self._stages.run(self._order(n), work)
             self.times = ran.times
+            # before gradients are read: tied parameters get the sum over the stages that hold them
             self._parameters.settle()
             grads = [parameter.grad for parameter in parameters]
         if self._stages.is_last:

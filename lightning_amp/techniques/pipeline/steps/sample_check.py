@@ -151,7 +151,7 @@ class SampleCheck:
         first, second, same = alike(batch, sizes[0], sum(sizes))
         results, left = [], []
         for own in (first, second):
-            work = Work(step=partial(_with, step, own), seeds=[seed])
+            work = Work(step=partial(lambda batch, _: step(batch), own), seeds=[seed])
             results.append(self._stages.run(self._stages.forward_only, work).results[0])
             left.append(values_of(self._own))
         name = differing(*left)
@@ -164,12 +164,15 @@ class SampleCheck:
             return None
         shapes = (self._stages.placeholders(partial(step, own)) for own in (batch, part))
         leaves = map(tree_leaves, (*shapes, *results))
-        told = [_difference(*row, same=same, size=sizes[0]) for row in zip(*leaves, strict=True)]
-        return next((DataError(_refusal(one)) for one in told if one), None)
-
-
-def _with(step: Callable[[Any], Any], batch: Any, _: int) -> Any:
-    return step(batch)
+        unlike = (_difference(*row, same=same, size=sizes[0]) for row in zip(*leaves, strict=True))
+        found = next(filter(None, unlike), "")
+        if not found:
+            return None
+        return DataError(
+            "the batch cannot be cut into micro-batches: blocks compute a sample from other samples of the batch"
+            f" (BatchNorm by hand, a loss within a block), which in a micro-batch are others; found {found}. Let blocks"
+            " compute each sample separately, set micro_batches=1, or leave 'pipeline' out"
+        )
 
 
 def _difference(whole: Any, part: Any, first: Any, second: Any, *, same: int, size: int) -> str:
@@ -185,11 +188,3 @@ def _difference(whole: Any, part: Any, first: Any, second: Any, *, same: int, si
     if not close(first, second, rtol=ROUNDING.get(first.dtype, HALF), equal_nan=True):
         return f"other values for the same samples, in a tensor of shape {tuple(part.shape)!r}"
     return ""
-
-
-def _refusal(told: str) -> str:
-    return (
-        "the batch cannot be cut into micro-batches: blocks compute a sample from other samples of the batch (BatchNorm"
-        f" by hand, a loss within a block), which in a micro-batch are others; found {told}. Let blocks compute each"
-        " sample separately, set micro_batches=1, or leave 'pipeline' out"
-    )

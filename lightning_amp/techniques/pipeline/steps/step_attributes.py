@@ -64,6 +64,7 @@ class Attributes:
         changing = (value for value in self._values() if not isinstance(value, PLAIN))
         # modules by themselves: their own attributes are looked at anyway
         self._known: dict[int, Any] = {id(part): part for part in modes.values()}
+        # a mark shows a change in place, of which the object itself tells nothing
         self._marks = {id(value): self._mark(value) for value in changing}
         self._contents: dict[int, tuple[Any, Any]] = {}
         for value in self._values():

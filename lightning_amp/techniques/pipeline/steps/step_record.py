@@ -115,6 +115,7 @@ class StageStepRecorder:
         Raises:
             ModelError: A part of the step has logged or updated what the whole has not.
         """
+        # noted by parts, and not by the whole step: it happened where the whole step's values are not
         lost, self._noted = self._noted - record.told, set()
         if lost:
             raise ModelError(

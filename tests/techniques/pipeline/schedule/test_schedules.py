@@ -7,16 +7,17 @@ import networkx
 import pytest
 
 from lightning_amp import PlanError
+from lightning_amp.costs.profiled_step import Stage
 from lightning_amp.techniques.pipeline.schedule.schedules import (
     SCHEDULES,
     Order,
     Pass,
-    StageTimes,
     most_in_flight,
     schedule,
     timeline,
 )
 
+Numbers = list[float]
 SHAPES = [(1, 1, 1), (1, 4, 3), (2, 4, 2), (3, 3, 2), (4, 8, 2), (4, 8, 3), (4, 4, 1), (5, 2, 1), (3, 7, 1)]
 """Devices, micro-batches, stages on a device."""
 
@@ -31,20 +32,32 @@ def all_schedules() -> list[tuple[str, int, int, int]]:
     ]
 
 
-def draw(stages: int, seed: int = 0) -> StageTimes:
+def stages_of(there: Numbers, back: Numbers, on: Numbers, returned: Numbers) -> list[Stage]:
+    """Stages whose seconds these are; the last one sends nothing on, and the first one nothing back."""
+    none = {"first": 0, "end": 0, "rank": 0, "peak_bytes": 0, "idle": 0.0}
+    on, returned = [*on[:-1], 0.0], [0.0, *returned[1:]]
+    return [
+        Stage(forward_seconds=f, backward_seconds=b, send_forward_seconds=o, send_backward_seconds=r, **none)
+        for f, b, o, r in zip(there, back, on, returned, strict=True)
+    ]
+
+
+def draw(stages: int, seed: int = 0) -> list[Stage]:
     rng = random.Random(seed)
-    there, back, on, returned = (tuple(rng.uniform(1, 3) for _ in range(stages)) for _ in range(4))
-    return StageTimes(
-        forward=there, backward=back, send_forward=(*on[: stages - 1], 0.0), send_backward=(0.0, *returned[1:])
-    )
+    return stages_of(*([rng.uniform(1, 3) for _ in range(stages)] for _ in range(4)))
 
 
-def longest_path(orders: tuple[Order, ...], times: StageTimes) -> float:
+def longest_path(orders: tuple[Order, ...], stages: list[Stage]) -> float:
     """The time of a schedule by a graph of what waits for what, edges weighing what is computed or sent."""
     graph = networkx.DiGraph()
 
     def takes(step: Pass) -> float:
-        return (times.backward if step.backward else times.forward)[step.stage]
+        stage = stages[step.stage]
+        return stage.backward_seconds if step.backward else stage.forward_seconds
+
+    def sending(step: Pass) -> float:
+        stage = stages[step.stage]
+        return stage.send_backward_seconds if step.backward else stage.send_forward_seconds
 
     for order in orders:
         sent: dict[tuple[int, bool], tuple[str, Pass]] = {}
@@ -52,7 +65,7 @@ def longest_path(orders: tuple[Order, ...], times: StageTimes) -> float:
             graph.add_edge(("begin", step), ("end", step), weight=takes(step))
             if after is not None:
                 graph.add_edge(("end", step), ("begin", after), weight=0.0)
-            last = len(times.forward) - 1
+            last = len(stages) - 1
             if step.stage == (0 if step.backward else last):
                 if not step.backward:
                     graph.add_edge(("end", step), ("begin", step._replace(backward=True)), weight=0.0)
@@ -61,15 +74,14 @@ def longest_path(orders: tuple[Order, ...], times: StageTimes) -> float:
             if len(orders) == 1:
                 graph.add_edge(("end", step), ("begin", to), weight=0.0)
                 continue
-            cost = (times.send_backward if step.backward else times.send_forward)[step.stage]
+            cost = sending(step)
             graph.add_edge(("end", step), ("send", step), weight=0.0)
             graph.add_edge(("send", step), ("begin", to), weight=cost)
             # a link carries one after the other
             link = (to.stage % len(orders), len(orders) > 2 and step.backward)
             if link in sent:
                 kind, before = sent[link]
-                waits = (times.send_backward if before.backward else times.send_forward)[before.stage]
-                graph.add_edge((kind, before), ("send", step), weight=waits)
+                graph.add_edge((kind, before), ("send", step), weight=sending(before))
             sent[link] = ("send", step)
     return networkx.dag_longest_path_length(graph)
 
@@ -94,11 +106,8 @@ def test_every_pass_once_and_nothing_early(name: str, devices: int, micro_batche
     assert all(list(done) == list(order) for done, order in zip(line.passes, orders, strict=True))
 
 
-def even(stages: int, forward: float, backward: float) -> StageTimes:
-    nothing = (0.0,) * stages
-    return StageTimes(
-        forward=(forward,) * stages, backward=(backward,) * stages, send_forward=nothing, send_backward=nothing
-    )
+def even(stages: int, forward: float, backward: float) -> list[Stage]:
+    return stages_of([forward] * stages, [backward] * stages, [0.0] * stages, [0.0] * stages)
 
 
 def test_bubbles_of_equal_stages() -> None:
