@@ -30,7 +30,7 @@ PARTS = (
         name="language_model",
         title="A language model with each technique",
         file="memory",
-        seconds=80,
+        seconds=110,
         run=language_model.run,
     ),
     Part(name="largest_batch", title="The largest batch", file="memory", seconds=110, run=language_model.largest_batch),
@@ -42,7 +42,7 @@ PARTS = (
     Part(name="determinism", title="Two equal runs", file="trainer", seconds=30, run=trainer.determinism),
     Part(name="monitor", title="The memory monitor", file="trainer", seconds=25, run=trainer.monitor),
     Part(name="loading", title="Waiting for cells", file="trainer", seconds=40, run=trainer.loading),
-    Part(name="chunks", title="AutoChunk's models in chunks", file="speed", seconds=150, run=chunks.run),
+    Part(name="chunks", title="AutoChunk's models in chunks", file="speed", seconds=160, run=chunks.run),
     # it times as many cases as there are seconds, so it comes last
     Part(name="speed", title="Time and peak of heavy decoders", file="speed", seconds=170, run=speed.run),
 )

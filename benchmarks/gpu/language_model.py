@@ -168,19 +168,24 @@ def largest_batch(work: Work) -> None:
     sizes, _ = sizes_for(tiny=work.tiny)
     budget = device_budget(work.device, node_ranks=1) if cuda else 64 * 2**20
     work.record.fact(budget_bytes=budget)
-    for strategies in ASKED[:1] if work.tiny else ASKED:
-        begun = time.monotonic()
-        batch = torch.zeros(4, sizes["positions"] + 1, dtype=torch.int64)
-        planned = lightning_amp.plan(LanguageModel(**sizes), batch, strategies=list(strategies), device_memory=budget)
-        largest = planned.largest_batch()
-        work.record.note(f"{','.join(strategies)}: asked in {time.monotonic() - begun:.1f} s.")
-        del planned
-        for grow in (True, False) if cuda else (True,):
+    asked = ASKED[:1] if work.tiny else ASKED
+    found = {strategies: _largest(work, sizes, strategies, budget) for strategies in asked}
+    for grow in (True, False) if cuda else (True,):
+        for strategies, largest in found.items():
             fits = False
             for share in AROUND[:2] if work.tiny else AROUND:
                 if work.clock.left < 0 or (fits and share < 0.95):
                     continue
                 fits |= _try(work, sizes, strategies, largest, share, grow=grow)
+
+
+def _largest(work: Work, sizes: dict[str, int], strategies: tuple[str, ...], budget: int) -> int:
+    begun = time.monotonic()
+    batch = torch.zeros(4, sizes["positions"] + 1, dtype=torch.int64)
+    planned = lightning_amp.plan(LanguageModel(**sizes), batch, strategies=list(strategies), device_memory=budget)
+    largest = planned.largest_batch()
+    work.record.note(f"{','.join(strategies)}: asked in {time.monotonic() - begun:.1f} s.")
+    return largest
 
 
 def _try(

@@ -9,29 +9,15 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.costs.rule import Spec
+from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.techniques.chunk.row import ROW as CHUNK
 from lightning_amp.techniques.data.row import ROW as S1
 from lightning_amp.techniques.fsdp.row import ROW as FSDP
-from lightning_amp.techniques.hic.rows import (
-    COMPILE,
-    FUSED,
-    NODES,
-    S2,
-    S3,
-    S4,
-    S5,
-    SDPA,
-    SPARSE,
-    STRATA,
-    STREAM,
-    RecomputeStrata,
-)
+from lightning_amp.techniques.hic.rows import COMPILE, FUSED, NODES, S2, S3, S4, S5, SDPA, SPARSE, STRATA, STREAM
 from lightning_amp.techniques.logits.row import ROW as LOGITS
 from lightning_amp.techniques.pipeline.row import ROW as PIPELINE
 from lightning_amp.techniques.recompute.row import ROW as RECOMPUTE
-from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.replay.row import ROW as REPLAY
 from lightning_amp.techniques.sequence.row import ROW as SEQUENCE
 from lightning_amp.techniques.technique import Installer, Prediction, Target, Technique
@@ -66,11 +52,35 @@ PREDICTIONS: dict[str, Prediction] = dict(
     )
 )
 """Of techniques that the step of any module may be planned with, in the order in which a draft gets them."""
+OF_BLOCKS = tuple(
+    name for name in PREDICTIONS if any(installer.on_blocks for installer in STRATEGIES[name].installers.values())
+)
+"""Those of them whose rules name blocks."""
 
 
 def installer_of(spec: type[Spec]) -> Installer | None:
     """How a type of spec is installed; None for what the Lightning strategy carries out by itself."""
     return next((row.installers[spec] for row in STRATEGIES.values() if spec in row.installers), None)
+
+
+def is_of_block(rule: Rule) -> bool:
+    """Whether a rule names a block of any module, and no decoder."""
+    found = installer_of(type(rule.spec))
+    return found is not None and found.on_blocks
+
+
+def of_blocks_outside(strategies: Sequence[str]) -> frozenset[str]:
+    """Those of the strategies that, if there is a decoder, are of blocks outside of it.
+
+    A technique of strata and of blocks is of blocks alone where another one already says what is kept of the strata.
+    """
+
+    def is_apart(name: str) -> bool:
+        others = [other for other in strategies if other != name]
+        return any(conflicts(strategies)) and not any(conflicts(others))
+
+    both = {name for name in OF_BLOCKS if STRATEGIES[name].choice is not None}
+    return frozenset(name for name in strategies if name in OF_BLOCKS and (name not in both or is_apart(name)))
 
 
 def label(strategy: str) -> str:
@@ -83,16 +93,15 @@ def label(strategy: str) -> str:
 
 
 def without_blocks(strategies: Iterable[str], asked: Iterable[Spec]) -> list[str]:
-    """Strategies but recompute, if it is only for blocks: they may run again with any choice of a decoder."""
+    """Strategies but those of strata and blocks that are requested of blocks alone: any choice of a decoder has them."""
     kinds = set(map(type, asked))
-    blocks_alone = RecomputeBlock in kinds and RecomputeStrata not in kinds
-    return [strategy for strategy in strategies if strategy != "recompute" or not blocks_alone]
 
+    def is_for_blocks(row: Technique) -> bool:
+        found = [row.installers[kind] for kind in row.specs if kind in kinds and kind in row.installers]
+        return row.choice is not None and bool(found) and all(installer.on_blocks for installer in found)
 
-def of_blocks_alone(strategies: Sequence[str]) -> bool:
-    """Whether recompute, with a decoder, is of blocks outside of it: others say what is kept of its strata."""
-    others = [strategy for strategy in strategies if strategy != "recompute"]
-    return len(others) < len(strategies) and any(conflicts(strategies)) and not any(conflicts(others))
+    # a plan that came from another process may hold strategies that this one has not registered
+    return [name for name in strategies if name not in STRATEGIES or not is_for_blocks(STRATEGIES[name])]
 
 
 def in_order(strategies: Iterable[str]) -> tuple[str, ...]:

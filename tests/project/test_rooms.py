@@ -8,9 +8,9 @@ import lightning_amp
 LIBRARY = Path(lightning_amp.__file__).parent
 NAMED = {
     "fsdp": (r"techniques\.fsdp|FullyShard|[\"']fsdp[\"']", 6),
-    "chunk": (r"techniques\.chunk|[\"']chunk[\"']", 20),
+    "chunk": (r"techniques\.chunk|[\"']chunk[\"']", 18),
     "pipeline": (r"techniques\.pipeline|[\"']pipeline[\"']", 14),
-    "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 23),
+    "recompute": (r"techniques\.recompute|[\"']recompute[\"']", 19),
     "logits": (r"techniques\.logits|[\"']logits[\"']", 5),
     "replay": (r"techniques\.replay|[\"']replay[\"']", 2),
     "sequence": (r"techniques\.sequence|[\"']sequence[\"']", 6),

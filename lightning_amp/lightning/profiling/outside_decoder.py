@@ -37,11 +37,11 @@ from lightning_amp.planning.plan.plan import Axes, Candidate, Plan
 from lightning_amp.planning.policies.build_rules import BY_USER
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.forms import ChunkForms
-from lightning_amp.techniques.chunk.row import ChunkBlock, forms_of, in_chunks
+from lightning_amp.techniques.chunk.row import forms_of, in_chunks
 from lightning_amp.techniques.contract.protocol import find_decoders
 from lightning_amp.techniques.recompute.choose import choose, leanest
 from lightning_amp.techniques.recompute.row import RecomputeBlock
-from lightning_amp.techniques.table import in_order
+from lightning_amp.techniques.table import in_order, is_of_block
 
 INSIDE = "it is of the decoder"
 OUTSIDE = f"{BY_USER} (outside of the decoder; it keeps {{}} less)"
@@ -281,6 +281,6 @@ def with_rules(plan: Plan, rules: Iterable[Rule], *, seconds: float = 0.0) -> Pl
 
 def keeping_blocks(plan: Plan, before: Plan) -> Plan:
     """A plan of the decoder that takes the place of another one, whose blocks outside stay as they are."""
-    kept = [rule for rule in before.rules if isinstance(rule.spec, RecomputeBlock | ChunkBlock)]
+    kept = [rule for rule in before.rules if is_of_block(rule)]
     kept = [rule for rule in kept if rule.fqn not in {own.fqn for own in plan.rules}]
     return with_rules(plan, kept) if kept else plan

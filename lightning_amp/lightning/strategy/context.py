@@ -42,7 +42,7 @@ from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.rates_of import rates_of
-from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, of_blocks_alone, parse_strategies, with_steps
+from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, of_blocks_outside, parse_strategies, with_steps
 
 ADAM_SLOTS = 2
 """Assumed for a module that is not the reference model: its optimisers do not exist yet."""
@@ -74,9 +74,7 @@ class PlanningContext:
         self.steps = self._dry_steps(None if fits else trained)
         self.step = StepOfModule.of(trainer, limit_bytes=limit, steps=self.steps)
         ids = () if request.strategies is None else parse_strategies(request.strategies)
-        self.blocks_outside = {
-            name for name in ids if name == "chunk" or (name == "recompute" and of_blocks_alone(ids))
-        }
+        self.blocks_outside = of_blocks_outside(ids)
         """What was requested of blocks outside, if there is a decoder."""
         self.outside: StepOfModule | None = None
         """The step with a decoder, of which blocks outside of it are planned: those requested, or as a budget asks."""

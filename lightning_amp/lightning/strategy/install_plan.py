@@ -44,6 +44,7 @@ from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.table import OF_BLOCKS
 
 
 class InstalledPlan:
@@ -188,8 +189,8 @@ class InstalledPlan:
         chunks too; of these what needs least, or the plan as it is.
         """
         found = before = self._plan
-        for more in (("recompute",), ("recompute", "chunk")):
-            names = [*before.strategies, *more]
+        for n in range(1, len(OF_BLOCKS) + 1):
+            names = [*before.strategies, *OF_BLOCKS[:n]]
             try:
                 plan = resolve_plan(self._facts.within(limit), notes=before.notes, strategies=names)
             except PlanError:

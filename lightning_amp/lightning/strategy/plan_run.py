@@ -31,9 +31,7 @@ from lightning_amp.planning.policies.build_rules import (
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.time.step_seconds import decoder_seconds, rest_seconds
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.chunk.row import ChunkBlock
-from lightning_amp.techniques.recompute.row import RecomputeBlock
-from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order, parse_strategies
+from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order, is_of_block, parse_strategies
 
 SLOW_SECONDS = 0.5
 """Of a step, spent on other things than computation."""
@@ -232,7 +230,7 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
 def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
-    blocks = [rule.fqn for rule in plan.rules if isinstance(rule.spec, RecomputeBlock | ChunkBlock)]
+    blocks = [rule.fqn for rule in plan.rules if is_of_block(rule)]
     if shape.decoder is not None and blocks:
         what = f"what {', '.join(blocks)} save outside of the decoder was not counted"
         notes = [*notes, f"{what}: the peak is predicted without"]

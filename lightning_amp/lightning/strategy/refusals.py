@@ -27,14 +27,12 @@ from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, plan_summary, shortfall
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
 from lightning_amp.techniques.pipeline.options import no_pipeline
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.run.blocks import refuse_batch_statistics
 from lightning_amp.techniques.pipeline.steps.pipelined_steps import refuse_hooks
-from lightning_amp.techniques.recompute.row import RecomputeBlock
-from lightning_amp.techniques.table import STRATEGIES
+from lightning_amp.techniques.table import STRATEGIES, is_of_block
 
 LEAVES_LAYERS = (DataParallel, ShareBatchStatistics, BalanceCells)
 COPIES_BUFFERS = ("WeightAveraging",)
@@ -163,8 +161,8 @@ def _sharding(installed: Installed, plan: Plan) -> tuple[str, str]:
     return "S2", ", ".join(map(repr, names))
 
 
-TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics, PipelineStages, RecomputeBlock, ChunkBlock)
-"""Rules that go together with stages."""
+TOGETHER = (DataParallel, BalanceCells, ShareBatchStatistics, PipelineStages)
+"""Rules that go together with stages, and so do those of blocks."""
 SEE_GRADIENTS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
 NORMS = ("clip_grad_norm_", "get_total_norm", "grad_norm")
 
@@ -197,11 +195,11 @@ def _apart_from_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Ru
             why = "it changes or averages parameters that a rank does not hold: leave it out"
             yield type(callback).__name__, why
     for rule in rules:
-        if not isinstance(rule.spec, TOGETHER):
+        if not isinstance(rule.spec, TOGETHER) and not is_of_block(rule):
             yield rule.strategy, "it was not tried inside of stages: leave it out"
-        if isinstance(rule.spec, ChunkBlock) and rule.spec.after:
+        if getattr(rule.spec, "after", 0):
             why = "what follows its blocks is run by the last stage: leave that rule out"
-            yield f"chunk of {rule.fqn!r}", why
+            yield f"{rule.strategy} of {rule.fqn!r}", why
     for hook in SEE_GRADIENTS:
         code = getattr(getattr(type(trainer.lightning_module), hook), "__code__", None)
         for norm in NORMS:

@@ -19,9 +19,7 @@ from lightning_amp.techniques.pipeline.options import PipelineOptions
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.stages import staged
 from lightning_amp.techniques.recompute.row import RecomputeBlock
-from lightning_amp.techniques.table import in_order
-
-INSIDE_STAGES = ("recompute", "chunk")
+from lightning_amp.techniques.table import OF_BLOCKS, in_order
 
 
 def pipeline_of(plan: Plan, seen: ProfiledStep) -> PipelineStages | None:
@@ -80,7 +78,7 @@ def options_of_named(asked: PipelineOptions, named: tuple[str, ...], *, budget_n
     Raises:
         PlanError: One that was not tried with stages.
     """
-    others = [name for name in named if name not in INSIDE_STAGES]
+    others = [name for name in named if name not in OF_BLOCKS]
     if others:
         raise PlanError(f"pipeline together with {', '.join(others)} is not supported: leave one of them out")
     return replace(
