@@ -93,7 +93,7 @@ def label(strategy: str) -> str:
 
 
 def without_blocks(strategies: Iterable[str], asked: Iterable[Spec]) -> list[str]:
-    """Strategies but those of strata and blocks that are requested of blocks alone: any choice of a decoder has them."""
+    """Strategies but those of strata and blocks that are requested for blocks: any choice of a decoder has them."""
     kinds = set(map(type, asked))
 
     def is_for_blocks(row: Technique) -> bool:
