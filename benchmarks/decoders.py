@@ -1,4 +1,4 @@
-"""Decoders that are measured: their sizes, the FLOP of a step, and the forms of their techniques.
+"""Define the decoders that benchmarks measure: their sizes, the FLOP of a step, and the forms of their techniques.
 
 Legend: N anchors, K strata, B cells in a step over all ranks, D channels, w anchors in a bucket of attention.
 """

@@ -1,4 +1,4 @@
-"""Bytes and time of AutoChunk's models in chunks: inference, training, and an Evoformer block cut by hand.
+"""Measure bytes and time of AutoChunk's models in chunks: inference, training, and an Evoformer block cut by hand.
 
 Shares are of what the model takes beyond parameters and arguments, by the meter. The measured bytes are the peak of
 torch's allocator, so they include workspaces of cuDNN, which multiplies in TF32 by default. Times are medians of rounds
@@ -9,7 +9,6 @@ import copy
 import time
 from collections.abc import Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,19 +16,17 @@ from torch import Tensor, nn
 
 import lightning_amp
 from benchmarks.chunks.autochunk import LENGTHS, run_bytes
-from benchmarks.chunks.measure import Pass, count, forward, largest_difference
+from benchmarks.chunks.measure import Pass, forward, largest_difference, seconds
 from benchmarks.chunks.models import Language
 from benchmarks.chunks.paper_models import KINDS, ROWS, evoformer, table_args
 from benchmarks.chunks.where import step
-from benchmarks.gpu.device import free_bytes, seconds_of
+from benchmarks.gpu.device import Allocated, free_bytes, seconds_of
 from benchmarks.gpu.runner import Work, first_line
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.lightning.strategy.hardware import take_workspaces
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 
 SHARES, FUSED_SHARES, TRAINED_SHARES = (0.5, 0.4, 0.2), (0.5,), (0.25,)
-ROUNDS, WITHIN_S = 9, 1.5
 ALLOWED = 1e-3
 """Largest difference of float32 results, relative to the largest value."""
 
@@ -174,6 +171,7 @@ def _training(work: Work, name: str, module: nn.Module, args: tuple[Tensor, ...]
 
 
 def _counted(run: Pass) -> int:
+    # a counter of FLOP next to the meter would keep tensors
     with LiveBytes() as live:
         run()
     return int(live.peak)
@@ -181,28 +179,14 @@ def _counted(run: Pass) -> int:
 
 def _peak(work: Work, run: Pass, trained: nn.Module | None = None) -> int:
     """Most bytes of torch's allocator beyond what is there without gradients."""
-    if work.device.type != "cuda":
-        return count(run)[0]
-    take_workspaces(work.device)
+    # the first pass makes what stays, such as workspaces
     run()
     if trained is not None:
         trained.zero_grad()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats(work.device)
-    before = torch.cuda.memory_allocated(work.device)
-    run()
-    torch.cuda.synchronize()
-    return int(torch.cuda.max_memory_allocated(work.device)) - before
+    return Allocated(work.device).peak_of(run, ())
 
 
 def _ratio(work: Work, first: Pass, second: Pass) -> tuple[float, float]:
     """Median seconds of the first, and how many times as long the second takes in the same round."""
-    begun = time.monotonic()
-    pairs = []
-    for k in range(ROUNDS + 1):
-        times = [seconds_of(one, work.device) for one in (first, second)]
-        if k:
-            pairs.append(times)
-        if len(pairs) >= 3 and time.monotonic() - begun > WITHIN_S:
-            break
-    return median(a for a, _ in pairs), median(b / a for a, b in pairs)
+    own, times = seconds([partial(seconds_of, one, work.device) for one in (first, second)])
+    return own, times

@@ -179,6 +179,11 @@ class Rates:
         if not isinstance(self.device, str) or not self.device.strip():
             raise PlanError(f"{self!r} is invalid; device is whose rates they are, in words: correct it")
 
+    @property
+    def device_type(self) -> str:
+        """As torch names it: "cuda" for all whose operators are launched."""
+        return "cuda" if self.launches else "cpu"
+
     def on_nodes_of(self, devices: int | None) -> "Rates":
         """The same rates where a node has so many devices; as they are where that is not known."""
         return self if devices is None else replace(self, links=replace(self.links, ranks_per_node=devices))

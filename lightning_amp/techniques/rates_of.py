@@ -1,4 +1,4 @@
-"""Rates of a device that torch names."""
+"""Look up the rates of a device that torch names."""
 
 import torch
 

@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> None:
         make, plan = request_decoder(decoder, **request)
     else:
         make, plan = request_reference(profile, **of_model, **request)
-    simulation = simulate_plan(make, plan, device_type="cuda" if rates.launches else "cpu")
+    simulation = simulate_plan(make, plan, device_type=rates.device_type)
     if arguments.plot is not None:
         with written_aside(Path(arguments.plot)) as aside:
             draw(aside, simulation)

@@ -170,7 +170,7 @@ def plan_of_module(
 
     @contextmanager
     def counting() -> Iterator[None]:
-        with named_blocks(module, options.get("blocks")), settings_of("cuda" if rates.launches else "cpu"):
+        with named_blocks(module, options.get("blocks")), settings_of(rates.device_type):
             yield
 
     step = step_at(batch_size)
