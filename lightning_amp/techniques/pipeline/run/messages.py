@@ -14,8 +14,7 @@ Known limit: generators that a module or a data set keeps for itself.
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,16 +36,6 @@ def seed_draws(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-
-
-@contextmanager
-def draws_stay() -> Iterator[None]:
-    """Go on afterwards as if nothing had been drawn."""
-    before = packed_draws()
-    try:
-        yield
-    finally:
-        go_on_with(before)
 
 
 def packed_draws() -> Tensor:

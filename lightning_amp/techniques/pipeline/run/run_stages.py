@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp._torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_amp.errors import ModelError
+from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, Leave, Span
-from lightning_amp.techniques.pipeline.run.messages import PLAIN, Messages, draws_stay, packed_draws, seed_draws
+from lightning_amp.techniques.pipeline.run.messages import PLAIN, Messages, packed_draws, seed_draws
 from lightning_amp.techniques.pipeline.run.placeholders import without_values
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, Pass, PassTimes
 
@@ -105,7 +106,7 @@ class Stages:
         messages = Messages(self.mesh, len(self.spans), self.device)
         ran, last = Ran(len(work.seeds)), len(self.spans) - 1
         alive: dict[tuple[int, int], tuple[Any, list[Tensor]]] = {}
-        with draws_stay():
+        with isolated_random_streams():
             for now in order:
                 ran.times.begin()
                 if now.backward and now.stage == last and work.rest and ran.returned[0] is None:

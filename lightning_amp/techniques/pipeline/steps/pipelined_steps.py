@@ -39,9 +39,9 @@ from torchmetrics import Metric
 
 from lightning_amp._torch import tree_map
 from lightning_amp.errors import DataError, InstallError, ModelError
+from lightning_amp.random_streams import isolated_random_streams
 from lightning_amp.techniques.autograd.precomputed_gradients import Gradients, with_gradients
 from lightning_amp.techniques.pipeline.row import PipelineStages
-from lightning_amp.techniques.pipeline.run.messages import draws_stay
 from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, detached, loss_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
 from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
@@ -232,7 +232,7 @@ class PipelinedSteps:
     @torch.no_grad()
     def _whole(self, whole: Step, part: Callable[[int], Any], ran: Ran, work: Work, record: StepRecord) -> None:
         """On the last stage: what one run of the step does besides its gradients, if it has the same loss."""
-        with draws_stay():
+        with isolated_random_streams():
             with self._recorder.recording(record):
                 record.returned = detached(self._stages.run_rest(whole, ran.results))
             losses = [loss_of(returned) for returned in ran.returned]
