@@ -36,6 +36,16 @@ def forward(module: nn.Module, args: tuple[Any, ...]) -> Pass:
     return run
 
 
+def both_passes(module: nn.Module, args: tuple[Any, ...]) -> Pass:
+    """Forward and backward pass of a loss."""
+
+    def run() -> None:
+        module.zero_grad()
+        module(*args).backward()
+
+    return run
+
+
 def count(run: Pass) -> tuple[int, int, int]:
     """Most bytes beyond what was there, operators and FLOP."""
     with FlopCounterMode(display=False) as flops, Counter() as meter:

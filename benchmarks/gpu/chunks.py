@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 import lightning_amp
 from benchmarks.chunks.autochunk import LENGTHS, run_bytes
-from benchmarks.chunks.measure import Pass, forward, largest_difference, seconds
+from benchmarks.chunks.measure import Pass, both_passes, forward, largest_difference, seconds
 from benchmarks.chunks.models import Language
 from benchmarks.chunks.paper_models import KINDS, ROWS, evoformer, table_args
-from benchmarks.chunks.where import step
 from benchmarks.gpu.device import Allocated, free_bytes, seconds_of
 from benchmarks.gpu.runner import Work, first_line
 from lightning_amp.errors import AmpError
@@ -139,7 +138,7 @@ def _training(work: Work, name: str, module: nn.Module, args: tuple[Tensor, ...]
     if not work.has_time(f"training {name} at {share:.0%}", 12):
         return []
     module, args = _there(work, module, args)
-    eager = step(module, args)
+    eager = both_passes(module, args)
     eager()
     module.zero_grad()
     n_bytes = _counted(eager)
@@ -151,7 +150,7 @@ def _training(work: Work, name: str, module: nn.Module, args: tuple[Tensor, ...]
     try:
         planned = runner.planned(small, args, {}).chunks
         took = time.perf_counter() - begun
-        chunked = step(small, args)
+        chunked = both_passes(small, args)
         chunked()
         grads = {key: p.grad for key, p in small.named_parameters() if p.grad is not None}
         # a bias in front of a softmax has a gradient of zero, so all are compared with the largest
