@@ -124,7 +124,7 @@ class PlanningContext:
         slots = RMSPROP_SLOTS if reference else ADAM_SLOTS
         shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
         shape = replace(shape if reference else with_counts(shape), profiled=seen is not None)
-        shape = shape.with_decoder(threads=torch.get_num_threads())
+        shape = replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))
         notes += unpredicted(module, shape)
         if data_dir is None:
             return profile_of_module(shape), on_device(shape, self.rates[0]), notes
@@ -135,9 +135,9 @@ class PlanningContext:
             settings = module.hparams
             names = [field.name for field in fields(NetworkShape) if field.name in settings]
             network = NetworkShape(**{name: settings[name] for name in names})
-            dim = shape.decoder.dim if shape.decoder else int(settings.get("latent_dim", LATENT_DIM))
+            dim = shape.decoder.dim or int(settings.get("latent_dim", LATENT_DIM))
             shape = outside_strata(shape, network, profile, latent_dim=dim)
-        elif shape.decoder is not None:
+        elif shape.decoder:
             notes.append(
                 "of the activations outside the decoder the counts and the inputs of layers that read them all are"
                 " predicted: the others are those of another's model"
@@ -231,7 +231,7 @@ class PlanningContext:
         self._compared = True
 
 
-def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape | None) -> Profile:
+def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape) -> Profile:
     """The modalities that the data module loads; without a decomposed decoder in the module, none is decomposed."""
     used = [m for m in profile.modalities if names is None or m.name in names]
     modalities = []

@@ -17,7 +17,7 @@ from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.candidates import TIE
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
-from lightning_amp.planning.plan.plan import Explanation, Plan
+from lightning_amp.planning.plan.plan import Axes, Explanation, Plan
 from lightning_amp.planning.policies.build_rules import (
     remarks,
     too_few_cells,
@@ -29,7 +29,7 @@ from lightning_amp.planning.policies.build_rules import (
     without_shared_statistics,
 )
 from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.planning.time.step_seconds import decoder_seconds, rest_seconds
+from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order, is_of_block, parse_strategies
 
@@ -95,9 +95,8 @@ def plan_run(facts: PlanningContext, strategies: Sequence[str] | None = None, mo
         DataError: The data directory cannot be read.
         PlanError: No plan answers the request.
     """
-    if facts.read[1].decoder is None:
-        return _plan_of_module(facts, strategies, model_ranks)
-    return _plan_of_decoder(facts, strategies, model_ranks)
+    made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
+    return made(facts, strategies, model_ranks)
 
 
 def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
@@ -143,7 +142,7 @@ def _plan_of_decoder(facts: PlanningContext, strategies: Sequence[str] | None, m
     if facts.outside is None or strategies is not None:
         return _evaluated(make(), facts, None)
     (profile, shape, _), (rates, _), step = facts.read, facts.rates, facts.outside
-    decoder = shape.known_decoder.fqn
+    decoder = shape.decoder.fqn
 
     def made_of_decoder(budget: int) -> DecoderPlan:
         whole = make(budget=budget)
@@ -230,8 +229,11 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
 def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
-    blocks = [rule.fqn for rule in plan.rules if is_of_block(rule)]
-    if shape.decoder is not None and blocks:
+    blocks, axes = [rule.fqn for rule in plan.rules if is_of_block(rule)], plan.axes
+    if not shape.decoder:
+        # choices of the decoder of another module; what its own step says takes the place of this prediction below
+        axes = Axes()
+    elif blocks:
         what = f"what {', '.join(blocks)} save outside of the decoder was not counted"
         notes = [*notes, f"{what}: the peak is predicted without"]
     notes = notes + note + too_few_cells(profile, plan.mesh, shape.batch_size)
@@ -239,8 +241,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     if shape.batch_norms:
         # the plan may be of a model without
         plan = with_shared_statistics(plan)
-    # the closed forms of a decoder; what a count of the step says of any other module takes their place below
-    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=plan.axes)
+    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=axes)
     again = replace(
         plan,
         batch_size=shape.batch_size,
@@ -250,10 +251,8 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
         strata_bytes=predicted.strata_bytes,
         budget_bytes=facts.budget,
         notes=(*(note for note in plan.notes if note not in notes), *notes),
-        predicted_step_seconds=decoder_seconds(shape, plan.axes, plan.mesh, rates),
-        predicted_rest_seconds=rest_seconds(shape, plan.mesh, rates),
-        rates_device=shape.rates_device(rates),
         candidates=(),
+        **predicted_times(shape, axes, plan.mesh, rates),
     )
     seen = facts.seen[0]
     if seen is None or facts.step is None:
