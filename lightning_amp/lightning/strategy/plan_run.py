@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
+from lightning_amp.lightning.profiling.blocks_outside import DecoderPlan, with_blocks_outside, within_budget
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
-from lightning_amp.lightning.profiling.outside_decoder import DecoderPlan, with_blocks_outside, within_budget
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.candidates import TIE
@@ -56,7 +56,7 @@ def resolve_plan(
         AmpError: The error of rank 0 when it made the plan.
         PlanError: The plan is for another number of ranks, or ranks differ in its inputs.
     """
-    request, here, _ = facts.request, facts.here, facts.speeds
+    request, strategy, _ = facts.request, facts.strategy, facts.speeds
     if request.device_memory is not None and facts.step is not None and given is None:
         # of long loops it takes ten seconds and more
         rank_zero_info(f"planning a step within {format_bytes(facts.budget)}; nothing is trained yet")
@@ -70,16 +70,16 @@ def resolve_plan(
         return with_memory(found, facts.memory)
 
     try:
-        plan = decide_on_rank_zero(decide, rank=here.rank, broadcast=here.broadcast)
+        plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
     except PlanError as error:
         raise (PlanError(f"{error}. {'; '.join(notes)}") if notes else error) from None
     # after the plan was made: rank 0's mistake is raised by its own words, not as a difference between ranks
     facts.compare()
     plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
-    if plan.mesh.data * plan.mesh.model != here.n_ranks:
+    if plan.mesh.data * plan.mesh.model != strategy.world_size:
         raise PlanError(
             f"a plan for {plan.mesh.data} x {plan.mesh.model} ranks (data x model) is not supported, the run"
-            f" has {here.n_ranks} ranks; make a plan for as many, or change `devices` of the Trainer"
+            f" has {strategy.world_size} ranks; make a plan for as many, or change `devices` of the Trainer"
         )
     if not request.share_batch_statistics:
         plan = without_shared_statistics(plan)
@@ -165,11 +165,11 @@ def _without_step(
     budget: int | None = None,
 ) -> Plan:
     """The plan that needs no count of a step, of some strategies and ranks of the model axis."""
-    request, here = facts.request, facts.here
+    request, strategy = facts.request, facts.strategy
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
     made = make_plan(
         profile,
-        devices=here.n_ranks,
+        devices=strategy.world_size,
         device_memory=facts.budget if budget is None else budget,
         policy=request.policy,
         strategies=None if asked is None else list(asked),
@@ -177,7 +177,7 @@ def _without_step(
         model_parallel_size=size,
         shape=shape,
         rates=rates,
-        node_devices=here.node_ranks,
+        node_devices=strategy.num_processes,
     )
     made = with_requested(made, request.specs, shape, launches=rates.launches)
     made = with_spec(made, steps, facts.seen[1])
@@ -267,16 +267,15 @@ def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
     Args:
         whole: The plan without such a technique; where it does not fit that which needs least.
     """
-    here, step = facts.here, facts.step
+    ranks, node_ranks, step = facts.strategy.world_size, facts.strategy.num_processes, facts.step
     assert step is not None, "it was profiled"
     found = list[tuple[str, Plan]]()
     for name, row in STRATEGIES.items():
         # what splits layers only may cross nodes, and be faster than a plan that fits
-        n = here.n_ranks if row.data_axis else here.node_ranks
+        n = ranks if row.data_axis else node_ranks
         if not row.steps or n < 2 or not (row.data_axis or whole.fits is False):
             continue
-        of_run = {"run_ranks": here.n_ranks, "budget": whole.budget_bytes}
-        steps = DrySteps.asked((name,), SimpleNamespace(), here.node_ranks, **of_run)
+        steps = DrySteps.asked((name,), SimpleNamespace(), node_ranks, run_ranks=ranks, budget=whole.budget_bytes)
         assert steps is not None, "it has steps"
         counted = step.with_steps(steps)
         try:
