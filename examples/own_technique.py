@@ -56,7 +56,7 @@ def install(layer: nn.Module, spec: SparseInput, mesh: object) -> nn.Module:
 
 def shape_after(shape: ModelShape, model_ranks: int) -> ModelShape:
     """For the memory model: of the logarithms [B, F] at most 5 % are kept, each with 16 bytes of row and column."""
-    entries = shape.batch_size * sum(shape.decoder.features if shape.decoder else ())
+    entries = shape.batch_size * sum(shape.decoder.features)
     saved = round(entries * (shape.element_bytes - (1 - FEWEST_ZEROS) * (shape.element_bytes + 16)))
     return replace(shape, base_activation_bytes=max(0, shape.base_activation_bytes - saved))
 

@@ -25,7 +25,7 @@ TABLES_PER_FEATURE = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape:
-    """A decomposed decoder.
+    """A decomposed decoder; one without strata stands for none, and is false.
 
     Attributes:
         fqn: Name of the module in the LightningModule.
@@ -61,16 +61,20 @@ class DecoderShape:
     full: bool = False
     known_from: str = field(default="", compare=False)
 
+    def __bool__(self) -> bool:
+        return bool(self.features)
+
     @property
     def parts(self) -> dict[str, int]:
-        """Most ranks of the model axis, by the strategy that splits something over them."""
-        return {
+        """Most ranks of the model axis, by the strategy that splits something over them, of which there is some."""
+        found = {
             # pairs of channels, which the rotation turns together; of an odd D single ones
             "S5": self.dim // 2 if self.dim % 2 == 0 else self.dim,
             # buckets of attention, the last one perhaps not full
             "nodes": -(-self.anchors // self.window),
             "strata": len(self.features),
         }
+        return {strategy: most for strategy, most in found.items() if most}
 
     @property
     def block_weights(self) -> int:
@@ -83,6 +87,10 @@ class DecoderShape:
         """Weights of all blocks, and of all tables."""
         keyed = sum(k > 0 for k in self.distances)
         return keyed * self.block_weights, TABLES_PER_FEATURE * self.n_batches * sum(self.features)
+
+
+NO_DECODER = DecoderShape(fqn="", anchors=0, dim=0, features=(), distances=(), attention=False, window=1)
+"""Of a model in which none was detected: sums over its strata are empty, and its sizes are 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +125,7 @@ class ModelShape:
     """A model as the memory model sees it; sizes in bytes are those of one whole, unsharded copy.
 
     Attributes:
-        decoder: The decomposed decoder, None when no module was detected.
+        decoder: The decomposed decoder.
         batch_size: B.
         parameter_bytes: All parameters.
         buffer_bytes: All buffers, among them the guidance graph.
@@ -137,7 +145,7 @@ class ModelShape:
         block_list: Name and length of the list of modules that can be stages of a pipeline, None without one.
     """
 
-    decoder: DecoderShape | None
+    decoder: DecoderShape = NO_DECODER
     batch_size: int
     parameter_bytes: int
     base_activation_bytes: int
@@ -156,40 +164,6 @@ class ModelShape:
     profiled: bool = False
     block_list: tuple[str, int] | None = None
 
-    @property
-    def known_decoder(self) -> DecoderShape:
-        """The decoder, for what is asked only where there is one."""
-        assert self.decoder is not None, "a strategy with a choice needs a decoder, which the policy has checked"
-        return self.decoder
-
-    def with_decoder(self, **changes: Any) -> "ModelShape":
-        """The shape with other settings of the decoder; the same where there is none."""
-        return self if self.decoder is None else replace(self, decoder=replace(self.decoder, **changes))
-
-    def rates_device(self, rates: Any) -> str:
-        """The device whose rates predict the decoder's time; "" without a decoder."""
-        return "" if self.decoder is None else str(rates.device)
-
-
-def decoder_shape(profile: Profile, *, latent_dim: int = LATENT_DIM, window: int | None = None) -> DecoderShape | None:
-    """The reference model's decoder for a profile, None without a decomposed modality."""
-    modality = next((m for m in profile.modalities if m.decomposition is not None), None)
-    if modality is None or modality.decomposition is None:
-        return None
-    parts = modality.decomposition
-    return DecoderShape(
-        fqn=f"decoders.{modality.name}",
-        anchors=parts.anchors,
-        dim=latent_dim,
-        features=parts.features,
-        distances=parts.distances,
-        attention=parts.attention,
-        full=parts.full,
-        known_from=parts.known_from,
-        window=1 if parts.full else WINDOW_PER_STRATUM * parts.strata if window is None else window,
-        n_batches=modality.batches,
-    )
-
 
 def reference_shape(
     profile: Profile, *, batch_size: int, latent_dim: int = LATENT_DIM, window: int | None = None
@@ -199,9 +173,9 @@ def reference_shape(
     Raises:
         PlanError: Sizes that no model can have.
     """
-    parts = [m.decomposition for m in profile.modalities if m.decomposition is not None]
-    local = any(one.attention and not one.full for one in parts)
-    if window is not None and any(one.full for one in parts):
+    decomposed = [(m, m.decomposition) for m in profile.modalities if m.decomposition is not None]
+    local = any(parts.attention and not parts.full for _, parts in decomposed)
+    if window is not None and any(parts.full for _, parts in decomposed):
         raise PlanError(f"window={window!r} is not supported: full attention has no window; leave it out")
     if not 1 <= latent_dim <= LARGEST or (local and latent_dim % 2):
         even = ", even for local attention" if local else ""
@@ -210,17 +184,34 @@ def reference_shape(
         )
     if window is not None and not 1 <= window <= LARGEST:
         raise PlanError(f"window={window!r} is not supported; allowed is a whole number of bins from 1 to {LARGEST:,}")
-    network = NetworkShape()
-    decoder = decoder_shape(profile, latent_dim=latent_dim, window=window)
+    network, decoder, wide, vertices = NetworkShape(), NO_DECODER, tuple[str, ...](), None
+    if decomposed:
+        modality, parts = decomposed[0]
+        decoder = DecoderShape(
+            fqn=f"decoders.{modality.name}",
+            anchors=parts.anchors,
+            dim=latent_dim,
+            features=parts.features,
+            distances=parts.distances,
+            attention=parts.attention,
+            full=parts.full,
+            known_from=parts.known_from,
+            window=1 if parts.full else WINDOW_PER_STRATUM * parts.strata if window is None else window,
+            n_batches=modality.batches,
+        )
+        wide = (f"encoders.{modality.name}.first",)
+        if (graph := profile.graph) is not None:
+            edges = 2 * graph.edges - graph.vertices
+            vertices = VertexShape(fqn="graph_encoder", modality=modality.name, count=graph.vertices, edges=edges)
     shape = ModelShape(
         decoder=decoder,
         batch_size=batch_size,
         parameter_bytes=_parameters(network, decoder, profile, latent_dim),
         buffer_bytes=_buffers(decoder, profile),
         base_activation_bytes=0,
-        wide_layers=() if decoder is None else (decoder.fqn.replace("decoders.", "encoders.") + ".first",),
-        wide_weight_bytes=4 * network.hidden_dim * sum(decoder.features if decoder else ()),
-        vertices=_vertices(decoder, profile),
+        wide_layers=wide,
+        wide_weight_bytes=4 * network.hidden_dim * sum(decoder.features),
+        vertices=vertices,
         batch_norms=True,
     )
     return outside_strata(shape, network, profile, latent_dim=latent_dim)
@@ -240,33 +231,20 @@ def outside_strata(shape: ModelShape, network: NetworkShape, profile: Profile, *
         other_decoder_bytes=element * cells * others,
         # one end of every sampled negative edge
         edge_bytes=element * edges * network.negatives_per_edge * latent_dim,
-        wide_input_bytes=element * cells * sum(shape.decoder.features if shape.decoder else ()),
+        wide_input_bytes=element * cells * sum(shape.decoder.features),
         vertex_bytes=element * VERTEX_ROWS_KEPT * vertices * latent_dim,
     )
 
 
 def with_counts(shape: ModelShape) -> ModelShape:
     """The shape of another's model with the counts of a batch, and the inputs of the layers that read them all."""
-    if shape.decoder is None:
-        return shape
     counts = shape.element_bytes * shape.batch_size * sum(shape.decoder.features)
     inputs = counts * len(shape.wide_layers)
     kept = shape.base_activation_bytes + counts + inputs
     return replace(shape, base_activation_bytes=kept, wide_input_bytes=inputs)
 
 
-def _vertices(decoder: DecoderShape | None, profile: Profile) -> VertexShape | None:
-    """The reference model's encoder of the graph, where it has the decoder's anchors."""
-    if decoder is None or profile.graph is None:
-        return None
-    modality = decoder.fqn.rpartition(".")[2]
-    graph = profile.graph
-    return VertexShape(
-        fqn="graph_encoder", modality=modality, count=graph.vertices, edges=2 * graph.edges - graph.vertices
-    )
-
-
-def _parameters(network: NetworkShape, decoder: DecoderShape | None, profile: Profile, dim: int) -> int:
+def _parameters(network: NetworkShape, decoder: DecoderShape, profile: Profile, dim: int) -> int:
     """Bytes of the reference model's parameters."""
     h, depth = network.hidden_dim, network.hidden_depth
     floats = sum(h * m.features + (depth - 1) * h * h + 2 * h * dim + 8 * h * depth for m in profile.modalities)
@@ -274,16 +252,14 @@ def _parameters(network: NetworkShape, decoder: DecoderShape | None, profile: Pr
     floats += h * (dim + h + len(profile.modalities))
     if profile.graph is not None:
         floats += profile.graph.vertices * dim + 2 * dim * (dim + 1)
-    if decoder is not None:
-        # the tables are counted with those of the other modalities
-        floats += decoder.strata_weights[0]
-    return 4 * floats
+    # the tables are counted with those of the other modalities
+    return 4 * (floats + decoder.strata_weights[0])
 
 
-def _buffers(decoder: DecoderShape | None, profile: Profile) -> int:
+def _buffers(decoder: DecoderShape, profile: Profile) -> int:
     """Bytes of the anchors of all features (int64) and of the graph's edges in both directions."""
     edges = profile.graph.edges if profile.graph else 0
-    return 8 * sum(decoder.features if decoder else ()) + 2 * 24 * edges
+    return 8 * sum(decoder.features) + 2 * 24 * edges
 
 
 def _base_activations(network: NetworkShape, profile: Profile, *, cells: int, dim: int, edges: int) -> int:
@@ -306,7 +282,7 @@ def _base_activations(network: NetworkShape, profile: Profile, *, cells: int, di
 
 def profile_of_module(shape: ModelShape) -> Profile:
     """A profile of what the module itself says, when no data directory is known."""
-    modalities = () if shape.decoder is None else (_modality(shape.decoder),)
+    modalities = (_modality(shape.decoder),) if shape.decoder else ()
     return Profile(data_dir="(no data directory: planned from the module only)", modalities=modalities, graph=None)
 
 

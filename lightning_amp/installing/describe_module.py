@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_amp.costs.model_shape import DecoderShape, ModelShape, VertexShape
+from lightning_amp.costs.model_shape import NO_DECODER, DecoderShape, ModelShape, VertexShape
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters, longest_list
@@ -47,8 +47,8 @@ def describe(
     """
     found = {fqn: decoder for fqn, decoder in find_decoders(module).items() if _describable(decoder)}
     shapes = [_decoder_shape(module, fqn, decoder) for fqn, decoder in found.items()]
-    decoder = max(shapes, key=lambda s: s.anchors * len(s.features), default=None)
-    wide = {} if decoder is None else _wide_layers(module, decoder)
+    decoder = max(shapes, key=lambda s: s.anchors * len(s.features), default=NO_DECODER)
+    wide = _wide_layers(module, decoder)
     sizes = [p.element_size() for p in module.parameters() if p.is_floating_point()]
     return ModelShape(
         decoder=decoder,
@@ -60,11 +60,11 @@ def describe(
         element_bytes=max(sizes, default=4),
         wide_layers=tuple(wide),
         wide_weight_bytes=sum(layer.weight.nbytes for layer in wide.values()),
-        vertices=None if decoder is None else _vertices(module, decoder),
+        vertices=_vertices(module, decoder),
         batch_norms=has_batch_norms(module),
         # a decoder's strata have their own techniques
         blocks=() if decoder else tuple(blocks_with_own_parameters(module)),
-        block_list=None if decoder else longest_list(module),
+        block_list=longest_list(module),
     )
 
 
@@ -81,12 +81,11 @@ def _vertices(module: nn.Module, decoder: DecoderShape) -> VertexShape | None:
 
 def unpredicted(module: nn.Module, shape: ModelShape) -> list[str]:
     """What a module's shape does not say of its decoder, for a plan's notes."""
-    decoder: Any = None if shape.decoder is None else find_decoders(module)[shape.decoder.fqn]
-    if decoder is None or not _is_of_units(decoder):
-        return []
     return [
         f"what the units of {type(decoder).__name__} keep is not predicted, for they have not the parts of a stratum"
         f" ({', '.join(PARTS)}); only their scores are"
+        for fqn, decoder in find_decoders(module).items()
+        if fqn == shape.decoder.fqn and _is_of_units(decoder)
     ]
 
 
@@ -99,13 +98,14 @@ def _wide_layers(module: nn.Module, decoder: DecoderShape) -> dict[str, nn.Linea
 
 def _describable(decoder: DecomposedDecoder) -> bool:
     """Whether all strata have the parts that a memory model and techniques need; else it counts as undetected."""
-    parts = all(hasattr(s, part) for s in decoder.strata for part in PARTS)
-    return len(decoder.strata) > 0 and (parts or _is_of_units(decoder))
+    return _is_of_units(decoder) or (
+        len(decoder.strata) > 0 and all(hasattr(s, part) for s in decoder.strata for part in PARTS)
+    )
 
 
 def _is_of_units(decoder: DecomposedDecoder) -> bool:
     """Whether the strata are units that say how large they are, and have no parts that techniques know."""
-    return all(hasattr(s, "n_features") and not hasattr(s, "key") for s in decoder.strata)
+    return len(decoder.strata) > 0 and all(hasattr(s, "n_features") and not hasattr(s, "key") for s in decoder.strata)
 
 
 def _decoder_shape(module: nn.Module, fqn: str, decoder: DecomposedDecoder) -> DecoderShape:
@@ -143,7 +143,7 @@ def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
         module: The LightningModule; is left as it was.
         shape: Its shape, with the decoder's name.
     """
-    if shape.decoder is None:
+    if not shape.decoder:
         return shape
     refused = {strategy for strategy in LOCAL if not _installs(module, shape, strategy)}
     refused |= {strategy for strategy, parts in _needed(part(module, shape.decoder.fqn)).items() if not parts}
@@ -152,7 +152,7 @@ def with_unsupported(module: nn.Module, shape: ModelShape) -> ModelShape:
 
 
 def _installs(module: nn.Module, shape: ModelShape, strategy: str) -> bool:
-    if strategy in ("S3", "fused", "sdpa") and not shape.known_decoder.attention:
+    if strategy in ("S3", "fused", "sdpa") and not shape.decoder.attention:
         return False
     try:
         rules = [Rule(fqn=fqn, spec=spec, strategy=strategy, why="tried") for fqn, spec in targets_of(strategy, shape)]

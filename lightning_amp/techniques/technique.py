@@ -148,7 +148,6 @@ def on_decoder(spec_of: Callable[[DecoderShape], Spec], leaf: str = "") -> Calla
     """Targets of a technique that changes the decoder, or the same leaf of each of its strata."""
 
     def targets(shape: ModelShape) -> list[Target]:
-        decoder = shape.known_decoder
-        return [(decoder.fqn + (leaf and f".strata.*.{leaf}"), spec_of(decoder))]
+        return [(shape.decoder.fqn + (leaf and f".strata.*.{leaf}"), spec_of(shape.decoder))]
 
     return targets

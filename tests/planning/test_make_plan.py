@@ -177,10 +177,11 @@ def test_sizes_that_no_model_can_have() -> None:
 
 
 def test_a_module_that_was_not_detected_is_not_said_to_fit() -> None:
-    unknown = ModelShape(decoder=None, batch_size=8, parameter_bytes=1000, base_activation_bytes=0)
+    unknown = ModelShape(batch_size=8, parameter_bytes=1000, base_activation_bytes=0)
     made = plan(profile(rna()), devices=2, device_memory="1GiB", shape=unknown)
     assert made.strategies == ("S1",)
     assert made.fits is None
+    assert (made.predicted_step_seconds, made.predicted_rest_seconds, made.rates_device) == (None, None, "")
     assert "unknown, at least 2.93 KiB of 1.00 GiB: weights, gradients," in " ".join(plan_report(made).split())
     assert "ShareBatchStatistics" not in plan_report(made), "there is no batch norm"
     for normed in (None, replace(unknown, batch_norms=True)):

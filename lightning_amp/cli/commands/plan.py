@@ -88,10 +88,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return _recommend(arguments)
     request = request_of(arguments)
     check_request(**request)
-    decoder, rates = decoder_asked(arguments), rates_asked(arguments)
-    if decoder is not None:
-        request["batch_size"] = decoder.batch_size or request["batch_size"]
-        shape = shape_of_decoder(decoder.decoder, batch_size=request["batch_size"])
+    asked, rates = decoder_asked(arguments), rates_asked(arguments)
+    if asked:
+        request["batch_size"] = asked.batch_size or request["batch_size"]
+        shape = shape_of_decoder(asked.decoder, batch_size=request["batch_size"])
         profile, of_data = profile_of_module(shape), ""
     else:
         profile = read(arguments)

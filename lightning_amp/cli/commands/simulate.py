@@ -29,6 +29,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from lightning_amp.planning.policies.make_plan import check_request
     from lightning_amp.planning.reports.plan_report import plan_report
+    from lightning_amp.profiling.profile import Profile
 
     if arguments.config is not None:
         if arguments.plot is not None:
@@ -41,22 +42,20 @@ def _run(arguments: argparse.Namespace) -> None:
         return
     request = request_of(arguments)
     check_request(**request)
-    decoder, rates = decoder_asked(arguments), rates_asked(arguments)
+    asked, rates = decoder_asked(arguments), rates_asked(arguments)
     if arguments.plot is not None:
         check_target("--plot", arguments.plot, "memory.png", overwrite=True)
-    profile = read(arguments) if decoder is None else None
+    source = asked or read(arguments)
 
     # late: torch takes seconds to load, and mistakes are reported before
     from lightning_amp.simulation.simulate import request_decoder, request_reference, simulate_plan
     from lightning_amp.simulation.simulation_report import draw, simulation_report
 
-    of_model = {"latent_dim": arguments.latent_dim, "window": arguments.window}
-    request |= {"rates": rates}
-    if profile is None:
-        assert decoder is not None, "there is a decoder or data"
-        make, plan = request_decoder(decoder, **request)
+    if isinstance(source, Profile):
+        of_model = {"latent_dim": arguments.latent_dim, "window": arguments.window}
+        make, plan = request_reference(source, **of_model, **request, rates=rates)
     else:
-        make, plan = request_reference(profile, **of_model, **request)
+        make, plan = request_decoder(source, **request, rates=rates)
     simulation = simulate_plan(make, plan, device_type=rates.device_type)
     if arguments.plot is not None:
         with written_aside(Path(arguments.plot)) as aside:

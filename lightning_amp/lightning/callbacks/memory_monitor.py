@@ -10,8 +10,8 @@ which micro-batch was computed where, too.
 
 import csv
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,17 +98,7 @@ class StratumMemoryMonitor(pl.Callback):
         self._stop()
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         if self._is_due(step, batch_idx, trainer.accumulate_grad_batches):
-            held = [*pl_module.parameters(), *pl_module.buffers()]
-            held += [p.grad for p in pl_module.parameters() if p.grad is not None]
-            states = [dict(optimizer.state) for optimizer in trainer.optimizers]
-            by_module = None if find_decoders(pl_module) else StepMeter(pl_module, trainer.optimizers, batch)
-            cuda = pl_module.device.type == "cuda"
-            meter = CudaMeter(pl_module.device) if cuda else by_module or TensorMeter()
-            meters = [meter] if by_module in (None, meter) else [meter, by_module]
-            for one in meters:
-                one.start([held, states, batch])
-            place = {"rank": trainer.global_rank, "step": step}
-            self._open = _MeasuredStep(meters, pl_module, place=place, plan=_plan(trainer), by_module=by_module)
+            self._open = _MeasuredStep(trainer, pl_module, batch, step)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """What follows is the optimiser's."""
@@ -125,7 +115,7 @@ class StratumMemoryMonitor(pl.Callback):
                 step = trainer.fit_loop.epoch_loop.total_batch_idx
                 self._passes = [(trainer.global_rank, step, steps.times)]
             return
-        self._open.record_step()
+        self._open.record("", WHOLE_STEP)
         rows, by_module = self._open.rows, self._open.by_module
         self._stop()
         self.rows += rows
@@ -219,85 +209,50 @@ class StratumMemoryMonitor(pl.Callback):
             self.written += _draw(target / "memory.png", self.rows, budget_bytes=budget)
 
 
-class TensorMeter(LiveBytes):
-    """Bytes of live tensors, on any device; and most of them since `start`."""
-
-    def start(self, held: Any) -> None:
-        """Count these and all that are made from now on."""
-        self.watch(held)
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def read(self) -> tuple[int, int]:
-        """Bytes alive, and their peak."""
-        return self.current, self.peak
-
-    def stop(self) -> None:
-        """Look no further."""
-        self.__exit__(None, None, None)
-
-
-class CudaMeter:
-    """The same of torch's allocator on one CUDA device, which has counted what is held."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def start(self, held: Any) -> None:
-        """Let the peak begin here."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def read(self) -> tuple[int, int]:
-        """Bytes given out, and their peak."""
-        return torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
-
-    def stop(self) -> None:
-        """Nothing was taken."""
-
-
 class _MeasuredStep:
-    """One step while it is measured: hooks on the strata until `close`; the first of the meters gives the rows."""
+    """One step while it is measured: hooks on the strata, and counts of bytes, until `close`."""
 
-    def __init__(
-        self,
-        meters: list[TensorMeter | CudaMeter | StepMeter],
-        module: nn.Module,
-        *,
-        place: Row,
-        plan: Any,
-        by_module: StepMeter | None = None,
-    ) -> None:
-        decoders = find_decoders(module)
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, step: int) -> None:
+        decoders, device = find_decoders(module), module.device
         self.rows: list[Row] = []
-        self.by_module = by_module
-        self._meters = meters
-        self._place = place
-        self._predicted = _predicted(decoders, plan)
+        self.by_module = None if decoders else StepMeter(module, trainer.optimizers, batch)
+        self._place = {"rank": trainer.global_rank, "step": step}
+        self._predicted = _predicted(decoders, _plan(trainer))
         self._seen: set[tuple[str, int]] = set()
         self._process = psutil.Process()
-        self._hooks = [
-            stratum.register_forward_hook(partial(self._after, fqn, k))
-            for fqn, decoder in decoders.items()
-            for k, stratum in enumerate(decoder.strata)
-        ]
-
-    def record_step(self) -> None:
-        """Add the row of the whole step."""
-        self._record("", WHOLE_STEP)
+        self._stack = ExitStack()
+        self.read: Callable[[], tuple[int, int]]
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.read = lambda: (torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+        elif self.by_module is not None:
+            self.read = self.by_module.read
+        else:
+            held = [*module.parameters(), *module.buffers()]
+            held += [p.grad for p in module.parameters() if p.grad is not None]
+            live = LiveBytes()
+            live.watch([held, [dict(optimizer.state) for optimizer in trainer.optimizers], batch])
+            self._stack.enter_context(live)
+            self.read = lambda: (live.current, live.peak)
+        if self.by_module is not None:
+            self.by_module.start()
+            self._stack.callback(self.by_module.stop)
+        for fqn, decoder in decoders.items():
+            for k, stratum in enumerate(decoder.strata):
+                self._stack.callback(stratum.register_forward_hook(partial(self._after, fqn, k)).remove)
 
     def close(self) -> None:
-        """Remove the hooks and stop the meter."""
-        for hook in self._hooks:
-            hook.remove()
-        for meter in reversed(self._meters):
-            meter.stop()
+        """Remove the hooks and count no further."""
+        self._stack.close()
 
     def _after(self, fqn: str, k: int, module: nn.Module, args: Any, output: Any) -> None:
         if (fqn, k) not in self._seen:
             self._seen.add((fqn, k))
-            self._record(fqn, k)
+            self.record(fqn, k)
 
-    def _record(self, fqn: str, stratum: int | str) -> None:
-        current, peak = self._meters[0].read()
+    def record(self, fqn: str, stratum: int | str) -> None:
+        """Add the row of a stratum, or of the whole step."""
+        current, peak = self.read()
         predicted = self._predicted.get((fqn, stratum))
         rss = self._process.memory_info().rss
         values = (fqn, stratum, current, peak, predicted, rss)

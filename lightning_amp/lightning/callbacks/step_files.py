@@ -37,8 +37,8 @@ class StepMeter:
         self._recorder = StepRecorder(module, device_type=None if device == "cpu" else device)
         self._optimizers, self._batch = list(optimizers), batch
 
-    def start(self, held: Any) -> None:
-        """Begin with what the module, its optimisers and the batch hold, whatever else is named."""
+    def start(self) -> None:
+        """Begin with what the module, its optimisers and the batch hold."""
         self._recorder.start(self._batch, self._optimizers)
 
     def read(self) -> tuple[int, int]:

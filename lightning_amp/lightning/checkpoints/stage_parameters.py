@@ -166,20 +166,20 @@ class StageParameters(Shards):
 
     def _sum(self, held: Held, ranks: tuple[int, ...], *, tag: int) -> None:
         group = self._model.get_group()
-        first, *others = (dist.get_global_rank(group, rank) for rank in ranks)
+        first, *others = ranks
         own = held.whole
         own.grad = grad = torch.zeros_like(own) if own.grad is None else own.grad.contiguous()
         # one rank adds, in the order of the ranks, and sends the sum back: all have the same bits
-        if dist.get_rank() != first:
-            dist.send(grad, first, group=group, tag=tag)
-            dist.recv(grad, first, group=group, tag=tag)
+        if self._rank != first:
+            dist.send(grad, group=group, group_dst=first, tag=tag)
+            dist.recv(grad, group=group, group_src=first, tag=tag)
             return
         theirs = torch.empty_like(grad)
         for other in others:
-            dist.recv(theirs, other, group=group, tag=tag)
+            dist.recv(theirs, group=group, group_src=other, tag=tag)
             grad += theirs
         for other in others:
-            dist.send(grad, other, group=group, tag=tag)
+            dist.send(grad, group=group, group_dst=other, tag=tag)
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse those that see all parameters at once."""
@@ -249,7 +249,7 @@ class StageParameters(Shards):
 def broadcast(value: Tensor, rank: int, mesh: DeviceMesh) -> Tensor:
     """The values of one rank of a mesh axis, in the host's memory; a collective."""
     value = value.detach().clone(memory_format=torch.contiguous_format)
-    dist.broadcast(value, dist.get_global_rank(mesh.get_group(), rank), group=mesh.get_group())
+    dist.broadcast(value, group=mesh.get_group(), group_src=rank)
     return value.cpu()
 
 

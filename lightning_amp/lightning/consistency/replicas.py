@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, get_global_rank
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
@@ -108,11 +108,6 @@ def decide_on_rank_zero(decide: Callable[[], T], *, rank: int, broadcast: Broadc
     return cast(T, decided)
 
 
-def share_random_state(*, broadcast: Broadcast, device: torch.device) -> None:
-    """Continue rank 0's random streams of python, numpy and torch on every rank; rank 0 notices nothing."""
-    set_random_streams(broadcast(random_streams(device)), device)
-
-
 def seed_workers(loader: object, *, data_rank: int) -> None:
     """Let the loader workers of a model group draw the same, where `seed_everything(workers=True)` was called."""
     if not isinstance(loader, DataLoader) or not int(os.environ.get("PL_SEED_WORKERS", "0")):
@@ -127,7 +122,7 @@ def take_buffers_of_first(module: nn.Module, group: ProcessGroup) -> None:
     for child in module.modules():
         if not is_shared(child):
             for buffer in child.buffers(recurse=False):
-                dist.broadcast(buffer, src=get_global_rank(group, 0), group=group)
+                dist.broadcast(buffer, group=group, group_src=0)
 
 
 def check_replicas(module: nn.Module, *, rank: int, broadcast: Broadcast, any_rank: Callable[[bool], bool]) -> None:
@@ -187,13 +182,9 @@ def make_sure_of_same_batch(batch: object, mesh: DeviceMesh, *, device: torch.de
 
 def share_draws(*, mesh: DeviceMesh, device: torch.device) -> None:
     """Let the ranks of a model group draw on as the first of them; a collective over the model axis."""
-
-    def from_first(state: object) -> object:
-        box, group = [state], mesh.get_group()
-        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-        return box[0]
-
-    share_random_state(broadcast=from_first, device=device)
+    box = [random_streams(device)]
+    dist.broadcast_object_list(box, group=mesh.get_group(), group_src=0)
+    set_random_streams(box[0], device)
 
 
 def _print_of(batch: object) -> int:

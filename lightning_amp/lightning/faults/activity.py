@@ -18,11 +18,10 @@ import platform
 import re
 import sysconfig
 import tempfile
-import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from traceback import FrameSummary, StackSummary, walk_tb
 
 import lightning
 import lightning.pytorch as pl
@@ -134,38 +133,22 @@ class Doing:
         return text + (f", at {self.where}" if self.where else "")
 
 
-class _Frame(NamedTuple):
-    """A function that is being run."""
-
-    file: str
-    line: int
-    name: str
-
-
 THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", re.M)
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 
 
-def doing_as_noted(trainer: pl.Trainer | None) -> Doing:
-    """What Lightning has noted of the run; no stack is read."""
-    return _doing((), trainer)
-
-
 def doing_of_thread(ident: int, trainer: pl.Trainer | None) -> Doing:
     """What a thread of this process is doing now; `trainer` is None where it has none yet."""
-    return _doing(_frames_of(ident), trainer)
+    return doing_in(_frames_of(ident), trainer)
 
 
 def doing_of_exception(exception: BaseException, trainer: pl.Trainer | None) -> Doing:
     """What was being done when an exception was raised."""
-    found = [
-        _Frame(frame.f_code.co_filename, line, frame.f_code.co_name)
-        for frame, line in traceback.walk_tb(exception.__traceback__)
-    ]
-    return _doing(reversed(found), trainer)
+    found = StackSummary.extract(walk_tb(exception.__traceback__), lookup_lines=False)
+    return doing_in(reversed(found), trainer)
 
 
-def _frames_of(ident: int) -> list[_Frame]:
+def _frames_of(ident: int) -> list[FrameSummary]:
     """The functions of a thread, the innermost first; none where they cannot be had."""
     try:
         # a file, for a pipe that is full would be waited for by this thread, which holds the interpreter
@@ -177,18 +160,18 @@ def _frames_of(ident: int) -> list[_Frame]:
         return []
     of_thread = {int(number, 16): text for number, text in zip(parts[::2], parts[1::2], strict=True)}
     found = FRAME.findall(of_thread.get(ident, ""))
-    return [_Frame(file, int(line), name) for file, line, name in found]
+    return [FrameSummary(file, int(line), name, lookup_line=False) for file, line, name in found]
 
 
-def _doing(frames: Iterable[_Frame], trainer: pl.Trainer | None) -> Doing:
-    """From frames, the innermost first."""
+def doing_in(frames: Iterable[FrameSummary], trainer: pl.Trainer | None) -> Doing:
+    """From frames, the innermost first, and from what Lightning has noted of the run."""
     hook = where = waiting = ""
     for depth, frame in enumerate(frames):
-        file, name = frame.file.replace("\\", "/"), frame.name
+        file, name = frame.filename.replace("\\", "/"), frame.name
         if not waiting and depth < INNERMOST and not hook:
             waiting = name if "/torch/distributed/" in file else WAITS.get(name, "")
         if not where and not hook and not file.startswith(LIBRARIES):
-            where = f"{Path(file).name}:{frame.line} in {name}"
+            where = f"{Path(file).name}:{frame.lineno} in {name}"
         if not hook and file.endswith(LOADER):
             hook = "the data loader"
         if not hook and name in HOOKS:

@@ -24,7 +24,7 @@ from lightning_amp.errors import AmpError
 from lightning_amp.lightning._compat import launch_process_observer, trainer_of
 from lightning_amp.lightning.faults.activity import (
     Fault,
-    doing_as_noted,
+    doing_in,
     doing_of_exception,
     doing_of_thread,
     is_of_communication,
@@ -132,7 +132,8 @@ class FailureWatch:
                 return
         self._detector = Detector(
             strategy.global_rank,
-            partial(doing_as_noted, trainer),
+            # what Lightning has noted of the run; no stack is read
+            partial(doing_in, (), trainer),
             partial(doing_of_thread, threading.get_ident(), trainer),
             **self._limits,
             listener=listener,

@@ -83,34 +83,25 @@ class DrySteps:
 
     @classmethod
     def asked(
-        cls,
-        strategies: Iterable[str],
-        options: Any,
-        ranks: int,
-        *,
-        run_ranks: int | None = None,
-        budget: int | None = None,
+        cls, strategies: Iterable[str], options: Any, ranks: int, *, run_ranks: int, budget: int | None = None
     ) -> "DrySteps | None":
         """Of the strategy that has steps, with the options that a person has given; None where there is none.
 
         Raises:
-            PlanError: An option outside what is allowed.
+            PlanError: An option outside what is allowed, or a grid that does not divide the ranks of the run.
         """
         name = with_steps(strategies)
         if not name or (asked := STRATEGIES[name].options) is None:
             return None
         ((_, spec),) = targets_of(name, None)  # type: ignore[arg-type]
         spec, chosen = asked(spec, options)
-        return cls(name, spec, ranks, run_ranks=run_ranks, budget=budget, chosen=chosen)
-
-    def check_ranks(self) -> None:
-        """Refuse, with a PlanError, a grid that does not divide the ranks of the run."""
-        needed = getattr(self.spec, "ranks", 1)
-        if self.run_ranks % needed:
+        needed = getattr(spec, "ranks", 1)
+        if run_ranks % needed:
             raise PlanError(
-                f"a grid of {needed} ranks was given for {self.run_ranks} ranks, which are no multiple of it; change"
-                " the grid, or the number of ranks (`devices` of the Trainer)"
+                f"a grid of {needed} ranks was given for {run_ranks} ranks, which are no multiple of it; change the"
+                " grid, or the number of ranks (`devices` of the Trainer)"
             )
+        return cls(name, spec, ranks, run_ranks=run_ranks, budget=budget, chosen=chosen)
 
     def put(self, module: LightningModule) -> Callable[[], None]:
         """Put the steps in the place of a module's; returns what undoes it."""

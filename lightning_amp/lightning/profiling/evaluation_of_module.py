@@ -36,7 +36,12 @@ from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.contract.protocol import find_decoders
 
-STEPS = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step", TrainerFn.PREDICTING: "predict_step"}
+STEPS = {
+    TrainerFn.VALIDATING: ("validation_step", "validate_loop"),
+    TrainerFn.TESTING: ("test_step", "test_loop"),
+    TrainerFn.PREDICTING: ("predict_step", "predict_loop"),
+}
+"""The method of the module that a run calls, and the Trainer's loop that calls it."""
 
 
 class EvaluationOfModule:
@@ -48,15 +53,10 @@ class EvaluationOfModule:
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "EvaluationOfModule | None":
         """The evaluation of a Trainer; None of a fit, and where there is a decoder. All ranks call it, for loaders."""
-        step = STEPS.get(trainer.state.fn)  # type: ignore[arg-type]
-        if step is None or find_decoders(trainer.lightning_module):
+        if trainer.state.fn not in STEPS or find_decoders(trainer.lightning_module):
             return None
-        loops: dict[str, Any] = {
-            "validation_step": trainer.validate_loop,
-            "test_step": trainer.test_loop,
-            "predict_step": trainer.predict_loop,
-        }
-        loaders, why = loaders_of(trainer, loops[step])
+        step, loop = STEPS[trainer.state.fn]
+        loaders, why = loaders_of(trainer, getattr(trainer, loop))
         # of several loaders one after the other
         first = loaders[0] if isinstance(loaders, list | tuple) else loaders
         return cls(trainer, step, partial(example_batch, first, why))

@@ -150,11 +150,8 @@ def plan_of_module(
     memory = () if asked is None else memory_of_ranks(asked, devices)
     given = argparse.Namespace(**{name: value for name, value in options.items() if value is not None})
     given.model_parallel_size = size
-    of_run = {"run_ranks": devices, "budget": min(memory, default=None)}
-    ids = parse_strategies(request["strategies"] or "S1")
-    steps = DrySteps.asked(ids, given, devices if size == "auto" else size, **of_run)
-    if steps is not None:
-        steps.check_ranks()
+    ids, budget = parse_strategies(request["strategies"] or "S1"), min(memory, default=None)
+    steps = DrySteps.asked(ids, given, devices if size == "auto" else size, run_ranks=devices, budget=budget)
     # options of a configuration may be of other strategies
     requested = requested_specs(ids if request["strategies"] else (), given)
     share = options.get("share_batch_statistics") is not False

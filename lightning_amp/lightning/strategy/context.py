@@ -27,12 +27,13 @@ from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.installing.describe_module import describe, unpredicted, with_unsupported
+from lightning_amp.lightning.profiling.blocks_outside import step_beside_decoder
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.loaders import Cells, cells_per_step
-from lightning_amp.lightning.profiling.outside_decoder import step_beside_decoder
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.lightning.strategy.hardware import ThisRank, device_budget, measured_speeds
+from lightning_amp.lightning.strategy.hardware import device_budget, measured_speeds
+from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE
@@ -58,15 +59,10 @@ class PlanningContext:
     """
 
     def __init__(
-        self,
-        request: Request,
-        here: ThisRank,
-        trainer: pl.Trainer,
-        *,
-        cells: Cells | None = None,
-        trained: Plan | None = None,
+        self, strategy: MeshStrategy, trainer: pl.Trainer, *, cells: Cells | None = None, trained: Plan | None = None
     ) -> None:
-        self.request, self.here, self.trainer = request, here, trainer
+        self.request, self.strategy, self.trainer = strategy.request, strategy, trainer
+        request = self.request
         self._cells, self._compared = cells_per_step(trainer) if cells is None else cells, cells is not None
         bounded = request.device_memory is not None and request.if_unfit == "refuse"
         limit = self.budget if bounded else None
@@ -91,19 +87,16 @@ class PlanningContext:
 
     def _dry_steps(self, trained: Plan | None) -> DrySteps | None:
         """The technique with steps that a request names, or that the plan of a fit before had, for rank 0."""
-        request, here = self.request, self.here
+        request, strategy = self.request, self.strategy
         plan = request.given_plan or trained
         if plan is not None and (name := with_steps(plan.strategies)):
-            return DrySteps(name, plan.spec_of(name), plan.mesh.model, run_ranks=here.n_ranks)
+            return DrySteps(name, plan.spec_of(name), plan.mesh.model, run_ranks=strategy.world_size)
         strategies = parse_strategies(request.strategies or "S1")
         if not with_steps(strategies):
             return None
         size = request.model_parallel_size
-        ranks = here.node_ranks if size == "auto" else size
-        steps = DrySteps.asked(strategies, request, ranks, run_ranks=here.n_ranks, budget=self.budget)
-        if steps is not None:
-            steps.check_ranks()
-        return steps
+        ranks = strategy.num_processes if size == "auto" else size
+        return DrySteps.asked(strategies, request, ranks, run_ranks=strategy.world_size, budget=self.budget)
 
     @cached_property
     def read(self) -> tuple[Profile, ModelShape, list[str]]:
@@ -124,7 +117,7 @@ class PlanningContext:
         slots = RMSPROP_SLOTS if reference else ADAM_SLOTS
         shape = with_unsupported(module, describe(module, batch_size=batch_size or 1, optimizer_slots=slots))
         shape = replace(shape if reference else with_counts(shape), profiled=seen is not None)
-        shape = shape.with_decoder(threads=torch.get_num_threads())
+        shape = replace(shape, decoder=replace(shape.decoder, threads=torch.get_num_threads()))
         notes += unpredicted(module, shape)
         if data_dir is None:
             return profile_of_module(shape), on_device(shape, self.rates[0]), notes
@@ -135,9 +128,9 @@ class PlanningContext:
             settings = module.hparams
             names = [field.name for field in fields(NetworkShape) if field.name in settings]
             network = NetworkShape(**{name: settings[name] for name in names})
-            dim = shape.decoder.dim if shape.decoder else int(settings.get("latent_dim", LATENT_DIM))
+            dim = shape.decoder.dim or int(settings.get("latent_dim", LATENT_DIM))
             shape = outside_strata(shape, network, profile, latent_dim=dim)
-        elif shape.decoder is not None:
+        elif shape.decoder:
             notes.append(
                 "of the activations outside the decoder the counts and the inputs of layers that read them all are"
                 " predicted: the others are those of another's model"
@@ -150,9 +143,9 @@ class PlanningContext:
         if self.step is None:
             return None, ""
         try:
-            shared = self.here.n_ranks > 1 and self.request.share_batch_statistics
+            shared = self.strategy.world_size > 1 and self.request.share_batch_statistics
             found = self.step.profiled(self.rates[0], requested=self.request.specs, shared_statistics=shared)
-            return without_stages(found, self.here.device, self.request, self.trainer), ""
+            return without_stages(found, self.strategy.root_device, self.request, self.trainer), ""
         except PlanError:
             # it was to run with values, and there was not enough memory for that
             raise
@@ -173,17 +166,17 @@ class PlanningContext:
         if self.request.rates is not None:
             found, note = Rates.read(self.request.rates), ""
         else:
-            found, note = rates_of(self.here.device, str(self.trainer.precision))
+            found, note = rates_of(self.strategy.root_device, str(self.trainer.precision))
         # whatever device a file is of, settings are those of the device here
-        found = replace(found, launches=self.here.device.type != "cpu")
-        return found.on_nodes_of(self.here.node_ranks), [note] if note else []
+        found = replace(found, launches=self.strategy.root_device.type != "cpu")
+        return found.on_nodes_of(self.strategy.num_processes), [note] if note else []
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Bytes of every device; one number where all have as many."""
         if self.request.device_memory is not None:
-            return memory_of_ranks(self.request.device_memory, self.here.n_ranks)
-        return (device_budget(self.here.device, node_ranks=self.here.node_ranks),)
+            return memory_of_ranks(self.request.device_memory, self.strategy.world_size)
+        return (device_budget(self.strategy.root_device, node_ranks=self.strategy.num_processes),)
 
     @property
     def budget(self) -> int:
@@ -202,7 +195,7 @@ class PlanningContext:
         """Of all ranks, by that of the fastest; none where they are taken as equal. All ranks ask for it first."""
         if self.request.device_speeds is None:
             return ()
-        return measured_speeds(self.here.device, self.here.n_ranks)
+        return measured_speeds(self.strategy.root_device, self.strategy.world_size)
 
     def within(self, n_bytes: int) -> "PlanningContext":
         """The same, with fewer bytes."""
@@ -227,11 +220,11 @@ class PlanningContext:
     def compare(self) -> None:
         """Make sure, once in a run, that all ranks would make the same plans; a collective, may raise PlanError."""
         if not self._compared:
-            make_sure_of_same_plan(self.request, self.here, getattr(self.trainer, "datamodule", None))
+            make_sure_of_same_plan(self.request, self.strategy, getattr(self.trainer, "datamodule", None))
         self._compared = True
 
 
-def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape | None) -> Profile:
+def _as_used(profile: Profile, names: list[str] | None, *, decoder: DecoderShape) -> Profile:
     """The modalities that the data module loads; without a decomposed decoder in the module, none is decomposed."""
     used = [m for m in profile.modalities if names is None or m.name in names]
     modalities = []
@@ -253,7 +246,7 @@ COMPARED = (
 )
 
 
-def make_sure_of_same_plan(request: Request, here: ThisRank, data: Any) -> None:
+def make_sure_of_same_plan(request: Request, strategy: MeshStrategy, data: Any) -> None:
     """Compare everything that decides the plan with rank 0; a collective, after which all ranks go on or none.
 
     Paths, memory and rates are left out, for machines may differ in them, and so is the batch size, for ranks may have
@@ -262,9 +255,9 @@ def make_sure_of_same_plan(request: Request, here: ThisRank, data: Any) -> None:
     Raises:
         PlanError: Another rank's facts differ; on all ranks, with the same text.
     """
-    if here.n_ranks == 1:
+    if strategy.world_size == 1:
         return
-    everyones: list[Any] = [None] * here.n_ranks
+    everyones: list[Any] = [None] * strategy.world_size
     dist.all_gather_object(everyones, facts_of_plan(request, data))
     first, differing = everyones[0], list[tuple[int, list[str]]]()
     for rank, facts in enumerate(everyones):
@@ -278,9 +271,9 @@ def make_sure_of_same_plan(request: Request, here: ThisRank, data: Any) -> None:
         other, lines = differing[0]
         more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
         raise PlanError(
-            f"the same plan is needed on all {here.n_ranks} ranks, and {len(differing)} of them see something else than"
-            f" rank 0, first rank {other}: {'; '.join(lines[:SHOWN])}{more}. Give all ranks the same options and the"
-            " same data"
+            f"the same plan is needed on all {strategy.world_size} ranks, and {len(differing)} of them see something"
+            f" else than rank 0, first rank {other}: {'; '.join(lines[:SHOWN])}{more}. Give all ranks the same options"
+            " and the same data"
         )
 
 

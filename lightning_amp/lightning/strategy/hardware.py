@@ -1,9 +1,8 @@
-"""Describe where a run takes place: this rank, the memory and speed of its device, and the mesh of all ranks."""
+"""Describe where a run takes place: the memory and speed of a rank's device, and the mesh of all ranks."""
 
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 
 import psutil
@@ -13,29 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_amp._torch import ALLOCATOR_VARIABLES, set_allocator
 from lightning_amp.errors import PlanError
-from lightning_amp.lightning.consistency.replicas import Broadcast
 
 TENSORS_SHARE = 0.97
 """Of what CUDA's allocator can have, what tensors can have: on an H100 steps of 95 % ran, and of 99 % did not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ThisRank:
-    """One rank of a run.
-
-    Attributes:
-        rank, n_ranks: This one of all.
-        node_ranks: Ranks on this node.
-        broadcast: Rank 0's picklable value on every rank.
-        mesh_of: The mesh of all ranks for so many ranks of the model axis.
-    """
-
-    rank: int
-    n_ranks: int
-    node_ranks: int
-    device: torch.device
-    broadcast: Broadcast
-    mesh_of: Callable[[int], DeviceMesh]
 
 
 def device_budget(device: torch.device, *, node_ranks: int) -> int:

@@ -18,20 +18,19 @@ import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_amp.adapters.adapt import adapt
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.installing.install import Installed, install
 from lightning_amp.lightning.checkpoints.shards import Shards
+from lightning_amp.lightning.profiling.blocks_outside import keeping_blocks
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
-from lightning_amp.lightning.profiling.outside_decoder import keeping_blocks
 from lightning_amp.lightning.steps.cells import count_replicas_once
 from lightning_amp.lightning.steps.out_of_memory import LEANER, Rescue, largest, refuse_beyond, rescue_batches
 from lightning_amp.lightning.steps.training_step import TrainingStep
 from lightning_amp.lightning.strategy.context import PlanningContext
-from lightning_amp.lightning.strategy.hardware import ThisRank
 from lightning_amp.lightning.strategy.install_parts import install_stages, install_steps
+from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.plan_run import resolve_plan
 from lightning_amp.lightning.strategy.refusals import (
     announce,
@@ -40,7 +39,6 @@ from lightning_amp.lightning.strategy.refusals import (
     check_precision,
     check_rescue,
 )
-from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report, techniques
 from lightning_amp.quantities import format_bytes
@@ -51,24 +49,17 @@ class InstalledPlan:
     """The plan in force of one run, and what it has installed, until `undo`.
 
     Args:
-        changed: Called with the plan, and with every plan that is made anew, as `plan`, and with its `predicted_step`;
-            with the steps of a pipeline as `pipelined_steps`.
+        strategy: Has the plan, and every plan that is made anew, as `plan`, its `predicted_step`, and the steps of a
+            pipeline as `pipelined_steps`.
         trained: The plan of the run before, of which an evaluation takes over what runs in chunks.
     """
 
     def __init__(
-        self,
-        request: Request,
-        here: ThisRank,
-        trainer: pl.Trainer,
-        model: nn.Module,
-        *,
-        changed: Callable[..., None],
-        trained: Plan | None = None,
+        self, strategy: MeshStrategy, trainer: pl.Trainer, model: nn.Module, *, trained: Plan | None = None
     ) -> None:
-        self._request, self._here, self._trainer = request, here, trainer
-        self._model, self._changed, self._trained = model, changed, trained
-        self._foreign = adapt(model, needed=request.may_change_decoders)
+        self._request, self._strategy, self._trainer = strategy.request, strategy, trainer
+        self._model, self._trained = model, trained
+        self._foreign = adapt(model, needed=self._request.may_change_decoders)
         self._installed = Installed()
         self._undo: list[Callable[[], None]] = [self._foreign.undo, lambda: self._installed.undo()]
 
@@ -77,7 +68,7 @@ class InstalledPlan:
         trainer, module = self._trainer, self._trainer.lightning_module
         # a collective: all ranks ask for it, and rank 0 writes
         self._folder = str(trainer.log_dir or "") if trainer.loggers else ""
-        self._facts = PlanningContext(self._request, self._here, trainer, trained=self._trained)
+        self._facts = PlanningContext(self._strategy, trainer, trained=self._trained)
         plan = resolve_plan(self._facts, notes=self._foreign.notes)
         plan = replace(plan, notes=(*plan.notes, *self._foreign.compare(plan)))
         self._keep(plan)
@@ -86,16 +77,16 @@ class InstalledPlan:
         if self._is_shown(plan):
             self._announce()
         self._install(plan)
-        self._undo.append(count_replicas_once(self._model, self._mesh))
+        self._undo.append(count_replicas_once(self._model, self._strategy.mesh))
         # only now it is known which modules and buffers were replaced
         check_callbacks(self._installed, getattr(trainer, "callbacks", ()), plan)
-        self._undo.append(install_steps(module, plan, self._mesh))
+        self._undo.append(install_steps(module, plan, self._strategy.mesh))
         shards = Shards(self._model, self._installed.sharded, self._installed.partial)
-        staged = install_stages(self._request, trainer, self._model, self._installed, plan, self._mesh)
+        staged = install_stages(self._request, trainer, self._model, self._installed, plan, self._strategy.mesh)
         if staged is not None:
             shards, steps = staged
-            self._undo += [steps.undo, lambda: self._changed(pipelined_steps=None)]
-            self._changed(pipelined_steps=steps)
+            self._undo += [steps.undo, lambda: setattr(self._strategy, "pipelined_steps", None)]
+            self._strategy.pipelined_steps = steps
         self._foreign.tell_rows(self.again)
         return shards
 
@@ -116,12 +107,12 @@ class InstalledPlan:
             held = self._holds(self._plan) and self._request.if_unfit == "refuse"
             why = self._plan.uncounted
             return refuse_beyond(self._facts.budget, self._trainer, why=why) if held else lambda: None
-        check_rescue(self._plan, self._trainer, n_ranks=self._here.n_ranks)
+        check_rescue(self._plan, self._trainer, n_ranks=self._strategy.world_size)
         rescue = Rescue(
             self._trainer.lightning_module,
             leaner=self._leaner,
             budget=self._facts.budget if self._counts else None,
-            device=self._here.device,
+            device=self._strategy.root_device,
         )
         step.before_averaging = rescue.gradients_are_there
         return rescue_batches(self._trainer, rescue)
@@ -129,7 +120,7 @@ class InstalledPlan:
     @property
     def _counts(self) -> bool:
         """Whether batches can be counted against a budget: a GPU says by itself where its memory ends."""
-        return self._here.device.type == "cpu" and self._request.device_memory is not None
+        return self._strategy.root_device.type == "cpu" and self._request.device_memory is not None
 
     def _holds(self, plan: Plan) -> bool:
         """Whether those of a plan are: of a decoder the prediction leaves things out, and a stage's module has
@@ -144,7 +135,7 @@ class InstalledPlan:
         limit = self._facts.budget
         if before.predicted_peak_bytes <= limit:
             limit = int(LEANER * before.predicted_peak_bytes)
-        with _as_in_setup(self._here.device):
+        with _as_in_setup(self._strategy.root_device):
             # a step is counted of the module as it is, not of blocks that are computed again already
             self._installed.undo()
             self._foreign.stand_in()
@@ -155,7 +146,7 @@ class InstalledPlan:
             except AmpError:
                 refused = True
             # a plan is made on all ranks, but the module of one alone may refuse it: then it is installed on none
-            if largest(float(refused), self._here.device):
+            if largest(float(refused), self._strategy.root_device):
                 self._installed.undo()
                 self._foreign.stand_in()
                 self._install(before)
@@ -205,7 +196,7 @@ class InstalledPlan:
 
     def again(self, rows: str) -> None:
         """Plan anew, now that a decoder knows how many anchors it has, as `rows` says; all ranks call it."""
-        with _as_in_setup(self._here.device):
+        with _as_in_setup(self._strategy.root_device):
             with self._installed.aside():
                 self._foreign.stand_in()
                 plan = self._plan_again()
@@ -221,7 +212,7 @@ class InstalledPlan:
         before = self._plan
         unknown = any(note.startswith(UNKNOWN) for note in before.notes)
         cells = (None, UNKNOWN) if unknown else (before.batch_size, "")
-        self._facts = PlanningContext(self._request, self._here, self._trainer, cells=cells)
+        self._facts = PlanningContext(self._strategy, self._trainer, cells=cells)
         wanted = keeping_blocks(resolve_plan(self._facts, notes=self._foreign.notes), before)
         if _split(wanted) == _split(before):
             return wanted
@@ -238,7 +229,7 @@ class InstalledPlan:
     def _install(self, plan: Plan, *, within: list[str] | None = None) -> None:
         """Carry a plan out in the module, in which nothing is installed, or within some decoders of it."""
         check_compiled(self._model, plan)
-        made = install(self._model, plan, self._mesh, within=within)
+        made = install(self._model, plan, self._strategy.mesh, within=within)
         if within is None:
             self._installed = made
         else:
@@ -246,15 +237,11 @@ class InstalledPlan:
         self._foreign.keep(swap.fqn for swap in self._installed.swaps)
         check_precision(made, self._trainer.precision_plugin, plan)
 
-    @property
-    def _mesh(self) -> DeviceMesh:
-        return self._here.mesh_of(self._plan.mesh.model)
-
     def _keep(self, plan: Plan) -> None:
         """Have a plan in force, and write it to the folder of the logs, as a report and as JSON."""
-        self._plan = plan
-        self._changed(plan=plan, predicted_step=self._facts.predicted_step(plan))
-        if self._here.rank != 0 or not self._is_shown(plan):
+        self._plan = self._strategy.plan = plan
+        self._strategy.predicted_step = self._facts.predicted_step(plan)
+        if self._strategy.global_rank != 0 or not self._is_shown(plan):
             return
         if self._folder:
             files, path = get_filesystem(self._folder), self._report_path()

@@ -34,7 +34,7 @@ from lightning_amp.lightning.consistency.replicas import (
 )
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
 from lightning_amp.lightning.steps.cells import counted_once, unrounded, with_same_draws
-from lightning_amp.lightning.strategy.hardware import ThisRank, make_mesh
+from lightning_amp.lightning.strategy.hardware import make_mesh
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.hic.scores.nonzero_counts import find_entries
@@ -49,11 +49,13 @@ class MeshStrategy(DDPStrategy):
 
     Attributes:
         request: The options, as given.
-        plan: The plan in force; None before it is made.
+        plan, predicted_step, pipelined_steps: The plan in force, its step, and what runs that as stages; None without.
     """
 
     request: Request
     plan: Plan | None
+    predicted_step: Any
+    pipelined_steps: Any
     _meshes: dict[tuple[int, int, int | None], DeviceMesh]
     _shards: Shards
     _failures: FailureWatch
@@ -126,17 +128,6 @@ class MeshStrategy(DDPStrategy):
                 self.root_device.type, n_ranks=key[0], model_ranks=model_ranks, shard_ranks=shard_ranks
             )
         return self._meshes[key]
-
-    @property
-    def _here(self) -> ThisRank:
-        return ThisRank(
-            rank=self.global_rank,
-            n_ranks=self.world_size,
-            node_ranks=self.num_processes,
-            device=self.root_device,
-            broadcast=self.broadcast,
-            mesh_of=self._mesh_of,
-        )
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let a model group read the same cells: loader workers draw the same, and so do samplers."""

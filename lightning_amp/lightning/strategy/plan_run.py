@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning._compat import rank_zero_info
 from lightning_amp.lightning.consistency.replicas import decide_on_rank_zero
+from lightning_amp.lightning.profiling.blocks_outside import DecoderPlan, with_blocks_outside, within_budget
 from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
-from lightning_amp.lightning.profiling.outside_decoder import DecoderPlan, with_blocks_outside, within_budget
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.modules.candidates import TIE
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
-from lightning_amp.planning.plan.plan import Explanation, Plan
+from lightning_amp.planning.plan.plan import Axes, Explanation, Plan
 from lightning_amp.planning.policies.build_rules import (
     remarks,
     too_few_cells,
@@ -29,7 +29,7 @@ from lightning_amp.planning.policies.build_rules import (
     without_shared_statistics,
 )
 from lightning_amp.planning.policies.make_plan import plan as make_plan
-from lightning_amp.planning.time.step_seconds import decoder_seconds, rest_seconds
+from lightning_amp.planning.time.step_seconds import predicted_times
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, in_order, is_of_block, parse_strategies
 
@@ -56,7 +56,7 @@ def resolve_plan(
         AmpError: The error of rank 0 when it made the plan.
         PlanError: The plan is for another number of ranks, or ranks differ in its inputs.
     """
-    request, here, _ = facts.request, facts.here, facts.speeds
+    request, strategy, _ = facts.request, facts.strategy, facts.speeds
     if request.device_memory is not None and facts.step is not None and given is None:
         # of long loops it takes ten seconds and more
         rank_zero_info(f"planning a step within {format_bytes(facts.budget)}; nothing is trained yet")
@@ -70,16 +70,16 @@ def resolve_plan(
         return with_memory(found, facts.memory)
 
     try:
-        plan = decide_on_rank_zero(decide, rank=here.rank, broadcast=here.broadcast)
+        plan = decide_on_rank_zero(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
     except PlanError as error:
         raise (PlanError(f"{error}. {'; '.join(notes)}") if notes else error) from None
     # after the plan was made: rank 0's mistake is raised by its own words, not as a difference between ranks
     facts.compare()
     plan = replace(plan, notes=(*plan.notes, *(note for note in notes if note not in plan.notes)))
-    if plan.mesh.data * plan.mesh.model != here.n_ranks:
+    if plan.mesh.data * plan.mesh.model != strategy.world_size:
         raise PlanError(
             f"a plan for {plan.mesh.data} x {plan.mesh.model} ranks (data x model) is not supported, the run"
-            f" has {here.n_ranks} ranks; make a plan for as many, or change `devices` of the Trainer"
+            f" has {strategy.world_size} ranks; make a plan for as many, or change `devices` of the Trainer"
         )
     if not request.share_batch_statistics:
         plan = without_shared_statistics(plan)
@@ -95,9 +95,8 @@ def plan_run(facts: PlanningContext, strategies: Sequence[str] | None = None, mo
         DataError: The data directory cannot be read.
         PlanError: No plan answers the request.
     """
-    if facts.read[1].decoder is None:
-        return _plan_of_module(facts, strategies, model_ranks)
-    return _plan_of_decoder(facts, strategies, model_ranks)
+    made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
+    return made(facts, strategies, model_ranks)
 
 
 def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, model_ranks: int | None) -> Plan:
@@ -143,7 +142,7 @@ def _plan_of_decoder(facts: PlanningContext, strategies: Sequence[str] | None, m
     if facts.outside is None or strategies is not None:
         return _evaluated(make(), facts, None)
     (profile, shape, _), (rates, _), step = facts.read, facts.rates, facts.outside
-    decoder = shape.known_decoder.fqn
+    decoder = shape.decoder.fqn
 
     def made_of_decoder(budget: int) -> DecoderPlan:
         whole = make(budget=budget)
@@ -166,11 +165,11 @@ def _without_step(
     budget: int | None = None,
 ) -> Plan:
     """The plan that needs no count of a step, of some strategies and ranks of the model axis."""
-    request, here = facts.request, facts.here
+    request, strategy = facts.request, facts.strategy
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
     made = make_plan(
         profile,
-        devices=here.n_ranks,
+        devices=strategy.world_size,
         device_memory=facts.budget if budget is None else budget,
         policy=request.policy,
         strategies=None if asked is None else list(asked),
@@ -178,7 +177,7 @@ def _without_step(
         model_parallel_size=size,
         shape=shape,
         rates=rates,
-        node_devices=here.node_ranks,
+        node_devices=strategy.num_processes,
     )
     made = with_requested(made, request.specs, shape, launches=rates.launches)
     made = with_spec(made, steps, facts.seen[1])
@@ -230,8 +229,11 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
 def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     """A given plan with the prediction and the budget of this run: its own were for the model that it was made for."""
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
-    blocks = [rule.fqn for rule in plan.rules if is_of_block(rule)]
-    if shape.decoder is not None and blocks:
+    blocks, axes = [rule.fqn for rule in plan.rules if is_of_block(rule)], plan.axes
+    if not shape.decoder:
+        # choices of the decoder of another module; what its own step says takes the place of this prediction below
+        axes = Axes()
+    elif blocks:
         what = f"what {', '.join(blocks)} save outside of the decoder was not counted"
         notes = [*notes, f"{what}: the peak is predicted without"]
     notes = notes + note + too_few_cells(profile, plan.mesh, shape.batch_size)
@@ -239,8 +241,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     if shape.batch_norms:
         # the plan may be of a model without
         plan = with_shared_statistics(plan)
-    # the closed forms of a decoder; what a count of the step says of any other module takes their place below
-    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=plan.axes)
+    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=axes)
     again = replace(
         plan,
         batch_size=shape.batch_size,
@@ -250,10 +251,8 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
         strata_bytes=predicted.strata_bytes,
         budget_bytes=facts.budget,
         notes=(*(note for note in plan.notes if note not in notes), *notes),
-        predicted_step_seconds=decoder_seconds(shape, plan.axes, plan.mesh, rates),
-        predicted_rest_seconds=rest_seconds(shape, plan.mesh, rates),
-        rates_device=shape.rates_device(rates),
         candidates=(),
+        **predicted_times(shape, axes, plan.mesh, rates),
     )
     seen = facts.seen[0]
     if seen is None or facts.step is None:
@@ -268,16 +267,15 @@ def in_parts(whole: Plan, facts: PlanningContext) -> Plan:
     Args:
         whole: The plan without such a technique; where it does not fit that which needs least.
     """
-    here, step = facts.here, facts.step
+    ranks, node_ranks, step = facts.strategy.world_size, facts.strategy.num_processes, facts.step
     assert step is not None, "it was profiled"
     found = list[tuple[str, Plan]]()
     for name, row in STRATEGIES.items():
         # what splits layers only may cross nodes, and be faster than a plan that fits
-        n = here.n_ranks if row.data_axis else here.node_ranks
+        n = ranks if row.data_axis else node_ranks
         if not row.steps or n < 2 or not (row.data_axis or whole.fits is False):
             continue
-        of_run = {"run_ranks": here.n_ranks, "budget": whole.budget_bytes}
-        steps = DrySteps.asked((name,), SimpleNamespace(), here.node_ranks, **of_run)
+        steps = DrySteps.asked((name,), SimpleNamespace(), node_ranks, run_ranks=ranks, budget=whole.budget_bytes)
         assert steps is not None, "it has steps"
         counted = step.with_steps(steps)
         try:

@@ -34,7 +34,7 @@ from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning._compat import broadcast_module, default_pg_timeout, optimizers_to_device, trainer_of
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO
-from lightning_amp.lightning.consistency.replicas import check_replicas, share_random_state, take_buffers_of_first
+from lightning_amp.lightning.consistency.replicas import check_replicas, take_buffers_of_first
 from lightning_amp.lightning.consistency.same_parameters import warn_of_differences
 from lightning_amp.lightning.faults.activity import is_out_of_memory
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
@@ -159,9 +159,7 @@ class AMPStrategy(MeshStrategy):
         self.device_memory, self.rates, self.data_dir = device_memory, rates, data_dir
         self.model_parallel_size, self.share_batch_statistics = model_parallel_size, share_batch_statistics
         self.own_statistics = not self.request.chooses
-        self.plan: Plan | None = None
-        self.predicted_step: Any = None
-        self.pipelined_steps: Any = None
+        self.plan = self.predicted_step = self.pipelined_steps = None
         self._failures = FailureWatch(self, lost_after=lost_after, stuck_after=stuck_after)
         self._meshes: dict[tuple[int, int, int | None], DeviceMesh] = {}
         self._shards = Shards()
@@ -206,9 +204,7 @@ class AMPStrategy(MeshStrategy):
             self._failures.connected()
         let_segments_grow(self.root_device)
         # ddp starts the streams anew, where a plain run, which shuffles by them, goes on
-        set_random_streams(drawn, self.root_device)
-        if self.world_size > 1:
-            share_random_state(broadcast=self.broadcast, device=self.root_device)
+        set_random_streams(self.broadcast(drawn) if self.world_size > 1 else drawn, self.root_device)
 
     def setup(self, trainer: Trainer) -> None:
         """Make ranks equal, plan, install, and only then let the optimisers be made."""
@@ -273,8 +269,8 @@ class AMPStrategy(MeshStrategy):
         named = ExitStack()
         named.enter_context(named_blocks(model, self.request.blocks))
         self._undo.append(named.close)
-        keep, trained, self.plan = vars(self).update, self.plan, None
-        planned = InstalledPlan(self.request, self._here, trainer, model, changed=keep, trained=trained)
+        trained, self.plan = self.plan, None
+        planned = InstalledPlan(self, trainer, model, trained=trained)
         # before it is installed: a refusal after that is undone too
         self._undo.append(planned.undo)
         # what is counted are tensors on the host, and stands for those on the device

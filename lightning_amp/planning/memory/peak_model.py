@@ -188,23 +188,14 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         shape: The model, with the cells of one rank's batch.
         wide_layers: Whether S2 splits the wide layers where it leaves the decoder's features as they are.
     """
-    sizes: RankSizes | None = None
-    runs: tuple[tuple[int, int], ...] = ()
-    entered, region, first_key = 0, 0, 0
-    if shape.decoder is not None:
-        # of the first stratum, for all that the strata share
-        sizes = RankSizes(
-            decoder=shape.decoder,
-            axes=axes,
-            k=0,
-            cells=shape.batch_size,
-            ranks=model_ranks,
-            element=shape.element_bytes,
-        )
-        entered, region = _region(shape, sizes)
-        runs, first_key = _runs(shape, sizes), _first_key(sizes)
+    # of the first stratum, for all that the strata share
+    sizes = RankSizes(
+        decoder=shape.decoder, axes=axes, k=0, cells=shape.batch_size, ranks=model_ranks, element=shape.element_bytes
+    )
+    entered, region = _region(shape, sizes)
+    runs = _runs(shape, sizes)
     parameters, buffers, inputs = shape.parameter_bytes, shape.buffer_bytes, shape.base_activation_bytes
-    if (vertices := shape.vertices) is not None and sizes is not None and sizes.by_nodes:
+    if (vertices := shape.vertices) is not None and sizes.by_nodes:
         # of the rows of other ranks there are no embedding, gradient and state, and nothing is kept; which rows are
         # where, and the rank's own edges, are there besides the lists of all
         own = sizes.anchors + -(-max(0, vertices.count - sizes.decoder.anchors) // sizes.ranks)
@@ -216,7 +207,7 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         # a rank has its shard of their weights, and keeps its columns of their inputs
         parameters -= shape.wide_weight_bytes - -(-shape.wide_weight_bytes // model_ranks)
         inputs -= shape.wide_input_bytes - -(-shape.wide_input_bytes // model_ranks)
-    if sizes is not None and (axes.features == "sharded" or axes.placement == "nodes"):
+    if axes.features == "sharded" or axes.placement == "nodes":
         # the anchors of the rank's own features, besides the list of all
         buffers += INDEX_BYTES * sum(_column(FEATURES, sizes))
     found = _strata(sizes, runs)
@@ -229,13 +220,13 @@ def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers
         other_decoder_bytes=shape.other_decoder_bytes,
         gradient_bytes=parameters,
         # stream makes room for the gradients of u and v before the first stratum, and adds to them in place
-        entered_bytes=sum(latent_terms(sizes).values()) if sizes is not None and sizes.streamed else 0,
+        entered_bytes=sum(latent_terms(sizes).values()) if sizes.streamed else 0,
         beside_bytes=_beside(sizes, found),
         region_bytes=region,
         edge_bytes=shape.edge_bytes,
-        summed_bytes=sum(latent_terms(sizes).values()) if sizes is not None and sizes.recomputed else 0,
-        tables_bytes=0 if sizes is None else shape.element_bytes * table_numbers(sizes),
-        tables_from=first_key,
+        summed_bytes=sum(latent_terms(sizes).values()) if sizes.recomputed else 0,
+        tables_bytes=shape.element_bytes * table_numbers(sizes),
+        tables_from=_first_key(sizes),
     )
 
 
@@ -251,9 +242,9 @@ def _column(term: Term[RankSizes, Counted], s: RankSizes) -> tuple[Counted, ...]
     return strata.column(term, s.axes)
 
 
-def _beside(s: RankSizes | None, found: tuple[StratumBytes, ...]) -> int:
+def _beside(s: RankSizes, found: tuple[StratumBytes, ...]) -> int:
     """What strata hold besides one: the most of the others, and the gradients of one that waits to be added."""
-    if s is None or s.side_by_side == 1:
+    if s.side_by_side == 1:
         return 0
     waiting = s.element * (s.latents * (1 + s.decoder.chained) + s.cells * s.width) + max(n.left for n in found)
     return (s.side_by_side - 1) * max(max(n.forward, n.backward) for n in found) + waiting
@@ -277,9 +268,7 @@ def _spines(s: RankSizes, runs: tuple[tuple[int, int], ...]) -> list[int]:
     return [row * (n + (k not in last)) for k, n in enumerate(waiting)]
 
 
-def _strata(s: RankSizes | None, runs: tuple[tuple[int, int], ...]) -> tuple[StratumBytes, ...]:
-    if s is None:
-        return ()
+def _strata(s: RankSizes, runs: tuple[tuple[int, int], ...]) -> tuple[StratumBytes, ...]:
     found, columns = [], (_column(KEY, s), _column(MAKING, s), _column(CELLS, s), _spines(s, runs))
     for key, making, cells, spine in zip(*columns, strict=True):
         alive = kept = key.kept + making.kept + cells.kept

@@ -242,7 +242,7 @@ def plan_step(
         PlanError: A request outside what is allowed, or a technique that was named cannot be had.
     """
     seen, shape = counted.seen, counted.shape
-    if shape.decoder is not None:
+    if shape.decoder:
         raise PlanError(
             f"cannot plan the step of this module: {shape.decoder.fqn!r} is a decoder of strata, which is"
             " planned by its data; plan their folder: lightning_amp.plan(lightning_amp.profile(DIR))"

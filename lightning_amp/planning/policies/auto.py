@@ -22,7 +22,7 @@ from dataclasses import replace
 from itertools import product
 
 from lightning_amp.costs.device_rates import Rates
-from lightning_amp.costs.model_shape import DecoderShape, ModelShape
+from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.plan import Axes, Candidate, MeshShape
 from lightning_amp.planning.time.step_seconds import decoder_seconds
@@ -87,21 +87,21 @@ def candidates(
 
 
 def _legal(shape: ModelShape, own: frozenset[str], model: int) -> Iterator[tuple[str, ...]]:
-    decoder = shape.known_decoder
     placements = PLACEMENTS if model > 1 else PLACEMENTS[:1]
     for choices in product(placements, ATTENTIONS, DECODES, LIKELIHOODS, ACTIVATIONS):
         chosen = own.union(*choices)
         # without a strategy that splits, the ranks of a model axis would all compute the same
         splits = any(STRATEGIES[s].model_axis for s in chosen)
-        if splits == (model > 1) and not _problem(decoder, shape, chosen, model):
+        if splits == (model > 1) and not _problem(shape, chosen, model):
             yield in_order(chosen)
 
 
-def _problem(decoder: DecoderShape, shape: ModelShape, chosen: frozenset[str], model: int) -> bool:
+def _problem(shape: ModelShape, chosen: frozenset[str], model: int) -> bool:
     """Whether strategies cannot be together, in this decoder or on so many ranks of the model axis.
 
     Plans that another one beats whatever the sizes are left out too: there are hundreds of candidates for every length.
     """
+    decoder = shape.decoder
     # fused attention keeps less than S3 and is faster: S3 is for S5, which fused cannot go with, or where it is refused
     pointless = "S3" in chosen and "S5" not in chosen and "fused" not in decoder.unsupported
     return (
@@ -120,7 +120,6 @@ def _problem(decoder: DecoderShape, shape: ModelShape, chosen: frozenset[str], m
 
 def _candidate(shape: ModelShape, chosen: tuple[str, ...], mesh: MeshShape, rates: Rates) -> Candidate:
     seconds = decoder_seconds(shape, Axes.of(chosen), mesh, rates)
-    assert seconds is not None, "without a decoder there is nothing to choose"
     return Candidate(
         strategies=chosen,
         data=mesh.data,

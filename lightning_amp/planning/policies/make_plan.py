@@ -15,8 +15,8 @@ from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.plan import Axes, Candidate, Explanation, MeshShape, Plan
 from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, candidates
 from lightning_amp.planning.policies.build_rules import build_rules, decide_balance, too_few_cells, with_memory
-from lightning_amp.planning.policies.paper import PlanRequest, mapped, model_ranks_of, registered
-from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, rest_seconds
+from lightning_amp.planning.policies.paper import PlanRequest, mapped, model_ranks_of, registered, without_strata
+from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, predicted_times
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import format_bytes, format_seconds, memory_of_ranks
 from lightning_amp.techniques.table import STRATEGIES, conflicts, parse_strategies, with_steps
@@ -77,7 +77,9 @@ def plan(
     asked, notes, compared = policy, list[str](), tuple[Candidate, ...]()
     if strategies is not None:
         asked, chosen = "strategies", parse_strategies(strategies)
-    elif policy == "paper" or request.shape.decoder is None:
+    elif not request.shape.decoder:
+        chosen, notes = without_strata(request)
+    elif policy == "paper":
         chosen, notes = mapped(request)
     else:
         own, notes = registered(request.diagnosis, request.shape, devices=devices)
@@ -132,7 +134,7 @@ def _carried_out(
     """The plan with some strategies; of those that a policy has `compared`, the chosen one comes first."""
     shape = request.shape
     mesh = _mesh(chosen, request)
-    _check_decoder(chosen, shape)
+    unpredicted = _check_decoder(chosen, shape)
     for name in chosen:
         row = STRATEGIES[name]
         if row.unsuited is not None and (why := row.unsuited(shape, chosen)):
@@ -157,13 +159,12 @@ def _carried_out(
         notes=(
             *notes,
             *_notes(chosen, shape),
+            *unpredicted,
             *_across_nodes(mesh, request.node_devices),
             *balance_note,
             *too_few_cells(profile, mesh, shape.batch_size),
         ),
-        predicted_step_seconds=decoder_seconds(shape, Axes.of(chosen), mesh, request.rates),
-        predicted_rest_seconds=rest_seconds(shape, mesh, request.rates),
-        rates_device=shape.rates_device(request.rates),
+        **predicted_times(shape, Axes.of(chosen), mesh, request.rates),
         candidates=compared,
     )
 
@@ -195,7 +196,7 @@ def _of_paper(best: Candidate, request: PlanRequest) -> list[str]:
     model = model_ranks_of(chosen, request)
     mesh = MeshShape(data=request.devices // model, model=model)
     seconds = decoder_seconds(shape, Axes.of(chosen), mesh, request.rates)
-    if (chosen, model) == (best.strategies, best.model) or seconds is None:
+    if (chosen, model) == (best.strategies, best.model):
         return []
     cell = format_seconds(seconds / (mesh.data * shape.batch_size))
     peak = format_bytes(predict(shape, chosen, model_ranks=model).peak_bytes)
@@ -242,8 +243,7 @@ def _mesh(chosen: tuple[str, ...], request: PlanRequest) -> MeshShape:
             ' use model_parallel_size="auto", or add one of'
             f" {', '.join(s for s, row in STRATEGIES.items() if row.model_axis)}"
         )
-    if request.shape.decoder is not None:
-        _check_parts(chosen, request.shape.decoder, model)
+    _check_parts(chosen, request.shape.decoder, model)
     mesh = MeshShape(data=devices // model, model=model)
     shared = [s for s in chosen if STRATEGIES[s].data_axis]
     if shared and mesh.data < 2 and not with_steps(chosen):
@@ -258,7 +258,7 @@ def _mesh(chosen: tuple[str, ...], request: PlanRequest) -> MeshShape:
 def _one_model_rank(sharding: list[str], request: PlanRequest) -> tuple[str, str]:
     """Why the model axis has one rank only, and what gives it more."""
     decoder, node = request.shape.decoder, request.node_devices or request.devices
-    if request.devices == 1 or request.model_parallel_size != "auto" or decoder is None:
+    if request.devices == 1 or request.model_parallel_size != "auto":
         asked = "" if request.model_parallel_size == "auto" else ", model_parallel_size=1"
         return f"that has one rank with devices={request.devices}{asked}", "use two ranks or more"
     limiting = min(sharding, key=lambda strategy: decoder.parts.get(strategy, node))
@@ -282,8 +282,7 @@ def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> 
     """Whether there is a part for every rank of the model axis; of strata, time/step_seconds.py asks."""
     wholes = _wholes(decoder)
     for strategy in ("S5", "nodes") if decoder.attention else ("S5",):
-        whole = wholes[strategy]
-        most = decoder.parts[strategy]
+        whole, most = wholes[strategy], decoder.parts.get(strategy, model)
         if strategy in chosen and model > most:
             raise PlanError(
                 f"{strategy} got {model!r} ranks on the model axis, and {whole} can be split over {most!r}"
@@ -291,17 +290,21 @@ def _check_parts(chosen: tuple[str, ...], decoder: DecoderShape, model: int) -> 
             )
 
 
-def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
-    needing = [s for s in chosen if STRATEGIES[s].choice is not None]
-    if shape.decoder is None and needing:
-        one = len(needing) == 1
-        raise PlanError(
-            f"{', '.join(needing)} {'requires' if one else 'require'} a decoder of strata, and none was detected in"
-            " the module; use S1 or a technique of any module (recompute, chunk, replay), or give the module a"
-            " decoder with the protocol in docs/architecture.md"
-        )
-    found, decoder = list(conflicts(chosen)), shape.decoder
-    if decoder is not None:
+def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
+    """Refuse what cannot be with the decoder, or without one; returns what is not predicted without one."""
+    found, decoder, unpredicted = list(conflicts(chosen)), shape.decoder, list[str]()
+    if not decoder:
+        needing = [s for s in chosen if STRATEGIES[s].choice is not None]
+        if needing:
+            one = len(needing) == 1
+            raise PlanError(
+                f"{', '.join(needing)} {'requires' if one else 'require'} a decoder of strata, and none was detected in"
+                " the module; use S1 or a technique of any module (recompute, chunk, replay), or give the module a"
+                " decoder with the protocol in docs/architecture.md"
+            )
+        if not shape.profiled:
+            unpredicted = ["activations of a module without a detected decoder cannot be predicted"]
+    else:
         attending = [s for s in ("S3", "fused", "sdpa", "nodes") if s in chosen]
         if attending and not decoder.attention:
             raise PlanError(
@@ -321,6 +324,7 @@ def _check_decoder(chosen: tuple[str, ...], shape: ModelShape) -> None:
         raise PlanError(
             f"strategies={','.join(chosen)!r} cannot be combined: {'; '.join(found)}. Leave one of them out"
         )
+    return unpredicted
 
 
 def _across_nodes(mesh: MeshShape, node_devices: int | None) -> list[str]:
@@ -349,6 +353,4 @@ def _notes(chosen: tuple[str, ...], shape: ModelShape) -> list[str]:
         notes.append(
             "the prediction is that of strata that are not compiled: torch's compiler decides what is fused and kept"
         )
-    if shape.decoder is None and not shape.profiled:
-        notes.append("activations of a module without a detected decoder cannot be predicted")
     return notes

@@ -48,18 +48,11 @@ def mapped(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
         return predict(shape, in_order(chosen), model_ranks=ranks).peak_bytes
 
     own, notes = registered(request.diagnosis, shape, devices=request.devices)
-    if shape.profiled:
-        return in_order(own | ({"S1"} if request.devices > 1 else set())), notes
     if request.devices == 1:
-        if shape.decoder is None:
-            return in_order(own), notes
         first = "one device: single-device execution (the paper's mapping prescribes nothing)"
         return in_order(own), [Explanation(first), *notes]
     base = {"S1", *own}
     under = ", ".join(in_order(base))
-    if shape.decoder is None:
-        only = under if own else "data parallelism (S1)"
-        return in_order(base), [f"no decomposed decoder was detected: {only} only", *notes]
     whole = peak(base)
     if budget is None or whole <= budget:
         limit = "no memory budget is known" if budget is None else f"it fits in {format_bytes(budget)}"
@@ -73,6 +66,18 @@ def mapped(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
         chosen.add(split)
     first = f"{format_bytes(whole)} per device under {under} exceeds {format_bytes(budget)}"
     return in_order(chosen), [Explanation(first), *notes]
+
+
+def without_strata(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
+    """The strategies of a module without a decomposed decoder, whose other techniques follow from a count of its step
+    (planning/modules/), with a sentence that says so where there is none.
+    """
+    own, notes = registered(request.diagnosis, request.shape, devices=request.devices)
+    chosen = in_order(own | ({"S1"} if request.devices > 1 else set()))
+    if request.devices > 1 and not request.shape.profiled:
+        only = ", ".join(chosen) if own else "data parallelism (S1)"
+        notes = [f"no decomposed decoder was detected: {only} only", *notes]
+    return chosen, notes
 
 
 def registered(diagnosis: Diagnosis, shape: ModelShape, *, devices: int) -> tuple[set[str], list[str]]:
@@ -98,8 +103,6 @@ def model_ranks_of(chosen: Collection[str], request: PlanRequest) -> int:
         return request.model_parallel_size
     if not any(STRATEGIES[s].model_axis for s in chosen):
         return 1
-    most = node = request.node_devices or request.devices
-    if request.shape.decoder is not None:
-        parts = request.shape.decoder.parts
-        most = min(node, *(parts.get(strategy, node) for strategy in chosen))
+    node = request.node_devices or request.devices
+    most = min(node, *(request.shape.decoder.parts.get(strategy, node) for strategy in chosen))
     return max(n for n in range(1, most + 1) if node % n == 0)

@@ -96,7 +96,7 @@ def recommend_devices(
         raise PlanError(
             f"batch_size={cells!r} is not supported; allowed is a whole number of cells from 1 to {LARGEST:,}"
         )
-    if shape_of(cells).decoder is None:
+    if not shape_of(cells).decoder:
         raise PlanError(
             "cannot recommend devices: the data have no modality with strata (Hi-C), whose decoder it is"
             " about; name a directory with one, or use as many devices as there are cells for"

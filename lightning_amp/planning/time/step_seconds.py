@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heapreplace
 from itertools import pairwise
+from typing import Any
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates, collective_seconds
 from lightning_amp.costs.model_shape import DecoderShape, ModelShape
@@ -202,22 +203,31 @@ def on_device(shape: ModelShape, rates: Rates) -> ModelShape:
 
     Every plan is made of such a shape, so that memory and time are those of one device.
     """
-    return shape.with_decoder(launched=rates.launches, **({"threads": 1} if rates.launches else {}))
+    threads = 1 if rates.launches else shape.decoder.threads
+    return replace(shape, decoder=replace(shape.decoder, launched=rates.launches, threads=threads))
 
 
-def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates) -> float | None:
-    """Predicted time of the decoder's part of a step, None for a model without a decoder; as `step_seconds`."""
-    if shape.decoder is None:
-        return None
+def decoder_seconds(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates) -> float:
+    """Predicted time of the decoder's part of a step; as `step_seconds`."""
     assert shape.decoder.launched == rates.launches, "the shape is that on the device of the rates: on_device"
     return step_seconds(
         shape.decoder, axes, mesh, cells=shape.batch_size, rates=rates, element_bytes=shape.element_bytes
     )
 
 
+def predicted_times(shape: ModelShape, axes: Axes, mesh: MeshShape, rates: Rates) -> dict[str, Any]:
+    """What a plan says of the time of a step, by name of its fields; strata that there are none of take none."""
+    seconds = decoder_seconds(shape, axes, mesh, rates)
+    return {
+        "predicted_step_seconds": seconds or None,
+        "predicted_rest_seconds": rest_seconds(shape, mesh, rates),
+        "rates_device": rates.device if seconds else "",
+    }
+
+
 def rest_seconds(shape: ModelShape, mesh: MeshShape, rates: Rates) -> float | None:
     """Predicted time of a step outside of the decoder; None where that is not the reference model's."""
-    if shape.decoder is None or not (shape.wide_layers and shape.base_activation_bytes):
+    if not (shape.wide_layers and shape.base_activation_bytes):
         return None
     alive = shape.base_activation_bytes + shape.other_decoder_bytes + shape.edge_bytes
     update = (6 + 4 * shape.optimizer_slots) * shape.parameter_bytes
@@ -238,8 +248,7 @@ def settle(strategy: str, spec: Spec, shape: ModelShape, axes: Axes, mesh: MeshS
         case StrataParallel(ends=""):
             return replace(spec, ends=",".join(map(str, strata_ends(shape, axes, ranks=mesh.model))))
         case FusedAttention() | StreamStrata():
-            decoder, cells = shape.known_decoder, shape.batch_size
-            sizes = RankSizes(decoder=decoder, axes=axes, k=0, cells=cells, ranks=mesh.model)
+            sizes = RankSizes(decoder=shape.decoder, axes=axes, k=0, cells=shape.batch_size, ranks=mesh.model)
             if isinstance(spec, FusedAttention):
                 return replace(spec, keep=sizes.keeps_weights)
             return replace(spec, workers=sizes.side_by_side)
@@ -254,11 +263,11 @@ def strata_ends(shape: ModelShape, axes: Axes, *, ranks: int, speeds: tuple[floa
     Raises:
         PlanError: More ranks than strata.
     """
-    strata = len(shape.known_decoder.distances)
+    strata = len(shape.decoder.distances)
     if ranks > strata:
         raise PlanError(
             f"strata got {ranks!r} ranks on the model axis, and {strata!r} strata can be split over"
             f" {strata!r} ranks at most; choose a smaller model_parallel_size, or leave 'strata' out"
         )
-    costs, passing = stratum_seconds(shape.known_decoder, axes, cells=shape.batch_size, ranks=ranks)
+    costs, passing = stratum_seconds(shape.decoder, axes, cells=shape.batch_size, ranks=ranks)
     return deal(costs, ranks, speeds, passing)

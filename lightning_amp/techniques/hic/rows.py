@@ -262,7 +262,7 @@ class VertexParallel:
 def _node_targets(shape: ModelShape) -> list[Target]:
     vertices = shape.vertices
     found = on_decoder(lambda _: DomainParallel(vertices=vertices is not None))(shape)
-    if vertices is None or shape.decoder is None:
+    if vertices is None:
         return found
     return [*found, (vertices.fqn, VertexParallel(modality=vertices.modality, window=shape.decoder.window))]
 

@@ -68,7 +68,7 @@ def _unsuited(shape: ModelShape, strategies: Collection[str]) -> str:
     others = [strategy for strategy in strategies if strategy not in ("S1", "pipeline")]
     if others:
         return f"pipeline is supported together with S1 only, found {', '.join(others)}: leave {', '.join(others)} out"
-    if shape.decoder is not None:
+    if shape.decoder:
         return (
             f"pipeline: {shape.decoder.fqn!r} is a decoder of strata, which all read the latents of the cells and"
             " add to one loss, so that they cannot be stages. Use 'strata', which splits them over the model axis,"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
-from lightning_amp.lightning.callbacks.memory_monitor import COLUMNS, CudaMeter, StratumMemoryMonitor
+from lightning_amp.lightning.callbacks.memory_monitor import COLUMNS, StratumMemoryMonitor, _MeasuredStep
 from tests.any_module import QUIET
 from tests.ranks import run_ranks
 
@@ -220,11 +220,11 @@ def test_rank_zero_writes_the_rows_of_all_ranks(tmp_path: Path) -> None:
 def test_cuda_peak_is_that_of_the_step() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.empty(1 << 26, device=device)
-    meter = CudaMeter(device)
-    meter.start([])
-    before, peak = meter.read()
+    trainer: Any = SimpleNamespace(global_rank=0, optimizers=[], strategy=None)
+    step = _MeasuredStep(trainer, Model().to(device), torch.ones(1), 1)
+    before, peak = step.read()
     assert peak == before, "the peak of what came before is forgotten"
     kept = torch.empty(1 << 20, device=device)
     torch.empty(1 << 22, device=device)
-    assert meter.read()[0] - before == kept.nbytes
-    assert meter.read()[1] - before == kept.nbytes + (1 << 24)
+    assert step.read()[0] - before == kept.nbytes
+    assert step.read()[1] - before == kept.nbytes + (1 << 24)

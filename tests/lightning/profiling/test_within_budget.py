@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_amp.errors import PlanError
+from lightning_amp.lightning.profiling.blocks_outside import keeping_blocks
 from lightning_amp.lightning.profiling.loaders import loaders_of
-from lightning_amp.lightning.profiling.outside_decoder import keeping_blocks
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.recompute.row import RecomputeBlock

@@ -19,11 +19,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
 import lightning_amp
-from lightning_amp.errors import PlanError
+from lightning_amp.costs.model_shape import profile_of_module, shape_of_decoder
+from lightning_amp.errors import InstallError, PlanError
 from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
+from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.reports.plan_report import plan_report
+from lightning_amp.simulation.parse_shape import parse_shape
 from tests.any_module import Meter, make
 from tests.lightning.strategy.strategy_cases import Small, example, example_on_ranks, fitted, same
 from tests.ranks import run_ranks
@@ -374,6 +377,13 @@ def test_what_is_named_is_done_or_refused(tmp_path: Path) -> None:
     assert "recompute is not supported: the step was not profiled" in stubborn
     assert "cannot be copied" in stubborn
     assert "fsdp" in alone
+
+
+def test_a_module_without_strata_refuses_the_plan_of_a_decoder() -> None:
+    shape = shape_of_decoder(parse_shape("anchors=300,dim=8,strata=3").decoder, batch_size=4)
+    given = make_plan(profile_of_module(shape), strategies="S3,stream", shape=shape, batch_size=4)
+    with pytest.raises(InstallError, match="S3 cannot change 'decoder.strata.*', which matches no module of Small"):
+        fitted(Small(), DataLoader(CELLS, batch_size=4), AMPStrategy(plan=given))
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def refused(rank: int, *, plan: Any = None, module: Any = None, plan_run: Any = 
 
 
 def cannot_plan(facts: Any, strategies: Any, model_ranks: Any) -> Plan:
-    assert facts.here.rank == 0, "only rank 0 plans"
+    assert facts.strategy.global_rank == 0, "only rank 0 plans"
     raise PlanError("no plan for you")
 
 

@@ -12,7 +12,7 @@ from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.row import FullyShard
 
-SHAPE = ModelShape(decoder=None, batch_size=4, parameter_bytes=1000, base_activation_bytes=0, blocks=("net.0", "net.2"))
+SHAPE = ModelShape(batch_size=4, parameter_bytes=1000, base_activation_bytes=0, blocks=("net.0", "net.2"))
 
 
 def test_a_plan_names_the_units_and_the_root() -> None:

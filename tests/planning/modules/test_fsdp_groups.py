@@ -30,7 +30,7 @@ from tests.planning.modules.test_plan_of_a_module import NAMES, base, chain, pro
 
 GIB = 2**30
 A100 = rates_for("A100").on_nodes_of(8)
-SHAPE = ModelShape(decoder=None, batch_size=8, parameter_bytes=25, base_activation_bytes=0, profiled=True)
+SHAPE = ModelShape(batch_size=8, parameter_bytes=25, base_activation_bytes=0, profiled=True)
 
 
 def heavy(fsdp: FullyShard | None = None, rates: Any = A100, *, seconds: float = 0.01) -> ProfiledStep:

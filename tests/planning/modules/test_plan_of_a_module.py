@@ -96,7 +96,7 @@ def seen(profile: ModuleProfile | None = None, blocks: Chain | None = None, weig
 
 
 def base(budget: int | None, *, devices: int = 1, **options: Any) -> Plan:
-    shape = ModelShape(decoder=None, batch_size=8, parameter_bytes=25, base_activation_bytes=0, profiled=True)
+    shape = ModelShape(batch_size=8, parameter_bytes=25, base_activation_bytes=0, profiled=True)
     return make_plan(
         profile_of_module(shape), devices=devices, device_memory=budget, shape=shape, batch_size=8, **options
     )
