@@ -26,9 +26,9 @@ from lightning_amp.dist.normalise import batch_normalised
 from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.forward_overrides import Override, Position, add_override, overrides_of, remove_override
-from lightning_amp.techniques.autograd.received import once
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
-from lightning_amp.techniques.contract.batch_norms import normalises_by_batch
+from lightning_amp.techniques.contract.protocol import normalises_by_batch
+from lightning_amp.techniques.ranks.received import once
 
 SHARE = "share_batch_statistics"
 """Name of the option of AMPStrategy, for messages."""

@@ -53,7 +53,7 @@ from lightning_amp.dist.normalise import normalised
 from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Counts, FeatureAnchor, OwnCounts
-from lightning_amp.techniques.checks.decode import decode_problem
+from lightning_amp.techniques.checks.decoder import decode_problem
 from lightning_amp.techniques.checks.key import channels_problem
 from lightning_amp.techniques.checks.same_function import shown
 from lightning_amp.techniques.contract.change import Change

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_amp.techniques.replay.spec import AT_ONCE, KEPT, ONE_BY_ONE
-
+KEPT, AT_ONCE, ONE_BY_ONE = 0, 1, 2
+"""Kinds of stretches: as it is, replayed as a whole, or anew for each tensor that the backward pass asks for."""
 PARTS = 256
 """Of a bound, in which bytes held are counted."""
 CLOSE = 0.01

@@ -33,7 +33,7 @@ from lightning_amp._torch import TorchDispatchMode, autograd_node
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, tensors_of
 from lightning_amp.footprint.recompute_state import digests
-from lightning_amp.techniques.replay.operators import copied, draws_of, how_of, is_plain, version_of
+from lightning_amp.techniques.replay.choose_cuts import KEPT, ONE_BY_ONE
 from lightning_amp.techniques.replay.segment import (
     CHANGED,
     Handle,
@@ -43,9 +43,13 @@ from lightning_amp.techniques.replay.segment import (
     Segment,
     Slot,
     StorageRef,
+    copied,
+    draws_of,
+    how_of,
+    is_plain,
     mapped,
+    version_of,
 )
-from lightning_amp.techniques.replay.spec import KEPT, ONE_BY_ONE
 
 SMALL = 64
 """How many times smaller than the largest result of its operator a small one is."""

@@ -37,10 +37,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_amp.footprint.target_device import launches_operators
-from lightning_amp.techniques.autograd.precomputed_gradients import wants_gradients
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, run_sizes
 from lightning_amp.techniques.hic.attention.bucket_work import BucketWork, of_keys, part_of
 from lightning_amp.techniques.hic.attention.sizes import computed_in, met_in
+from lightning_amp.techniques.precomputed_gradients import wants_gradients
 
 
 def banded_softmax(

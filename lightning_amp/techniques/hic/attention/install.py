@@ -29,8 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import PerAnchor
-from lightning_amp.techniques.checks.cached_check import found_out
-from lightning_amp.techniques.checks.same_function import mismatch
+from lightning_amp.techniques.checks.same_function import found_out, mismatch
 from lightning_amp.techniques.contract.change import hooks_within
 from lightning_amp.techniques.contract.protocol import BucketedAttention
 from lightning_amp.techniques.hic.attention.banded_softmax import banded_softmax

@@ -49,8 +49,7 @@ from lightning_amp.dist.sharded_tensor import computed_in
 from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import FeatureAnchor, PerAnchor
-from lightning_amp.techniques.checks.key import rows_problem
-from lightning_amp.techniques.checks.reach import full_problem
+from lightning_amp.techniques.checks.key import full_problem, rows_problem
 from lightning_amp.techniques.checks.same_function import failure
 from lightning_amp.techniques.contract.change import Change, hooks_within
 from lightning_amp.techniques.contract.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder

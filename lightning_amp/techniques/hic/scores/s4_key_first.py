@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Counts, FeatureAnchor, PerAnchor, PerCell
-from lightning_amp.techniques.checks.decode import decode_problem
+from lightning_amp.techniques.checks.decoder import decode_problem
 from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelihood
 
 

@@ -41,11 +41,11 @@ from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
-from lightning_amp.techniques.autograd.precomputed_gradients import wants_gradients
-from lightning_amp.techniques.checks.cached_check import found_out
 from lightning_amp.techniques.checks.likelihood import likelihood_problem, likelihood_settings
+from lightning_amp.techniques.checks.same_function import found_out
 from lightning_amp.techniques.hic.rows import sparse_columns
 from lightning_amp.techniques.hic.scores.nonzero_counts import Entries, entries
+from lightning_amp.techniques.precomputed_gradients import wants_gradients
 
 EXACT = 40.0
 """From here on softplus(x) is x, and a sigmoid 1, to all digits of float64."""

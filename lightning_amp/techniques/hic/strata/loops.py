@@ -28,11 +28,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Scalar
-from lightning_amp.techniques.autograd.functional_call import call_with, places
-from lightning_amp.techniques.checks.strata_loop import walk_of
+from lightning_amp.techniques.checks.decoder import walk_of
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, LoopTechnique
 from lightning_amp.techniques.hic.rows import RecomputeStrata, StrataParallel
+from lightning_amp.techniques.precomputed_gradients import call_with, places
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
 
 

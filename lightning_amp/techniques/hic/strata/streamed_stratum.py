@@ -34,7 +34,10 @@ from torch.autograd.function import once_differentiable
 from lightning_amp._torch import gelu_backward, has_no_values, multiplies_in_tf32
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import PerAnchor, PerCell, Scalar
-from lightning_amp.techniques.autograd.precomputed_gradients import (
+from lightning_amp.techniques.checks.key import attention_form
+from lightning_amp.techniques.checks.same_function import mismatch
+from lightning_amp.techniques.contract.change import KINDS
+from lightning_amp.techniques.precomputed_gradients import (
     Gradients,
     add,
     gradients,
@@ -42,9 +45,6 @@ from lightning_amp.techniques.autograd.precomputed_gradients import (
     wants_gradients,
     with_gradients,
 )
-from lightning_amp.techniques.checks.key import attention_form
-from lightning_amp.techniques.checks.same_function import mismatch
-from lightning_amp.techniques.contract.change import KINDS
 
 PER_CELL = ("library", "log_weight")
 """What may need a gradient besides u, of all that has a row for every cell."""
