@@ -133,6 +133,7 @@ def _watch(module: nn.Module, forward: "_Forward", tell: Callable[[str], None]) 
         handle.remove()
         v = named.get("v", given[1] if len(given) > 1 else None)
         if isinstance(v, Tensor) and v.dim() == 2 and len(v) != decoder.n_anchors:
+            # before anything is computed, so that keys have a row for every row of v
             known, decoder.n_anchors = decoder.n_anchors, len(v)
             forward.first_batch.plain.n_anchors = len(v)
             tell(f"in its first step v has {len(v)!r} rows, where the decoder's features have {known!r} anchors")

@@ -98,6 +98,7 @@ def _without(module: nn.Module, blocks: set[int], known: dict[int, nn.Module]) -
     """
     if id(module) in known:
         return known[id(module)]
+    # no `copy.copy`: what fully_shard has put on a module belongs to that module alone
     kind, left_out = own_class(module)
     inside, first = id(module) in blocks, not known
     found = known[id(module)] = object.__new__(kind)

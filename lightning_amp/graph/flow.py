@@ -47,19 +47,18 @@ class OperatorCall:
         return found.k if isinstance(found, Ref) else None
 
 
-Rule = Callable[[OperatorCall], Follows]
+FlowRule = Callable[[OperatorCall], Follows]
 """Also of a sum: then every list is one group of (tensor argument, dim) that are summed over together."""
-RULES: dict[str, Rule] = {}
-SUM_RULES: dict[str, Rule] = {}
+RULES: dict[str, FlowRule] = {}
+SUM_RULES: dict[str, FlowRule] = {}
 
 
-def register_flow(*ops: str) -> Callable[[Rule], Rule]:
+def register_flow(*ops: str) -> Callable[[FlowRule], FlowRule]:
     """Add the rule of operators, named as in `torch.ops.aten` or "namespace::name" of another library.
 
     The rule gets an OperatorCall, and returns for every dim of the result the pairs (tensor argument, dim) that it
-    follows. It
-    is believed by plans: a piece of the result has to be what the operator makes of the same pieces of these arguments.
-    Where it is not, the block is refused with an InstallError before it computes anything in chunks.
+    follows. Plans rely on it: a piece of the result has to be what the operator makes of the same pieces of these
+    arguments. Where it is not, the block is refused with an InstallError before it computes anything in chunks.
 
     Example: of an operator that sorts every row, rows follow those of its argument, and columns nothing.
 
@@ -71,7 +70,7 @@ def register_flow(*ops: str) -> Callable[[Rule], Rule]:
         ModelError: An operator has a rule already.
     """
 
-    def add(rule: Rule) -> Rule:
+    def add(rule: FlowRule) -> FlowRule:
         known = sorted(set(ops) & RULES.keys())
         if known:
             raise ModelError(f"a flow rule was registered for {known[0]!r}, which has one; name another operator")
@@ -100,10 +99,10 @@ def dims_of(call: OperatorCall) -> Dims | None:
     return tuple(tuple(dim) for dim in found)
 
 
-def sums_over(*ops: str) -> Callable[[Rule], Rule]:
-    """Add the rule of what operators sum over, besides their rule of dims."""
+def sums_over(*ops: str) -> Callable[[FlowRule], FlowRule]:
+    """Add the rule of what operators sum over, in addition to their rule of dims."""
 
-    def add(rule: Rule) -> Rule:
+    def add(rule: FlowRule) -> FlowRule:
         SUM_RULES.update(dict.fromkeys(ops, rule))
         return rule
 

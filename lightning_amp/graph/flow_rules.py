@@ -28,10 +28,8 @@ def pointwise(call: OperatorCall) -> Follows:
     return collect(call.result, pairs)
 
 
-@register_flow("arange", "zeros", "ones", "full", "empty", "scalar_tensor")
-def _made(call: OperatorCall) -> Follows:
-    """Nothing goes in."""
-    return nothing(call)
+# no tensor goes in
+register_flow("arange", "zeros", "ones", "full", "empty", "scalar_tensor")(nothing)
 
 
 @register_flow("linear")
@@ -68,6 +66,7 @@ def _product_of_vector(call: OperatorCall, a: Shape, b: Shape) -> Follows:
 def _einsum(call: OperatorCall) -> Follows:
     """A letter of the result follows that letter of every argument; a dim of size 1 may be broadcast."""
     left, arrow, right = str(call.arguments["equation"]).replace(" ", "").partition("->")
+    # without an arrow the result's letters are only implied, and dots stand for any number of dims
     if not arrow or "." in left:
         return nothing(call)
     letters = [(k, d, x) for k, part in enumerate(left.split(",")) for d, x in enumerate(part)]
@@ -95,10 +94,14 @@ def _attention(call: OperatorCall) -> Follows:
     ]
 
 
-@register_flow("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum")
-def _along_one(call: OperatorCall) -> Follows:
-    """All dims but the one that is normalised or summed along."""
-    return same_but(call, [call.arguments["dim"]])
+@register_flow(
+    *("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"),
+    *("glu", "topk", "sort", "argsort", "_fft_c2c", "_fft_r2c", "_fft_c2r"),
+)
+def _along_some(call: OperatorCall) -> Follows:
+    """All dims but those that they go along, the last if none is named; the results of several are equal."""
+    dim = call.arguments.get("dim", -1)
+    return same_but(call, dim if isinstance(dim, list) else [dim])
 
 
 @register_flow("layer_norm", "rms_norm")
@@ -137,6 +140,7 @@ def _convolution(call: OperatorCall) -> Follows:
         for d, size in enumerate(call.shapes[1][2:], start=2):
             found[d] = [(0, d)] if size == 1 and call.shapes[0][d] == call.result[d] else []
     if call.arguments.get("groups", 1) == 1:
+        # in a transposed convolution the weight has the channels of the input first
         found[1] = [(1, int(_transposed(call))), *[(k, 0) for k in range(2, len(call.shapes))]]
     return found
 
@@ -166,15 +170,23 @@ def _of_positions(call: OperatorCall) -> Follows:
     return [[(0, d)] for d in range(rank)] if whole and rank == 4 else found
 
 
-@register_flow("sum", "nansum", "mean", "amax", "amin", "logsumexp", "var")
-def reduction(call: OperatorCall) -> Follows:
-    """All dims but those that are reduced."""
-    asked = call.arguments.get("dim")
-    rank = len(call.shapes[0])
-    gone = {d % rank for d in ([asked] if isinstance(asked, int) else asked or range(rank))}
+@register_flow(
+    *("sum", "nansum", "mean", "amax", "amin", "logsumexp", "var", "std", "prod", "all", "any", "count_nonzero"),
+    *("max", "min", "argmax", "argmin", "median", "nanmedian", "mode", "kthvalue", "linalg_vector_norm", "norm"),
+)
+def _reduction(call: OperatorCall) -> Follows:
+    """All dims but those that are reduced; of two tensors value by value."""
+    if len(call.shapes) > 1:
+        return pointwise(call)
+    gone = _reduced(call)
     if call.arguments.get("keepdim"):
-        return same_but(call, sorted(gone))
-    return [[(0, d)] for d in range(rank) if d not in gone]
+        return same_but(call, gone)
+    return [[(0, d)] for d in range(len(call.shapes[0])) if d not in gone]
+
+
+def _reduced(call: OperatorCall) -> list[int]:
+    dim, rank = call.arguments.get("dim"), len(call.shapes[0])
+    return [d % rank for d in ([dim] if isinstance(dim, int) else dim or range(rank))]
 
 
 @register_flow("transpose", "t", "permute")
@@ -242,9 +254,7 @@ def _embedding(call: OperatorCall) -> Follows:
 @sums_over("sum", "nansum")
 def _sum(call: OperatorCall) -> Follows:
     """Each dim that is gone."""
-    asked = call.arguments.get("dim")
-    rank = len(call.shapes[0])
-    return [[(0, d % rank)] for d in ([asked] if isinstance(asked, int) else asked or range(rank))]
+    return [[(0, d)] for d in _reduced(call)]
 
 
 @sums_over("matmul", "mm", "bmm")

@@ -99,6 +99,7 @@ def _forward(
     rows: Rows = table.rows
     alive, now, found = dict[int, int](), 0, list[int]()
     ends: dict[int, list[int]] = {}
+    # what is saved lives on into the backward pass, whoever reads it last
     for k, end in _last_use(table).items():
         if k not in saved:
             ends.setdefault(end, []).append(k)

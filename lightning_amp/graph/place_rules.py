@@ -1,37 +1,18 @@
-"""Register the dim rules of further operators: elementwise, along some dims, and by index.
+"""Register the dim rules of further operators: elementwise, of matrices, and by index.
 
 `embedding_bag` has none: which rows are in one bag depends on values.
 """
 
 from lightning_amp.graph.flow import Follows, OperatorCall, broadcast, collect, nothing, register_flow, same_but
-from lightning_amp.graph.flow_rules import pointwise, reduction
+from lightning_amp.graph.flow_rules import pointwise
 
 register_flow(
     *("square", "reciprocal", "sign", "floor", "ceil", "round", "expm1", "log1p", "log2", "logaddexp", "atan2"),
     *("log_sigmoid", "hardtanh", "hardswish", "hardsigmoid", "relu6", "mish", "celu", "selu", "threshold"),
     *("nan_to_num", "isnan", "isfinite", "remainder", "logical_and", "logical_or", "logical_xor"),
-    *(
-        "bitwise_and",
-        "bitwise_or",
-        "floor_divide",
-        "complex",
-        "polar",
-        "_conj",
-        "resolve_conj",
-        "addcmul",
-        "addcdiv",
-        "lerp",
-        "clamp_min",
-        "clamp_max",
-        "broadcast_to",
-    ),
+    *("bitwise_and", "bitwise_or", "floor_divide", "complex", "polar", "_conj", "resolve_conj", "addcmul", "addcdiv"),
+    *("lerp", "clamp_min", "clamp_max", "broadcast_to"),
 )(pointwise)
-
-
-@register_flow("glu", "topk", "sort", "argsort", "cumprod", "logcumsumexp", "cummax", "cummin")
-def _along_one(call: OperatorCall) -> Follows:
-    """All dims but the one that they go along, the last if none is named; the results of several are equal."""
-    return same_but(call, [call.arguments.get("dim", -1)])
 
 
 @register_flow("renorm")
@@ -68,19 +49,11 @@ def _pad(call: OperatorCall) -> Follows:
     return same_but(call, [-1 - i // 2 for i, n in enumerate(widths) if n])
 
 
-@register_flow(
-    *("max", "min", "argmax", "argmin", "median", "prod", "all", "any", "std", "count_nonzero"),
-    *("linalg_vector_norm", "norm", "kthvalue", "mode", "nanmedian"),
-)
-def _reduction(call: OperatorCall) -> Follows:
-    """All dims but those that are reduced; of two tensors value by value."""
-    return pointwise(call) if len(call.shapes) > 1 else reduction(call)
-
-
 @register_flow("gather")
 def _gather(call: OperatorCall) -> Follows:
     """All dims but the one that is looked up along, where the index has as many there as the tensor."""
     dim = call.arguments["dim"] % max(len(call.result), 1)
+    # an index that is shorter in a dim reads only the begin of the tensor: pieces of the two would not meet
     same = [a == b for a, b in zip(*call.shapes, strict=True)]
     return [[(0, d), (1, d)] if same[d] and d != dim else [] for d in range(len(call.result))]
 
@@ -90,12 +63,6 @@ def _index_select(call: OperatorCall) -> Follows:
     """The dim that is looked up along follows the index."""
     dim = call.arguments["dim"] % max(len(call.result), 1)
     return [[(1, 0)] if d == dim and call.shapes[1] else [(0, d)] for d in range(len(call.result))]
-
-
-@register_flow("_fft_c2c", "_fft_r2c", "_fft_c2r")
-def _fourier(call: OperatorCall) -> Follows:
-    """All dims but those that are transformed."""
-    return same_but(call, call.arguments["dim"])
 
 
 @register_flow("cdist")

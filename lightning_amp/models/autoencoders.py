@@ -1,4 +1,4 @@
-"""The autoencoders of all modalities, linked by a graph: made from the data, encode cells, impute data."""
+"""Define the autoencoders of all modalities, linked by a graph: they are made from data, encode cells, impute data."""
 
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -65,6 +65,7 @@ class LinkedAutoencoders(pl.LightningModule):
                 total=TOTALS[name],
                 stream=STREAMS_PER_MODALITY * i,
             )
+        # after all encoders: another order would draw other first weights
         for name, modality in inputs.modalities.items():
             if name != HIC:
                 decoders[name] = PLAIN_DECODERS[LIKELIHOODS[name]](modality.n_features, modality.n_batches)

@@ -1,4 +1,4 @@
-"""The reference model: variational autoencoders of all modalities, joined by a guidance graph and an adversary.
+"""Define the reference model: variational autoencoders of all modalities, joined by a guidance graph and an adversary.
 
     loss = lam_data sum_m weight_m (nll_m + lam_kl kl_m / F_m) + lam_graph M (graph nll + lam_kl kl / V)
            - lam_align (discriminator loss)

@@ -96,7 +96,6 @@ def alignment_loss(discriminator: Discriminator, latents: dict[int, PerCell], *,
     return total / len(latents)
 
 
-ENCODER_LEAK = 0.2
 LEAST_STD = 1e-7
 
 
@@ -136,5 +135,5 @@ class Encoder(nn.Module):
             else:
                 h = (x * scale).log1p()
         for layer, norm, dropout in zip((self.first, *self.hidden), self.norms, self.dropouts, strict=True):
-            h = dropout(norm(F.leaky_relu(layer(h), ENCODER_LEAK)), draw)
+            h = dropout(norm(F.leaky_relu(layer(h), LEAK)), draw)
         return self.loc(h), F.softplus(self.std(h)) + LEAST_STD

@@ -67,6 +67,7 @@ def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs:
         inputs: Leaves of the graph; of those that need no gradient it is None.
         grad_outputs: Gradients of the outputs, None for a scalar's 1.
     """
+    # by identity: tensors compare by value
     known = {id(tensor) for tensor in inputs}
     strangers = [found for output in outputs for found in _leaves(output) if id(found) not in known]
     if strangers:
@@ -113,6 +114,7 @@ class GradientSum:
             add_up([(self, grad)])
             return
         assert self._room is not None, "what is added to in parts has its memory from the start"
+        # the other columns may get no gradient at all, and count as zero
         self.value = self._room.zero_() if self.value is None else self.value
         if isinstance(columns, Tensor):
             self.value.index_add_(1, columns, grad)
@@ -177,16 +179,6 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
         found += [before for before, _ in node.next_functions]
 
 
-def _scale(found: Gradients, by: Tensor) -> None:
-    """Scale in place, the gradients of a type in one operator."""
-    alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for own in found:
-        if own is not None:
-            alike[own.dtype].append(own)
-    for dtype, some in alike.items():
-        scale_each(some, by.to(dtype))
-
-
 class _Ready(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Compute, home: frozenset[int], *inputs: Tensor) -> Tensor:
@@ -210,7 +202,13 @@ class _Ready(torch.autograd.Function):
                 "a second backward pass through a loss is not supported if its strata are streamed; "
                 "compute the loss again, or leave 'stream' out"
             )
-        _scale(ready, grad)
+        by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for own in ready:
+            if own is not None:
+                by_type[own.dtype].append(own)
+        # one operator for each type, where there may be hundreds of tensors
+        for dtype, same in by_type.items():
+            scale_each(same, grad.to(dtype))
         return None, None, *ready
 
 

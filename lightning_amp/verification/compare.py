@@ -262,6 +262,7 @@ def rows_of(reports: Sequence[Report]) -> tuple[Row, ...]:
     union = [[of_all(step, i) for i, _ in enumerate(losses)] for step, losses in enumerate(first.one_losses)]
     losses: tuple[dict[str, float], ...] = {}, {}
     for name, error in loss_errors(union, first.one_losses).items():
+        # the loss of the first step comes before any update, and is allowed less
         losses[name.split(",")[0] != "step 1"][name] = error
     # of every tensor the rank where its error is largest; one that is no number is
     worst: Errors = {kind: {} for kind in first.errors}
@@ -314,6 +315,7 @@ def common_factor(found: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> flo
     """What all tensors of `one` are those of `found` times, None where it is not one number."""
     pairs = [(found[k].double().flatten(), one[k].double().flatten()) for k in one if k in found]
     pairs = [(a, b) for a, b in pairs if a.shape == b.shape]
+    # least squares: one number fits where the two are parallel, so where their cosine is 1
     mixed, own, ones = (sum(float(p[i] @ p[j]) for p in pairs) for i, j in ((0, 1), (0, 0), (1, 1)))
     return mixed / own if own and ones and abs(1 - mixed * mixed / (own * ones)) < 1e-6 else None
 

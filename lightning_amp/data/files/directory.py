@@ -136,6 +136,7 @@ def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
         with _refusing(out):
             yield aside
             if place.exists():
+                # a directory cannot be renamed to one that is not empty
                 old = aside.with_suffix(".old")
                 place.rename(old)
                 aside.rename(place)

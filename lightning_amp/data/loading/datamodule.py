@@ -1,4 +1,4 @@
-"""Defines the LightningDataModule of a directory of single-cell files, or of AnnData objects in memory."""
+"""Define the LightningDataModule of a directory of single-cell files, or of AnnData objects in memory."""
 
 import os
 import shutil
@@ -165,6 +165,7 @@ class SingleCellDataModule(pl.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Read everything once; counts stay sparse. Under `strategies="sequence"` a rank keeps its own columns of the
         modalities whose x is split: `sequence_dim={"rna.x": 1}` with a number as `model_parallel_size`."""
+        # called for every stage; files are read again only where this rank has other columns than before
         if self.tables and all(t.columns == self._own(m, t.n_features) for m, t in self.tables.items()):
             return
         directory = find(self.data_dir, setting=self.setting)
@@ -270,6 +271,7 @@ class SingleCellDataModule(pl.LightningDataModule):
             rng = np.random.default_rng(hash_integers(self.seed, hash_text(modality)))
             n_held = int(np.ceil(self.val_fraction * table.n_cells)) if table.n_cells > 1 else 0
             order = rng.permutation(table.n_cells)
+            # one cell is always left to train on
             train[modality] = np.sort(order[min(n_held, table.n_cells - 1) :])
             val[modality] = np.sort(order[: min(n_held, table.n_cells - 1)]) if n_held else train[modality]
         return train, val

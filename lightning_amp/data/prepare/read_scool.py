@@ -156,6 +156,7 @@ class ScoolFile:
                 if group is None:
                     raise DataError(f"{where} is not in the file, found e.g. {self.cells[:3]!r}; use one of `cells`")
                 self._check_cell(group, where)
+                # pixels are sorted by their first bin, so those of a run of bins are a run
                 offset = group["indexes/bin1_offset"]
                 run = (0, None) if own is None else (int(offset[own.start]), int(offset[own.stop]))
                 table = Cooler(group).pixels()[PIXELS][slice(*run)]

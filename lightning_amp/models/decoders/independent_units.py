@@ -57,7 +57,7 @@ class Unit(nn.Module):
         return self.sum_over_cells(self.nll, v, u, parameters=self.parameters(), **cells), v
 
     def arguments(self, k: int, log_weights: Tensor, **cells: Tensor) -> dict[str, Tensor]:
-        """What this unit, the decoder's k-th, is called with besides v and u: all that the decoder was; may be less."""
+        """Arguments of this unit, the decoder's k-th, in addition to v and u: by default all that the decoder got."""
         return {**cells, "log_weight": log_weights[:, k : k + 1]}
 
     def spine(self, v: PerAnchor) -> PerAnchor:

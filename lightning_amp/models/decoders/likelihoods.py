@@ -1,4 +1,4 @@
-"""Log-probabilities of observed values, and the decoders of RNA, ATAC and methylation, which have one per feature.
+"""Define log-probabilities of observed values, and the decoders of RNA, ATAC and methylation, with one per feature.
 
 Counts are given by log mean and log inverse dispersion, because means are softmax fractions that underflow.
 Zero-inflated densities add mass and density at zero, log(pi + (1 - pi) p(0)), as the GLUE family does; the
@@ -61,6 +61,7 @@ def normal(x: Numbers, loc: Numbers, log_scale: Numbers) -> Float[Tensor, "..."]
 
 def ziln(x: Numbers, loc: Numbers, log_scale: Numbers, zi_logits: Numbers) -> Float[Tensor, "..."]:
     """Log-normal density of x > 0, and zeros of probability sigmoid(zi_logits)."""
+    # the logarithm of 0 would make the gradient NaN, though `where` below does not take its value
     log_x = torch.where(x > 0, x, 1.0).log()
     positive = normal(log_x, loc, log_scale) - log_x + F.logsigmoid(-zi_logits)
     return torch.where(x > 0, positive, F.logsigmoid(zi_logits))

@@ -1,4 +1,4 @@
-"""The stratified Hi-C decoder: a loss that is a sum over strata which depend on nothing but u and v.
+"""Define the stratified Hi-C decoder: a loss that is a sum over strata which depend on nothing but u and v.
 
     stratum k   key = key_k(v), ZINB with mean softmax(logit) * library * weight[:, k] (stratum.py)
     weight      softmax(strata_weights + head(u)) over strata

@@ -88,6 +88,7 @@ def _walk_problem(walk: object, *, stacked: bool) -> str:
 
 
 def _run_walk(walk: Any) -> dict[str, float]:
+    # v + k of all strata is 1 + 0, 2 + 1, 3 + 2 and 4 + 3: 16 in all, and 8 of the two in the middle
     one, strata = torch.ones(1, 1), nn.ModuleList(_ExampleStratum() for _ in range(4))
     runs = {"all strata": None, "the inner ones": range(1, 3), "none": range(2, 2)}
     return {name: float(walk(strata, one, one, one, own=own)) for name, own in runs.items()}

@@ -29,12 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_amp.footprint.forward_overrides import HOOKS
 from lightning_amp.shapes import PerAnchor
 from lightning_amp.techniques.checks.same_function import close, failure, mismatch
-from lightning_amp.techniques.contract.change import KINDS, hooks_within
+from lightning_amp.techniques.contract.change import hooks_within
 from lightning_amp.techniques.contract.protocol import ATTENTION_KEY, BucketedAttention
 
-Part = tuple[slice | list[int], ...]
+Index = tuple[slice | list[int], ...]
 """An index of v."""
 
 RTOL = 1e-9
@@ -53,6 +54,7 @@ def channels_problem(key: nn.Module, dim: int, *ranks: list[int]) -> str:
 
 def rows_problem(key: nn.Module, dim: int) -> str:
     """Why a key with attention cannot run on only some anchors, once attention sees the others; "" if it can."""
+    # both halves: a key that adds up the rows before each would leave the first half as it is
     half = ROWS // 2
     return _problem(key, dim, "anchors", [(slice(half),), (slice(half, None),)])
 
@@ -63,7 +65,7 @@ def attention_form(key: nn.Module) -> tuple[bool, bool] | None:
 
     None where it is none of the four forms, or has hooks.
     """
-    if set(key._modules) != set(ATTENTION_KEY) or any(getattr(key, kind) for kind in KINDS):
+    if set(key._modules) != set(ATTENTION_KEY) or any(getattr(key, kind) for kind in HOOKS):
         return None
     alone: Any = _alone(key)
     v = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
@@ -87,8 +89,8 @@ def attention_form(key: nn.Module) -> tuple[bool, bool] | None:
     return None
 
 
-def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> str:
-    hooks = [kind.strip("_") for kind in KINDS if getattr(key, kind)]
+def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Index]) -> str:
+    hooks = [kind.strip("_") for kind in HOOKS if getattr(key, kind)]
     if hooks:
         return f"has {hooks!r}, which would see a part of its values"
     alone = _alone(key)
@@ -98,16 +100,16 @@ def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> st
         run = getattr(alone, name, None)
         try:
             with warnings.catch_warnings(action="ignore"):
-                alike = run is None or all(_alike(run, v, part) for part in parts)
+                keeps = run is None or all(_keeps_parts(run, v, part) for part in parts)
         except Exception as error:
             return f"has a {name!r} that fails on an example, with stand-ins for its children, with {failure(error)}"
-        if not alike:
+        if not keeps:
             return f"has a {name!r} that returns other values for some of the {things} than for all of them"
     return ""
 
 
 @torch.no_grad()
-def _alike(run: Callable[[Tensor], Any], v: PerAnchor, part: Part) -> bool:
+def _keeps_parts(run: Callable[[Tensor], Any], v: PerAnchor, part: Index) -> bool:
     """Whether the result of a part is the part of the whole result."""
     expected = [whole[part] for whole in _tensors(run(v))]
     found = _tensors(run(v[part]))
@@ -157,7 +159,6 @@ def _convolution_stand_ins(key: nn.Module) -> dict[str, Callable[..., Tensor]]:
     return {"pairs": pairs}
 
 
-EXAMPLE = (7, 4)
 CLOSE = 1e-10
 
 
@@ -192,19 +193,14 @@ def full_problem(attention: nn.Module) -> str:
     hooks = hooks_within(attention)
     if hooks:
         return f"has {hooks!r}, which would not run"
-    return mismatch(attention, _Full(), _results, rtol=CLOSE)
+    expected = attention_results(lambda q, k, values: (q @ k.T / q.shape[1] ** 0.5).softmax(-1) @ values)
+    return mismatch(attention, expected, attention_results, rtol=CLOSE)
 
 
-class _Full(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
-        weights: Tensor = (q @ k.T / q.shape[1] ** 0.5).softmax(-1)
-        return weights @ values
-
-
-def _results(attention: nn.Module) -> dict[str, Tensor]:
-    """Output and gradients in float64 for random anchors, always the same."""
+def attention_results(attention: Callable[..., Tensor], n: int = 7, dim: int = 4) -> dict[str, Tensor]:
+    """Output and gradients in float64 for random anchors [n, dim], always the same."""
     generator = torch.Generator().manual_seed(0)
-    draws = torch.randn((4, *EXAMPLE), dtype=torch.float64, generator=generator, device="cpu")
+    draws = torch.randn((4, n, dim), dtype=torch.float64, generator=generator, device="cpu")
     inputs = [draw.clone().requires_grad_() for draw in draws[:3]]
     with torch.enable_grad():
         out = attention(*inputs)

@@ -81,6 +81,7 @@ def likelihood_problem(leaf: nn.Module, ours: nn.Module, *, whole: Whole) -> str
 def _values(leaf: nn.Module, *, example: _ExampleCounts, rows: int, whole: bool) -> dict[str, Tensor]:
     """Value and gradients for an example with that many rows in its tables, and perhaps whole counts alone."""
     x = torch.tensor(example.x, dtype=torch.float64, device="cpu").view(CELLS, -1)
+    # one count of the first example is a fraction, which some refuse
     x = x.ceil() if whole else x
     given = {
         name: torch.linspace(*ends, n * x.shape[1], dtype=torch.float64, device="cpu").view(n, -1)

@@ -168,7 +168,7 @@ class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Below autograd, so that gradients have 64 bits too."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(_type, (args, kwargs or {}))
+        args, kwargs = tree_map(lambda x: WIDER.get(x, x) if isinstance(x, torch.dtype) else x, (args, kwargs or {}))
         before = torch.get_default_dtype()
         # what is made without a type, or of whole numbers, has the default's
         torch.set_default_dtype(torch.float64)
@@ -181,7 +181,3 @@ class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def widened(value: Any) -> Any:
     """A tensor of floating point in 64 bits; anything else as it is."""
     return value.to(WIDER[value.dtype]) if isinstance(value, Tensor) and value.dtype in WIDER else value
-
-
-def _type(value: Any) -> Any:
-    return WIDER.get(value, value) if isinstance(value, torch.dtype) else value

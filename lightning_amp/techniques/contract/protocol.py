@@ -61,6 +61,7 @@ def named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if decoder is child:
             yield fqn, child
         else:
+            # its own children are not run any more: names below it mean the children of the decoder
             hidden.append(fqn)
             yield from decoder.named_modules(prefix=fqn)
 
@@ -206,7 +207,7 @@ T = TypeVar("T")
 
 
 class StratumInputs(NamedTuple, Generic[T]):
-    """What strata read besides their parameters and may have a gradient: tensors, or the gradient of each."""
+    """Tensors that strata read, may have a gradient and are no parameters; or the gradient of each."""
 
     u: T
     v: T

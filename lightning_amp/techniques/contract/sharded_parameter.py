@@ -131,6 +131,7 @@ class ShardedParameter:
 
     def drop(self) -> None:
         """Keep the shape of the whole parameter alone, until it is restored; who reads it all the same, reads nan."""
+        # one number, expanded to the shape: the memory of the whole is given back
         self.whole.data = torch.full((), torch.nan, dtype=self.whole.dtype).expand(self.shape)
         vars(self.whole)[DROPPED] = True
         if self.in_place:
@@ -160,6 +161,7 @@ class ShardedParameter:
 
 def shard_parameter(module: nn.Module, name: str, whole: nn.Parameter, *, parts: Parts) -> ShardedParameter:
     """Give a module this rank's shard of a parameter under a name."""
+    # a copy: a view would keep the whole parameter in memory
     own = parts.own(whole.detach()).clone(memory_format=torch.contiguous_format)
     shard = nn.Parameter(own, requires_grad=whole.requires_grad)
     module.register_parameter(name, shard)

@@ -1,4 +1,4 @@
-"""Batch normalisation over the cells of all ranks of a mesh axis: that of one process on the union batch.
+"""Normalise over the cells of all ranks of a mesh axis, as one process does on the union batch.
 
 Where ranks of another axis have parts of the cells, it is over their values too (dist/normalise.py).
 
@@ -156,6 +156,7 @@ def _track(layer: AnyBatchNorm, mean: Tensor, m2: Tensor, count: Tensor) -> None
     tracks = layer.training and layer.track_running_stats
     if not tracks or layer.running_mean is None or layer.running_var is None:
         return
+    # over the values of all ranks, with the unbiased variance, as torch tracks it
     momentum = layer.momentum
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)

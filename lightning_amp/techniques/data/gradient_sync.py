@@ -272,5 +272,6 @@ class GradientSync:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         elif index in self._partial and index not in self._reached:
+            # whole on this rank, which has not reached it, and summed with the parts of others: as in `_keep_part`
             parameter.grad.div_(self._model_ranks)
         return parameter.grad

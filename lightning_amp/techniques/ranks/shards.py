@@ -154,6 +154,7 @@ def shard_anchors(n_anchors: int, window: int, mesh: DeviceMesh) -> AnchorShards
             f" buckets of {window!r}, which are sharded whole; use a model axis of {buckets!r} ranks or"
             " fewer"
         )
+    # whole buckets, so that attention meets the rows of two other ranks at most
     firsts = (rank * buckets // ranks * window for rank in range(ranks))
     return AnchorShards(mesh=mesh, window=window, bounds=(*firsts, n_anchors))
 
@@ -249,6 +250,7 @@ class Channels:
     def join(self, block: Float[Tensor, "rank *row most_dim"]) -> Float[Tensor, "*row dim"]:
         """The inverse of `blocks`."""
         parts = [part[..., :width] for part, width in zip(block, self.widths, strict=True)]
+        # every rank has a piece of the first half of the channels and one of the second
         halves = zip(*(part.chunk(1 + self.paired, dim=-1) for part in parts), strict=True)
         return torch.cat([piece for half in halves for piece in half], dim=-1)
 

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_amp._torch import AnyBatchNorm, autograd_node
+from lightning_amp._torch import AnyBatchNorm, autograd_node, version_of
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import EnoughSeen
@@ -28,7 +28,7 @@ from lightning_amp.techniques.contract.protocol import StepToPlan
 from lightning_amp.techniques.put_methods import method_of, put_methods, refuse_unseen
 from lightning_amp.techniques.replay.choose_cuts import Array, Replays, Stretches
 from lightning_amp.techniques.replay.row import ReplayOperators
-from lightning_amp.techniques.replay.segment import Kept, version_of
+from lightning_amp.techniques.replay.segment import Kept
 from lightning_amp.techniques.replay.tape import Tape
 
 PLACES = 120
@@ -93,6 +93,7 @@ def stretches_of(look: Look) -> Stretches:
     np.add.at(by_life, (birth, death), n_bytes)
     np.add.at(by_saved, (birth[saved], death[saved]), n_bytes[saved])
     # [b, q]: bytes that stretch b makes and that are read last in stretch q or later; saved ones, read last before q
+    # summed from the right: over all last uses from q on
     later = np.cumsum(by_life[:, ::-1], 1)[:, ::-1]
     sooner = np.cumsum(by_saved, 1) - by_saved
     # read in a stretch from q on; saved, and read in none of them
@@ -129,6 +130,7 @@ def _at_work(places: Array, made: Array, last: Array, n_bytes: Array) -> Array:
         changes = np.zeros(n + 2)
         np.add.at(changes, made[inside], n_bytes[inside])
         np.add.at(changes, np.minimum(last[inside], n) + 1, -n_bytes[inside])
+        # the sum of what was made and not read for the last time, up to each operator, and the largest so far
         highest = np.maximum.accumulate(changes.cumsum()[places[p] : n])
         found[p, p + 1 :] = highest[places[p + 1 :] - places[p] - 1]
     return found
@@ -144,6 +146,7 @@ def _between(by_place: Array) -> Array:
 
 def _places(made: Array, last: Array, n_bytes: Array, seconds: Array, n: int) -> Array:
     """Of stretches of the step with equal shares of bytes and time, the places with the fewest bytes across each."""
+    # bytes that are made before a place and read at it or later
     across = np.zeros(n + 2)
     np.add.at(across, made + 1, n_bytes)
     np.add.at(across, last + 1, -n_bytes)

@@ -57,7 +57,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     if isinstance(cuts, str):
         return cuts
     saved = stretches.all_saved - cuts.n_bytes
-    n = sum(again for _, again in cuts.segments)
+    n = sum(kind != KEPT for _, kind in cuts.segments)
     seconds = cuts.seconds + RECORDED * int(stretches.places[-1])
     took = format_seconds(max(seconds, LEAST_SECONDS))
     what = f"{n} stretch{'es' * (n > 1)} of the step run again"

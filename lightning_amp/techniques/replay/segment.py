@@ -73,11 +73,6 @@ def is_plain(x: Tensor) -> bool:
     return has_storage(x) and not x.is_conj() and not x.is_neg()
 
 
-def version_of(x: Tensor) -> int:
-    """Autograd's count of writes to a tensor; inference tensors have none."""
-    return 0 if x.is_inference() else x._version
-
-
 def copied(x: Tensor) -> Tensor:
     """A copy that lies in memory as the tensor does."""
     copy = x.clone()
@@ -174,7 +169,7 @@ class Slot:
     Attributes:
         storage: The storage, as long as it is alive.
         n_bytes: Its size.
-        small: Whether its operator makes something far larger, as a norm besides its statistics.
+        small: Whether its operator makes something far larger, as a norm whose statistics are small.
         written: Whether an operator after the one that made it has written to it.
         version: The largest of autograd's version counters that a write has left.
         dtypes: Types of the tensors that operators of the tape return of it.
@@ -294,6 +289,7 @@ class Segment:
 
         for slot in slots:
             want(slot)
+        # backwards: whether an operator is needed depends on those after it that read what it makes
         for operator in reversed(self.operators):
             made = {slot for slot in operator.makes | operator.writes if slot in wanted}
             if any((slot, dtype) not in values for slot in made for dtype in self.slots[slot].dtypes):
@@ -306,6 +302,7 @@ class Segment:
         """Tensors in a storage that others keep, if nobody has written to it."""
         storage = slot.storage()
         if storage is not None and not slot.written:
+            # a later segment may hold what this one has made, as something from outside
             for ref in self._alive.get(id(storage), ()):
                 one = ref()
                 if one is not None and not one.copied and is_plain(one.tensor):

@@ -7,9 +7,8 @@ in place of every tensor that the segment has made, and the tape keeps the opera
     all other tensors          as they are: what earlier segments made, parameters, the batch
 
 When the first handle is requested, the operators that lead to tensors with handles run again; or for every handle
-those that lead to it, which holds less and takes longer. Nothing is known of
-modules, so a step may compute in any way: by functions, by layers of a list, by branches. Where a segment ends changes
-what is held, and no result.
+those that lead to it, which holds less and takes longer. Nothing is known of modules, so a step may compute in any way:
+by functions, by layers of a list, by branches. Where a segment ends changes what is held, and no result.
 
 Exactness rests on these rules:
 
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._torch import TorchDispatchMode, autograd_node
+from lightning_amp._torch import TorchDispatchMode, autograd_node, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, tensors_of
 from lightning_amp.footprint.recompute_state import digests
@@ -48,7 +47,6 @@ from lightning_amp.techniques.replay.segment import (
     how_of,
     is_plain,
     mapped,
-    version_of,
 )
 
 SMALL = 64
@@ -177,6 +175,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = func(*args, **kwargs)
             self._next()
             return found
+        # a result in one of these storages is a view, or was written in place
         given, own = {id(t.untyped_storage()) for t in tensors}, set[int]()
 
         def kept(x: Tensor) -> StorageRef | Outside:

@@ -1,4 +1,4 @@
-"""nodes: every rank of the model axis has a run of the anchors, and computes keys and features of these.
+"""Give every rank of the model axis a run of the anchors, of which it computes keys and features (nodes).
 
     region        own rows of v enter, losses are added up (ranks/sharded_region.py, ranks/shards.py); v has no
                   others where the graph's vertices are sharded too (graph_encoder.py)
@@ -27,7 +27,7 @@ time. Parameters stay whole; their gradients are parts (`Change.partial`).
 
 Legend: B cells, N anchors, n own anchors, w anchors of a bucket, own buckets 0 .. W - 1, D dim, K strata, R ranks;
 before, after: the bucket of the rank before, and after. Known limits: second derivatives are refused; what a key does
-besides its children is probed on an example (checks/key.py), what a stratum does besides its parts is not; random draws
+outside its children is probed on an example (checks/key.py), what a stratum does outside its parts is not; random draws
 inside of the strata are each rank's own.
 """
 
@@ -183,6 +183,7 @@ class HaloAttention(nn.Module):
 
     def _send(self, near: list[State]) -> Tensor:
         w, (_, *first), (_, *last) = self.anchors.window, near[0], near[-1]
+        # the first own bucket is for the rank before, the last for the rank after; one bucket alone is for both
         edges = [[x[:w] for x in first]] * self.anchors.before + [[x[-w:] for x in last]] * self.anchors.after
         return start_exchange(self.anchors, [torch.cat(edge, dim=1) for edge in edges])
 
@@ -350,6 +351,7 @@ class AnchorFeatures(ShardedFeatures):
         nn.Module.__init__(self)
         self.mesh, self.n_features = anchors.mesh, len(feature_anchor)
         firsts = torch.tensor(anchors.bounds[1:-1], dtype=feature_anchor.dtype, device=feature_anchor.device)
+        # the rank of every feature is that of its anchor; stable, so that a rank keeps the order of its features
         owner = torch.bucketize(feature_anchor, firsts, right=True)
         order = owner.argsort(stable=True)
         self.sizes = owner.bincount(minlength=len(anchors.sizes)).tolist()

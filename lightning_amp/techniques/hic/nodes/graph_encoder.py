@@ -1,4 +1,4 @@
-"""nodes in the graph encoder: every rank of the model axis holds the vertices of its anchors, and some others.
+"""Give every rank of the model axis the vertices of its anchors, and some others (nodes, in the graph encoder).
 
     an anchor         its rank under `nodes` (ranks/shards.py), so that own rows of v enter the decoder
     another vertex    the rank that most of its edges lead to; ties to the lowest, without edges in runs
@@ -270,7 +270,7 @@ class _Replicated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (place,) = ctx.saved_tensors
-        # no collective: all ranks have computed the same with the rows, so that each has the whole gradient of its own
+        # no collective: all ranks have computed the same with the rows, so each has the whole gradient of its rows
         own = grad.masked_fill((place < 0)[:, None], 0)
         out = grad.new_zeros(ctx.n_own, grad.shape[1])
         return out.index_add_(0, place.clamp_min(0), own), None, None

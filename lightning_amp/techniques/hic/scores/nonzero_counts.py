@@ -5,8 +5,8 @@ is to wait for the device: so the host looks before the batch is moved (`find_en
 is looked through when the first stratum asks, once for the batch. A CPU, which waits for nobody, looks a stratum at a
 time, while its columns are in the cache. `SparseCounts`, which the data module hands out, have their entries.
 
-Known limits: what is made of the counts on the device is another tensor, and so are columns chosen by an index; those
-are looked through by every stratum. A change in place is noticed. Without values (meta and fake tensors) entries are
+Known limits: what is computed from the counts on the device is another tensor, and so are columns chosen by an index;
+every stratum looks through those. A change in place is noticed. Without values (meta and fake tensors) entries are
 spread evenly, and of a dense matrix one number in 20 is taken as one. Legend: entry (M), cell (B), feature (F_k, or F
 of all strata).
 """
@@ -55,12 +55,14 @@ def known_entries(x: Num[Tensor, "cell feature"]) -> SparseCounts | None:
     found = _KNOWN.get(id(whole))
     if found is None or found[0]() is not whole or found[1] != whole._version:
         found = _remember(whole, SparseCounts.from_dense(whole))
+    # the strides are those of the whole: the offset says where the block begins
     row, column = divmod(int(x.storage_offset() - whole.storage_offset()), int(whole.stride(0)))
     return found[2][row : row + x.shape[0]][:, column : column + x.shape[1]]
 
 
 def _remember(x: Tensor, counts: SparseCounts) -> tuple["weakref.ref[Tensor]", int, SparseCounts]:
     key = id(x)
+    # the address of a tensor may be used again once it is gone
     _KNOWN[key] = weakref.ref(x, lambda _: _KNOWN.pop(key, None)), x._version, counts
     return _KNOWN[key]
 

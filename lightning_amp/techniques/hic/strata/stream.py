@@ -1,4 +1,4 @@
-"""stream: forward and backward pass of one stratum after the other, inside the loss; only one stratum is ever alive.
+"""Run forward and backward pass of one stratum after the other inside the loss (stream); only one is ever alive.
 
     d loss / d v = sum over strata k of d nll_k / d v            the same for u, log_weights and library
 
