@@ -348,6 +348,7 @@ def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_])
         axes.scatter(x, y, c=colours[codes[mine]], marker=marker, s=size, linewidths=0, alpha=0.8)
     for name, colour, marker in zip(names, colours, markers, strict=True):
         axes.scatter([], [], color=colour, marker=marker, s=size, label=name)
+    # distances in an embedding mean the same along both axes
     axes.set_aspect("equal", adjustable="datalim")
     axes.set(xticks=[], yticks=[])
     n_columns = -(-len(names) // LEGEND_ROWS)

@@ -111,6 +111,7 @@ def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
             if not fqn:
                 raise NotDetected("is the LightningModule itself: make the decoder a module in it")
             found.add(fqn, child)
+        # before the other, for it is a ModelError too
         except NotDetected as reason:
             found.notes.append(
                 f"{(fqn or type(child).__name__)!r} looks like a decoder of HiGLUE's shape and is trained as any other"
@@ -170,6 +171,7 @@ class _Forward(StandIn):
         l = decoder.library(u, l)  # noqa: E741
         _check_rows(b, n_cells=len(u), n_rows=len(cast(Any, self.module).scale_lin))
         inputs = u, v, b, l
+        # by the class: the instance's `forward` is this object
         eager = partial(type(self.module).forward, self.module, **options)
 
         look = partial(self.first_batch.look, inputs, **options)
@@ -178,6 +180,7 @@ class _Forward(StandIn):
 
 def _by_name(given: tuple[Any, ...], named: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     found = dict(zip(names, given, strict=False)) | named
+    # fewer names than arguments: one was given twice
     fits = len(found) == len(given) + len(named) and set(INPUTS) <= set(found) <= set(names)
     if not fits:
         raise InstallError(

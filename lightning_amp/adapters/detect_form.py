@@ -155,6 +155,7 @@ def small_multires(module: Any, _: Layout, sizes: Scales) -> Small:
         n = sizes.n_anchors(spec.n_strata + MORE + i * WINDOW)
         whole = torch.ones(spec.n_strata, n, dtype=torch.bool)
         if bool((band < 0).any()):
+            # gaps where the real columns have some: a bin that was left out, and pairs beyond the end
             whole[:, 2] = False
             whole &= torch.arange(n) < n - torch.arange(spec.n_strata)[:, None]
         columns = torch.arange(features, features + int(whole.sum()))
@@ -281,6 +282,7 @@ def _adapted(module: nn.Module) -> AdaptedDecoder:
 
 
 def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
+    # the copy is on the CPU: no other device draws
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         small = family.small(module, layout, NEAR_ONE)
         marks = Marks(small.module)
@@ -346,6 +348,7 @@ def _problem(family: _Family, cases: Sequence[_Case], form: Form) -> str:
             ours = family.make(small.module.train(training), small.layout, form)
             total = -ours.nll(u, v, batch=small.b, library=ours.library(u, l), x=x)
             for name, found in _results(small, total):
+                # large values may overflow in the module too, where nothing can be compared
                 unknown = not expected[name].isfinite().all()
                 if sizes.large and unknown:
                     continue
@@ -362,6 +365,7 @@ def _results(small: Small, total: Tensor) -> Iterator[tuple[str, Tensor]]:
     named = dict(zip(("u", "v", "l"), small.inputs, strict=True))
     if not small.sizes.large:
         named |= dict(small.module.named_parameters())
+    # what is not read has no gradient, and counts as zero: the other side may read it and get zeros
     grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
     for (name, value), grad in zip(named.items(), grads, strict=True):
         yield f"gradient of {name}", torch.zeros_like(value) if grad is None else grad

@@ -138,6 +138,7 @@ def _found(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What is known by identity or equality, and tensors that are no parameters."""
     found: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
+    # a module that has two names may be replaced under one of them
     for fqn, child in module.named_modules(remove_duplicate=False):
         prefix = f"{fqn}." if fqn else ""
         for name, value in chain(child._parameters.items(), child._modules.items()):
@@ -234,6 +235,7 @@ class FirstBatch:
         call = self.module.training, subset is None
         # derivatives take most of the time, and matter only where there are gradients
         directed = torch.is_grad_enabled()
+        # a comparison with derivatives is also one without
         if not self.cells or (*call, True) in self._calls or (*call, directed) in self._calls:
             return
         cells, rows = min(self.cells, len(inputs[0])), len(inputs[1])

@@ -185,6 +185,7 @@ class LazyLogProb(Tensor):
             if not isinstance(value, cls):
                 return value
             found = value.each(f"log_prob(x), of which {name!r} was taken,")
+            # a write to it would be lost: the caller has the expanded NaN, and not this tensor
             computed.append((found, version_of(found)))
             return found
 

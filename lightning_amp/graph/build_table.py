@@ -68,6 +68,7 @@ class _Builder:
             for k in row["inputs"]:
                 last[k] = max(last[k], i)
         for k in self._outputs:
+            # the caller reads results of the block after all rows
             last[k] = len(self._rows)
         rows = tuple(OperatorRow(last_use=last[i], **row) for i, row in enumerate(self._rows))
         return Table(block=self._capture.kind.__name__, rows=rows, outputs=self._outputs)
@@ -155,6 +156,7 @@ def _key(node: Node, leaves: list[Tensor]) -> Any:
     if len(leaves) < len(node.all_input_nodes):
         # a list of tensors is no leaf, and its kinds are not in the key
         return None
+    # strides and offsets count too: a kernel copies what does not lie as it needs it
     memory: dict[int, int] = {}
     tensors = tuple(
         (
@@ -188,6 +190,7 @@ def _looked_at(
     live, kept = LiveBytes(), dict[int, Tensor]()
 
     def keep(tensor: Tensor) -> Tensor:
+        # the alias keeps the storage, so that its id is no other one's
         kept[id(tensor.untyped_storage())] = alias = tensor.detach()
         return alias
 

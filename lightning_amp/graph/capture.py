@@ -132,6 +132,7 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
     except CannotCapture as reason:
         return Capture(**common, reason=str(reason))
     except Exception as error:
+        # any error: whatever a forward does that fake tensors cannot do, the block runs as it is
         first = str(error).strip().partition("\n")[0]
         return Capture(**common, reason=f"its forward cannot run on fake tensors: {type(error).__name__}: {first}")
 

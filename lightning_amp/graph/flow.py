@@ -122,6 +122,7 @@ def nothing(call: OperatorCall) -> Follows:
 
 def broadcast(shape: Shape, k: int, result: Shape) -> Iterator[tuple[int, tuple[int, int]]]:
     """The dims of a result that follow an argument which is broadcast to it, as (dim, follows)."""
+    # a dim of size 1 that is broadcast follows nothing: every piece needs it whole
     offset = len(result) - len(shape)
     return ((d + offset, (k, d)) for d, n in enumerate(shape) if d + offset >= 0 and n == result[d + offset])
 

@@ -78,6 +78,7 @@ def block_bytes(table: Table | PieceTable, *, train: bool = True, gradients_of_a
     """
     saved_until = _saved_until(table) if train else {}
     forward, held = _forward(table, saved_until, train=train)
+    # results, what is saved of rows, and what operators keep of no row
     saved = sum(held.values()) + (sum(row.hidden_bytes for row in table.rows) if train else 0)
     backward, waiting = _backward(table, saved_until, held, gradients_of_arguments) if train else ((), ())
     return BlockBytes(forward=forward, backward=backward, saved_bytes=saved, waiting=waiting)

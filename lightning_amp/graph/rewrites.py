@@ -106,6 +106,7 @@ def _mean_loss(name: str) -> Callable[..., Any]:
         again = given["reduction"] == SUM and name in RESIZED
         if not again and (given["reduction"] != MEAN or not _has_rows(name, given)):
             return NotImplemented
+        # the sum over all, which pieces add up to; divided below by what all have in common
         total = summed(given)
         if total.dtype not in WIDE:
             return NotImplemented

@@ -173,6 +173,7 @@ class LinkedAutoencoders(pl.LightningModule):
         """Expected data of some cells of one modality, at the means of all latents; call in eval mode."""
         (u, _), (v, _) = self.encode(modality, batch), self.vertices()
         decoder = cast(StratifiedDecoder | PlainDecoder, self.decoders[modality])
+        # the decoder gets the rows of its features, whichever vertices this rank holds
         rows = self.graph_encoder.rows[modality](v)
         return decoder.mean(u, rows, batch=batch["batch"], library=library_of(batch))
 

@@ -45,6 +45,7 @@ class AllVertices(nn.Module):
         self, n_vertices: int, like: Float[Tensor, "row dim"], generator: torch.Generator | None
     ) -> Iterator[tuple[int, Float[Tensor, "block dim"]]]:
         """Standard normal noise of all vertices: the first of some vertices, and theirs."""
+        # a rank that holds some vertices draws the noise of all, and has memory for a block only
         for first in range(0, n_vertices, ROWS_AT_A_TIME):
             size = (min(ROWS_AT_A_TIME, n_vertices - first), like.shape[1])
             yield first, torch.randn(size, dtype=like.dtype, device=like.device, generator=generator)

@@ -84,6 +84,7 @@ def _uniform(draw: Tensor, width: int, stream: int) -> Tensor:
 
 
 def _mix(h: Tensor) -> Tensor:
+    # shifts and odd factors modulo 2^32 can be undone, so different keys stay different
     h = ((h ^ (h >> 16)) * FIRST_FACTOR) & MASK
     h = ((h ^ (h >> 15)) * SECOND_FACTOR) & MASK
     return h ^ (h >> 16)

@@ -131,6 +131,7 @@ class Encoder(nn.Module):
         if self.total is not None:
             scale = self.total / library
             if isinstance(x, SparseCounts):
+                # log1p(0) is 0, so that x stays as sparse as it is
                 h = x.with_values((x.value * scale[x.row, 0]).log1p())
             else:
                 h = (x * scale).log1p()

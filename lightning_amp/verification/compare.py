@@ -88,6 +88,7 @@ class Recorder(Callback):
         """Note the gradients of the first step, as averaged over ranks and before clipping."""
         if len(self.record.losses) > 1 or id(optimizer) in self._stepped:
             return
+        # each optimiser once: a step of manual optimisation may have several
         self._stepped.add(id(optimizer))
         shards = trainer.strategy._shards if isinstance(trainer.strategy, AMPStrategy) else Shards()
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -326,6 +327,7 @@ def find_suspects(rows: Sequence[Row], reports: Sequence[Report]) -> tuple[Suspe
     if not wrong:
         return ()
     for row in wrong:
+        # not a number
         if row.error != row.error:
             return (NOT_FINITE.at([f"{row.quantity}, {row.precision}"]),)
     exact = [row for row in wrong if row.precision == "float64"]
@@ -349,6 +351,7 @@ def _seen(wrong: Sequence[Row], reports: Sequence[Report]) -> Iterator[Suspect]:
     apart = first.apart or (wrong[0].wrong if buffers else [])
     if apart:
         yield BUFFERS.at(apart)
+    # these explain a difference by themselves: the loss is suspected only without them
     if drops or first.unshared or apart:
         return
     # draws that are no cells' are the same on all ranks

@@ -76,7 +76,7 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
     return _each(batch, own)
 
 
-def cast(batch: Any, dtype: torch.dtype) -> Any:
+def converted(batch: Any, dtype: torch.dtype) -> Any:
     """The batch with its floating point tensors in another precision."""
     return _each(
         batch, lambda x: x if isinstance(x, np.ndarray) or not x.dtype.is_floating_point else x.to(dtype=dtype)
@@ -158,6 +158,7 @@ def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: T
     # they are compared and named here
     strategy.own_statistics = True
     record, place, given, module = _fit(folder, precision, run.steps, ranks=ranks, strategy=strategy)
+    # rank 0 has written it before any rank was connected
     one = torch.load(folder / f"one-{precision}.pt", weights_only=False)
     plan, sizes = strategy.plan, sizes_of(given)
     assert plan is not None, "there is a plan after a fit"
@@ -208,7 +209,7 @@ def _fit(
             _keep(first_of(batches, steps), path)
         # from the file on rank 0 too: all runs train on the same numbers, though the user's loader may draw others
         used.extend(torch.load(path, weights_only=False))
-        return RankLoader([cast(batch, dtype) for batch in used], ranks=ranks, place=place)
+        return RankLoader([converted(batch, dtype) for batch in used], ranks=ranks, place=place)
 
     recorder = Recorder()
     trainer = Trainer(

@@ -141,6 +141,7 @@ def _answer(task: Callable[..., Any], rank: int, ranks: int, folder: Path, threa
         answer = error if isinstance(error, AmpError) else _as_amp_error(error, rank)
     aside = folder / f"{rank}.aside"
     aside.write_bytes(pickle.dumps(answer))
+    # renamed when it is complete: the caller may look at any time
     aside.rename(folder / f"{rank}.answer")
     sys.stdout.flush()
     sys.stderr.flush()

@@ -199,6 +199,7 @@ class MultiResDecoder(AdaptedDecoder):
 
 
 def _check_columns(subset: Any, places: Tensor) -> None:
+    # on other devices a comparison would wait for the device in every step
     if places.device.type == "cpu" and not torch.equal(subset.cols, places):
         raise InstallError(
             f"a decoder was called with a subset of {len(subset.cols)!r} columns, which are not those of the anchors"

@@ -36,6 +36,7 @@ def open_hdf5(path: Path, *, what: str) -> Iterator[Any]:
     try:
         file = h5py.File(path, "r")
     except OSError as error:
+        # a file of another kind needs other advice than a damaged one
         if not h5py.is_hdf5(path):
             with path.open("rb") as raw:
                 start = raw.read(8)

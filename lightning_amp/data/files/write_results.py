@@ -207,6 +207,7 @@ def describe_embedding(embedding: NDArray[np.float32]) -> dict[str, dict[str, An
 def principal_components(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return scores [cell, component] and variances [component] of x [cell, dim], largest first."""
     centred = x - x.mean(axis=0) if len(x) else x
+    # of [dim, dim], which is small: there are far more cells than dims
     axes, squares, _ = np.linalg.svd(centred.T @ centred)
     # the largest loading is positive, so that every run and machine has the same signs
     axes = axes * np.sign(axes[np.abs(axes).argmax(axis=0), np.arange(axes.shape[1])])

@@ -234,6 +234,7 @@ class SingleCellDataModule(pl.LightningDataModule):
     def _own(self, modality: str, n_features: int) -> slice | None:
         """Return the columns that this rank reads; None if it reads all."""
         parts = getattr(getattr(self.trainer, "strategy", None), "own_parts", None)
+        # only where the features of x are split, and nothing else of it
         if parts is None or parts.size < 2 or parts.dims.get(f"{modality}.x") not in ((1,), (-1,)):
             return None
         if modality == HIC and self.sparse is True:
@@ -306,6 +307,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         return takes and table.n_features > MANY_FEATURES and table.share <= FEW_ENTRIES
 
     def _sampler(self, cells: CellRowsOf | None, *, cycle: bool, shuffle: bool) -> StepSampler:
+        # None where the strategy has one device
         replicas = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {}
         strategy = getattr(self.trainer, "strategy", None)
         by_strategy = getattr(strategy, "balance_cells", False) is True

@@ -57,6 +57,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         self.global_batch = batch_size * num_replicas
         n_steps = -(-max(map(len, self.cells.values())) // self.global_batch)
         super().__init__(
+            # a DistributedSampler has as many items as its data set, divided by the ranks: here these are steps
             range(n_steps * num_replicas),  # type: ignore[arg-type]
             num_replicas=num_replicas,
             rank=rank,

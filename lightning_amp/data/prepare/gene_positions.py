@@ -135,6 +135,7 @@ def _parse_gtf(feature: str) -> Callable[[str], Gene | None]:
         symbol = SYMBOL.search(fields[8]) or IDENTIFIER.search(fields[8])
         if symbol is None:
             raise ValueError("neither gene_name nor gene_id")
+        # GTF counts from 1, and includes the end
         return _gene(symbol[1], fields[0], int(fields[3]) - 1, int(fields[4]), fields[6])
 
     return parse
@@ -194,6 +195,7 @@ def contact_edges(
     chrom = pd.factorize(bins["chrom"])[0]
     low = np.flatnonzero(chrom[:-1] == chrom[1:])
     sources, targets, weights = [low], [low + 1], [np.ones(len(low))]
+    # neighbours are joined anyway
     apart = bulk.col - bulk.row >= 2
     row, column, count = bulk.row[apart].astype(np.int64), bulk.col[apart].astype(np.int64), bulk.data[apart]
     for code in np.unique(chrom[row]):

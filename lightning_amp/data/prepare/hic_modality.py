@@ -40,6 +40,7 @@ class FeatureGrid:
         [pixel]."""
         row1, row2 = self.row_of_bin[bin1], self.row_of_bin[bin2]
         stratum = row2 - row1
+        # the bins of a pixel ascend, so that no stratum is negative where both are kept
         kept = (row1 >= 0) & (row2 >= 0) & (stratum < self.n_strata)
         column = np.full(len(bin1), -1, dtype=np.int64)
         column[kept] = self.column_of[stratum[kept], row1[kept]]

@@ -140,6 +140,7 @@ def prepare(
         marks = label_cells(table, list(named), path=labels)
         found = read_rna(rna), read_genes(genes)
         counts, positions = choose_genes(*found, grid.bins, n_genes=n_genes, annotation=genes)
+        # lazily: a cell is read when it is written
         pixels = scool.iterate(named.values())
         write_modalities(
             aside,

@@ -138,12 +138,8 @@ class ScoolFile:
             )
         return int(widths.max())
 
-    def pixels(self, cell: str) -> pd.DataFrame:
-        """Return the contacts, bin1_id <= bin2_id and count, of the cell of this name in the file."""
-        return next(self.iterate([cell]))[1]
-
     def iterate(self, cells: Iterable[str], own: slice | None = None) -> Iterator[tuple[str, pd.DataFrame]]:
-        """Yield name and pixels of each cell, by its name in the file, opening the file once.
+        """Yield name and pixels (bin1_id <= bin2_id and count) of each cell, by its name in the file, opened once.
 
         `own`: only pixels whose bin1_id is one of these bins; None is all.
         """

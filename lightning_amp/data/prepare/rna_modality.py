@@ -186,6 +186,7 @@ def choose_genes(
 
     How many genes there were, and are left out for which reason, is in `.attrs["genes"]` of the positions.
     """
+    # first of all: by chance some genes of another assembly overlap bins as well
     check_same_assembly(genes, bins, annotation=annotation)
     shared = rna.genes[rna.genes.isin(genes.index)]
     if shared.empty:

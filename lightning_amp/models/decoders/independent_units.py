@@ -99,6 +99,7 @@ class UnitDecoder(nn.Module):
         They have one row per cell, or are the same for all: one row, no dimension, a number, None. A tensor that needs
         a gradient is u, v, a parameter of a unit, or `library`.
         """
+        # units have no weights: the logarithm of 1
         none = u.new_zeros(1, len(self.strata))
         cells.setdefault("library", u.new_ones(len(u), 1))
         u, v, none = self.region.enter(u, v, none)

@@ -45,12 +45,14 @@ def nb(x: Numbers, log_mu: Numbers, log_theta: Numbers) -> Float[Tensor, "..."]:
     theta = log_theta.exp()
     ratio = log_mu - log_theta
     choose = torch.lgamma(x + theta) - torch.lgamma(theta) - torch.lgamma(x + 1)
+    # theta / (theta + mu) is sigmoid(-ratio), mu / (theta + mu) is sigmoid(ratio): no sum of theta and mu is rounded
     return choose - theta * _softplus(ratio) + x * F.logsigmoid(ratio)
 
 
 def zinb(x: Numbers, log_mu: Numbers, log_theta: Numbers, zi_logits: Numbers) -> Float[Tensor, "..."]:
     """Negative binomial with additional zeros of probability sigmoid(zi_logits)."""
     log_p = nb(x, log_mu, log_theta)
+    # pi and 1 - pi have the same denominator, whose logarithm is the softplus
     return torch.where(x == 0, torch.logaddexp(log_p, zi_logits), log_p) - _softplus(zi_logits)
 
 
@@ -69,6 +71,7 @@ def ziln(x: Numbers, loc: Numbers, log_scale: Numbers, zi_logits: Numbers) -> Fl
 
 def bernoulli(x: Numbers, logits: Numbers) -> Float[Tensor, "..."]:
     """Bernoulli of x in {0, 1}."""
+    # log(1 - sigmoid(z)) is logsigmoid(-z), which has all digits where the sigmoid is nearly 1
     return x * F.logsigmoid(logits) + (1 - x) * F.logsigmoid(-logits)
 
 

@@ -170,6 +170,7 @@ class Stratum(nn.Module):
     ) -> dict[str, Tensor | SparseCounts]:
         """Arguments of this stratum, the decoder's k-th, in addition to v and u, from those of the decoder."""
         start, stop = self.columns
+        # views: a stratum has no copy of its columns
         return {**cells, "x": x[:, start:stop], "log_weight": log_weights[:, k : k + 1]}
 
     def nll(

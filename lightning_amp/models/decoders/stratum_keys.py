@@ -147,6 +147,7 @@ class LocalAttention(nn.Module):
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
     cos, sin = rotation
+    # channel i turns with channel i + D/2, as in the package
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 

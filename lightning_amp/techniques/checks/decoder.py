@@ -97,6 +97,7 @@ def _run_walk(walk: Any) -> dict[str, float]:
 def _sees_the_batch(part: nn.Module) -> bool:
     keeps = isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats
     hooks = part._forward_pre_hooks.values()
+    # its power iteration changes a buffer in every pass that trains
     spectral = any("SpectralNorm" in type(one).__name__ for one in (part, *hooks))
     return isinstance(part, AnyBatchNorm) or keeps or spectral
 

@@ -122,6 +122,7 @@ def _tensors(made: Any) -> tuple[Tensor, ...]:
 
 def _alone(key: nn.Module) -> nn.Module:
     """A copy in training mode, where dropout shows, without the key's children, which are not touched."""
+    # shallow: the stand-ins are set on the copy only, and parameters are not copied
     alone = copy.copy(key)
     stand_ins = _attention_stand_ins() if "attention" in key._modules else _convolution_stand_ins(key)
     # a key may ask whether a norm is nn.Identity; activations work on single numbers as they are

@@ -58,6 +58,7 @@ def likelihood_settings(leaf: nn.Module) -> tuple[float, Whole]:
             least = float(_of_impossible(leaf, 0.0).exp())
         return float(f"{least:.12g}"), (_refuses_halves(leaf, False), _refuses_halves(leaf, True))
     except Exception:
+        # whatever has failed: `likelihood_problem` tries again, and says what it is
         return 0.0, (False, False)
 
 

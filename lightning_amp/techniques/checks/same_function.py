@@ -44,6 +44,7 @@ def mismatch(
     """
     if not isinstance(candidate, nn.Module):
         return f"is {shown(candidate)} and no module"
+    # a replacement would lose it, or rename it in checkpoints
     state = sorted(candidate.state_dict())
     if state:
         return f"has the state {state!r}"

@@ -54,6 +54,7 @@ def check_parameters(fqn: str, old: nn.Module | None, new: nn.Module, sharded: S
         raise InstallError(
             f"a technique cannot replace {fqn!r}, which is no module; allowed are the rule's module and its children"
         )
+    # a shard stands for the whole that it was cut from
     shards = {id(parameter.whole): parameter.shard for parameter in sharded}
     # duplicates too: a parameter that is tied has all its names in a checkpoint
     named = old.named_parameters(remove_duplicate=False)

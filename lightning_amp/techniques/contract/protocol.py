@@ -47,6 +47,7 @@ def in_place_of(module: nn.Module) -> nn.Module:
 def part(module: nn.Module, fqn: str) -> nn.Module:
     """The module of a name, through what stands in for modules on the way, and for the last one."""
     for name in fqn.split(".") if fqn else ():
+        # at every step: a decoder that stands in may hold another that is stood in for
         module = in_place_of(module).get_submodule(name)
     return in_place_of(module)
 

@@ -76,6 +76,7 @@ class ShardedParameter:
     def shape(self) -> torch.Size:
         """Of the whole parameter."""
         parts: Any = self.parts
+        # in place the parameter itself has the shape of the part
         return parts.shape if self.in_place else self.whole.shape
 
     @property
@@ -140,6 +141,7 @@ class ShardedParameter:
     @torch.no_grad()
     def restore(self) -> None:
         """Write the trained values of all ranks into the whole parameter, where the shard lies; a collective."""
+        # in place and not cut, the parameter has all its values
         if not self.in_place or self.trained:
             self._replace(self.join(self.shard).to(self.shard.device))
 

@@ -158,6 +158,7 @@ class GradientSync:
             reached = self._agree(grads)
             data = self._data.get_group()
             others = self._partial | self._sharded
+            # in this order on every rank: collectives find each other by their order
             kinds = (
                 ([i for i in reached if i in self._partial], self._everyone, 1),
                 ([i for i in reached if i not in others], self._everyone if self._copies > 1 else data, self._copies),

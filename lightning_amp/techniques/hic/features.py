@@ -40,7 +40,7 @@ from lightning_amp.techniques.checks.same_function import mismatch
 from lightning_amp.techniques.contract.change import Change, hooks_of, hooks_within
 from lightning_amp.techniques.contract.protocol import FEATURE_METHODS, DecomposedDecoder, ScattersFeatures, has_methods
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
-from lightning_amp.techniques.hic.attention.sizes import computed_in
+from lightning_amp.techniques.hic.attention.sizes import type_of_sums
 from lightning_amp.techniques.hic.rows import FeatureParallel, RowParallelLinear
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
@@ -165,7 +165,7 @@ def log_softmax(logits: OwnCounts, mesh: DeviceMesh) -> OwnCounts:
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, mesh: DeviceMesh) -> Tensor:
-        own = logits.to(computed_in(logits.dtype)).logsumexp(dim=1)
+        own = logits.to(type_of_sums(logits.dtype)).logsumexp(dim=1)
         # one number per cell of every rank; minus infinity, of a rank without columns, adds nothing
         normaliser = collectives.all_gather(mesh, own).logsumexp(dim=0)
         result = (logits - normaliser[:, None]).to(logits.dtype)
@@ -178,7 +178,7 @@ class _LogSoftmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (result,) = ctx.saved_tensors
         # grad is that of the own columns; the normaliser was made of all ranks' columns, so their sum is needed
-        total = collectives.all_reduce(ctx.mesh, grad.sum(dim=1, dtype=computed_in(grad.dtype)))
+        total = collectives.all_reduce(ctx.mesh, grad.sum(dim=1, dtype=type_of_sums(grad.dtype)))
         return (grad - result.exp() * total[:, None]).to(grad.dtype), None
 
 

@@ -90,6 +90,7 @@ def all_reduce(mesh: DeviceMesh, value: Tensor, op: str = "sum") -> Tensor:
 @torch.no_grad()
 def all_gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """The block [R, ...] of all ranks' parts, without gradients."""
+    # a new first dim, along which the parts are joined
     return _wait(_ALL_GATHER(part.contiguous()[None], 0, mesh.get_group()))
 
 
@@ -132,6 +133,7 @@ class _Enter(torch.autograd.Function):
         # nothing to join, so nothing is copied
         if len(used) <= 1:
             return None, *(None if grad is None else all_reduce(ctx.mesh, grad) for grad in grads)
+        # one collective for all gradients, for each has its latency
         flat = all_reduce(ctx.mesh, torch.cat([grad.reshape(-1) for grad in used]))
         parts = iter(torch.split(flat, [grad.numel() for grad in used]))
         return None, *(None if grad is None else next(parts).view_as(grad) for grad in grads)
@@ -175,6 +177,7 @@ class Agreement:
         Raises:
             ModelError: Another rank is about to do something else; on every rank.
         """
+        # the same in every process, which `hash` of a text is not
         number = zlib.crc32(what.encode())
         # the largest of minus the numbers is minus the smallest: one reduction says whether all are equal
         box = torch.tensor([number, -number], device=self._mesh.device_type)

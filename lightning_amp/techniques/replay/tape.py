@@ -88,6 +88,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inside -= 1
             self.at += not self._inside
 
+        # calls may be nested: `_inside` counts them, and the outermost is one place
         hooks = [module.register_forward_pre_hook(begins) for module in modules]
         hooks += [module.register_forward_hook(ends, always_call=True) for module in modules]
         try:
@@ -252,6 +253,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not has_storage(tensor):
                 continue
             key = id(tensor.untyped_storage())
+            # all that any tape holds of this storage gets one copy, before the first write
             for ref in self._alive.pop(key, ()):
                 one = ref()
                 if one is not None:
@@ -272,6 +274,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     number = self._new_slot(segment, storage)
                 elif (there := self._known.get(id(storage))) is not None and there[0] is segment:
                     number = there[1]
+            # a lazy conjugate is more than its place in a storage
             if number is not None and (tensor.is_conj() or tensor.is_neg()):
                 number = None
             if number is not None and tensor.dtype not in segment.slots[number].dtypes:

@@ -39,7 +39,7 @@ from torch.autograd.function import once_differentiable
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, run_sizes
 from lightning_amp.techniques.hic.attention.bucket_work import BucketWork, of_keys, part_of
-from lightning_amp.techniques.hic.attention.sizes import computed_in, met_in
+from lightning_amp.techniques.hic.attention.sizes import met_in, type_of_sums
 from lightning_amp.techniques.precomputed_gradients import wants_gradients
 
 
@@ -58,7 +58,7 @@ def banded_softmax(
     band = Band(len(q), len(k), window, before, sizes)
     # where keys are the queries, their gradients are added up as they are made
     keys = None if k is q else k
-    dtype = met_in(q, computed_in(q.dtype, k.dtype, values.dtype))
+    dtype = met_in(q, type_of_sums(q.dtype, k.dtype, values.dtype))
     return cast(Tensor, _BandedSoftmax.apply(q, keys, values, band, keep, dtype))  # type: ignore[no-untyped-call]
 
 
@@ -93,7 +93,9 @@ class _BandedSoftmax(torch.autograd.Function):
         keys, divisors = work.turn_keys(k)
         # every row is the query of one bucket, but the key of up to three: dq is written, dk and dv are added to
         dq = torch.empty_like(q) if not work.at_once else None
-        dk, dv = work.gradient_rooms(keys)
+        # zeros, unless `add` writes to all that is read of them
+        make = torch.empty_like if work.at_once else torch.zeros_like
+        dk, dv = make(keys), make(keys)
         for run in work.runs:
             queries, own_grad = work.turn_queries(q, run), work.own(grad, run).to(work.dtype_of(run))
             near_keys, near_values = work.near_keys(keys, run), work.near(values, run)

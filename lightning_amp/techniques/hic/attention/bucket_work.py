@@ -14,7 +14,7 @@ from lightning_amp._torch import past_threshold, softmax_backward
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
-from lightning_amp.techniques.hic.attention.sizes import LEAST_NORM, SELF_SCORE, computed_in
+from lightning_amp.techniques.hic.attention.sizes import LEAST_NORM, SELF_SCORE, type_of_sums
 
 
 class BucketWork:
@@ -42,7 +42,7 @@ class BucketWork:
         kept: Sequence[Tensor] = (),  # weights that were kept, by run
     ) -> None:
         self.band, self._dim, self.scale = band, q.shape[1], q.shape[1] ** -0.5
-        self._dtype, self._met_in = computed_in(q.dtype, k.dtype, values.dtype), met_in
+        self._dtype, self._met_in = type_of_sums(q.dtype, k.dtype, values.dtype), met_in
         self._cast: dict[str, Tensor] = {}
         # tensors without values need no more memory for the second run of a shape
         same = {(run.n_buckets, run.own[1], run.near[1], run.outside): run for run in band.runs}
@@ -57,8 +57,9 @@ class BucketWork:
         runs = band.runs if keep or kept else ()
         kept = kept or [q.new_empty(self._shape(run), dtype=self.dtype_of(run)) for run in runs]
         self.kept = dict(zip(runs, kept, strict=True))
-        most = max(band.runs, key=self._score_bytes, default=None)
-        scores = (0,) if most is None else self._shape(most, band.sizes.rows)
+        scores_of = {run: self._shape(run, band.sizes.rows) for run in band.runs}
+        most = max(scores_of, key=lambda run: math.prod(scores_of[run]) * self.dtype_of(run).itemsize, default=None)
+        scores = (0,) if most is None else scores_of[most]
         of_scores = self._dtype if most is None else self.dtype_of(most)
         self._most, pairs = band.largest + sum(band.around), (band.largest, band.window, self._dim // 2)
         self._memory = {
@@ -103,11 +104,6 @@ class BucketWork:
     def _near_rows(self, keys: Tensor, run: BucketRun) -> Tensor:
         w, dim, (first, n_keys) = self.band.window, self._dim, run.near
         return keys.as_strided((run.n_buckets, n_keys, dim), (w * dim, dim, 1), (first + self._before * w) * dim)
-
-    def gradient_rooms(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for the gradients of keys and of values; zeros, unless `add` writes to all of it that is read."""
-        make = torch.empty_like if self.at_once else torch.zeros_like
-        return make(keys), make(keys)
 
     def add(self, sums: tuple[Tensor, ...], left: Tensor, right: Tensor, *, scale: float = 1.0) -> None:
         """Add left^T right to the sums, which have the columns of `left` one after the other."""
@@ -287,9 +283,6 @@ class BucketWork:
     def _shape(self, run: BucketRun, most_rows: int | None = None) -> tuple[int, int, int]:
         n_rows = run.own[1] if most_rows is None else min(run.own[1], most_rows)
         return run.n_buckets, n_rows, run.columns
-
-    def _score_bytes(self, run: BucketRun) -> int:
-        return math.prod(self._shape(run, self.band.sizes.rows)) * self.dtype_of(run).itemsize
 
     def _met(self, name: str, x: Tensor, run: BucketRun) -> Tensor:
         """Rows in the type in which a run's matrices meet; of all rows once, for buckets meet them several times."""

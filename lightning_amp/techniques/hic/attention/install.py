@@ -90,6 +90,7 @@ class FusedLocalAttention(nn.Module):
         q, k, values = state
         n, w = len(q), self.window
         begin, end = first * w, min(last * w, n)
+        # a bucket meets the one before and the one after, and no others
         start, stop = max(begin - w, 0), min(end + w, n)
         near = slice(start, stop)
         return fused_rows(

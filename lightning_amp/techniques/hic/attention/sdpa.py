@@ -41,7 +41,7 @@ from lightning_amp._torch import attend_on_cpu, attend_on_cpu_back, attend_on_cu
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.hic.attention.bucket_runs import KernelCall, KernelCalls
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, kept, rotary, to_pairs
-from lightning_amp.techniques.hic.attention.sizes import LEAST_NORM, computed_in, met_in
+from lightning_amp.techniques.hic.attention.sizes import LEAST_NORM, met_in, type_of_sums
 
 OWN = -1e30
 """Added to the score of a row with itself: no weight, and no infinity that a difference would make no number of."""
@@ -60,7 +60,7 @@ def sdpa_attention(
     before: int,  # keys before that of the first query, whole buckets
 ) -> Float[Tensor, "row dim"]:
     """Attention of a run of buckets."""
-    dtype = computed_in(q.dtype, k.dtype, values.dtype)
+    dtype = type_of_sums(q.dtype, k.dtype, values.dtype)
     met = met_in(q, dtype)
     _check(q, met)
     # keys further away are not met; a slice of all keys would be a view too, whose backward pass copies them
@@ -95,6 +95,7 @@ class _Sdpa(torch.autograd.Function):
         found = [_attend(*view) for view in views]
         saved = (x for view, one in zip(views, found, strict=True) for x in (*view, *one))
         ctx.save_for_backward(turned, divisor, *saved)
+        # a view of the first rows leaves out those that filled the last bucket
         out = _in_order(run, [one[0] for one in found])
         return (out[0] if len(out) == 1 else torch.cat(out)).view(-1, q.shape[1])[: len(q)].to(values.dtype)
 
@@ -107,12 +108,14 @@ class _Sdpa(torch.autograd.Function):
             return (*none, None, None, None, None)
         turned, divisor, *saved = ctx.saved_tensors
         grad = _filled(grad, run.rows * run.window, turned.dtype)
+        # every call has saved as many tensors
         n, found = len(saved) // len(run.calls), []
         for i, call in enumerate(run.calls):
             q, k, values, own, *one = saved[i * n : (i + 1) * n]
             found.append(_attend_back(_rows_of(call, run, grad), q, k, values, own, one))
         turned = turned.to(divisor.dtype)
         grads = _together(run, found, turned)
+        # freed before the rotation back is computed
         del found
         results = [
             *_turned_back(grads[: run.rows + run.keys], turned, divisor, run, shared_qk=ctx.inputs[1] is None),
@@ -130,8 +133,10 @@ def _turned(
     w, dim, cut = run.window, q.shape[1], run.rows * run.window
     shape = run.rows + run.keys, w, dim // 2
     whole = len(q) % w == 0 and (k is None or len(k) % w == 0)
+    # rows that fill the last bucket are attended: they have to be zeros
     pairs = (q.new_empty if whole else q.new_zeros)(shape, dtype=dtype.to_complex())
     if k is None:
+        # rows and keys are the same numbers: one operator writes both
         both = pairs.view(2, cut, dim // 2)
         to_pairs(q.to(dtype).expand(2, *q.shape), out=both if whole else both[:, : len(q)])
     else:

@@ -38,7 +38,7 @@ def _whole(value: object, *, least: int) -> bool:
 
 
 @lru_cache
-def computed_in(*dtypes: torch.dtype) -> torch.dtype:
+def type_of_sums(*dtypes: torch.dtype) -> torch.dtype:
     """The type of sums and products: float32, or float64 where one is."""
     # kept, because torch counts the question as an operator
     return reduce(torch.promote_types, dtypes, torch.float32)

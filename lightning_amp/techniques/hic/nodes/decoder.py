@@ -58,7 +58,7 @@ from lightning_amp.techniques.hic.features import ShardedFeatures, features_prob
 from lightning_amp.techniques.hic.rows import DomainParallel
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
-from lightning_amp.techniques.ranks.shards import AnchorShards, shard_anchors
+from lightning_amp.techniques.ranks.shards import AnchorShards, run_of, shard_anchors
 
 
 def start_exchange(rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"]]) -> Float[Tensor, "halo two_dim"]:
@@ -114,23 +114,30 @@ def _exchange(rows: AnchorShards, sent: Tensor) -> Tensor:
 State = tuple[Tensor, ...]
 
 
-class HaloAttention(nn.Module):
-    """Bucketed attention of a run of buckets among those of other ranks; made by `share_anchors`."""
+class _OwnAnchors(nn.Module):
+    """Attention of the own anchors."""
 
-    inner: BucketedAttention
-
-    def __init__(self, inner: nn.Module, anchors: AnchorShards) -> None:
+    def __init__(self, anchors: AnchorShards) -> None:
         super().__init__()
-        self.inner = cast(Any, inner)
         self.anchors = anchors
-        # at an end of the sequence the outer bucket has no other rank's rows to wait for
-        self.inside = range(anchors.before, max(anchors.n_buckets - anchors.after, anchors.before))
-        self.outer = [j for j in range(anchors.n_buckets) if j not in self.inside]
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
         own = self.anchors.own
         return f"anchors [{own.start}, {own.stop}) of {self.anchors.bounds[-1]}, ranks={self.anchors.mesh.size()}"
+
+
+class HaloAttention(_OwnAnchors):
+    """Bucketed attention of a run of buckets among those of other ranks; made by `share_anchors`."""
+
+    inner: BucketedAttention
+
+    def __init__(self, inner: nn.Module, anchors: AnchorShards) -> None:
+        super().__init__(anchors)
+        self.inner = cast(Any, inner)
+        # at an end of the sequence the outer bucket has no other rank's rows to wait for
+        self.inside = range(anchors.before, max(anchors.n_buckets - anchors.after, anchors.before))
+        self.outer = [j for j in range(anchors.n_buckets) if j not in self.inside]
 
     def n_buckets(self, n: int) -> int:
         """Buckets that n anchors fill."""
@@ -205,17 +212,8 @@ class HaloAttention(nn.Module):
         )
 
 
-class RingAttention(nn.Module):
+class RingAttention(_OwnAnchors):
     """Attention of the own anchors to all; made by `share_anchors`."""
-
-    def __init__(self, anchors: AnchorShards) -> None:
-        super().__init__()
-        self.anchors = anchors
-
-    def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
-        own = self.anchors.own
-        return f"anchors [{own.start}, {own.stop}) of {self.anchors.bounds[-1]}, ranks={self.anchors.mesh.size()}"
 
     def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
         """Rows of the own anchors."""
@@ -360,15 +358,7 @@ class AnchorFeatures(ShardedFeatures):
         columns = order[first : first + self.sizes[rank]]
         # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
         self.register_buffer("feature_anchor", feature_anchor[columns] - anchors.own.start, persistent=False)
-        self.run = _run(columns)
+        self.run = run_of(columns)
         self.register_buffer("columns", columns.clone() if self.run is None else None, persistent=False)
-        ascending = _run(order) is not None
+        ascending = run_of(order) is not None
         self.register_buffer("places", None if ascending else order.argsort(), persistent=False)
-
-
-def _run(columns: Tensor) -> slice | None:
-    if not len(columns):
-        return slice(0, 0)
-    first = int(columns[0])
-    run = torch.arange(first, first + len(columns), device=columns.device)
-    return slice(first, first + len(columns)) if torch.equal(columns, run) else None

@@ -43,7 +43,7 @@ from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
 from lightning_amp.techniques.checks.likelihood import likelihood_problem, likelihood_settings
 from lightning_amp.techniques.checks.same_function import found_out
-from lightning_amp.techniques.hic.attention.sizes import computed_in
+from lightning_amp.techniques.hic.attention.sizes import type_of_sums
 from lightning_amp.techniques.hic.rows import sparse_columns
 from lightning_amp.techniques.hic.scores.nonzero_counts import Entries, entries
 from lightning_amp.techniques.precomputed_gradients import wants_gradients
@@ -112,7 +112,7 @@ class SparseZINB(nn.Module):
 class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor | SparseCounts, form: SparseZINB, *arguments: Tensor) -> Tensor:
-        dtype = computed_in(*(t.dtype for t in arguments))
+        dtype = type_of_sums(*(t.dtype for t in arguments))
         gradients = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in arguments]
         total = _sum(x, arguments, form, gradients)
         ctx.save_for_backward(*gradients)
@@ -132,7 +132,7 @@ def _sum(
     x: Tensor | SparseCounts, arguments: Sequence[Tensor], form: SparseZINB, gradients: Sequence[Tensor] = ()
 ) -> Tensor:
     """The summed log-probability; fills the gradients if there are any."""
-    dtype = computed_in(*(t.dtype for t in arguments))
+    dtype = type_of_sums(*(t.dtype for t in arguments))
     log_mu, log_theta, zi = arguments
     cells, features = log_mu.shape
     width = sparse_columns(cells, launched=launches_operators(log_mu))

@@ -255,6 +255,7 @@ class _Stream:
         found = [
             (total, grad)
             for total, grad in zip(self.shared, passed.of_inputs, strict=True)
+            # chained, the gradient of v goes to the stratum before, and is not added up here
             if total is not self.shared.v or not self.chained
         ]
         found.append((self._total, passed.nll))
