@@ -39,7 +39,7 @@ class Adapted:
         # why others that look like them are not among them, and what is not predicted of those that are, one sentence
         # each
         self.notes: list[str] = []
-        self._forwards: dict[str, tuple[nn.Module, _Forward]] = {}
+        self._forwards: dict[str, tuple[nn.Module, _DecoderForward]] = {}
         self._watches: list[RemovableHandle] = []
 
     def add(self, fqn: str, module: nn.Module) -> None:
@@ -47,7 +47,7 @@ class Adapted:
         decoder = adapted(module)
         if isinstance(decoder, MultiResDecoder):
             self.notes += [f"{fqn!r} {note}" for note in decoder.unpredicted(module)]
-        self._forwards[fqn] = module, _Forward(decoder, module)
+        self._forwards[fqn] = module, _DecoderForward(decoder, module)
         self.stand_in()
 
     def stand_in(self) -> None:
@@ -124,7 +124,7 @@ def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
     return found
 
 
-def _watch(module: nn.Module, forward: "_Forward", tell: Callable[[str], None]) -> RemovableHandle:
+def _watch(module: nn.Module, forward: "_DecoderForward", tell: Callable[[str], None]) -> RemovableHandle:
     decoder = forward.decoder
 
     def look(called: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def _restore(module: nn.Module) -> None:
     vars(module).pop("forward", None)
 
 
-class _Forward(StandIn):
+class _DecoderForward(StandIn):
     """What a foreign decoder's callers call."""
 
     decoder: AdaptedDecoder

@@ -10,6 +10,7 @@ A second table of rules says which dims an operator sums over: where these are c
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 from lightning_amp.errors import ModelError
@@ -139,3 +140,20 @@ def same_but(call: OperatorCall, without: Sequence[int]) -> Follows:
     """Every dim follows that of the first argument, but some."""
     ends = {d % len(call.result) for d in without} if call.result else set()
     return [[] if d in ends else [(0, d)] for d in range(len(call.result))]
+
+
+def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
+    """The dims of two shapes in groups of equal products, dims of size 1 left out."""
+    left = [d for d, n in enumerate(before) if n != 1]
+    right = [d for d, n in enumerate(after) if n != 1]
+    groups, a, b = [], list[int](), list[int]()
+    # the side with fewer entries takes its next dim, until both have as many: then a group is complete
+    while left or right:
+        if prod(before[d] for d in a) <= prod(after[d] for d in b) and left:
+            a.append(left.pop(0))
+        else:
+            b.append(right.pop(0))
+        if prod(before[d] for d in a) == prod(after[d] for d in b):
+            groups.append((a, b))
+            a, b = [], []
+    return groups

@@ -139,7 +139,7 @@ class _Enter(torch.autograd.Function):
         return None, *(None if grad is None else next(parts).view_as(grad) for grad in grads)
 
 
-class _Collective(torch.autograd.Function):
+class _WithAdjoint(torch.autograd.Function):
     """One collective forward, and its adjoint backward."""
 
     @staticmethod
@@ -161,7 +161,7 @@ def _itself(mesh: DeviceMesh, grad: Tensor) -> Tensor:
 
 
 def _apply(mesh: DeviceMesh, there: Exchange, back: Exchange, value: Tensor) -> Tensor:
-    return cast(Tensor, _Collective.apply(mesh, there, back, value))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _WithAdjoint.apply(mesh, there, back, value))  # type: ignore[no-untyped-call]
 
 
 class Agreement:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lightning_amp.dist.dispatch.by_rule import call_of
 from lightning_amp.dist.registry import name_of, tensors_in
-from lightning_amp.graph.flow import dims_of, sums_of
-from lightning_amp.graph.flow_rules import groups
+from lightning_amp.graph.flow import dims_of, groups, sums_of
 from lightning_amp.techniques.tensor3d.atoms import AtomGrid
 from lightning_amp.techniques.tensor3d.plan_layouts import RULES, Grids, Labels, LayoutPlanner, Rule, View, along
 

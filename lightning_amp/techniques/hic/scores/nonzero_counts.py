@@ -6,9 +6,9 @@ is looked through when the first stratum asks, once for the batch. A CPU, which 
 time, while its columns are in the cache. `SparseCounts`, which the data module hands out, have their entries.
 
 Known limits: what is computed from the counts on the device is another tensor, and so are columns chosen by an index;
-every stratum looks through those. A change in place is noticed. Without values (meta and fake tensors) entries are
-spread evenly, and of a dense matrix one number in 20 is taken as one. Legend: entry (M), cell (B), feature (F_k, or F
-of all strata).
+every stratum looks through those, and through tensors of inference mode. A change in place is noticed. Without values
+(meta and fake tensors) entries are spread evenly, and of a dense matrix one number in 20 is taken as one. Legend: entry
+(M), cell (B), feature (F_k, or F of all strata).
 """
 
 import math
@@ -43,7 +43,8 @@ def find_entries(before: Any, after: Any, likelihoods: type[nn.Module], module: 
     ]
     widths = set(_widths(likelihoods, module)) if pairs else set()
     for host, moved in pairs:
-        if host.shape[1] in widths and host.device.type == "cpu":
+        # a tensor of inference mode counts no writes, so that what is known of it could be stale
+        if host.shape[1] in widths and host.device.type == "cpu" and not moved.is_inference():
             _remember(moved, SparseCounts.from_dense(host).to(moved.device))
 
 
