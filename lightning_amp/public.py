@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
     from lightning_amp.lightning.profiling.plan_of_module import ModulePlan
 
-NOT_LOOKED_FOR = "of a profile alone, chunks and stages are not looked for; lightning_amp.plan(module, batch) does"
+NOT_LOOKED_FOR = (
+    "of a profile alone, chunk, logits, pipeline and replay are not looked for, so that less memory may be enough;"
+    " lightning_amp.plan(module, batch) looks for them"
+)
 
 
 @overload
@@ -168,7 +171,8 @@ def plan(
 
     Returns:
         The plan; `print` shows its report. Of a module a ModulePlan, with the methods `largest_batch` and
-        `fewest_devices` and the Plan as `plan`. Of a module's profile, chunks and stages are not looked for.
+        `fewest_devices` and the Plan as `plan`. Of a module's profile, chunk, logits, pipeline and replay are not
+        looked for.
 
     Raises:
         ModelError: The module's step fails, or the module cannot be copied.

@@ -1,6 +1,7 @@
 """Claim: a step whose distributions or metrics check values is counted without values, and training still checks."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -129,3 +130,21 @@ def test_weights_and_bins_give_the_type_and_length_of_a_count() -> None:
 def test_a_captured_graph_does_not_lose_the_check() -> None:
     with quick_fakes.QuickFakes(), pytest.raises(Exception, match="_local_scalar_dense"):
         Poisson(torch.ones(3), validate_args=True)
+
+
+@pytest.mark.parametrize("columns", [8, 6])
+def test_products_of_groups_have_the_layout_of_the_kernels(columns: int) -> None:
+    rows, ends = torch.randn(12, 16), torch.tensor([4, 8, 12], dtype=torch.int32)
+    # by columns, whose lengths are multiples of 16 bytes
+    experts = torch.randn(3, columns, 16).transpose(1, 2)
+    found = []
+    for fake in (None, quick_fakes.QuickFakes(valid=True)):
+        with fake or nullcontext():
+            one, other, at = (x if fake is None else fake.from_tensor(x) for x in (rows, experts, ends))
+            made = [torch.nn.functional.grouped_mm(one, other, offs=at)]
+            if columns == 8:
+                # the gradients of both
+                made.append(torch.nn.functional.grouped_mm(made[0], other.transpose(1, 2), offs=at))
+                made.append(torch.nn.functional.grouped_mm(one.T, made[0], offs=at))
+            found.append([(x.shape, x.stride(), x.dtype, x.untyped_storage().nbytes()) for x in made])
+    assert found[0] == found[1]

@@ -257,11 +257,11 @@ def test_a_fit_tells_both_times_and_takes_the_rates_of_the_file(tmp_path, caplog
         trainer.fit(GLUE(latent_dim=8, window=8), datamodule=SingleCellDataModule(tmp_path / "data", batch_size=8))
     assert strategy.plan.rates_device == "a snail"
     assert strategy.plan.predicted_step_seconds > 10
-    told = [r.getMessage() for r in caplog.records if "for all of it" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "measured step" in r.getMessage()]
     assert len(told) == 1
-    assert told[0].startswith("a step: predicted ")
+    assert told[0].startswith("predicted step  ")
     assert ", of which the decoder " in told[0], "a step beside a step"
-    assert "(rates of a snail); measured" in told[0]
+    assert "(a snail)\nmeasured step   " in told[0]
     assert "(median of " in told[0]
     assert trainer.callbacks == callbacks
     given = replace(strategy.plan, rates_device="another", predicted_step_seconds=1e-6)

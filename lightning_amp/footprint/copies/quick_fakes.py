@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import IS_ALL_TRUE, FakeTensor, FakeTensorMode, OpOverload, as_meta, fake_like, tree_leaves
+from lightning_amp._torch import (
+    GROUPED_MM,
+    IS_ALL_TRUE,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    as_meta,
+    fake_like,
+    tree_leaves,
+)
 from lightning_amp.footprint.copies.known_values import computed, note
 
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -90,6 +99,10 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
                     dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
                 like, options = torch.ops.aten.new_empty.default, {"dtype": dtype}
                 return super().dispatch(like, types, (args[0], [bins]), options)
+        if self._valid and func is GROUPED_MM and args[0].dtype in (torch.float32, torch.float16):
+            # torch's kernels multiply these too, where its rule for fake tensors allows bfloat16 only
+            like = torch.ops.aten.new_empty_strided.default
+            return super().dispatch(like, types, (args[0], *_grouped(*args[:3])), {})
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self._may_look_up(func) or not self._describe(
             (*args, *kwargs, *kwargs.values()), key, offsets=self._by_offset[func]
@@ -197,6 +210,17 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 def _bins(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> tuple[int, Tensor | None]:
     """The arguments of `bincount` that its result follows from."""
     return minlength, weights
+
+
+def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None) -> tuple[list[int], list[int]]:
+    """Shape and strides of a product of groups; its rows begin at multiples of 16 bytes, as the kernels have them."""
+    rows, columns = one.shape[-2], other.shape[-1]
+    wide = -(-columns * one.itemsize // 16) * 16 // one.itemsize
+    if one.dim() != other.dim():
+        # groups are runs of the rows of one, or of the columns of the other
+        return [rows, columns], [wide, 1]
+    groups = one.shape[0] if one.dim() == 3 or ends is None else ends.shape[0]
+    return [groups, rows, columns], [rows * wide, wide, 1]
 
 
 def _is_plain(tensor: Tensor) -> bool:

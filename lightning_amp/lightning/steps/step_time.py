@@ -106,9 +106,8 @@ class StepTimer(pl.Callback):
         measured, predicted = self.median_seconds, self._plan.predicted_step_seconds
         if measured is not None and predicted is not None:
             rank_zero_info(
-                f"a step: predicted {step_text(self._plan)} (rates of"
-                f" {self._plan.rates_device or 'an unnamed device'}); measured {format_seconds(measured)} for all of it"
-                f" (median of {len(self._steps) - WARM_UP})"
+                f"predicted step  {step_text(self._plan)} ({self._plan.rates_device or 'an unnamed device'})\n"
+                f"measured step   {format_seconds(measured)} (median of {len(self._steps) - WARM_UP})"
             )
 
 

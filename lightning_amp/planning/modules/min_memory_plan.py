@@ -36,6 +36,9 @@ def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
     fixed = all_fixed(seen.chain)
     said += f" ({fixed})" if fixed else ""
     more = fewest_ranks(seen, budget, above=ranks)
+    if more is None and seen.counted is None:
+        # of a profile alone, or of a step that needs values, not all techniques are looked for
+        return f"{said}, as far as techniques were looked for"
     if more is None:
         return f"{said}; no number of ranks up to {MOST_RANKS} would be enough: {smaller(seen)}"
     with_what = " and ".join(more.strategies) or "nothing else"

@@ -288,6 +288,8 @@ def test_what_is_missing_is_said() -> None:
     assert more.ranks > 1
     assert f"{more.ranks} ranks with {' and '.join(more.strategies)} would fit" in text
     assert text in plan_report(found).replace("\n  ", " ")
+    assert shortfall(plan_module(base(10), heavy)).endswith("on 1 rank, as far as techniques were looked for")
+    heavy = replace(heavy, counted=lambda rule: "it has no cross-entropy")
     hopeless = plan_module(base(10), heavy)
     assert "no number of ranks up to 1024 would be enough: use a smaller batch, or split" in shortfall(hopeless)
     one = replace(heavy, profile=replace(heavy.profile, batch_size=1))
