@@ -100,7 +100,7 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int]) -> Cuts |
     held = np.arange(PARTS + 1)
     # [p, q, kind]
     inside, held_on, took = (np.stack(x, -1) for x in zip(*map(stretches.of_kind, kinds), strict=True))
-    # rounded up and down: over many segments the errors cancel out, and the real bytes are counted later
+    # rounded, so that a choice may exceed the bound by a few parts, which `fastest` checks
     more = np.rint(held_on / unit).astype(int)
     # the segment itself has to fit in addition to what is held
     room = (bound - inside) // unit
