@@ -55,7 +55,7 @@ class Snapshot:
     def __init__(self, module: nn.Module) -> None:
         self.parameters = list(module.named_parameters())
         self._found, tensors = _found(module)
-        self._tensors = {name: _KeptTensor(tensor) for name, tensor in tensors.items()}
+        self._tensors = {name: _TensorThen(tensor) for name, tensor in tensors.items()}
 
     def check(self, module: nn.Module, decoder: nn.Module) -> None:
         """Refuse a module that is another one by now."""
@@ -108,7 +108,7 @@ class Marks:
         return {name: mark_of(value, seen, DEPTH) for name, value in found.items()}
 
 
-class _KeptTensor:
+class _TensorThen:
     """A tensor as it was, which may move to another device or change its type."""
 
     def __init__(self, tensor: Tensor) -> None:
