@@ -88,67 +88,10 @@ attend_on_cpu_back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 attend_on_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 attend_on_cuda_back = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 
-__all__ = [
-    "ALLOCATOR_VARIABLES",
-    "FLASH_ATTENTION",
-    "SOFTMAX_BACKWARD",
-    "AnyBatchNorm",
-    "AnyDropout",
-    "FakeStore",
-    "FakeTensor",
-    "FakeTensorMode",
-    "OpOverload",
-    "PythonNode",
-    "TorchDispatchMode",
-    "add_each",
-    "as_meta",
-    "attend_on_cpu",
-    "attend_on_cpu_back",
-    "attend_on_cuda",
-    "attend_on_cuda_back",
-    "autograd_node",
-    "autograd_order",
-    "begin_gathered",
-    "compile_settings",
-    "copy_each",
-    "default_store",
-    "disable_torch_function",
-    "end_gathered",
-    "failures_unlogged",
-    "fake_like",
-    "flatten_each",
-    "forget_step",
-    "functional_collectives",
-    "gelu_backward",
-    "has_kernel",
-    "has_no_values",
-    "in_transform",
-    "is_compiled",
-    "is_watched",
-    "make_fx",
-    "make_root",
-    "multiplies_in_tf32",
-    "negate_each",
-    "own_class",
-    "past_threshold",
-    "scale_each",
-    "set_allocator",
-    "softmax_backward",
-    "softplus_backward",
-    "start_backward",
-    "times_each",
-    "top_saving_hooks",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "undo_fully_shard",
-    "unflatten_like",
-    "unseen",
-    "values_are_checked",
-    "whole_of",
-]
+# what is imported above under another name; mypy takes it for private otherwise
+__all__ = ["AnyBatchNorm", "AnyDropout", "PythonNode", "as_meta", "autograd_order", "default_store"]
+__all__ += ["add_each", "copy_each", "flatten_each", "negate_each", "scale_each", "times_each", "unflatten_like"]
+__all__ += ["disable_torch_function", "functional_collectives", "top_saving_hooks", "unseen"]
 
 # flash attention of a CPU, forward and backward, and the operator of CUDA that computes the same
 FLASH_ATTENTION = {
@@ -224,7 +167,7 @@ def is_watched() -> bool:
 
 @contextmanager
 def failures_unlogged() -> Iterator[None]:
-    """An operator that fails on fake tensors raises; torch would write a traceback into the log besides."""
+    """An operator that fails on fake tensors raises; torch would also write a traceback into the log."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -242,6 +185,11 @@ def in_transform() -> bool:
 def autograd_node() -> Any:
     """The node of the graph that the backward pass is at, in this thread; None outside of a backward pass."""
     return torch._C._current_autograd_node()
+
+
+def version_of(x: Tensor) -> int:
+    """Autograd's count of writes to a tensor; one that was made in inference mode has none."""
+    return 0 if x.is_inference() else x._version
 
 
 def whole_of(x: torch.Tensor) -> torch.Tensor:
@@ -313,7 +261,7 @@ def begin_gathered(root: Any) -> None:
 
 
 def _drop_received(root: Any) -> None:
-    """Release what the last unit was received as, besides its parameters; torch does at the end of the root's forward.
+    """Release the buffer in which the last unit arrived; torch does so at the end of the root's forward.
 
     A backward pass that is begun within a training step comes before that.
     """

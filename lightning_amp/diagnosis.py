@@ -12,6 +12,7 @@ principle, Section 3.1).
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_amp.errors import PlanError
 from lightning_amp.profiling.profile import ModalityProfile, Profile
@@ -67,47 +68,35 @@ Detect = Callable[[Profile], tuple[bool, str]]
 _NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
-def high_input_dimensionality(modality: ModalityProfile) -> Finding:
+def high_input_dimensionality(modality: ModalityProfile) -> tuple[bool, str]:
     """Raised when the modality has over an order of magnitude more features than the next largest."""
     if modality.scale is None:
-        raised, evidence = False, f"{modality.features:,} features, no other modality to compare with"
-    else:
-        raised = modality.scale >= DIMENSIONALITY_RATIO
-        sign = ">=" if raised else "<"
-        evidence = (
-            f"{modality.features:,} features, {modality.scale:.1f} x the next largest modality"
-            f" ({sign} {DIMENSIONALITY_RATIO:g} x)"
-        )
-    return Finding(signal=HIGH_INPUT_DIMENSIONALITY, modality=modality.name, raised=raised, evidence=evidence)
+        return False, f"{modality.features:,} features, no other modality to compare with"
+    raised = modality.scale >= DIMENSIONALITY_RATIO
+    ratio = f"{modality.scale:.1f} x the next largest modality ({'>=' if raised else '<'} {DIMENSIONALITY_RATIO:g} x)"
+    return raised, f"{modality.features:,} features, {ratio}"
 
 
-def attention_decoder(modality: ModalityProfile) -> Finding:
+def attention_decoder(modality: ModalityProfile) -> tuple[bool, str]:
     """Raised when the modality's decoder builds its keys with attention; the evidence says how far it reaches."""
     parts = modality.decomposition
-    raised = parts is not None and parts.attention
-    evidence = "no attention"
-    if parts is not None and raised:
-        how, width = ("full", f", of an anchor to all {parts.anchors:,}") if parts.full else ("local", "")
-        if parts.window is not None:
-            met = min(3 * parts.window, parts.anchors)
-            width = f", of an anchor to {met:,} in 3 buckets of {parts.window:,}"
-        evidence = f"keys of {parts.anchors:,} anchors by {how} attention{width}"
-        evidence += f" ({parts.known_from})" if parts.known_from else ""
-    return Finding(signal=ATTENTION_DECODER, modality=modality.name, raised=raised, evidence=evidence)
+    if parts is None or not parts.attention:
+        return False, "no attention"
+    how, width = ("full", f", of an anchor to all {parts.anchors:,}") if parts.full else ("local", "")
+    if parts.window is not None:
+        met = min(3 * parts.window, parts.anchors)
+        width = f", of an anchor to {met:,} in 3 buckets of {parts.window:,}"
+    known_from = f" ({parts.known_from})" if parts.known_from else ""
+    return True, f"keys of {parts.anchors:,} anchors by {how} attention{width}{known_from}"
 
 
-def heavy_decomposition(modality: ModalityProfile) -> Finding:
+def heavy_decomposition(modality: ModalityProfile) -> tuple[bool, str]:
     """Raised when the modality's decoder repeats its block over several strata."""
-    parts = modality.decomposition
-    strata = parts.strata if parts else 1
-    raised = strata >= DECOMPOSED_STRATA
-    noun = "stratum" if strata == 1 else "strata"
-    return Finding(
-        signal=HEAVY_DECOMPOSITION, modality=modality.name, raised=raised, evidence=f"{strata} {noun} in the decoder"
-    )
+    strata = modality.decomposition.strata if modality.decomposition else 1
+    return strata >= DECOMPOSED_STRATA, f"{strata} {'stratum' if strata == 1 else 'strata'} in the decoder"
 
 
-SIGNALS: dict[str, Callable[[ModalityProfile], Finding]] = {
+SIGNALS: dict[str, Callable[[ModalityProfile], tuple[bool, str]]] = {
     HIGH_INPUT_DIMENSIONALITY: high_input_dimensionality,
     ATTENTION_DECODER: attention_decoder,
     HEAVY_DECOMPOSITION: heavy_decomposition,
@@ -152,16 +141,15 @@ def diagnose(profile: Profile) -> Diagnosis:
         PlanError: The function of a signal from outside returned something else than a pair of bool and text.
     """
     spatial = [m for m in profile.modalities if m.decomposition is not None]
-    of_paper = [signal(m) for signal in SIGNALS.values() for m in spatial]
-    return Diagnosis(profile=profile, findings=(*of_paper, *(_look(name, profile) for name in FROM_OUTSIDE)))
-
-
-def _look(name: str, profile: Profile) -> Finding:
-    answer = FROM_OUTSIDE[name](profile)
-    pair = answer if isinstance(answer, tuple) and len(answer) == 2 else (None, None)
-    if not isinstance(pair[0], bool) or not isinstance(pair[1], str):
-        raise PlanError(
-            f"the signal {name!r} answered {answer!r}; allowed is a pair of True or False and a sentence with the"
-            " numbers behind it, such as (True, '95 % of the counts are zero')"
-        )
-    return Finding(signal=name, modality=None, raised=pair[0], evidence=pair[1])
+    answers: list[tuple[str, str | None, Any]] = [(n, m.name, look(m)) for n, look in SIGNALS.items() for m in spatial]
+    answers += [(name, None, detect(profile)) for name, detect in FROM_OUTSIDE.items()]
+    findings = []
+    for name, modality, answer in answers:
+        raised, evidence = answer if isinstance(answer, tuple) and len(answer) == 2 else (None, None)
+        if not isinstance(raised, bool) or not isinstance(evidence, str):
+            raise PlanError(
+                f"the signal {name!r} answered {answer!r}; allowed is a pair of True or False and a sentence with the"
+                " numbers behind it, such as (True, '95 % of the counts are zero')"
+            )
+        findings.append(Finding(signal=name, modality=modality, raised=raised, evidence=evidence))
+    return Diagnosis(profile=profile, findings=tuple(findings))

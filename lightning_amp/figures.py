@@ -141,6 +141,7 @@ class StepCurve:
         own, its = self.begins, other.begins
         if list(own.values()) != list(its.values()):
             return self.edges
+        # inside a phase places are moved in proportion
         found: NDArray[np.float64] = np.interp(self.edges, [*own, 1.0], [*its, 1.0])
         return found
 
@@ -158,7 +159,7 @@ def step_memory(
     top = max(int(one.total.max()) for one in (step, predicted) if one is not None)
     unit, size = _unit(top)
     figure = new_figure(9.6, 4.0)
-    over_time, beside = figure.subplots(1, 2, width_ratios=[2, 1])
+    over_time, next_to = figure.subplots(1, 2, width_ratios=[2, 1])
     _draw_kinds(over_time, step, size)
     if predicted is not None:
         edges = predicted.edges_along(step)
@@ -168,7 +169,7 @@ def step_memory(
     over_time.set(xlabel="operators of one step, one after the other", ylabel=f"memory ({unit})", xlim=(0, 1))
     over_time.set_ylim(0, max(1.16 * top / size, over_time.get_ylim()[1]))
     _mark_peak(over_time, step, f"{step.total.max() / size:.3g} {unit}: {at}", size)
-    _draw_holders(beside, step, predicted, unit=unit, size=size)
+    _draw_holders(next_to, step, predicted, unit=unit, size=size)
     figure.legend(*over_time.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(title)
     save_figure(figure, path)
@@ -239,6 +240,7 @@ def _common_scale(maps: Sequence[NDArray[np.float64]]) -> LogNorm:
 
 def _name_bins(axes: Axes, chromosomes: NDArray[Any], starts: NDArray[Any]) -> None:
     """Write megabases at a few bins and the chromosomes' names outside of them, and draw where these end."""
+    # the first bin of every chromosome
     first = np.flatnonzero(np.r_[True, chromosomes[1:] != chromosomes[:-1]])
     ends = np.r_[first[1:], len(chromosomes)]
     for end in ends[:-1]:
@@ -251,10 +253,10 @@ def _name_bins(axes: Axes, chromosomes: NDArray[Any], starts: NDArray[Any]) -> N
     axes.set_xticks(ticks, labels, fontsize=8)
     axes.set_yticks(ticks, labels, fontsize=8)
     below = axes.secondary_xaxis(-0.07)
-    beside = axes.secondary_yaxis(-0.1)
+    next_to = axes.secondary_yaxis(-0.1)
     below.set_xticks(centres, names, fontsize=9)
-    beside.set_yticks(centres, names, fontsize=9, rotation=90, va="center")
-    for outer in (below, beside):
+    next_to.set_yticks(centres, names, fontsize=9, rotation=90, va="center")
+    for outer in (below, next_to):
         outer.tick_params(length=0)
         outer.spines[:].set_visible(False)
 
@@ -346,6 +348,7 @@ def _scatter(axes: Axes, points: NDArray[np.float64], classes: NDArray[np.str_])
         axes.scatter(x, y, c=colours[codes[mine]], marker=marker, s=size, linewidths=0, alpha=0.8)
     for name, colour, marker in zip(names, colours, markers, strict=True):
         axes.scatter([], [], color=colour, marker=marker, s=size, label=name)
+    # distances in an embedding mean the same along both axes
     axes.set_aspect("equal", adjustable="datalim")
     axes.set(xticks=[], yticks=[])
     n_columns = -(-len(names) // LEGEND_ROWS)

@@ -13,7 +13,7 @@ SLOW = 10.0
 def track(iterable: Iterable[Item], *, description: str, total: int) -> Iterator[Item]:
     """Hand on the items one by one, with a progress bar when standard error is a terminal, else a line when slow."""
     if not sys.stderr.isatty():
-        yield from _told(iterable, description, total)
+        yield from _with_lines(iterable, description, total)
         return
     # rich takes 50 ms to import; a run whose output goes to a file never pays for it.
     from rich.console import Console
@@ -22,7 +22,7 @@ def track(iterable: Iterable[Item], *, description: str, total: int) -> Iterator
     yield from draw(iterable, description=description, total=total, console=Console(stderr=True))
 
 
-def _told(iterable: Iterable[Item], description: str, total: int) -> Iterator[Item]:
+def _with_lines(iterable: Iterable[Item], description: str, total: int) -> Iterator[Item]:
     last = time.monotonic()
     for done, item in enumerate(iterable, start=1):
         if time.monotonic() - last >= SLOW:

@@ -152,7 +152,7 @@ def plan(
         batch: For a module: an example of what its `training_step` gets, or its shapes as text, as for `profile`.
         devices: Ranks in all, over all nodes.
         device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown. A list has
-            one for each device: stages are cut by that of their own, for all other plans the least counts.
+            one for each device: each stage is cut for the memory of its device; all other plans use the least.
         policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
         strategies: The user's own choice from the library instead of the policy's; still checked and predicted. "auto"
             and None leave it to the policy.

@@ -67,6 +67,7 @@ def memory_of_ranks(device_memory: str | int | Sequence[str | int], devices: int
             f"device_memory={device_memory!r} is not supported; allowed is a size, or a list of one for each device"
         )
     found = tuple(map(parse_bytes, listed))
+    # "24GiB" is one size for all, ["24GiB"] a list for one device
     single = isinstance(device_memory, str) and len(found) == 1
     if devices is not None and len(found) != devices and not single:
         raise PlanError(

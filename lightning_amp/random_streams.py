@@ -14,6 +14,7 @@ def random_streams(device: torch.device | None = None) -> tuple[Any, ...]:
     if device is not None:
         cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     else:
+        # a device that was not used yet would be initialised by the question
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 

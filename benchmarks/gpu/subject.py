@@ -19,7 +19,7 @@ from benchmarks.decoders import Size
 from benchmarks.gpu.device import Precision
 from lightning_amp.costs.model_shape import DecoderShape, profile_of_module
 from lightning_amp.data.files.graphml import Graph
-from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
+from lightning_amp.data.files.strata_layout import FeatureLayout, StratumLayout
 from lightning_amp.data.loading.datamodule import HIC, SingleCellDataModule
 from lightning_amp.data.loading.dataset import CellTable
 from lightning_amp.data.sparse_counts import SparseCounts
@@ -108,7 +108,7 @@ class CellsInMemory(SingleCellDataModule):
         rng, widths = np.random.default_rng(0), [bins - k for k in range(strata)]
         ends = np.cumsum(widths).tolist()
         found = tuple(
-            Stratum(k=k, resolution=None, start=end - n, stop=end, anchors=np.arange(n))
+            StratumLayout(k=k, resolution=None, start=end - n, stop=end, anchors=np.arange(n))
             for k, (n, end) in enumerate(zip(widths, ends, strict=True))
         )
         self.layout = FeatureLayout(strata=found, anchor_names=_names("bin", bins))

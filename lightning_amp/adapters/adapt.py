@@ -39,7 +39,7 @@ class Adapted:
         # why others that look like them are not among them, and what is not predicted of those that are, one sentence
         # each
         self.notes: list[str] = []
-        self._forwards: dict[str, tuple[nn.Module, _Forward]] = {}
+        self._forwards: dict[str, tuple[nn.Module, _DecoderForward]] = {}
         self._watches: list[RemovableHandle] = []
 
     def add(self, fqn: str, module: nn.Module) -> None:
@@ -47,7 +47,7 @@ class Adapted:
         decoder = adapted(module)
         if isinstance(decoder, MultiResDecoder):
             self.notes += [f"{fqn!r} {note}" for note in decoder.unpredicted(module)]
-        self._forwards[fqn] = module, _Forward(decoder, module)
+        self._forwards[fqn] = module, _DecoderForward(decoder, module)
         self.stand_in()
 
     def stand_in(self) -> None:
@@ -111,6 +111,7 @@ def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
             if not fqn:
                 raise NotDetected("is the LightningModule itself: make the decoder a module in it")
             found.add(fqn, child)
+        # before the other, for it is a ModelError too
         except NotDetected as reason:
             found.notes.append(
                 f"{(fqn or type(child).__name__)!r} looks like a decoder of HiGLUE's shape and is trained as any other"
@@ -123,7 +124,7 @@ def adapt(module: nn.Module, *, needed: bool = True) -> Adapted:
     return found
 
 
-def _watch(module: nn.Module, forward: "_Forward", tell: Callable[[str], None]) -> RemovableHandle:
+def _watch(module: nn.Module, forward: "_DecoderForward", tell: Callable[[str], None]) -> RemovableHandle:
     decoder = forward.decoder
 
     def look(called: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -133,6 +134,7 @@ def _watch(module: nn.Module, forward: "_Forward", tell: Callable[[str], None]) 
         handle.remove()
         v = named.get("v", given[1] if len(given) > 1 else None)
         if isinstance(v, Tensor) and v.dim() == 2 and len(v) != decoder.n_anchors:
+            # before anything is computed, so that keys have a row for every row of v
             known, decoder.n_anchors = decoder.n_anchors, len(v)
             forward.first_batch.plain.n_anchors = len(v)
             tell(f"in its first step v has {len(v)!r} rows, where the decoder's features have {known!r} anchors")
@@ -145,7 +147,7 @@ def _restore(module: nn.Module) -> None:
     vars(module).pop("forward", None)
 
 
-class _Forward(StandIn):
+class _DecoderForward(StandIn):
     """What a foreign decoder's callers call."""
 
     decoder: AdaptedDecoder
@@ -169,6 +171,7 @@ class _Forward(StandIn):
         l = decoder.library(u, l)  # noqa: E741
         _check_rows(b, n_cells=len(u), n_rows=len(cast(Any, self.module).scale_lin))
         inputs = u, v, b, l
+        # by the class: the instance's `forward` is this object
         eager = partial(type(self.module).forward, self.module, **options)
 
         look = partial(self.first_batch.look, inputs, **options)
@@ -177,6 +180,7 @@ class _Forward(StandIn):
 
 def _by_name(given: tuple[Any, ...], named: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     found = dict(zip(names, given, strict=False)) | named
+    # fewer names than arguments: one was given twice
     fits = len(found) == len(given) + len(named) and set(INPUTS) <= set(found) <= set(names)
     if not fits:
         raise InstallError(

@@ -78,7 +78,7 @@ MORE = 11
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class Scales:
     """What values are multiplied with, and what is added to two of the tables."""
 
     where: str = ""  # in words, for a message
@@ -97,11 +97,11 @@ class Sizes:
         return at_least + -(at_least + self.short) % WINDOW
 
 
-NEAR_ONE = Sizes()
+NEAR_ONE = Scales()
 LARGE = (
-    Sizes(where=" where u is large", large=True, short=0, u=30, counts=30),
+    Scales(where=" where u is large", large=True, short=0, u=30, counts=30),
     # additional zeros are so rare here that another small number in their place shows
-    Sizes(where=" where v and weights are large", large=True, v=30, counts=30, layers=5, log_theta=2, zi_logits=-30),
+    Scales(where=" where v and weights are large", large=True, v=30, counts=30, layers=5, log_theta=2, zi_logits=-30),
 )
 
 
@@ -111,7 +111,7 @@ class Small:
 
     module: nn.Module
     layout: Layout
-    sizes: Sizes
+    sizes: Scales
     inputs: tuple[Tensor, Tensor, Tensor]
     b: Tensor
     counts: Tensor
@@ -126,7 +126,7 @@ class Small:
         return (self.counts > 0).double() if binarized else self.counts
 
 
-def small_copy(module: nn.Module, layout: Layout, sizes: Sizes) -> Small:
+def small_copy(module: nn.Module, layout: Layout, sizes: Scales) -> Small:
     """A small copy of a decoder, which is left as it is, with the decoder's layout."""
     n_strata = len(layout.nodes)
     n_anchors = sizes.n_anchors(n_strata + MORE)
@@ -140,11 +140,12 @@ def small_copy(module: nn.Module, layout: Layout, sizes: Sizes) -> Small:
         value = getattr(module, name)
         lists = columns if name == few.listed_in else few.nodes
         memo[id(value)] = [_like(rows, one) for rows, one in zip(lists, value, strict=True)]
+    # deepcopy takes the short lists in place of the real ones, which may have millions of entries
     copied, *values = _drawn(module, memo, sizes, n_anchors=n_anchors, n_features=few.n_features)
     return Small(copied, few, sizes, *values)
 
 
-def small_multires(module: Any, _: Layout, sizes: Sizes) -> Small:
+def small_multires(module: Any, _: Layout, sizes: Scales) -> Small:
     """A small copy of a module, which is left as it is."""
     memo: dict[int, Any] = {}
     specs: list[Any] = []
@@ -154,6 +155,7 @@ def small_multires(module: Any, _: Layout, sizes: Sizes) -> Small:
         n = sizes.n_anchors(spec.n_strata + MORE + i * WINDOW)
         whole = torch.ones(spec.n_strata, n, dtype=torch.bool)
         if bool((band < 0).any()):
+            # gaps where the real columns have some: a bin that was left out, and pairs beyond the end
             whole[:, 2] = False
             whole &= torch.arange(n) < n - torch.arange(spec.n_strata)[:, None]
         columns = torch.arange(features, features + int(whole.sum()))
@@ -172,7 +174,7 @@ def small_multires(module: Any, _: Layout, sizes: Sizes) -> Small:
 
 
 def _drawn(
-    module: nn.Module, memo: dict[int, Any], sizes: Sizes, *, n_anchors: int, n_features: int
+    module: nn.Module, memo: dict[int, Any], sizes: Scales, *, n_anchors: int, n_features: int
 ) -> tuple[Any, ...]:
     """A copy with parameters drawn anew and `memo` in place of its lists, and what it is run on: u, v, l; b; counts."""
     generator = torch.Generator().manual_seed(0)
@@ -193,13 +195,14 @@ def _drawn(
     dim, resolutions = dim_of(module), len(getattr(module, "res_specs", "1"))
     u = (sizes.u * dim**-0.5 * normal(CELLS, dim)).requires_grad_()
     v = (sizes.v * normal(n_anchors, dim)).requires_grad_()
+    # many zeros, as contacts have
     counts = sizes.counts * torch.poisson(normal(CELLS, n_features).square(), generator=generator)
     l = (counts.sum(1, keepdim=True) * torch.arange(1, resolutions + 1) + 1).requires_grad_()  # noqa: E741
     b = torch.arange(CELLS) % len(cast(Any, module).scale_lin)
     return copied, (u, v, l), b, counts
 
 
-def _scaled(values: Tensor, name: str, sizes: Sizes) -> Tensor:
+def _scaled(values: Tensor, name: str, sizes: Scales) -> Tensor:
     """Values of the size that keeps products near 1, and LayerNorm's weights apart from 0."""
     if name in TABLES:
         return 0.5 * values + {"log_theta": sizes.log_theta, "zi_logits": sizes.zi_logits}.get(name, 0.0)
@@ -225,7 +228,7 @@ class _Family(NamedTuple):
     """How decoders of one kind are read, copied small, and made of our parts."""
 
     read: Callable[[nn.Module], Layout]
-    small: Callable[[nn.Module, Layout, Sizes], Small]
+    small: Callable[[nn.Module, Layout, Scales], Small]
     forms: Callable[[nn.Module, Form], Iterator[Form]]
     make: Callable[[nn.Module, Layout, Form], AdaptedDecoder]
 
@@ -279,6 +282,7 @@ def _adapted(module: nn.Module) -> AdaptedDecoder:
 
 
 def _form_of(family: _Family, module: nn.Module, layout: Layout) -> Form:
+    # the copy is on the CPU: no other device draws
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         small = family.small(module, layout, NEAR_ONE)
         marks = Marks(small.module)
@@ -326,6 +330,7 @@ def _least(small: Small) -> float:
         means = (given.logits + cast(Any, small.module).log_theta[small.b]).exp()
     if not torch.allclose(means, means[:1, :1], rtol=CLOSE, atol=0):
         raise NotDetected("returns different means for cells without contacts")
+    # the last digits are those of exp and log, not of the number that was added
     return float(f"{float(means[0, 0]):.12g}")
 
 
@@ -343,6 +348,7 @@ def _problem(family: _Family, cases: Sequence[_Case], form: Form) -> str:
             ours = family.make(small.module.train(training), small.layout, form)
             total = -ours.nll(u, v, batch=small.b, library=ours.library(u, l), x=x)
             for name, found in _results(small, total):
+                # large values may overflow in the module too, where nothing can be compared
                 unknown = not expected[name].isfinite().all()
                 if sizes.large and unknown:
                     continue
@@ -359,6 +365,7 @@ def _results(small: Small, total: Tensor) -> Iterator[tuple[str, Tensor]]:
     named = dict(zip(("u", "v", "l"), small.inputs, strict=True))
     if not small.sizes.large:
         named |= dict(small.module.named_parameters())
+    # what is not read has no gradient, and counts as zero: the other side may read it and get zeros
     grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
     for (name, value), grad in zip(named.items(), grads, strict=True):
         yield f"gradient of {name}", torch.zeros_like(value) if grad is None else grad

@@ -30,15 +30,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from lightning_amp._torch import version_of
 from lightning_amp.adapters.forms.adapted_decoder import LISTS, AdaptedDecoder, AdaptedStratum
 from lightning_amp.adapters.forms.multires import MultiResDecoder
-from lightning_amp.adapters.lazy_distribution import version
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import AmpError, InstallError, ModelError
+from lightning_amp.footprint.forward_overrides import HOOKS
 from lightning_amp.footprint.recompute_state import DEPTH, mark_of
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.checks.same_function import failure
-from lightning_amp.techniques.contract.change import KINDS
 
 SHOWN = 3
 PLAIN = (int, float, str)
@@ -55,7 +55,7 @@ class Snapshot:
     def __init__(self, module: nn.Module) -> None:
         self.parameters = list(module.named_parameters())
         self._found, tensors = _found(module)
-        self._tensors = {name: _Kept(tensor) for name, tensor in tensors.items()}
+        self._tensors = {name: _TensorThen(tensor) for name, tensor in tensors.items()}
 
     def check(self, module: nn.Module, decoder: nn.Module) -> None:
         """Refuse a module that is another one by now."""
@@ -108,22 +108,22 @@ class Marks:
         return {name: mark_of(value, seen, DEPTH) for name, value in found.items()}
 
 
-class _Kept:
+class _TensorThen:
     """A tensor as it was, which may move to another device or change its type."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._values = tensor.detach().cpu().clone()
-        self._object, self._version = tensor, version(tensor)
+        self._object, self._version = tensor, version_of(tensor)
 
     def is_still(self, tensor: Tensor | None) -> bool:
         """Whether this is the tensor, or one of the same values."""
         if tensor is None:
             return False
-        if tensor is self._object and version(tensor) == self._version:
+        if tensor is self._object and version_of(tensor) == self._version:
             return True
         same = torch.equal(_rounded(self._values, tensor.dtype), _rounded(tensor.detach().cpu(), tensor.dtype))
         if same:
-            self._object, self._version = tensor, version(tensor)
+            self._object, self._version = tensor, version_of(tensor)
         return same
 
 
@@ -138,6 +138,7 @@ def _found(module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What is known by identity or equality, and tensors that are no parameters."""
     found: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
+    # a module that has two names may be replaced under one of them
     for fqn, child in module.named_modules(remove_duplicate=False):
         prefix = f"{fqn}." if fqn else ""
         for name, value in chain(child._parameters.items(), child._modules.items()):
@@ -174,7 +175,7 @@ def hooked(module: nn.Module, decoder: nn.Module) -> list[str]:
     found = {
         fqn: child
         for fqn, child in module.named_modules()
-        if fqn and any(not _watches(hook) for kind in KINDS for hook in getattr(child, kind).values())
+        if fqn and any(not _watches(hook) for kind in HOOKS for hook in getattr(child, kind).values())
     }
     run = set(decoder.modules()) if found else set()
     return [fqn for fqn, child in found.items() if child not in run]
@@ -187,11 +188,10 @@ def _watches(hook: Any) -> bool:
 
 def no_hooks(module: nn.Module) -> dict[int, Any]:
     """What deepcopy is to take in place of a module's hooks."""
-    return {id(getattr(child, kind)): OrderedDict() for child in module.modules() for kind in KINDS}
+    return {id(getattr(child, kind)): OrderedDict() for child in module.modules() for kind in HOOKS}
 
 
 CLOSE = 1e-9
-SHOWN = 3
 MOVE = 0.1
 LEAST_CELLS = 2
 ALWAYS_BYTES = 2**24
@@ -218,7 +218,11 @@ class FirstBatch:
         As many cells are compared as need no more than `usual`, the bytes of the strata in a step, and two at least;
         `free` are the bytes that there are, None if unknown.
         """
-        fixed, each = needed_bytes(self.module, self.plain)
+        plain, parameters = self.plain, sum(p.numel() for p in self.module.parameters())
+        # all parameters, one stratum of eager attention, and what is computed of the features of all strata; every
+        # number is in float64 and may have a derivative
+        rows = plain.n_anchors * (12 * plain.window + 27 * plain.dim)
+        fixed, each = 16 * (2 * parameters + rows), 16 * 14 * plain.n_features
         least = fixed + LEAST_CELLS * each
         if free is not None and least > free:
             left = format_bytes(max(free, 0))
@@ -231,6 +235,7 @@ class FirstBatch:
         call = self.module.training, subset is None
         # derivatives take most of the time, and matter only where there are gradients
         directed = torch.is_grad_enabled()
+        # a comparison with derivatives is also one without
         if not self.cells or (*call, True) in self._calls or (*call, directed) in self._calls:
             return
         cells, rows = min(self.cells, len(inputs[0])), len(inputs[1])
@@ -280,16 +285,6 @@ class FirstBatch:
         module = copy.deepcopy(self.module, memo)
         vars(module).pop("forward", None)
         return module, copy.deepcopy(self.plain, memo)
-
-
-def needed_bytes(module: nn.Module, decoder: AdaptedDecoder) -> tuple[int, int]:
-    """Bytes that a comparison takes at most, and those that it takes more for each cell.
-
-    Every number is in float64 and may have a derivative.
-    """
-    # all parameters, one stratum of eager attention, and what is made of the features of all strata
-    rows = decoder.n_anchors * (12 * decoder.window + 27 * decoder.dim)
-    return 16 * (2 * sum(p.numel() for p in module.parameters()) + rows), 16 * 14 * decoder.n_features
 
 
 def difference(

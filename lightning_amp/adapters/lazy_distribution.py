@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_amp._torch import version_of
 from lightning_amp.adapters.forms.adapted_decoder import AdaptedDecoder, distribution
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError
@@ -44,7 +45,7 @@ class Deferred:
         after: "Deferred | None" = None,  # a deferred computation that it reads the result of, or the tensors of
     ) -> None:
         self._compute = compute
-        seen = [(name, t, version(t), t.requires_grad) for name, t in tensors if isinstance(t, Tensor)]
+        seen = [(name, t, version_of(t), t.requires_grad) for name, t in tensors if isinstance(t, Tensor)]
         self._seen: list[tuple[str, Tensor, int, bool]] = [*(after._seen if after else ()), *seen]
         self._enabled: bool = torch.is_grad_enabled() and (after is None or after._enabled)
         self._results: dict[bool, Any] = {}
@@ -60,7 +61,7 @@ class Deferred:
         return self._results[graded]
 
     def _check(self, what: str, *, graded: bool) -> None:
-        changes = [f"{name} was changed in place" for name, t, old, _ in self._seen if version(t) != old]
+        changes = [f"{name} was changed in place" for name, t, old, _ in self._seen if version_of(t) != old]
         if graded:
             changes += [
                 f"requires_grad of {name} was {needed!r} and is {t.requires_grad!r}"
@@ -77,12 +78,7 @@ class Deferred:
             )
 
 
-def version(tensor: Tensor) -> int:
-    """Torch's count of changes in place."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-Values = Callable[[str], Tensor]
+OnRequest = Callable[[str], Tensor]
 EAGER = (
     "{what} requires gradients and is computed by the module's own forward: exact, but nothing of what the"
     " plan has installed in its decoder is used; log_prob(x).mean() and .sum() use it"
@@ -162,8 +158,8 @@ class LazyDistribution:
 class LazyLogProb(Tensor):
     """Log-probabilities [cell, feature] of which only the sum or the mean is likely to be wanted."""
 
-    total: Values  # computes their sum by our decoder; receives what was requested
-    each: Values  # computes all of them by the foreign one
+    total: OnRequest  # computes their sum by our decoder; receives what was requested
+    each: OnRequest  # computes all of them by the foreign one
 
     __hash__ = object.__hash__
     # y += z gives y's name to a new tensor
@@ -189,11 +185,12 @@ class LazyLogProb(Tensor):
             if not isinstance(value, cls):
                 return value
             found = value.each(f"log_prob(x), of which {name!r} was taken,")
-            computed.append((found, version(found)))
+            # a write to it would be lost: the caller has the expanded NaN, and not this tensor
+            computed.append((found, version_of(found)))
             return found
 
         result = func(*map(whole, args), **{key: whole(value) for key, value in named.items()})
-        if name in REFUSED or any(version(one) != old for one, old in computed):
+        if name in REFUSED or any(version_of(one) != old for one, old in computed):
             raise InstallError(
                 f"{name!r} is not supported on log_prob(x), which a decoder under a plan has not computed: what is set"
                 " or changed in place there would be lost; allowed are functions that return a new tensor: use one of"
@@ -202,8 +199,9 @@ class LazyLogProb(Tensor):
         return result
 
 
-def _waiting(total: Values, each: Values, shape: Sequence[int], like: Tensor) -> LazyLogProb:
+def _waiting(total: OnRequest, each: OnRequest, shape: Sequence[int], like: Tensor) -> LazyLogProb:
     nothing = torch.full((), math.nan, dtype=like.dtype, device=like.device)
+    # one NaN, expanded: a shape that takes no memory, and a value that nobody takes for a result
     made = nothing.expand(*shape).as_subclass(LazyLogProb)
     made.total, made.each = total, each
     return made
@@ -217,7 +215,7 @@ def _sum(values: LazyLogProb) -> Tensor:
 def _minus(values: LazyLogProb) -> LazyLogProb:
     enabled = torch.is_grad_enabled()
 
-    def minus(compute: Values, what: str) -> Tensor:
+    def minus(compute: OnRequest, what: str) -> Tensor:
         with torch.set_grad_enabled(enabled and torch.is_grad_enabled()):
             return -compute(what)
 

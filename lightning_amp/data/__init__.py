@@ -1,1 +1,1 @@
-"""Reads, checks, prepares and synthesises data files, and makes batches of them."""
+"""Read, check, prepare and synthesise data files, and make batches from them."""

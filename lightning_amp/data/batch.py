@@ -147,4 +147,5 @@ def draw_keys(draw_key: int, modality: str, rows: NDArray[np.int64]) -> NDArray[
     the same numbers. A cell twice in one step draws the same numbers twice.
     """
     step = np.uint64(hash_integers(draw_key, hash_text(modality)))
+    # rows are mixed before they meet the step: as small numbers, different pairs would have the same xor
     return (mix(mix(rows.astype(np.uint64)) ^ step) >> np.uint64(33)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""A sparse matrix [cell, feature] of counts that takes the place of a dense x in a batch.
+"""Define a sparse matrix [cell, feature] of counts that takes the place of a dense x in a batch.
 
     x[row[i], column[i]] = value[i], every other count is 0         entries by column, and by row within a column
 
@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 from lightning_amp.errors import DataError
 
 Places = NDArray[np.int64]
-Runs = tuple[tuple[int, int], ...]
+ColumnRuns = tuple[tuple[int, int], ...]
 
 
 class SparseCounts:
@@ -79,7 +79,7 @@ class SparseCounts:
         self._cut_from: tuple[SparseCounts, slice] | None = None
         self._log_factorial: dict[torch.dtype, Tensor] = {}
         self._places: Tensor | None = None
-        self._runs: Runs = ()
+        self._runs: ColumnRuns = ()
         self._in_runs: tuple[Tensor, ...] = ()
 
     @classmethod
@@ -109,7 +109,7 @@ class SparseCounts:
             self._log_factorial[dtype] = (self.value.to(dtype) + 1).lgamma_()
         return self._log_factorial[dtype]
 
-    def expect(self, runs: Runs) -> None:
+    def expect(self, runs: ColumnRuns) -> None:
         """Compute for all entries at once what slices `x[:, a:b]` of some runs of columns need; a slice is free then.
 
         Args:
@@ -118,6 +118,7 @@ class SparseCounts:
         if self._is_meta or runs == self._runs or list(runs) != sorted(runs):
             return
         starts, widths = _tables(runs, self.device)
+        # the last run that begins at the column or before it
         which = torch.bucketize(self.column, starts[1:], right=True)
         column = self.column - starts[which]
         self._runs, self._in_runs = runs, (column, torch.addcmul(column, self.row, widths[which]))
@@ -170,7 +171,8 @@ class SparseCounts:
                 tensors only.
         """
         if non_blocking is None:
-            non_blocking = device is not None and _copies_by_itself(self.value, torch.device(device))
+            on_cuda = device is not None and torch.device(device).type == "cuda"
+            non_blocking = on_cuda and self.value.device.type == "cpu" and self.value.is_pinned()
         value = self.value.to(device=device, dtype=dtype, non_blocking=non_blocking)
         row, column = (part.to(value.device, non_blocking=non_blocking) for part in (self.row, self.column))
         return SparseCounts(row, column, value, self.shape, host=None if self._is_meta else self._host)
@@ -195,6 +197,7 @@ class SparseCounts:
         """Return the number of entries before each of some columns, up to the number of features."""
         if self._is_meta:
             return [len(self.value) * column // max(self.shape[1], 1) for column in columns]
+        # known without the copies in host memory, which may have to be made first
         if list(columns) == [self.shape[1]]:
             return [len(self.value)]
         return [int(place) for place in np.searchsorted(self._host[1], columns)]
@@ -236,6 +239,7 @@ class SparseCounts:
         inside = not len(row) or (
             min(row.min(), column.min()) >= 0 and row.max() < n_cells and column.max() < n_features
         )
+        # numbers in column-major order ascend only if entries are sorted and none is repeated
         if not inside or (np.diff(column * n_cells + row) <= 0).any():
             raise DataError(
                 f"{self!r} has entries out of order, repeated, or outside of the matrix; they must be sorted by column"
@@ -265,6 +269,7 @@ class SparseCounts:
             return self._share(shape)
         row, column = self._host
         first, last = self.ends((start, stop))
+        # sorted by column, so that columns next to each other are a run of entries: a view
         own, host = slice(first, last), (row[first:last], column[first:last] - start)
         known = [part[own] for part in self._in_runs] if (start, stop) in self._runs else []
         columns = known[0] if known else self.column[own] - start
@@ -287,23 +292,21 @@ class SparseCounts:
         if self._is_meta:
             return self._share(shape)
         row, column = self._host
-        place = self._place_of_columns(index.cpu().numpy())[column]
-        own = np.flatnonzero(place >= 0)
-        own = own[np.lexsort((row[own], place[own]))]
-        return self._taken(own, row[own], place[own], shape)
-
-    def _place_of_columns(self, index: Places) -> Places:
-        """Return the position of each column in the index, -1 for a column that is not in it."""
-        n = self.shape[1]
-        place = np.full(n, -1, dtype=np.int64)
-        known = index[(index >= 0) & (index < n)]
-        place[known] = np.arange(len(known))
-        if (place >= 0).sum() < len(index):
+        n, wanted = self.shape[1], index.cpu().numpy()
+        known = wanted[(wanted >= 0) & (wanted < n)]
+        # position of each column in the index, -1 for a column that is not in it
+        position = np.full(n, -1, dtype=np.int64)
+        position[known] = np.arange(len(known))
+        if (position >= 0).sum() < len(index):
             raise DataError(
                 f"sparse counts with {n!r} features were indexed with {len(index)!r} numbers, some of which are"
                 f" outside of 0..{n - 1!r} or repeated; name each column once"
             )
-        return place
+        place = position[column]
+        own = np.flatnonzero(place >= 0)
+        # columns may come in any order: entries are sorted again by the new column, then by row
+        own = own[np.lexsort((row[own], place[own]))]
+        return self._taken(own, row[own], place[own], shape)
 
     def _taken(self, own: Places, row: Places, column: Places, shape: tuple[int, int]) -> "SparseCounts":
         """Return some of the entries, with new rows and columns."""
@@ -319,16 +322,11 @@ class SparseCounts:
 
 
 @lru_cache(maxsize=8)
-def _tables(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
+def _tables(runs: ColumnRuns, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return first columns and widths of runs; cached, because copies from the host synchronize a device."""
     with torch.inference_mode(mode=False):
         starts, stops = torch.tensor(runs, device=device).T.contiguous()
         return starts, stops - starts
-
-
-def _copies_by_itself(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a copy of a tensor to a device can be asynchronous."""
-    return device.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
 
 
 BLOCK = 2**20
@@ -356,6 +354,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: SparseCounts, weight: Tensor) -> Tensor:
         ctx.x, ctx.dtype = x, weight.dtype
+        # a sum over many blocks would lose digits in a type of 16 bits
         total = weight.new_zeros((len(x), len(weight)), dtype=torch.promote_types(weight.dtype, torch.float32))
         with _without_autocast(weight):
             for block, counts in _blocks(x, weight.dtype):
@@ -368,6 +367,7 @@ class _Product(torch.autograd.Function):
         of_weight = grad.new_empty((grad.shape[1], ctx.x.shape[1]), dtype=ctx.dtype)
         with _without_autocast(grad):
             for block, counts in _blocks(ctx.x, ctx.dtype):
+                # a block has its own columns of the gradient, so nothing is added up
                 torch.mm(grad.to(ctx.dtype).T, counts, out=of_weight[:, block])
         return None, of_weight
 

@@ -111,12 +111,16 @@ def remove_override(module: nn.Module, old: Override) -> None:
 OF_PROFILER = "PyTorchProfiler's hooks (PyTorchProfiler(record_module_names=False) has none)"
 
 
-def hooked(parts: Iterable[nn.Module], kinds: Iterable[str]) -> list[str]:
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Names of the tables that a module has of its hooks."""
+
+
+def hooked(parts: Iterable[nn.Module], kinds: Iterable[str] = HOOKS) -> list[str]:
     """Kinds of hooks that some modules have; of Lightning's PyTorchProfiler, which hangs them on all, its name.
 
     Args:
         parts: The modules.
-        kinds: Names of the tables that a module has of its hooks.
+        kinds: Which of the tables of hooks count.
     """
     found = {kind.strip("_"): hook for part in parts for kind in kinds for hook in getattr(part, kind).values()}
     return [OF_PROFILER] if any(_is_of_profiler(hook) for hook in found.values()) else list(found)

@@ -36,13 +36,14 @@ from lightning_amp._torch import (
     tree_flatten_with_path,
     tree_leaves,
     tree_unflatten,
+    version_of,
 )
 from lightning_amp.footprint.forward_overrides import hooked, overrides_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_trainer", "_fabric"}
 """Attributes that every module has, or that are none of the user's."""
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 STATISTICS = ("running_mean", "running_var")
 """Buffers that kernels change without a new version; where there are no values, a layer that trains changes them."""
 DEPTH = 5
@@ -64,7 +65,7 @@ def unrepeatable(block: nn.Module) -> str:
             return f"{place} is compiled, and what a compiled forward keeps is its own choice"
         if isinstance(child, torch.jit.ScriptModule):
             return f"{place} is a script of torch.jit, whose attributes cannot be put back"
-        hooks = hooked([child], HOOKS)
+        hooks = hooked([child], FORWARD_HOOKS)
         if name and hooks:
             return f"{place} has {hooks[0]}, which would run twice; those of the block itself run once"
     return ""
@@ -193,7 +194,7 @@ class FirstPass:
         return not torch.equal(self._before[place], now)
 
     def _versions_now(self) -> dict[Place, int]:
-        return {place: _version(tensor) for place, tensor in self._tensors.items()}
+        return {place: version_of(tensor) for place, tensor in self._tensors.items()}
 
     def _marks_now(self) -> tuple[dict[Place, Any], list[LightningModule]]:
         """What all objects hold, and the LightningModules among them."""
@@ -218,13 +219,8 @@ def _put(table: dict[str, Any], values: dict[str, Any]) -> None:
         table.update(values)
 
 
-def _version(tensor: Tensor) -> int:
-    # a tensor made in inference mode has none
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _versions(arguments: Sequence[Any]) -> dict[str, int]:
-    return {f"argument {k}": _version(a) for k, a in enumerate(arguments) if isinstance(a, Tensor)}
+    return {f"argument {k}": version_of(a) for k, a in enumerate(arguments) if isinstance(a, Tensor)}
 
 
 def _difference(before: Mapping[str, int], now: Mapping[str, int]) -> str:
@@ -238,7 +234,7 @@ def mark_of(value: Any, seen: dict[int, Any], depth: int) -> Any:
     if isinstance(value, Tensor):
         # kept as all else that is known by identity: another one could take its place
         seen[id(value)] = value
-        return id(value), _version(value)
+        return id(value), version_of(value)
     if id(value) in seen or depth == 0:
         return id(value)
     seen[id(value)] = value

@@ -49,7 +49,7 @@ class AfterBlocks(nn.Module):
             kwargs: Likewise.
             result: Of its last block.
         """
-        blocks, stand_in = find_blocks(self.owner), _StandIn(self._before, result)
+        blocks, stand_in = find_blocks(self.owner), _KnownResults(self._before, result)
         for fqn, block in blocks.items():
             block.forward = partial(stand_in, fqn)
         try:
@@ -59,7 +59,7 @@ class AfterBlocks(nn.Module):
                 del block.forward
 
 
-class _StandIn:
+class _KnownResults:
     """In the place of all blocks in one forward pass."""
 
     def __init__(self, before: Sequence[tuple[str, Any]], result: Any) -> None:
@@ -98,6 +98,7 @@ def _without(module: nn.Module, blocks: set[int], known: dict[int, nn.Module]) -
     """
     if id(module) in known:
         return known[id(module)]
+    # no `copy.copy`: what fully_shard has put on a module belongs to that module alone
     kind, left_out = own_class(module)
     inside, first = id(module) in blocks, not known
     found = known[id(module)] = object.__new__(kind)

@@ -12,9 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
-import lightning_amp.graph.flow_rules
-import lightning_amp.graph.place_rules  # noqa: F401  (they register rules)
-from lightning_amp._torch import tree_flatten, tree_leaves, tree_unflatten
+import lightning_amp.graph.flow_rules  # noqa: F401  (it registers rules)
+from lightning_amp._torch import tree_leaves, tree_map
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Capture, fresh
@@ -68,6 +67,7 @@ class _Builder:
             for k in row["inputs"]:
                 last[k] = max(last[k], i)
         for k in self._outputs:
+            # the caller reads results of the block after all rows
             last[k] = len(self._rows)
         rows = tuple(OperatorRow(last_use=last[i], **row) for i, row in enumerate(self._rows))
         return Table(block=self._capture.kind.__name__, rows=rows, outputs=self._outputs)
@@ -77,6 +77,7 @@ class _Builder:
         self._of_node[node] = i
         tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
         new = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
+        # memory that an earlier row has made is that row's: this one is a view of it
         new = {key: s for key, s in new.items() if key not in self._of_storage}
         for key in new:
             self._of_storage[key] = i
@@ -154,6 +155,7 @@ def _key(node: Node, leaves: list[Tensor]) -> Any:
     if len(leaves) < len(node.all_input_nodes):
         # a list of tensors is no leaf, and its kinds are not in the key
         return None
+    # strides and offsets count too: a kernel copies what does not lie as it needs it
     memory: dict[int, int] = {}
     tensors = tuple(
         (
@@ -173,8 +175,10 @@ def _key(node: Node, leaves: list[Tensor]) -> Any:
 
 def _called(node: Node, args: Any, kwargs: Any) -> Any:
     """What an operator returns."""
-    if _is_in_place(node):
-        args, kwargs = _writable((args, kwargs))
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and schema.is_mutable and torch.is_grad_enabled():
+        alias: Any = _NoLeaf.apply
+        args, kwargs = tree_map(lambda v: alias(v) if isinstance(v, Tensor) and v.requires_grad else v, (args, kwargs))
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
@@ -185,6 +189,7 @@ def _looked_at(
     live, kept = LiveBytes(), dict[int, Tensor]()
 
     def keep(tensor: Tensor) -> Tensor:
+        # the alias keeps the storage, so that its id is no other one's
         kept[id(tensor.untyped_storage())] = alias = tensor.detach()
         return alias
 
@@ -215,6 +220,7 @@ def _backward(result: Any, values: list[Any], leaves: list[Tensor], hidden: list
     asked = [t for t in leaves if t.requires_grad]
     if not results or not asked:
         return {"grad_bytes": (0,) * len(values)}
+    # gradients that come in are there before the backward pass, and count for the rows that they come from
     seeds = [torch.empty_like(t) for t in results]
     live = LiveBytes()
     live.watch(hidden)
@@ -244,18 +250,6 @@ class _NoLeaf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
-
-
-def _is_in_place(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
-
-
-def _writable(values: Any) -> Any:
-    flat, spec = tree_flatten(values)
-    needed = [isinstance(v, Tensor) and v.requires_grad and torch.is_grad_enabled() for v in flat]
-    alias: Any = _NoLeaf.apply
-    return tree_unflatten([alias(v) if own else v for v, own in zip(flat, needed, strict=True)], spec)
 
 
 def _updated(call: OperatorCall) -> tuple[int, ...]:

@@ -41,8 +41,6 @@ from lightning_amp.graph.after_blocks import AfterBlocks, leave_out_before
 from lightning_amp.graph.guards import OPAQUE, PLAIN, described, first_change, settings_of, signature, state_of
 from lightning_amp.graph.rewrites import REWRITES
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 class CannotCapture(Exception):
     """The reason why a block stays as it is; never leaves this package."""
@@ -134,6 +132,7 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
     except CannotCapture as reason:
         return Capture(**common, reason=str(reason))
     except Exception as error:
+        # any error: whatever a forward does that fake tensors cannot do, the block runs as it is
         first = str(error).strip().partition("\n")[0]
         return Capture(**common, reason=f"its forward cannot run on fake tensors: {type(error).__name__}: {first}")
 
@@ -145,6 +144,7 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
     found: dict[str, Any] = {}
 
     def call(*tensors: Tensor) -> list[Any]:
+        # parameters and buffers come first, then the tensors of the call
         own = dict(zip(state, tensors, strict=False))
         given = [objects.get(i, value) for i, value in enumerate(values)]
         for i, tensor in zip(at, tensors[len(own) :], strict=True):
@@ -169,13 +169,16 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
         # two arguments that are one tensor stay one
         given_tensors = [*state.values(), *(values[i] for i in at)]
         tensors = [made.setdefault(id(t), fresh(t).requires_grad_(t.requires_grad)) for t in given_tensors]
-    # what the forward changes besides tensors, it changes in a copy
+    # what the forward changes of other objects than tensors, it changes in a copy
     twin, objects = copy_of(block, fake), _copied(values)
     held = {i: described(value) for i, value in objects.items()}
     before = settings_of(twin), random.getstate(), np.random.get_state()
     try:
         graph = make_fx(call, REWRITES, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*tensors)
-        _refuse_change(before, (settings_of(twin), random.getstate(), np.random.get_state()))
+        if before[0] != (after := settings_of(twin)):
+            raise CannotCapture(f"its forward changes the attribute {first_change(before[0], after)!r}")
+        if before[1] != random.getstate() or not all(map(np.array_equal, before[2], np.random.get_state())):
+            raise CannotCapture("its forward draws from Python's or NumPy's random numbers")
         for i, value in objects.items():
             if described(value) != held[i]:
                 raise CannotCapture(f"its forward changes what an argument of type {type(value).__name__!r} holds")
@@ -196,7 +199,9 @@ def _trace(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key
     graph.recompile()
     if found["custom"]:
         raise CannotCapture(f"its forward has the autograd Function {found['custom']!r}, whose backward is its own")
-    if any(node.op == "get_attr" and not _made_inside(node) for node in graph.graph.nodes):
+    constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    # a constant of a `torch.tensor(...)` in the forward is made anew in every call, by an operator of this name
+    if not all("lift_fresh" in str(user.target) for node in constants for user in node.users):
         raise CannotCapture("its forward uses a tensor that is neither an argument nor a parameter nor a buffer")
     return {
         "graph": graph,
@@ -223,7 +228,7 @@ def _refuse(block: nn.Module) -> None:
             raise CannotCapture(f"{place} is compiled")
         if "to" in vars(child) or "to" in child._modules or "to" in child._parameters:
             raise CannotCapture(f"{place} has an attribute 'to', which hides the method of that name")
-        if hooks := hooked([child], HOOKS):
+        if hooks := hooked([child]):
             raise CannotCapture(f"{place} has hooks ({hooks[0]}), which are Python")
 
 
@@ -240,13 +245,6 @@ def _copied(values: Sequence[Any]) -> dict[int, Any]:
     return found
 
 
-def _refuse_change(before: Any, after: Any) -> None:
-    if before[0] != after[0]:
-        raise CannotCapture(f"its forward changes the attribute {first_change(before[0], after[0])!r}")
-    if before[1] != after[1] or not all(map(np.array_equal, before[2], after[2])):
-        raise CannotCapture("its forward draws from Python's or NumPy's random numbers")
-
-
 def _custom_functions(results: Sequence[Any]) -> str:
     """The name of a Python autograd Function behind results, "" if there is none."""
     waiting = [r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None]
@@ -255,15 +253,11 @@ def _custom_functions(results: Sequence[Any]) -> str:
         node = waiting.pop()
         if isinstance(node, PythonNode):
             return node.name().removesuffix("Backward")
+        # autograd's graph is walked, not the list of operators, which shows a Function only by what it runs
         new = {parent for parent, _ in node.next_functions if parent is not None} - seen
         seen |= new
         waiting += new
     return ""
-
-
-def _made_inside(node: Any) -> bool:
-    """Whether a constant is that of a `torch.tensor(...)` in the forward, which makes it anew in every call."""
-    return all("lift_fresh" in str(user.target) for user in node.users)
 
 
 def fresh(tensor: Tensor) -> Tensor:

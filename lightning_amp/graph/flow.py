@@ -10,6 +10,7 @@ A second table of rules says which dims an operator sums over: where these are c
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 from lightning_amp.errors import ModelError
@@ -47,19 +48,18 @@ class OperatorCall:
         return found.k if isinstance(found, Ref) else None
 
 
-Rule = Callable[[OperatorCall], Follows]
+FlowRule = Callable[[OperatorCall], Follows]
 """Also of a sum: then every list is one group of (tensor argument, dim) that are summed over together."""
-RULES: dict[str, Rule] = {}
-SUM_RULES: dict[str, Rule] = {}
+RULES: dict[str, FlowRule] = {}
+SUM_RULES: dict[str, FlowRule] = {}
 
 
-def register_flow(*ops: str) -> Callable[[Rule], Rule]:
+def register_flow(*ops: str) -> Callable[[FlowRule], FlowRule]:
     """Add the rule of operators, named as in `torch.ops.aten` or "namespace::name" of another library.
 
     The rule gets an OperatorCall, and returns for every dim of the result the pairs (tensor argument, dim) that it
-    follows. It
-    is believed by plans: a piece of the result has to be what the operator makes of the same pieces of these arguments.
-    Where it is not, the block is refused with an InstallError before it computes anything in chunks.
+    follows. Plans rely on it: a piece of the result has to be what the operator makes of the same pieces of these
+    arguments. Where it is not, the block is refused with an InstallError before it computes anything in chunks.
 
     Example: of an operator that sorts every row, rows follow those of its argument, and columns nothing.
 
@@ -71,7 +71,7 @@ def register_flow(*ops: str) -> Callable[[Rule], Rule]:
         ModelError: An operator has a rule already.
     """
 
-    def add(rule: Rule) -> Rule:
+    def add(rule: FlowRule) -> FlowRule:
         known = sorted(set(ops) & RULES.keys())
         if known:
             raise ModelError(f"a flow rule was registered for {known[0]!r}, which has one; name another operator")
@@ -100,10 +100,10 @@ def dims_of(call: OperatorCall) -> Dims | None:
     return tuple(tuple(dim) for dim in found)
 
 
-def sums_over(*ops: str) -> Callable[[Rule], Rule]:
-    """Add the rule of what operators sum over, besides their rule of dims."""
+def sums_over(*ops: str) -> Callable[[FlowRule], FlowRule]:
+    """Add the rule of what operators sum over, in addition to their rule of dims."""
 
-    def add(rule: Rule) -> Rule:
+    def add(rule: FlowRule) -> FlowRule:
         SUM_RULES.update(dict.fromkeys(ops, rule))
         return rule
 
@@ -123,6 +123,7 @@ def nothing(call: OperatorCall) -> Follows:
 
 def broadcast(shape: Shape, k: int, result: Shape) -> Iterator[tuple[int, tuple[int, int]]]:
     """The dims of a result that follow an argument which is broadcast to it, as (dim, follows)."""
+    # a dim of size 1 that is broadcast follows nothing: every piece needs it whole
     offset = len(result) - len(shape)
     return ((d + offset, (k, d)) for d, n in enumerate(shape) if d + offset >= 0 and n == result[d + offset])
 
@@ -139,3 +140,20 @@ def same_but(call: OperatorCall, without: Sequence[int]) -> Follows:
     """Every dim follows that of the first argument, but some."""
     ends = {d % len(call.result) for d in without} if call.result else set()
     return [[] if d in ends else [(0, d)] for d in range(len(call.result))]
+
+
+def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
+    """The dims of two shapes in groups of equal products, dims of size 1 left out."""
+    left = [d for d, n in enumerate(before) if n != 1]
+    right = [d for d, n in enumerate(after) if n != 1]
+    groups, a, b = [], list[int](), list[int]()
+    # the side with fewer entries takes its next dim, until both have as many: then a group is complete
+    while left or right:
+        if prod(before[d] for d in a) <= prod(after[d] for d in b) and left:
+            a.append(left.pop(0))
+        else:
+            b.append(right.pop(0))
+        if prod(before[d] for d in a) == prod(after[d] for d in b):
+            groups.append((a, b))
+            a, b = [], []
+    return groups

@@ -1,13 +1,14 @@
-"""Register the dim rules of common operators, by kind."""
+"""Register the dim rules of operators, by kind.
 
-from math import prod
+`embedding_bag` has none: which rows are in one bag depends on values.
+"""
 
 from lightning_amp.graph.flow import (
     Follows,
     OperatorCall,
-    Shape,
     broadcast,
     collect,
+    groups,
     nothing,
     register_flow,
     same_but,
@@ -21,17 +22,20 @@ from lightning_amp.graph.flow import (
     *("where", "masked_fill", "maximum", "minimum", "eq", "ne", "lt", "gt", "le", "ge", "bitwise_not", "logical_not"),
     *("dropout", "clone", "contiguous", "to", "_to_copy", "detach", "alias", "lift_fresh_copy", "expand", "expand_as"),
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "type_as", "float"),
+    *("square", "reciprocal", "sign", "floor", "ceil", "round", "expm1", "log1p", "log2", "logaddexp", "atan2"),
+    *("log_sigmoid", "hardtanh", "hardswish", "hardsigmoid", "relu6", "mish", "celu", "selu", "threshold"),
+    *("nan_to_num", "isnan", "isfinite", "remainder", "logical_and", "logical_or", "logical_xor"),
+    *("bitwise_and", "bitwise_or", "floor_divide", "complex", "polar", "_conj", "resolve_conj", "addcmul", "addcdiv"),
+    *("lerp", "clamp_min", "clamp_max", "broadcast_to"),
 )
-def pointwise(call: OperatorCall) -> Follows:
+def _pointwise(call: OperatorCall) -> Follows:
     """Also where the arguments are broadcast: what has one value for all is needed whole."""
     pairs = [pair for k, shape in enumerate(call.shapes) for pair in broadcast(shape, k, call.result)]
     return collect(call.result, pairs)
 
 
-@register_flow("arange", "zeros", "ones", "full", "empty", "scalar_tensor")
-def _made(call: OperatorCall) -> Follows:
-    """Nothing goes in."""
-    return nothing(call)
+# no tensor goes in
+register_flow("arange", "zeros", "ones", "full", "empty", "scalar_tensor")(nothing)
 
 
 @register_flow("linear")
@@ -48,7 +52,10 @@ def _product(call: OperatorCall) -> Follows:
     first = 1 if call.op in ("addmm", "baddbmm") else 0
     a, b = call.shapes[first], call.shapes[first + 1]
     if min(len(a), len(b)) < 2:
-        return _product_of_vector(call, a, b)
+        # a vector has no dim in the result
+        if len(b) == 1:
+            return [[(0, d)] for d in range(len(a) - 1)]
+        return [[(1, d)] for d in (*range(len(b) - 2), len(b) - 1)]
     last = len(call.result) - 1
     pairs = [(last - 1, (first, len(a) - 2)), (last, (first + 1, len(b) - 1))]
     for k, shape in ((first, a), (first + 1, b)):
@@ -58,16 +65,11 @@ def _product(call: OperatorCall) -> Follows:
     return collect(call.result, pairs)
 
 
-def _product_of_vector(call: OperatorCall, a: Shape, b: Shape) -> Follows:
-    if len(b) == 1:
-        return [[(0, d)] for d in range(len(a) - 1)]
-    return [[(1, d)] for d in range(len(b) - 2)] + [[(1, len(b) - 1)]]
-
-
 @register_flow("einsum")
 def _einsum(call: OperatorCall) -> Follows:
     """A letter of the result follows that letter of every argument; a dim of size 1 may be broadcast."""
     left, arrow, right = str(call.arguments["equation"]).replace(" ", "").partition("->")
+    # without an arrow the result's letters are only implied, and dots stand for any number of dims
     if not arrow or "." in left:
         return nothing(call)
     letters = [(k, d, x) for k, part in enumerate(left.split(",")) for d, x in enumerate(part)]
@@ -88,17 +90,21 @@ def _attention(call: OperatorCall) -> Follows:
     if mask is not None:
         rows = (*call.result[:-1], call.shapes[1][-2])
         pairs += [(d, source) for d, source in broadcast(call.shapes[mask], mask, rows) if d < last]
-    # a causal row is determined by its number, which a piece of the rows does not know
-    return [
-        [] if call.arguments.get("is_causal") and d == last - 1 else f
-        for d, f in enumerate(collect(call.result, pairs))
-    ]
+    found = collect(call.result, pairs)
+    if call.arguments.get("is_causal"):
+        # a causal row is determined by its number, which a piece of the rows does not know
+        found[last - 1] = []
+    return found
 
 
-@register_flow("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum")
-def _along_one(call: OperatorCall) -> Follows:
-    """All dims but the one that is normalised or summed along."""
-    return same_but(call, [call.arguments["dim"]])
+@register_flow(
+    *("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"),
+    *("glu", "topk", "sort", "argsort", "_fft_c2c", "_fft_r2c", "_fft_c2r"),
+)
+def _along_some(call: OperatorCall) -> Follows:
+    """All dims but those that they go along, the last if none is named; the results of several are equal."""
+    dim = call.arguments.get("dim", -1)
+    return same_but(call, dim if isinstance(dim, list) else [dim])
 
 
 @register_flow("layer_norm", "rms_norm")
@@ -122,9 +128,10 @@ def _batch_norm(call: OperatorCall) -> Follows:
     return found
 
 
-@register_flow(
-    *("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-)
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution", *(f"conv_transpose{n}d" for n in (1, 2, 3)))
+
+
+@register_flow(*CONVOLUTIONS)
 def _convolution(call: OperatorCall) -> Follows:
     """Samples follow the input, channels the weight's and the bias; positions look at their neighbours."""
     found = nothing(call)
@@ -137,6 +144,7 @@ def _convolution(call: OperatorCall) -> Follows:
         for d, size in enumerate(call.shapes[1][2:], start=2):
             found[d] = [(0, d)] if size == 1 and call.shapes[0][d] == call.result[d] else []
     if call.arguments.get("groups", 1) == 1:
+        # in a transposed convolution the weight has the channels of the input first
         found[1] = [(1, int(_transposed(call))), *[(k, 0) for k in range(2, len(call.shapes))]]
     return found
 
@@ -166,15 +174,23 @@ def _of_positions(call: OperatorCall) -> Follows:
     return [[(0, d)] for d in range(rank)] if whole and rank == 4 else found
 
 
-@register_flow("sum", "nansum", "mean", "amax", "amin", "logsumexp", "var")
-def reduction(call: OperatorCall) -> Follows:
-    """All dims but those that are reduced."""
-    asked = call.arguments.get("dim")
-    rank = len(call.shapes[0])
-    gone = {d % rank for d in ([asked] if isinstance(asked, int) else asked or range(rank))}
+@register_flow(
+    *("sum", "nansum", "mean", "amax", "amin", "logsumexp", "var", "std", "prod", "all", "any", "count_nonzero"),
+    *("max", "min", "argmax", "argmin", "median", "nanmedian", "mode", "kthvalue", "linalg_vector_norm", "norm"),
+)
+def _reduction(call: OperatorCall) -> Follows:
+    """All dims but those that are reduced; of two tensors value by value."""
+    if len(call.shapes) > 1:
+        return _pointwise(call)
+    gone = _reduced(call)
     if call.arguments.get("keepdim"):
-        return same_but(call, sorted(gone))
-    return [[(0, d)] for d in range(rank) if d not in gone]
+        return same_but(call, gone)
+    return [[(0, d)] for d in range(len(call.shapes[0])) if d not in gone]
+
+
+def _reduced(call: OperatorCall) -> list[int]:
+    dim, rank = call.arguments.get("dim"), len(call.shapes[0])
+    return [d % rank for d in ([dim] if isinstance(dim, int) else dim or range(rank))]
 
 
 @register_flow("transpose", "t", "permute")
@@ -201,23 +217,6 @@ def _reshape(call: OperatorCall) -> Follows:
     return found
 
 
-def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """The dims of two shapes in groups of equal products, dims of size 1 left out."""
-    left = [d for d, n in enumerate(before) if n != 1]
-    right = [d for d, n in enumerate(after) if n != 1]
-    groups, a, b = [], list[int](), list[int]()
-    # the side with fewer entries takes its next dim, until both have as many: then a group is complete
-    while left or right:
-        if prod(before[d] for d in a) <= prod(after[d] for d in b) and left:
-            a.append(left.pop(0))
-        else:
-            b.append(right.pop(0))
-        if prod(before[d] for d in a) == prod(after[d] for d in b):
-            groups.append((a, b))
-            a, b = [], []
-    return groups
-
-
 @register_flow("slice", "narrow", "split", "split_with_sizes", "chunk", "cat", "unbind", "select", "stack", "getitem")
 def _parts(call: OperatorCall) -> Follows:
     """All dims but the one that is cut or put together; the results of several are equal."""
@@ -239,12 +238,130 @@ def _embedding(call: OperatorCall) -> Follows:
     return [*([(1, d)] for d in range(len(call.result) - 1)), [(0, 1)]]
 
 
-@sums_over("sum", "nansum")
-def _sum(call: OperatorCall) -> Follows:
-    """Each dim that is gone."""
-    asked = call.arguments.get("dim")
+@register_flow("renorm")
+def _renorm(call: OperatorCall) -> Follows:
+    """The dim whose indices are normalised, each over all other dims."""
+    dim = call.arguments["dim"] % len(call.result)
+    return [[(0, d)] if d == dim else [] for d in range(len(call.result))]
+
+
+@register_flow("cross", "linalg_cross")
+def _cross(call: OperatorCall) -> Follows:
+    """All dims of both but that of the three components: the first of size 3 if none is named."""
+    dim = call.arguments["dim"]
+    dim = call.result.index(3) if dim is None else dim % len(call.result)
+    return [[] if d == dim else follows for d, follows in enumerate(_pointwise(call))]
+
+
+@register_flow("roll")
+def _roll(call: OperatorCall) -> Follows:
+    """All dims but those that are turned; without any the values are turned as one row."""
+    return same_but(call, call.arguments["dims"]) if call.arguments["dims"] else nothing(call)
+
+
+@register_flow("tril", "triu")
+def _triangle(call: OperatorCall) -> Follows:
+    """Rows and columns are determined by their numbers."""
+    return same_but(call, [-2, -1])
+
+
+@register_flow("pad", "constant_pad_nd")
+def _pad(call: OperatorCall) -> Follows:
+    """All dims but those that are padded, which are named from the last one backwards."""
+    widths = call.arguments["pad"]
+    return same_but(call, [-1 - i // 2 for i, n in enumerate(widths) if n])
+
+
+@register_flow("gather")
+def _gather(call: OperatorCall) -> Follows:
+    """All dims but the one that is looked up along, where the index has as many there as the tensor."""
+    dim = call.arguments["dim"] % max(len(call.result), 1)
+    # an index that is shorter in a dim reads only the begin of the tensor: pieces of the two would not meet
+    same = [a == b for a, b in zip(*call.shapes, strict=True)]
+    return [[(0, d), (1, d)] if same[d] and d != dim else [] for d in range(len(call.result))]
+
+
+@register_flow("index_select")
+def _index_select(call: OperatorCall) -> Follows:
+    """The dim that is looked up along follows the index."""
+    dim = call.arguments["dim"] % max(len(call.result), 1)
+    return [[(1, 0)] if d == dim and call.shapes[1] else [(0, d)] for d in range(len(call.result))]
+
+
+@register_flow("cdist")
+def _distances(call: OperatorCall) -> Follows:
+    """[..., row, e] against [..., column, e]."""
+    last = len(call.result) - 1
+    pairs = [pair for k in (0, 1) for pair in broadcast(call.shapes[k][:-2], k, call.result[:-2])]
+    return collect(
+        call.result, [*pairs, (last - 1, (0, len(call.shapes[0]) - 2)), (last, (1, len(call.shapes[1]) - 2))]
+    )
+
+
+@register_flow("grid_sampler")
+def _sampled(call: OperatorCall) -> Follows:
+    """Samples and channels of the image; positions follow the grid."""
+    return [[(0, 0), (1, 0)], [(0, 1)], *([(1, d)] for d in range(1, len(call.result) - 1))]
+
+
+@register_flow("bucketize", "searchsorted")
+def _looked_up(call: OperatorCall) -> Follows:
+    """Values follow the tensor that is compared with the borders, rows of borders and of their order too."""
+    k = call.ref("self")
+    found = [[(k, d)] for d in range(len(call.result))] if k is not None else nothing(call)
+    rows = len(call.shapes[0]) - 1 if call.op == "searchsorted" else 0
+    borders = [other for other in range(len(call.shapes)) if other != k]
+    return [follows + [(j, d) for j in borders if d < rows] for d, follows in enumerate(found)]
+
+
+@register_flow("prelu")
+def _channels(call: OperatorCall) -> Follows:
+    """The weight is that of channels, or one for all."""
+    channels = [(1, 0)] if call.shapes[1:] and call.shapes[1] not in ((), (1,)) else []
+    return [[(0, d), *(channels if d == 1 else [])] for d in range(len(call.result))]
+
+
+@register_flow("diagonal", "diagonal_copy", "diag_embed", "view_as_real", "view_as_complex")
+def _of_last(call: OperatorCall) -> Follows:
+    """All dims but two that become one, or the last, which becomes two."""
     rank = len(call.shapes[0])
-    return [[(0, d % rank)] for d in ([asked] if isinstance(asked, int) else asked or range(rank))]
+    gone = [range(rank)[call.arguments[name]] for name in ("dim1", "dim2")] if "diagonal" in call.op else [rank - 1]
+    if call.op == "view_as_real":
+        gone = []
+    if call.op == "diag_embed" and (call.arguments["dim1"], call.arguments["dim2"]) != (-2, -1):
+        return nothing(call)
+    left = [d for d in range(rank) if d not in gone]
+    return [[(0, left[j])] if j < len(left) else [] for j in range(len(call.result))]
+
+
+@register_flow(
+    *("linalg_inv_ex", "linalg_det", "_linalg_det", "_linalg_svd", "_linalg_eigh", "linalg_qr", "linalg_matrix_exp"),
+    *("linalg_cholesky_ex", "_linalg_solve_ex", "linalg_solve_triangular", "_linalg_slogdet", "linalg_pinv"),
+)
+def _matrices(call: OperatorCall) -> Follows:
+    """Each matrix by itself, where all arguments have the same dims before: some results are those of one argument."""
+    batches = {shape[:-2] for shape in call.shapes}
+    batch = len(batches.pop()) if len(batches) == 1 else 0
+    return [[(k, d) for k in range(len(call.shapes))] if d < batch else [] for d in range(len(call.result))]
+
+
+@register_flow(*(f"max_{kind}{n}d{more}" for kind, more in (("pool", "_with_indices"), ("unpool", "")) for n in (2, 3)))
+def _of_places(call: OperatorCall) -> Follows:
+    """Samples and channels; places of largest values are numbers in the whole of their channel."""
+    n = int(call.op.removesuffix("_with_indices")[-2])
+    return [
+        [(k, d) for k in range(len(call.shapes))] if d < len(call.result) - n else [] for d in range(len(call.result))
+    ]
+
+
+@register_flow("im2col", "col2im")
+def _of_samples(call: OperatorCall) -> Follows:
+    """Samples stay apart, where there is a dim of samples."""
+    samples = len(call.result) == (3 if call.op == "im2col" else 4)
+    return [[(0, 0)] if samples and d == 0 else [] for d in range(len(call.result))]
+
+
+sums_over("sum", "nansum")(lambda call: [[(0, d)] for d in _reduced(call)])
 
 
 @sums_over("matmul", "mm", "bmm")
@@ -260,7 +377,7 @@ def _sum_of_features(call: OperatorCall) -> Follows:
     return [] if len(call.shapes) > 2 else [[(0, len(call.shapes[0]) - 1), (1, 1)]]
 
 
-@sums_over(*("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
+@sums_over(*CONVOLUTIONS)
 def _sum_of_channels(call: OperatorCall) -> Follows:
     """Channels of the input with those of the weight, without a bias."""
     alone = len(call.shapes) == 2 and len(call.shapes[0]) == len(call.shapes[1])

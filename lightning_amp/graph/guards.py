@@ -50,6 +50,8 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     values, spec = tree_flatten((tuple(args), dict(kwargs)))
     modules = _modules_of(block)
     state = _state_of(modules)
+    tensors = [*state.values(), *(value for value in values if isinstance(value, Tensor))]
+    first: dict[int, int] = {}
     return (
         type(block),
         tuple([described(value) for value in values]),
@@ -59,7 +61,8 @@ def signature(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         tuple(_settings_of(modules)),
         torch.is_grad_enabled(),
         autocast_now(),
-        _aliases([*state.values(), *(value for value in values if isinstance(value, Tensor))]),
+        # which tensors are one and the same, by the first of them
+        tuple([first.setdefault(id(tensor), k) for k, tensor in enumerate(tensors)]),
     )
 
 
@@ -182,15 +185,10 @@ def _plain(value: Any, seen: set[int], depth: int) -> Any:
     if group is Mapping:
         return kind, tuple([(str(key), _plain(item, seen, depth)) for key, item in value.items()])
     if group is np.ndarray:
+        # which array it is does not say what it holds: it may be written to
         return kind, _Same(value), value.tobytes()
     if group is OPAQUE or id(value) in seen or depth == 0 or not hasattr(value, "__dict__"):
         return kind, _Same(value)
     seen.add(id(value))
     held = [(name, _plain(item, seen, depth - 1)) for name, item in vars(value).items()]
     return kind, _Same(value), tuple(held)
-
-
-def _aliases(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Which tensors are one and the same, by the first of them."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(id(tensor), k) for k, tensor in enumerate(tensors))

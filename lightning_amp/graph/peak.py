@@ -78,6 +78,7 @@ def block_bytes(table: Table | PieceTable, *, train: bool = True, gradients_of_a
     """
     saved_until = _saved_until(table) if train else {}
     forward, held = _forward(table, saved_until, train=train)
+    # results, what is saved of rows, and what operators keep of no row
     saved = sum(held.values()) + (sum(row.hidden_bytes for row in table.rows) if train else 0)
     backward, waiting = _backward(table, saved_until, held, gradients_of_arguments) if train else ((), ())
     return BlockBytes(forward=forward, backward=backward, saved_bytes=saved, waiting=waiting)
@@ -99,6 +100,7 @@ def _forward(
     rows: Rows = table.rows
     alive, now, found = dict[int, int](), 0, list[int]()
     ends: dict[int, list[int]] = {}
+    # what is saved lives on into the backward pass, whoever reads it last
     for k, end in _last_use(table).items():
         if k not in saved:
             ends.setdefault(end, []).append(k)

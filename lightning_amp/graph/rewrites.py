@@ -53,6 +53,7 @@ def _sum_of_losses(call: OperatorCall) -> Follows:
 def _groups(call: OperatorCall) -> Follows:
     """By dim of the losses without reduction: where they lie in the arguments."""
     if call.op in BY_VALUE:
+        # what the arguments are broadcast to
         rank = max(map(len, call.shapes))
         sizes = [max(s[d - rank] for s in call.shapes if rank - d <= len(s)) for d in range(rank)]
         pairs = [p for k, shape in enumerate(call.shapes) for p in broadcast(shape, k, tuple(sizes))]
@@ -105,6 +106,7 @@ def _mean_loss(name: str) -> Callable[..., Any]:
         again = given["reduction"] == SUM and name in RESIZED
         if not again and (given["reduction"] != MEAN or not _has_rows(name, given)):
             return NotImplemented
+        # the sum over all, which pieces add up to; divided below by what all have in common
         total = summed(given)
         if total.dtype not in WIDE:
             return NotImplemented
@@ -134,6 +136,7 @@ def _count(name: str, given: dict[str, Any]) -> Any:
     counted, weight = target != given["ignore_index"], given["weight"]
     if weight is None:
         return counted.sum()
+    # ignored classes may be outside of the table: they look up the first row, and count nothing
     weights = F.embedding(target.masked_fill(~counted, 0), weight.detach().unsqueeze(1)).squeeze(-1)
     return (weights * counted).sum()
 

@@ -15,9 +15,8 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters, longest_list
 from lightning_amp.installing.install import install_rules
-from lightning_amp.techniques.checks.key import channels_problem, rows_problem
-from lightning_amp.techniques.checks.reach import Reach, reach_of
-from lightning_amp.techniques.checks.strata_loop import walk_of
+from lightning_amp.techniques.checks.decoder import walk_of
+from lightning_amp.techniques.checks.key import Reach, channels_problem, reach_of, rows_problem
 from lightning_amp.techniques.contract.protocol import (
     ATTENTION_KEY,
     CONVOLUTION_KEY,

@@ -1,4 +1,4 @@
-"""The autoencoders of all modalities, linked by a graph: made from the data, encode cells, impute data."""
+"""Define the autoencoders of all modalities, linked by a graph: they are made from data, encode cells, impute data."""
 
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -65,6 +65,7 @@ class LinkedAutoencoders(pl.LightningModule):
                 total=TOTALS[name],
                 stream=STREAMS_PER_MODALITY * i,
             )
+        # after all encoders: another order would draw other first weights
         for name, modality in inputs.modalities.items():
             if name != HIC:
                 decoders[name] = PLAIN_DECODERS[LIKELIHOODS[name]](modality.n_features, modality.n_batches)
@@ -172,6 +173,7 @@ class LinkedAutoencoders(pl.LightningModule):
         """Expected data of some cells of one modality, at the means of all latents; call in eval mode."""
         (u, _), (v, _) = self.encode(modality, batch), self.vertices()
         decoder = cast(StratifiedDecoder | PlainDecoder, self.decoders[modality])
+        # the decoder gets the rows of its features, whichever vertices this rank holds
         rows = self.graph_encoder.rows[modality](v)
         return decoder.mean(u, rows, batch=batch["batch"], library=library_of(batch))
 

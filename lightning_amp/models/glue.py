@@ -1,4 +1,4 @@
-"""The reference model: variational autoencoders of all modalities, joined by a guidance graph and an adversary.
+"""Define the reference model: variational autoencoders of all modalities, joined by a guidance graph and an adversary.
 
     loss = lam_data sum_m weight_m (nll_m + lam_kl kl_m / F_m) + lam_graph M (graph nll + lam_kl kl / V)
            - lam_align (discriminator loss)
@@ -99,6 +99,7 @@ class GLUE(LinkedAutoencoders):
             raise ModelError(f"GLUE(hidden_depth={hidden_depth!r}): an encoder needs at least one hidden layer")
         self.save_hyperparameters()
         self.automatic_optimization = False
+        # what the buffer below, an int64, can hold
         self._seed = torch.initial_seed() % 2**63
         self.register_buffer("seed", torch.tensor(self._seed))
 
@@ -118,6 +119,7 @@ class GLUE(LinkedAutoencoders):
         latents = self.latents(batch)
         shown = self.shown(batch, latents)
         if shown:
+            # the discriminator's step must not reach the encoders
             detached = {label: u.detach() for label, u in shown.items()}
             self._step(critic, alignment_loss(self.discriminator, detached, frozen=False))
         # a function of the step, so that a resumed run draws the noise and the edges that it would have drawn
@@ -161,6 +163,7 @@ class GLUE(LinkedAutoencoders):
             total = total + h.lam_data * self._weight(name) * (nll + h.lam_kl * kl)
         if shown:
             terms["alignment"] = alignment_loss(self.discriminator, shown, frozen=True)
+            # minus: the encoders are trained against the discriminator
             total = total - h.lam_align * terms["alignment"]
         return {"loss": total, **terms}
 
@@ -176,6 +179,7 @@ class GLUE(LinkedAutoencoders):
                 loc, std = self.encode(name, batch[name])
                 kl = normal_kl(loc, std) / batch[name]["x"].shape[1]
                 term = self.nll(name, batch[name], u=loc, v=v) + self.settings.lam_kl * kl
+                # weighted by cells, with their number: batches may differ in size
                 self._validated[row] += torch.stack((term, torch.ones_like(term))) * len(loc)
 
     def on_validation_epoch_end(self) -> None:
@@ -195,6 +199,7 @@ class GLUE(LinkedAutoencoders):
         self._log_validated("test_loss")
 
     def _log_validated(self, name: str) -> None:
+        # sums and numbers of all ranks: a mean of the ranks' means would weigh them equally
         gathered = cast(Tensor, self.all_gather(self._validated))
         totals = gathered.reshape(-1, len(self.encoders), 2).sum(0)
         means = totals[:, 0] / totals[:, 1].clamp_min(1)

@@ -12,7 +12,7 @@ needs other vertices: a technique can give a device some of them, and embedding,
 these. Legend: vertex (V), own_vertex (those that a device holds), dim (D), edge (E of the symmetrised graph).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from lightning_amp.errors import ModelError
 from lightning_amp.models.latents import LEAST_STD, Latent, divergence
 from lightning_amp.shapes import PerVertex, Scalar
+from lightning_amp.techniques.contract.protocol import Messages
 
 EDGES_AT_A_TIME = 65_536
 ROWS_AT_A_TIME = 65_536
-Messages = Callable[[], tuple[Tensor, Tensor, Tensor]]
-"""Makes source, target and coefficient of all edges."""
 
 
 class AllVertices(nn.Module):
@@ -46,6 +45,7 @@ class AllVertices(nn.Module):
         self, n_vertices: int, like: Float[Tensor, "row dim"], generator: torch.Generator | None
     ) -> Iterator[tuple[int, Float[Tensor, "block dim"]]]:
         """Standard normal noise of all vertices: the first of some vertices, and theirs."""
+        # a rank that holds some vertices draws the noise of all, and has memory for a block only
         for first in range(0, n_vertices, ROWS_AT_A_TIME):
             size = (min(ROWS_AT_A_TIME, n_vertices - first), like.shape[1])
             yield first, torch.randn(size, dtype=like.dtype, device=like.device, generator=generator)
@@ -111,6 +111,7 @@ class _Propagate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         source, target, coefficient = ctx.saved_tensors
         out = torch.zeros_like(grad)
+        # the adjoint of a sum over edges is the same sum in the other direction
         add_messages(out, grad, source=target, target=source, coefficient=coefficient)
         return out, None, None, None
 
@@ -140,6 +141,7 @@ class GraphEncoder(nn.Module):
                 f"the guidance graph has {len(weight)!r} edges with weights from "
                 f"{min(weight.tolist(), default=None)!r}; it needs at least one edge, and positive weights"
             )
+        # a self-loop is its own reverse, and would count twice
         one_way = source != target
         self.n_vertices = n_vertices
         ends = torch.cat((source, target[one_way])), torch.cat((target, source[one_way]))
@@ -176,8 +178,12 @@ class GraphEncoder(nn.Module):
 
     def nll(self, v: PerVertex, *, n_positive: int, negatives: int, generator: torch.Generator | None = None) -> Scalar:
         """Negative log-likelihood of sampled edges, half the sum of the positives' and the negatives' means."""
-        cumulative = self._cumulative()
+        # torch sums so on a GPU in an order that may change, and refuses to where runs must be equal
+        on_host = self.weight.is_cuda and torch.are_deterministic_algorithms_enabled()
+        weight = self.weight.cpu() if on_host else self.weight
+        cumulative = weight.cumsum(0, dtype=torch.float64).to(v.device)
         uniform = torch.rand(n_positive, dtype=torch.float64, device=v.device, generator=generator)
+        # rounding may bring the product up to the sum of all weights, behind which no edge is
         edge = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).clamp_max(len(cumulative) - 1)
         size = (n_positive, negatives)
         other = torch.randint(self.n_vertices, size, device=v.device, generator=generator)
@@ -186,10 +192,3 @@ class GraphEncoder(nn.Module):
         positive = F.logsigmoid(sign * (source * target).sum(-1))
         negative = F.logsigmoid(-sign[:, None] * (others @ source[:, :, None]).squeeze(-1))
         return -(positive.mean() + negative.mean()) / 2
-
-    def _cumulative(self) -> Float[Tensor, " edge"]:
-        """Sums of the weights up to each edge."""
-        # torch sums so on a GPU in an order that may change, and refuses to where runs must be equal
-        on_host = self.weight.is_cuda and torch.are_deterministic_algorithms_enabled()
-        weight = self.weight.cpu() if on_host else self.weight
-        return weight.cumsum(0, dtype=torch.float64).to(self.weight.device)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_amp._torch import tree_map
 from lightning_amp.errors import ModelError
 
 if TYPE_CHECKING:
@@ -75,13 +76,15 @@ class ModelInputs:
 
     def to_plain(self) -> dict[str, Any]:
         """Nested dicts and lists of tensors and numbers, as checkpoints may hold them."""
-        plain: dict[str, Any] = _convert(asdict(self), np.ndarray, torch.from_numpy)
+        plain: dict[str, Any] = tree_map(
+            lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x, asdict(self)
+        )
         return plain
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "ModelInputs":
         """Inverse of `to_plain`."""
-        state = _convert(plain, torch.Tensor, lambda tensor: tensor.cpu().numpy())
+        state = tree_map(lambda x: x.cpu().numpy() if isinstance(x, torch.Tensor) else x, plain)
         return cls(
             modalities={name: ModalityInputs(**fields) for name, fields in state["modalities"].items()},
             strata=None if state["strata"] is None else StrataInputs(**state["strata"]),
@@ -122,6 +125,7 @@ def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
             n_features=table.n_features, n_batches=table.n_batches, vertices=vertices.astype(np.int64)
         )
     if graph is None:
+        # a data module without a graph has one modality
         (own,) = (modality.vertices for modality in modalities.values())
         ones = np.ones(len(own), dtype=np.float32)
         found = GraphInputs(n_vertices=len(own), source=own, target=own, weight=ones, sign=ones)
@@ -134,14 +138,6 @@ def inputs_from(datamodule: "SingleCellDataModule") -> ModelInputs:
             sign=graph.sign.astype(np.float32),
         )
     return ModelInputs(modalities=modalities, strata=strata, graph=found)
-
-
-def _convert(value: Any, kind: type, change: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _convert(item, kind, change) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_convert(item, kind, change) for item in value]
-    return change(value) if isinstance(value, kind) else value
 
 
 def _difference(a: Any, b: Any) -> str | None:

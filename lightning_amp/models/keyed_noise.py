@@ -1,4 +1,4 @@
-"""Random numbers that are functions of a cell's key, not of the order in which they are drawn.
+"""Draw random numbers that are functions of a cell's key, not of the order in which they are drawn.
 
 A batch split over any number of devices then draws the same numbers. Each number is a hash of (draw, stream,
 column): rounds of a 32-bit mixing function, which is a bijection, so two cells with different keys never share
@@ -37,6 +37,7 @@ def keyed_normal(
     draw: Int[Tensor, " cell"], width: int, *, stream: int, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "cell width"]:
     """Standard normal numbers, by the Box-Muller transform; arguments as in `keyed_uniform`."""
+    # each stream has three hashes: one for uniform numbers, two for the two that Box-Muller needs
     radius = (-2 * _uniform(draw, width, 3 * stream + 1).log()).sqrt()
     return (radius * (2 * math.pi * _uniform(draw, width, 3 * stream + 2)).cos()).to(dtype)
 
@@ -77,11 +78,13 @@ def _uniform(draw: Tensor, width: int, stream: int) -> Tensor:
     row = (_mix(draw) + STREAM_STEP * stream) & MASK
     column = _mix(torch.arange(1, width + 1, device=draw.device))
     bits = _mix(_mix(row)[:, None] ^ column)
+    # in the middle of its interval, so never 0, whose logarithm is taken
     uniform: Tensor = ((bits >> 32 - BITS).to(torch.float64) + 0.5) / 2**BITS
     return uniform
 
 
 def _mix(h: Tensor) -> Tensor:
+    # shifts and odd factors modulo 2^32 can be undone, so different keys stay different
     h = ((h ^ (h >> 16)) * FIRST_FACTOR) & MASK
     h = ((h ^ (h >> 15)) * SECOND_FACTOR) & MASK
     return h ^ (h >> 16)

@@ -96,7 +96,6 @@ def alignment_loss(discriminator: Discriminator, latents: dict[int, PerCell], *,
     return total / len(latents)
 
 
-ENCODER_LEAK = 0.2
 LEAST_STD = 1e-7
 
 
@@ -132,9 +131,10 @@ class Encoder(nn.Module):
         if self.total is not None:
             scale = self.total / library
             if isinstance(x, SparseCounts):
+                # log1p(0) is 0, so that x stays as sparse as it is
                 h = x.with_values((x.value * scale[x.row, 0]).log1p())
             else:
                 h = (x * scale).log1p()
         for layer, norm, dropout in zip((self.first, *self.hidden), self.norms, self.dropouts, strict=True):
-            h = dropout(norm(F.leaky_relu(layer(h), ENCODER_LEAK)), draw)
+            h = dropout(norm(F.leaky_relu(layer(h), LEAK)), draw)
         return self.loc(h), F.softplus(self.std(h)) + LEAST_STD

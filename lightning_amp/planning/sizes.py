@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.planning.plan.plan import Axes
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, Calls, RunSizes, calls_of, run_sizes
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, KernelCalls, RunSizes, calls_of, run_sizes
 from lightning_amp.techniques.hic.rows import (
     block_cells,
     chunk_buckets,
@@ -284,7 +284,7 @@ class RankSizes:
         return (Band(max(self.padded - w - rest, 0), self.padded - rest, w, w, self.run_sizes),)
 
     @property
-    def kernel_calls(self) -> tuple[Calls, ...]:
+    def kernel_calls(self) -> tuple[KernelCalls, ...]:
         """The calls of attention in torch's kernels: of all anchors; under nodes of every band."""
         return tuple(map(calls_of, self.bands))
 

@@ -88,6 +88,7 @@ class Recorder(Callback):
         """Note the gradients of the first step, as averaged over ranks and before clipping."""
         if len(self.record.losses) > 1 or id(optimizer) in self._stepped:
             return
+        # each optimiser once: a step of manual optimisation may have several
         self._stepped.add(id(optimizer))
         shards = trainer.strategy._shards if isinstance(trainer.strategy, AMPStrategy) else Shards()
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -262,6 +263,7 @@ def rows_of(reports: Sequence[Report]) -> tuple[Row, ...]:
     union = [[of_all(step, i) for i, _ in enumerate(losses)] for step, losses in enumerate(first.one_losses)]
     losses: tuple[dict[str, float], ...] = {}, {}
     for name, error in loss_errors(union, first.one_losses).items():
+        # the loss of the first step comes before any update, and is allowed less
         losses[name.split(",")[0] != "step 1"][name] = error
     # of every tensor the rank where its error is largest; one that is no number is
     worst: Errors = {kind: {} for kind in first.errors}
@@ -314,6 +316,7 @@ def common_factor(found: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> flo
     """What all tensors of `one` are those of `found` times, None where it is not one number."""
     pairs = [(found[k].double().flatten(), one[k].double().flatten()) for k in one if k in found]
     pairs = [(a, b) for a, b in pairs if a.shape == b.shape]
+    # least squares: one number fits where the two are parallel, so where their cosine is 1
     mixed, own, ones = (sum(float(p[i] @ p[j]) for p in pairs) for i, j in ((0, 1), (0, 0), (1, 1)))
     return mixed / own if own and ones and abs(1 - mixed * mixed / (own * ones)) < 1e-6 else None
 
@@ -324,6 +327,7 @@ def find_suspects(rows: Sequence[Row], reports: Sequence[Report]) -> tuple[Suspe
     if not wrong:
         return ()
     for row in wrong:
+        # not a number
         if row.error != row.error:
             return (NOT_FINITE.at([f"{row.quantity}, {row.precision}"]),)
     exact = [row for row in wrong if row.precision == "float64"]
@@ -347,6 +351,7 @@ def _seen(wrong: Sequence[Row], reports: Sequence[Report]) -> Iterator[Suspect]:
     apart = first.apart or (wrong[0].wrong if buffers else [])
     if apart:
         yield BUFFERS.at(apart)
+    # these explain a difference by themselves: the loss is suspected only without them
     if drops or first.unshared or apart:
         return
     # draws that are no cells' are the same on all ranks

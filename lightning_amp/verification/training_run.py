@@ -1,4 +1,4 @@
-"""Train a few steps for a verification: on one process, or as one of several ranks, which compare themselves with it.
+"""Train a few steps for a verification: in one process, or as one of several ranks, which compare their results.
 
 A global batch is split into contiguous parts whose sizes differ by one at most. In a batch {modality: mapping} every
 modality has its own number of cells and is split by itself; anywhere else the first axes of all tensors must agree.
@@ -69,13 +69,14 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
 
     def own(x: Any) -> Any:
         size, longer = divmod(len(x), parts)
+        # the first parts are longer by one, as those of torch.tensor_split
         start = part * size + min(part, longer)
         return x[start : start + size + (part < longer)]
 
     return _each(batch, own)
 
 
-def cast(batch: Any, dtype: torch.dtype) -> Any:
+def converted(batch: Any, dtype: torch.dtype) -> Any:
     """The batch with its floating point tensors in another precision."""
     return _each(
         batch, lambda x: x if isinstance(x, np.ndarray) or not x.dtype.is_floating_point else x.to(dtype=dtype)
@@ -90,7 +91,7 @@ def first_of(loader: Iterable[Any], steps: int) -> list[Any]:
     return [found[step % len(found)] for step in range(steps)]
 
 
-class Parts:
+class RankLoader:
     """A training loader of one rank."""
 
     def __init__(self, batches: list[Any], *, ranks: int, place: Callable[[], tuple[int, int]]) -> None:
@@ -122,7 +123,7 @@ QUIET: dict[str, Any] = dict.fromkeys(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class Training:
     """What is trained: `options` are those of AMPStrategy."""
 
     steps: int
@@ -131,7 +132,7 @@ class Run:
     timeout: float
 
 
-def train_and_compare(rank: int, ranks: int, folder: Path, run: Run) -> list[Report]:
+def train_and_compare(rank: int, ranks: int, folder: Path, run: Training) -> list[Report]:
     """Train in every precision as one of the ranks, and before that, on rank 0, as the single process."""
     if rank == 0:
         for precision in run.precisions:
@@ -150,13 +151,14 @@ def train_one(folder: Path, precision: Precision, steps: int) -> None:
     _keep(one, folder / f"one-{precision}.pt")
 
 
-def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: Run) -> Report:
+def train_rank(rank: int, ranks: int, folder: Path, precision: Precision, run: Training) -> Report:
     """Train as one of the ranks under the plan, and compare with the single process."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost")
     strategy = AMPStrategy(**run.options)
     # they are compared and named here
     strategy.own_statistics = True
     record, place, given, module = _fit(folder, precision, run.steps, ranks=ranks, strategy=strategy)
+    # rank 0 has written it before any rank was connected
     one = torch.load(folder / f"one-{precision}.pt", weights_only=False)
     plan, sizes = strategy.plan, sizes_of(given)
     assert plan is not None, "there is a plan after a fit"
@@ -197,7 +199,7 @@ def _fit(
         kwargs = strategy.distributed_sampler_kwargs
         return kwargs["rank"], kwargs["num_replicas"]
 
-    def loader() -> Parts:
+    def loader() -> RankLoader:
         path = folder / "batches.pt"
         if not path.exists():
             batches: Any = data
@@ -207,7 +209,7 @@ def _fit(
             _keep(first_of(batches, steps), path)
         # from the file on rank 0 too: all runs train on the same numbers, though the user's loader may draw others
         used.extend(torch.load(path, weights_only=False))
-        return Parts([cast(batch, dtype) for batch in used], ranks=ranks, place=place)
+        return RankLoader([converted(batch, dtype) for batch in used], ranks=ranks, place=place)
 
     recorder = Recorder()
     trainer = Trainer(

@@ -41,7 +41,7 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.compare import DTYPES, Precision, Report, find_suspects, rows_of
 from lightning_amp.verification.result import Verification
-from lightning_amp.verification.training_run import Run, first_of, train_and_compare
+from lightning_amp.verification.training_run import Training, first_of, train_and_compare
 
 GRACE_S = 5.0
 """How long other ranks may still answer once one has failed; they may wait for it in a collective."""
@@ -141,6 +141,7 @@ def _answer(task: Callable[..., Any], rank: int, ranks: int, folder: Path, threa
         answer = error if isinstance(error, AmpError) else _as_amp_error(error, rank)
     aside = folder / f"{rank}.aside"
     aside.write_bytes(pickle.dumps(answer))
+    # renamed when it is complete: the caller may look at any time
     aside.rename(folder / f"{rank}.answer")
     sys.stdout.flush()
     sys.stderr.flush()
@@ -203,7 +204,7 @@ def verify(
             f"precisions={precisions!r} is not supported by verify; allowed are one or both of {list(DTYPES)!r}"
         )
     AMPStrategy(**options)
-    run = Run(steps=steps, precisions=list(precisions), options=options, timeout=timeout)
+    run = Training(steps=steps, precisions=list(precisions), options=options, timeout=timeout)
     with tempfile.TemporaryDirectory(prefix="amp-verify-") as folder:
         (Path(folder) / "subject.pt").write_bytes(subject_of(module, data, steps))
         found = run_processes(train_and_compare, devices, Path(folder), run, timeout=timeout)

@@ -18,7 +18,7 @@ from lightning_amp._torch import values_are_checked
 from lightning_amp.adapters.forms.adapted_decoder import GivenDistribution
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
-from lightning_amp.techniques.checks import cached_check
+from lightning_amp.techniques.checks import same_function
 from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelihood
 from tests.adapters.higlue_shaped import ZeroInflated
 from tests.techniques.hic.scores.test_sparse_likelihood import arguments, assert_close, counts, forward_backward
@@ -65,7 +65,7 @@ class AlwaysChecked(ZeroInflated):
 def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Whether distributions check their values; what was found out before with another setting is not known."""
     before = values_are_checked()
-    monkeypatch.setattr(cached_check, "_FOUND", {})
+    monkeypatch.setattr(same_function, "_FOUND", {})
     Distribution.set_default_validate_args(request.param)
     yield request.param
     Distribution.set_default_validate_args(before)

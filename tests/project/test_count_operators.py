@@ -14,7 +14,8 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.techniques.hic.rows import StreamStrata
 from lightning_amp.techniques.hic.scores import nonzero_counts
-from lightning_amp.techniques.hic.scores.nonzero_counts import known_entries
+from lightning_amp.techniques.hic.scores.nonzero_counts import find_entries, known_entries
+from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB
 from tests.any_module import QUIET
 from tests.techniques.sharded_cases import Case, Model, assert_same, make_plan, train
 
@@ -126,6 +127,10 @@ def test_a_decoder_looks_for_the_entries_of_dense_counts_once_a_batch() -> None:
         part = known_entries(x[1:3, 2:5])
         assert torch.equal(part.to_dense(), x[1:3, 2:5])
         assert all(known_entries(other) is None for other in (x, x[:, ::2], x.T[2:5], x.clone()))
+    with settings_of("cuda"), torch.inference_mode():
+        inside = {"x": x.clone()}
+        find_entries({"x": x}, inside, SparseZINB, model)
+        assert known_entries(inside["x"][:, 2:5]) is None, "a tensor that counts no writes is looked through every time"
     n = len(nonzero_counts._KNOWN)
     del x, part
     model.batch.clear()

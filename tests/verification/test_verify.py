@@ -255,8 +255,8 @@ def test_parts_of_a_batch_make_up_the_batch() -> None:
     assert torch.equal(torch.cat([part["a"]["y"][0] for part in parts]), dense)
     assert parts[1]["a"]["y"][1][0].tolist() == [3, 4]
     assert parts[2]["a"]["name"] == "run"
-    assert cut.cast(batch, torch.float64)["b"]["x"].dtype is torch.float64
-    assert cut.cast(batch, torch.float64)["a"]["x"].dtype is sparse.dtype
+    assert cut.converted(batch, torch.float64)["b"]["x"].dtype is torch.float64
+    assert cut.converted(batch, torch.float64)["a"]["x"].dtype is sparse.dtype
     with pytest.raises(DataError, match=r"have the first axes \[4, 7\]"):
         cut.part_of([dense, dense[:4]], 0, 2)
     assert len(cut.part_of([dense, dense[:4]], 0, 1)) == 2

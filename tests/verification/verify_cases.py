@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_amp.verification.compare import Precision, Report
 from lightning_amp.verification.result import Verification
-from lightning_amp.verification.training_run import Run, train_one, train_rank
+from lightning_amp.verification.training_run import Training, train_one, train_rank
 from lightning_amp.verification.verify import subject_of, verification_of
 from tests.paths import ROOT
 from tests.ranks import run_ranks
@@ -290,7 +290,7 @@ def verified(
         with warnings.catch_warnings(action="ignore"):
             for precision in precisions:
                 train_one(folder / name, precision, 2)
-        runs[name] = Run(steps=2, precisions=precisions, options=options, timeout=60)
+        runs[name] = Training(steps=2, precisions=precisions, options=options, timeout=60)
     found = run_ranks(train_ranks, 2, folder, folder, runs)
     results = {}
     for name, (module, *_) in cases.items():
@@ -300,7 +300,7 @@ def verified(
     return results
 
 
-def train_ranks(rank: int, ranks: int, folder: Path, runs: dict[str, Run]) -> dict[str, list[Report]]:
+def train_ranks(rank: int, ranks: int, folder: Path, runs: dict[str, Training]) -> dict[str, list[Report]]:
     # some modules are those of the examples
     sys.path.append(EXAMPLES)
     try:

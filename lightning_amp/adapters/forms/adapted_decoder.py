@@ -164,6 +164,7 @@ class AdaptedStratum(Stratum):
         least: float,
     ) -> None:
         nn.Module.__init__(self)
+        # the tables are the foreign ones: what Stratum would make is not made
         self.key = key  # type: ignore[assignment]
         self.decode, self.features, self.sum_over_cells = Decode(), AllFeatures(), AllCells()
         self.likelihood = likelihood  # type: ignore[assignment]
@@ -178,6 +179,7 @@ class AdaptedStratum(Stratum):
 
     def _log_mean(self, logits: Tensor, library: Tensor, log_weight: Tensor) -> Tensor:
         log_mu = super()._log_mean(logits, library, log_weight)
+        # log(mu + least), where mu itself may underflow
         return torch.logaddexp(log_mu, log_mu.new_tensor(math.log(self.least))) if self.least else log_mu
 
     def own_library(self, library: Tensor) -> Tensor:

@@ -105,6 +105,7 @@ def read_parts(module: nn.Module) -> Layout:
 def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
     """The ways that a module's parts can be computed with, the likeliest first; `seen` has `least` and `kind`."""
     both = (True, False)
+    # a chain of one link is no other computation
     chained = (False, True) if len(getattr(module, "value_layers", ())) > 1 else (False,)
     attention = [a for a in _flag(module, "use_attn") if _has_lists(module, _lists(a))]
     weights = (False,) if isinstance(getattr(module, "strata_weights", None), nn.Parameter) else both
@@ -138,6 +139,7 @@ def make_decoder(module: Any, layout: Layout, form: Form) -> AdaptedDecoder:
         )
         for k in range(n_strata)
     ]
+    # keys by convolution have no buckets: anchors can be split anywhere
     windows = {layer.window_size for layer in module.attn_layers} if form.attention else {1}
     head = getattr(module, "strata_weight_head", None)
     weights = getattr(module, "strata_weights", None)
@@ -191,6 +193,7 @@ def _key(module: Any, k: int, n_strata: int, form: Form) -> nn.Module | None:
     """The key of stratum k; the first strata, for which there are no layers, have none."""
     lists = {name: getattr(module, foreign, None) for name, foreign in _lists(form.attention).items()}
     lengths = {len(layers) for layers in lists.values() if layers is not None}
+    # stratum 0 may have no layers, for its keys are the anchors
     if len(lengths) != 1 or n_strata - max(lengths) not in (0, 1):
         raise NotDetected(f"has {n_strata!r} strata and lists of {sorted(lengths)!r} layers")
     place = k - n_strata + lengths.pop()

@@ -71,7 +71,7 @@ def bands(module: nn.Module) -> list[Tensor]:
 
 
 def read_bands(module: nn.Module) -> Layout:
-    """The strata of all resolutions, one after the other, with anchors of their own resolution."""
+    """The strata of all resolutions, one after the other, with the anchors of each resolution."""
     nodes: list[Tensor] = []
     columns: list[tuple[int, int]] = []
     end = 0
@@ -90,7 +90,7 @@ def read_bands(module: nn.Module) -> Layout:
 
 
 class MultiResStratum(AdaptedStratum):
-    """A stratum of one resolution, which has a library size of its own."""
+    """A stratum of one resolution, which has its own library size."""
 
     resolution: int
     # columns of the tables where they are no run: those of the anchors that a subset has drawn
@@ -192,12 +192,14 @@ class MultiResDecoder(AdaptedDecoder):
                 end += len(places)
         _check_columns(subset, torch.cat(every))
         own = copy.copy(self)
+        # shallow: parameters and what was installed are shared; only the lists of features are new
         own._modules = self._modules | {"strata": nn.ModuleList(parts)}
         own.n_features = end
         return own
 
 
 def _check_columns(subset: Any, places: Tensor) -> None:
+    # on other devices a comparison would wait for the device in every step
     if places.device.type == "cpu" and not torch.equal(subset.cols, places):
         raise InstallError(
             f"a decoder was called with a subset of {len(subset.cols)!r} columns, which are not those of the anchors"

@@ -1,1 +1,1 @@
-"""Finds, reads and writes files: .h5ad, cooler's formats, GraphML, and HiGLUE's directories."""
+"""Find, read and write files: .h5ad, cooler's formats, GraphML, and HiGLUE's directories."""

@@ -57,6 +57,7 @@ def find(root: str | Path, *, setting: str | None = None, others: bool = False) 
             f"{root}: no modality found, the directory holds {sorted(p.name for p in root.iterdir())[:8]!r}; "
             f"expected .h5ad files in one of {list(MODALITIES)!r}"
         )
+    # the graph belongs to the setting of the first modality that is there
     chosen = setting or next((_setting(path, name) for name, path in files.items() if path), "")
     graph = _choose_graph(root, chosen, named=setting is not None)
     return DataDirectory(root, **files, graph=graph, unread=unread)
@@ -136,6 +137,7 @@ def write_aside(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
         with _refusing(out):
             yield aside
             if place.exists():
+                # a directory cannot be renamed to one that is not empty
                 old = aside.with_suffix(".old")
                 place.rename(old)
                 aside.rename(place)

@@ -1,4 +1,4 @@
-"""Reads and writes guidance graphs as GraphML.
+"""Read and write guidance graphs as GraphML.
 
 The files open in networkx. Vertices have chrom, chrom_pos and feature_type; edges have weight, sign and type.
 
@@ -53,6 +53,7 @@ def read_graph(path: str | Path) -> Graph:
             try:
                 source.append(row[ends["source"]])
                 target.append(row[ends["target"]])
+                # what is missing becomes NaN, which is refused below with what is not finite
                 values = float(numbers[0] or nan), float(numbers[1] or nan)
             except (KeyError, ValueError):
                 values = nan, nan
@@ -128,6 +129,7 @@ def _elements(path: Path) -> Iterator[tuple[str, ElementTree.Element]]:
                 tag = element.tag.rpartition("}")[2]
                 if tag != "data":  # read with its vertex or edge
                     yield tag, element
+                    # else the tree of the whole file would stay in memory
                     element.clear()
         except ElementTree.ParseError as error:
             raise DataError(f"{path}: the graph is no whole GraphML file ({error}); write it again") from error

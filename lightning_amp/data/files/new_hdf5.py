@@ -57,6 +57,7 @@ class _Patient(io.FileIO):
         except OSError as error:
             self.error = error
         if rest:
+            # the position moves on as if it had been written: HDF5 relies on that
             self._later.append((self.tell(), bytes(rest)))
             self.seek(len(rest), io.SEEK_CUR)
         return n_bytes
@@ -66,6 +67,7 @@ class _Patient(io.FileIO):
         view, start = memoryview(buffer).cast("B"), self.tell()
         n_read = super().readinto(view) or 0
         view[n_read:] = bytes(len(view) - n_read)
+        # HDF5 reads its own metadata back, also what did not get to the disk
         for at, data in self._later:
             low, high = max(at, start), min(at + len(data), start + len(view))
             if low < high:
@@ -128,6 +130,7 @@ def write_scool(
         file.attrs.update(about | {"format": "HDF5::SCOOL", "format-version": 1, "ncells": n_cells})
         for name, pixels in cells:
             group = file.create_group(f"cells/{name}")
+            # hard links: all cells share one bin table
             group["chroms"] = file["chroms"]
             for column in ("chrom", "start", "end"):
                 group[f"bins/{column}"] = file[f"bins/{column}"]

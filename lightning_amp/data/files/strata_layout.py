@@ -1,4 +1,4 @@
-"""Reads the columns and bins of each stratum of a Hi-C h5ad from its `var`.
+"""Read the columns and bins of each stratum of a Hi-C h5ad from its `var`.
 
 Features are stratum-major: all bins (stratum 0), then all pairs at distance 1, and so on; with several
 resolutions, coarse to fine, each with its own strata. Either `var` has columns `stratum` and `anchor` (integers as
@@ -28,7 +28,7 @@ BIN = re.compile(r".+:\d+-\d+")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stratum:
+class StratumLayout:
     """One stratum: the pairs (bin i, bin i + k) of one resolution."""
 
     k: int  # distance of the two bins, in bins
@@ -57,7 +57,7 @@ class FeatureLayout:
     the same name at two resolutions and is then two anchors.
     """
 
-    strata: tuple[Stratum, ...]
+    strata: tuple[StratumLayout, ...]
     anchor_names: NDArray[np.str_]  # names of the stratum-0 bins, of shape [anchor]
 
     @property
@@ -129,6 +129,7 @@ def parse_names(names: Iterable[str]) -> tuple[NDArray[np.int64], NDArray[np.int
     anchors: dict[str, int] = {}
     strata, rows = array("q"), array("q")
     for name in names:
+        # the name of a bin ends in "-END" too: only if what is before the last "-" is a known bin, it is a pair
         bin_name, _, k = name.rpartition("-")
         row = anchors.get(bin_name)
         if row is not None:
@@ -158,7 +159,7 @@ def _assemble(
     anchor: NDArray[np.int64],
 ) -> FeatureLayout:
     """Cut the features into strata and number the anchors; all codes are of shape [feature]."""
-    strata: list[Stratum] = []
+    strata: list[StratumLayout] = []
     anchor_names: list[str] = []
     row_of = np.full(int(anchor.max()) + 1, -1)
     ends = np.flatnonzero(np.diff(resolution) | np.diff(stratum)) + 1
@@ -174,6 +175,7 @@ def _assemble(
         if k == 0:
             if own.min() < 0 or len(np.unique(own)) != len(own):
                 raise DataError("stratum 0 lists a bin twice or without a name; every bin must be listed exactly once")
+            # bins of the resolution before may bear the same names, and are none of this one
             row_of[:] = -1
             row_of[own] = np.arange(len(anchor_names), len(anchor_names) + len(own))
             anchor_names += read_strings(names, start=start, stop=stop)
@@ -183,5 +185,5 @@ def _assemble(
             raise DataError(
                 f"the feature {name!r} of stratum {k} has a bin that stratum 0 does not list; keep all bins"
             )
-        strata.append(Stratum(k, label, start, stop, row_of[own]))
+        strata.append(StratumLayout(k, label, start, stop, row_of[own]))
     return FeatureLayout(tuple(strata), np.array(anchor_names, dtype=np.str_))

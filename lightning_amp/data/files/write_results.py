@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY, new_hdf5, write_annotations, write_cool, write_scool
-from lightning_amp.data.files.read_h5ad import open_h5ad
-from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
+from lightning_amp.data.files.read_h5ad import first_column, open_h5ad
+from lightning_amp.data.files.strata_layout import FeatureLayout, StratumLayout
 
 CELLTYPE_COLUMNS = ("celltype", "cell_type")
 NO_FEATURES = pd.DataFrame(index=pd.Index([], dtype=str))
@@ -29,8 +29,7 @@ def celltype_column(obs: pd.DataFrame, key: str | None = None) -> str | None:
 
 def labels_of(obs: pd.DataFrame, column: str | None) -> NDArray[np.str_]:
     """Return the labels of a column as text, "Unknown" where they are missing."""
-    labels = pd.Series("Unknown", obs.index) if column is None else obs[column].astype(object)
-    found: NDArray[np.str_] = labels.where(labels.notna(), "Unknown").to_numpy().astype(str)
+    found: NDArray[np.str_] = first_column(obs, [column] if column else [], "Unknown").to_numpy().astype(str)
     return found
 
 
@@ -119,7 +118,7 @@ def _file_stems(labels: Iterable[str]) -> list[str]:
     return taken
 
 
-def _resolutions(layout: FeatureLayout) -> Iterator[tuple[str, list[Stratum]]]:
+def _resolutions(layout: FeatureLayout) -> Iterator[tuple[str, list[StratumLayout]]]:
     """Yield the suffix of the files of each resolution, "" if there is only one, and its strata."""
     resolutions = list(dict.fromkeys(stratum.resolution for stratum in layout.strata))
     for resolution in resolutions:
@@ -127,7 +126,7 @@ def _resolutions(layout: FeatureLayout) -> Iterator[tuple[str, list[Stratum]]]:
         yield "" if len(resolutions) == 1 else f"_{resolution}", strata
 
 
-def bin_table(layout: FeatureLayout, diagonal: Stratum) -> pd.DataFrame:
+def bin_table(layout: FeatureLayout, diagonal: StratumLayout) -> pd.DataFrame:
     """Return chrom, start and end of the bins of one resolution: the features of its stratum 0."""
     names = layout.anchor_names[diagonal.anchors].tolist()
     chroms, _, spans = zip(*(name.rpartition(":") for name in names), strict=True)
@@ -135,13 +134,14 @@ def bin_table(layout: FeatureLayout, diagonal: Stratum) -> pd.DataFrame:
     return pd.DataFrame({"chrom": chroms, "start": np.array(starts, int), "end": np.array(ends, int)})
 
 
-def _pixels(strata: list[Stratum], values: NDArray[Any]) -> pd.DataFrame:
+def _pixels(strata: list[StratumLayout], values: NDArray[Any]) -> pd.DataFrame:
     """Return the features of a map as pixels, sorted; feature (i, k) is the pair i, i + k."""
     first = strata[0].anchors[0]
     bin1 = np.concatenate([stratum.anchors - first for stratum in strata])
     bin2 = np.concatenate([stratum.anchors - first + stratum.k for stratum in strata])
     count = np.concatenate([values[slice(*stratum.columns)] for stratum in strata]).astype(np.float64)
     order = np.lexsort((bin2, bin1))
+    # a file may pad its strata with pairs whose second bin is beyond the last one
     order = order[bin2[order] < strata[0].n_features]
     return pd.DataFrame({"bin1_id": bin1[order], "bin2_id": bin2[order], "count": count[order]})
 
@@ -207,6 +207,7 @@ def describe_embedding(embedding: NDArray[np.float32]) -> dict[str, dict[str, An
 def principal_components(x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return scores [cell, component] and variances [component] of x [cell, dim], largest first."""
     centred = x - x.mean(axis=0) if len(x) else x
+    # of [dim, dim], which is small: there are far more cells than dims
     axes, squares, _ = np.linalg.svd(centred.T @ centred)
     # the largest loading is positive, so that every run and machine has the same signs
     axes = axes * np.sign(axes[np.abs(axes).argmax(axis=0), np.arange(axes.shape[1])])

@@ -1,1 +1,1 @@
-"""Makes batches of files: data module, dataset and sampler."""
+"""Make training batches from files: data module, dataset and sampler."""

@@ -1,4 +1,4 @@
-"""Defines the LightningDataModule of a directory of single-cell files, or of AnnData objects in memory."""
+"""Define the LightningDataModule of a directory of single-cell files, or of AnnData objects in memory."""
 
 import os
 import shutil
@@ -165,6 +165,7 @@ class SingleCellDataModule(pl.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Read everything once; counts stay sparse. Under `strategies="sequence"` a rank keeps its own columns of the
         modalities whose x is split: `sequence_dim={"rna.x": 1}` with a number as `model_parallel_size`."""
+        # called for every stage; files are read again only where this rank has other columns than before
         if self.tables and all(t.columns == self._own(m, t.n_features) for m, t in self.tables.items()):
             return
         directory = find(self.data_dir, setting=self.setting)
@@ -233,6 +234,7 @@ class SingleCellDataModule(pl.LightningDataModule):
     def _own(self, modality: str, n_features: int) -> slice | None:
         """Return the columns that this rank reads; None if it reads all."""
         parts = getattr(getattr(self.trainer, "strategy", None), "own_parts", None)
+        # only where the features of x are split, and nothing else of it
         if parts is None or parts.size < 2 or parts.dims.get(f"{modality}.x") not in ((1,), (-1,)):
             return None
         if modality == HIC and self.sparse is True:
@@ -270,6 +272,7 @@ class SingleCellDataModule(pl.LightningDataModule):
             rng = np.random.default_rng(hash_integers(self.seed, hash_text(modality)))
             n_held = int(np.ceil(self.val_fraction * table.n_cells)) if table.n_cells > 1 else 0
             order = rng.permutation(table.n_cells)
+            # one cell is always left to train on
             train[modality] = np.sort(order[min(n_held, table.n_cells - 1) :])
             val[modality] = np.sort(order[: min(n_held, table.n_cells - 1)]) if n_held else train[modality]
         return train, val
@@ -304,6 +307,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         return takes and table.n_features > MANY_FEATURES and table.share <= FEW_ENTRIES
 
     def _sampler(self, cells: CellRowsOf | None, *, cycle: bool, shuffle: bool) -> StepSampler:
+        # None where the strategy has one device
         replicas = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {}
         strategy = getattr(self.trainer, "strategy", None)
         by_strategy = getattr(strategy, "balance_cells", False) is True

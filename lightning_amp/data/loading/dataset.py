@@ -66,6 +66,7 @@ class CellTable:
         if columns is None:
             with open_h5ad(self.path) as file:
                 self.counts = sparse.csr_matrix(read_elem(file[source]), dtype=np.float32)
+            # entries that a file lists twice are parts of one count
             self.counts.sum_duplicates()
             self.contacts = np.asarray(self.counts.sum(axis=1, dtype=np.float64)).ravel()
         else:
@@ -93,19 +94,18 @@ class CellTable:
 
     def read_obs(self) -> pd.DataFrame:
         """Read the table of cells; not kept."""
-        from anndata.io import read_elem
-
-        with open_h5ad(self.path) as file:
-            obs: pd.DataFrame = read_elem(file["obs"])
-        return obs
+        return self._table("obs")
 
     def read_var(self) -> pd.DataFrame:
         """Read the table of features; not kept."""
+        return self._table("var")
+
+    def _table(self, name: str) -> pd.DataFrame:
         from anndata.io import read_elem
 
         with open_h5ad(self.path) as file:
-            var: pd.DataFrame = read_elem(file["var"])
-        return var
+            table: pd.DataFrame = read_elem(file[name])
+        return table
 
     def feature_names(self) -> list[str]:
         """Read the feature names in file order; not kept, since a Hi-C modality has a million of them."""
@@ -189,6 +189,7 @@ class OwnColumns(Dataset[Tensor]):
         # a file that was opened in another process reads wrong bytes
         if self._open is None or self._open[0] != os.getpid():
             self._open = os.getpid(), h5py.File(self.path, "r")[self.source]
+        # h5py takes ascending indices only, each once
         unique, where = np.unique(np.asarray(cells), return_inverse=True)
         return torch.from_numpy(self._open[1][unique, self.columns][where].astype(np.float32, copy=False))
 
@@ -231,6 +232,7 @@ class OwnBins(Dataset[Tensor]):
         for item, (_, table) in zip(found.numpy(), self._file.iterate(names, self.bins), strict=True):
             first, second, count = (table[name].to_numpy() for name in ("bin1_id", "bin2_id", "count"))
             kept = (second - first < self.strata) & (self._chromosome[first] == self._chromosome[second])
+            # not `+=`, which counts a pixel once that is listed twice
             np.add.at(item, ((second - first)[kept], first[kept] - self.bins.start), count[kept])
         return [*found]
 

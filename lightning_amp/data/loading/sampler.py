@@ -1,4 +1,4 @@
-"""Samples the cells of each rank and step; its loader resumes in mid-epoch.
+"""Sample the cells of each rank and step; the loader resumes in mid-epoch.
 
 Training repeats the shorter modalities, so that every global batch is full and equal on all ranks. The global
 batch of a step is a function of (seed, epoch, step) and its size only: 2 ranks of 8 cells see the 16 cells
@@ -57,6 +57,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         self.global_batch = batch_size * num_replicas
         n_steps = -(-max(map(len, self.cells.values())) // self.global_batch)
         super().__init__(
+            # a DistributedSampler has as many items as its data set, divided by the ranks: here these are steps
             range(n_steps * num_replicas),  # type: ignore[arg-type]
             num_replicas=num_replicas,
             rank=rank,
@@ -91,6 +92,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         order = {}
         for modality, cells in self.cells.items():
             passes = range(-(-total // len(cells)))
+            # the number of ranks is not in the key: any number of them sees the same global batches
             keys = [hash_integers(self.seed, self.epoch, hash_text(modality), i) for i in passes]
             parts = [np.random.default_rng(key).permutation(cells) if self.shuffle else cells for key in keys]
             order[modality] = np.concatenate(parts)[:total]
@@ -102,6 +104,7 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
             return batch
         if not self.cycle:
             mine = np.array_split(batch, self.num_replicas)[self.rank]
+            # a rank without cells would leave out the step, in which the others wait for it
             return mine if len(mine) else batch[-1:]
         if self.balance:
             return batch[balance(self.contacts[modality][batch], self.num_replicas)[self.rank]]
@@ -182,6 +185,7 @@ def _swap_once(parts: NDArray[np.int64], contacts: NDArray[np.float64]) -> bool:
     """Swap the pair of cells that best evens out the richest and the poorest rank; False when none helps."""
     sums = contacts[parts].sum(axis=1)
     rich, poor = int(sums.argmax()), int(sums.argmin())
+    # to swap two cells whose contacts differ by d changes the gap by 2 d: one rank has d less, the other d more
     gap = sums[rich] - sums[poor]
     moved = contacts[parts[rich]][:, None] - contacts[parts[poor]][None, :]
     i, j = np.unravel_index(np.abs(gap - 2 * moved).argmin(), moved.shape)

@@ -1,1 +1,1 @@
-"""Makes data directories, from a user's files or from synthetic cells."""
+"""Make data directories from a user's files or from synthetic cells."""

@@ -1,4 +1,4 @@
-"""Writes AnnData objects as a data directory, for a data module of objects in memory.
+"""Write AnnData objects as a data directory, for a data module of objects in memory.
 
 Cells stay in the order of the objects, and none is left out. Genes are chosen and the guidance graph is built by the
 functions of `prepare`. One difference: an object has the contacts of its strata only, so that only these become edges,

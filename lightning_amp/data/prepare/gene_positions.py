@@ -86,6 +86,7 @@ def as_genes(table: pd.DataFrame) -> pd.DataFrame:
 def _keep_longest(found: list[Gene]) -> pd.DataFrame:
     table = pd.DataFrame(found).set_index("gene")
     longest = (table["end"] - table["start"]).to_numpy()
+    # stable: of entries that are equally long the first in the file is kept
     order = np.argsort(-longest, kind="stable")
     first = table.index[order].duplicated()
     kept = table.iloc[np.sort(order[~first])]
@@ -97,6 +98,7 @@ def promoters(genes: pd.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64]
     """Return start and end (half-open, base pairs) of the transcription start and the 2 kb upstream of it, [gene]."""
     start, end = genes["start"].to_numpy(np.int64), genes["end"].to_numpy(np.int64)
     minus = (genes["strand"] == "-").to_numpy()
+    # a gene on the minus strand begins at its end, and upstream is to the right
     low = np.where(minus, end - 1, np.maximum(start - PROMOTER_BP, 0))
     high = np.where(minus, end + PROMOTER_BP, start + 1)
     return low, high
@@ -133,6 +135,7 @@ def _parse_gtf(feature: str) -> Callable[[str], Gene | None]:
         symbol = SYMBOL.search(fields[8]) or IDENTIFIER.search(fields[8])
         if symbol is None:
             raise ValueError("neither gene_name nor gene_id")
+        # GTF counts from 1, and includes the end
         return _gene(symbol[1], fields[0], int(fields[3]) - 1, int(fields[4]), fields[6])
 
     return parse
@@ -192,6 +195,7 @@ def contact_edges(
     chrom = pd.factorize(bins["chrom"])[0]
     low = np.flatnonzero(chrom[:-1] == chrom[1:])
     sources, targets, weights = [low], [low + 1], [np.ones(len(low))]
+    # neighbours are joined anyway
     apart = bulk.col - bulk.row >= 2
     row, column, count = bulk.row[apart].astype(np.int64), bulk.col[apart].astype(np.int64), bulk.data[apart]
     for code in np.unique(chrom[row]):

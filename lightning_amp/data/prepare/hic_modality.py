@@ -1,4 +1,4 @@
-"""Number the features of a Hi-C modality, and write the contacts of single cells as an h5ad of them."""
+"""Number the features of a Hi-C modality, and write the contacts of single cells to an h5ad."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ class FeatureGrid:
         [pixel]."""
         row1, row2 = self.row_of_bin[bin1], self.row_of_bin[bin2]
         stratum = row2 - row1
+        # the bins of a pixel ascend, so that no stratum is negative where both are kept
         kept = (row1 >= 0) & (row2 >= 0) & (stratum < self.n_strata)
         column = np.full(len(bin1), -1, dtype=np.int64)
         column[kept] = self.column_of[stratum[kept], row1[kept]]
@@ -91,8 +92,10 @@ def build_grid(
         )
     row_of_bin = np.where(keep, np.cumsum(keep) - 1, -1)
     codes = pd.factorize(kept["chrom"])[0]
+    # for every bin one past the last bin of its chromosome
     end = np.searchsorted(codes, codes, side="right") if cis_only else np.full(len(kept), len(kept))
     exists = np.arange(len(kept)) + np.arange(strata)[:, None] < end
+    # columns are numbered along a stratum, then along the next one
     column_of = np.where(exists, np.cumsum(exists).reshape(exists.shape) - 1, -1)
     left_out = tuple(bins["chrom"][~keep].drop_duplicates())
     return FeatureGrid(kept, row_of_bin, column_of, int(exists.sum()), cis_only, left_out)
@@ -115,6 +118,7 @@ class Pseudobulk:
 
     def add(self, row: NDArray[np.int64], column: NDArray[np.int64], count: NDArray[Any]) -> None:
         """Add the pixels of a cell: lower bin, upper bin and contacts, [pixel] each."""
+        # cells wait for each other: every addition copies the whole sum
         self._waiting.append((row, column, count))
         self._n_waiting += len(row)
         if self._n_waiting >= FLUSH_AT:
@@ -171,6 +175,7 @@ def write_hic(
             count = pixels["count"].to_numpy()
             row1, row2, column = grid.locate(pixels["bin1_id"].to_numpy(), pixels["bin2_id"].to_numpy())
             present = (row1 >= 0) & (row2 >= 0)
+            # contacts at any distance count, those beyond the strata too
             depth = float(count[present].sum())
             best = max(best, depth)
             stored = (column >= 0) & (count > 0)

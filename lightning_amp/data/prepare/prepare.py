@@ -8,7 +8,7 @@ import pandas as pd
 from lightning_amp.data.files.directory import DataDirectory, find, write_aside
 from lightning_amp.data.files.graphml import write_graph
 from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY
-from lightning_amp.data.files.read_h5ad import open_stream, store_by_columns
+from lightning_amp.data.files.read_h5ad import first_column, open_stream, store_by_columns
 from lightning_amp.data.prepare.gene_positions import build_graph, read_genes
 from lightning_amp.data.prepare.hic_modality import FeatureGrid, build_grid, write_hic
 from lightning_amp.data.prepare.read_scool import (
@@ -48,8 +48,8 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
         raise DataError(
             f"{path}: cells are listed more than once: {again[:3]!r} ({len(again)} cells); keep one line each"
         )
-    celltype = _column(table, CELLTYPES, "Unknown")
-    depth = pd.to_numeric(_column(table, ["depth"], "1"), errors="coerce")
+    celltype = first_column(table, CELLTYPES, "Unknown")
+    depth = pd.to_numeric(first_column(table, ["depth"], "1"), errors="coerce")
     if depth.isna().any() or (depth < 0).any():
         line = int((depth.isna() | (depth < 0)).to_numpy().argmax())
         raise DataError(
@@ -57,7 +57,7 @@ def read_labels(path: str | Path, *, resolution: int) -> pd.DataFrame:
         )
     known = {
         "celltype": celltype.to_numpy(),
-        "batch": _column(table, ["batch"], "0").to_numpy(),
+        "batch": first_column(table, ["batch"], "0").to_numpy(),
         "read_depth": depth.to_numpy("float64"),
     }
     others = table.drop(columns=["cell", *{*CELLTYPES, "depth", *known} & set(table)]).fillna("n/a")
@@ -77,12 +77,6 @@ def label_cells(labels: pd.DataFrame | None, cells: list[str], *, path: str | Pa
             f"has e.g. {labels.index[:3].tolist()!r}; add them (the cell type may be empty) or correct the names"
         )
     return labels.loc[cells]
-
-
-def _column(table: pd.DataFrame, names: Sequence[str], default: str) -> pd.Series:
-    """Return the first of the columns that exists, with empty fields filled by the default."""
-    found = next((name for name in names if name in table), None)
-    return pd.Series(default, index=table.index) if found is None else table[found].fillna(default)
 
 
 def prepare(
@@ -146,6 +140,7 @@ def prepare(
         marks = label_cells(table, list(named), path=labels)
         found = read_rna(rna), read_genes(genes)
         counts, positions = choose_genes(*found, grid.bins, n_genes=n_genes, annotation=genes)
+        # lazily: a cell is read when it is written
         pixels = scool.iterate(named.values())
         write_modalities(
             aside,

@@ -138,12 +138,8 @@ class ScoolFile:
             )
         return int(widths.max())
 
-    def pixels(self, cell: str) -> pd.DataFrame:
-        """Return the contacts, bin1_id <= bin2_id and count, of the cell of this name in the file."""
-        return next(self.iterate([cell]))[1]
-
     def iterate(self, cells: Iterable[str], own: slice | None = None) -> Iterator[tuple[str, pd.DataFrame]]:
-        """Yield name and pixels of each cell, by its name in the file, opening the file once.
+        """Yield name and pixels (bin1_id <= bin2_id and count) of each cell, by its name in the file, opened once.
 
         `own`: only pixels whose bin1_id is one of these bins; None is all.
         """
@@ -156,6 +152,7 @@ class ScoolFile:
                 if group is None:
                     raise DataError(f"{where} is not in the file, found e.g. {self.cells[:3]!r}; use one of `cells`")
                 self._check_cell(group, where)
+                # pixels are sorted by their first bin, so those of a run of bins are a run
                 offset = group["indexes/bin1_offset"]
                 run = (0, None) if own is None else (int(offset[own.start]), int(offset[own.stop]))
                 table = Cooler(group).pixels()[PIXELS][slice(*run)]

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from lightning_amp.data.files.new_hdf5 import new_hdf5, write_annotations
-from lightning_amp.data.files.read_h5ad import fault_of_counts, open_h5ad
+from lightning_amp.data.files.read_h5ad import fault_of_counts, first_column, open_h5ad
 from lightning_amp.data.prepare.gene_positions import overlap_bins
 from lightning_amp.data.prepare.read_scool import bare_name, spell_as
 from lightning_amp.errors import DataError
@@ -51,7 +51,9 @@ def read_rna(path: str | Path) -> RnaCounts:
     if counts.shape != (len(obs), len(var)):
         raise DataError(f"{path}: {place} has shape {counts.shape!r}, obs and var {(len(obs), len(var))!r}; rewrite it")
     check_raw(counts, obs.index, var.index, where=str(path), place=place, others=others)
-    return RnaCounts(counts.astype(np.float32), _cell_columns(obs), var.index.astype(str), str(path))
+    known = pd.DataFrame({name: first_column(obs, *of).astype(str) for name, of in CELL_COLUMNS.items()})
+    cells = known.join(obs.drop(columns=list(known), errors="ignore")).set_axis(obs.index.astype(str))
+    return RnaCounts(counts.astype(np.float32), cells, var.index.astype(str), str(path))
 
 
 def check_raw(
@@ -76,16 +78,6 @@ def check_raw(
         if names.has_duplicates:
             again = names[names.duplicated()].unique().tolist()
             raise DataError(f"{where}: {what} names are repeated: {again[:3]!r} ({len(again)}); make them unique")
-
-
-def _cell_columns(obs: pd.DataFrame) -> pd.DataFrame:
-    columns = {}
-    for name, (sources, default) in CELL_COLUMNS.items():
-        source = next((s for s in sources if s in obs), None)
-        found = None if source is None else obs[source].astype(object)
-        columns[name] = default if found is None else found.where(found.notna(), default).astype(str).to_numpy()
-    known = pd.DataFrame(columns, index=obs.index.astype(str))
-    return known.join(obs.drop(columns=list(columns), errors="ignore").set_axis(known.index))
 
 
 def write_rna(path: Path, rna: RnaCounts, positions: pd.DataFrame, *, settings: dict[str, Any]) -> None:
@@ -194,6 +186,7 @@ def choose_genes(
 
     How many genes there were, and are left out for which reason, is in `.attrs["genes"]` of the positions.
     """
+    # first of all: by chance some genes of another assembly overlap bins as well
     check_same_assembly(genes, bins, annotation=annotation)
     shared = rna.genes[rna.genes.isin(genes.index)]
     if shared.empty:
@@ -237,9 +230,11 @@ def most_variable(counts: Any, *, n_genes: int) -> NDArray[np.bool_]:
     """
     totals = np.maximum(counts.sum(axis=1), 1)
     logged = sp.csr_array(counts, dtype=np.float64, copy=True)
+    # CSR: every stored count gets the factor of its cell
     logged.data = np.log1p(logged.data * np.repeat(1e4 / totals, np.diff(logged.indptr)))
     mean = np.asarray(logged.mean(axis=0)).ravel()
     logged.data **= 2
+    # a difference of two means: rounding may make it negative
     variance = np.maximum(np.asarray(logged.mean(axis=0)).ravel() - mean**2, 1e-12)
     score = np.full(len(mean), -np.inf)
     expressed = np.flatnonzero(mean > 0)

@@ -1,4 +1,4 @@
-"""Makes synthetic cells of any size, as a data directory or as the files that `prepare` reads.
+"""Make synthetic cells of any size, as a data directory or as the files that `prepare` reads.
 
 Each cell type has its own active and inactive chromosome segments (compartments) and a few loops. Contacts
 between bins i and i + k fall off as 1 / (k + 1), are more frequent within a compartment and around active
@@ -191,8 +191,10 @@ def _draw_rna(rng: np.random.Generator, population: _Population, genes: pd.DataF
     row = genes["chrom"].map(first).to_numpy() + genes["start"].to_numpy() // width
     rate = rng.lognormal(size=len(genes)) * np.exp(1.5 * population.activity[:, row])
     share = rate / rate.sum(axis=1, keepdims=True)
+    # the shift lets the factor have the mean 1
     total = TRANSCRIPTS * rng.lognormal(-(SPREAD**2) / 2, SPREAD, size=n_cells)
     mean = share[types] * total[:, None]
+    # a Poisson number whose mean is gamma distributed is negative binomial
     counts: Any = rng.poisson(mean * rng.gamma(DISPERSION, 1 / DISPERSION, size=mean.shape))
     obs = _label("rna", types)[["celltype", "batch"]]
     return RnaCounts(sp.csr_array(counts.astype(np.float32)), obs, genes.index, "synthetic cells")

@@ -12,7 +12,7 @@ from lightning_amp.dist.owners import Owners
 from lightning_amp.dist.registry import name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import dim_of, shape_of, splits_of
 from lightning_amp.dist.splits import WHOLE, Split, Splits
-from lightning_amp.graph.flow_rules import groups
+from lightning_amp.graph.flow import groups
 
 Groups = list[tuple[list[int], list[int]]]
 

@@ -33,8 +33,8 @@ from lightning_amp.lightning._compat import rank_zero_warn
 from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements
 from lightning_amp.lightning.checkpoints.read_directory import Stored, fill
 from lightning_amp.lightning.checkpoints.write_checkpoint import Part
+from lightning_amp.techniques.contract.protocol import Units
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, is_split, local
-from lightning_amp.techniques.contract.units import Units
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.sharded_region import check_region
 

@@ -57,7 +57,7 @@ class Unit(nn.Module):
         return self.sum_over_cells(self.nll, v, u, parameters=self.parameters(), **cells), v
 
     def arguments(self, k: int, log_weights: Tensor, **cells: Tensor) -> dict[str, Tensor]:
-        """What this unit, the decoder's k-th, is called with besides v and u: all that the decoder was; may be less."""
+        """Arguments of this unit, the decoder's k-th, in addition to v and u: by default all that the decoder got."""
         return {**cells, "log_weight": log_weights[:, k : k + 1]}
 
     def spine(self, v: PerAnchor) -> PerAnchor:
@@ -99,6 +99,7 @@ class UnitDecoder(nn.Module):
         They have one row per cell, or are the same for all: one row, no dimension, a number, None. A tensor that needs
         a gradient is u, v, a parameter of a unit, or `library`.
         """
+        # units have no weights: the logarithm of 1
         none = u.new_zeros(1, len(self.strata))
         cells.setdefault("library", u.new_ones(len(u), 1))
         u, v, none = self.region.enter(u, v, none)

@@ -1,4 +1,4 @@
-"""Log-probabilities of observed values, and the decoders of RNA, ATAC and methylation, which have one per feature.
+"""Define log-probabilities of observed values, and the decoders of RNA, ATAC and methylation, with one per feature.
 
 Counts are given by log mean and log inverse dispersion, because means are softmax fractions that underflow.
 Zero-inflated densities add mass and density at zero, log(pi + (1 - pi) p(0)), as the GLUE family does; the
@@ -45,12 +45,14 @@ def nb(x: Numbers, log_mu: Numbers, log_theta: Numbers) -> Float[Tensor, "..."]:
     theta = log_theta.exp()
     ratio = log_mu - log_theta
     choose = torch.lgamma(x + theta) - torch.lgamma(theta) - torch.lgamma(x + 1)
+    # theta / (theta + mu) is sigmoid(-ratio), mu / (theta + mu) is sigmoid(ratio): no sum of theta and mu is rounded
     return choose - theta * _softplus(ratio) + x * F.logsigmoid(ratio)
 
 
 def zinb(x: Numbers, log_mu: Numbers, log_theta: Numbers, zi_logits: Numbers) -> Float[Tensor, "..."]:
     """Negative binomial with additional zeros of probability sigmoid(zi_logits)."""
     log_p = nb(x, log_mu, log_theta)
+    # pi and 1 - pi have the same denominator, whose logarithm is the softplus
     return torch.where(x == 0, torch.logaddexp(log_p, zi_logits), log_p) - _softplus(zi_logits)
 
 
@@ -61,6 +63,7 @@ def normal(x: Numbers, loc: Numbers, log_scale: Numbers) -> Float[Tensor, "..."]
 
 def ziln(x: Numbers, loc: Numbers, log_scale: Numbers, zi_logits: Numbers) -> Float[Tensor, "..."]:
     """Log-normal density of x > 0, and zeros of probability sigmoid(zi_logits)."""
+    # the logarithm of 0 would make the gradient NaN, though `where` below does not take its value
     log_x = torch.where(x > 0, x, 1.0).log()
     positive = normal(log_x, loc, log_scale) - log_x + F.logsigmoid(-zi_logits)
     return torch.where(x > 0, positive, F.logsigmoid(zi_logits))
@@ -68,6 +71,7 @@ def ziln(x: Numbers, loc: Numbers, log_scale: Numbers, zi_logits: Numbers) -> Fl
 
 def bernoulli(x: Numbers, logits: Numbers) -> Float[Tensor, "..."]:
     """Bernoulli of x in {0, 1}."""
+    # log(1 - sigmoid(z)) is logsigmoid(-z), which has all digits where the sigmoid is nearly 1
     return x * F.logsigmoid(logits) + (1 - x) * F.logsigmoid(-logits)
 
 

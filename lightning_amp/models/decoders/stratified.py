@@ -1,4 +1,4 @@
-"""The stratified Hi-C decoder: a loss that is a sum over strata which depend on nothing but u and v.
+"""Define the stratified Hi-C decoder: a loss that is a sum over strata which depend on nothing but u and v.
 
     stratum k   key = key_k(v), ZINB with mean softmax(logit) * library * weight[:, k] (stratum.py)
     weight      softmax(strata_weights + head(u)) over strata
@@ -115,6 +115,7 @@ class StratifiedDecoder(nn.Module):
         self.strata_weights = nn.Parameter(-torch.tensor(stratum_index, dtype=torch.get_default_dtype()).log1p())
         self.head = nn.Linear(dim, self.n_strata) if strata_weight_head else None
         if self.head is not None:
+            # at first all cells have the same weights
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
 
@@ -128,6 +129,7 @@ class StratifiedDecoder(nn.Module):
         """
         self._check_inputs(v, x)
         if isinstance(x, SparseCounts):
+            # the slices of all strata are prepared together, in a few operators
             x.expect(tuple(cast(Stratum, stratum).columns for stratum in self.strata))
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
         total = self.walk(self.strata, u, v, log_weights, batch=batch, library=library, x=x)
@@ -137,6 +139,7 @@ class StratifiedDecoder(nn.Module):
     def mean(self, u: PerCell, v: PerAnchor, *, batch: Experiment, library: Library) -> Counts:
         """Expected contacts of every feature, in the order of the data matrix."""
         u, v, log_weights = self.region.enter(u, v, self.log_weights(u))
+        # strata are computed one by one: a chained one needs v of the one before
         means = []
         for i, module in enumerate(self.strata):
             mean, v = cast(Stratum, module).mean(

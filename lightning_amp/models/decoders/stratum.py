@@ -1,4 +1,4 @@
-"""One stratum of the Hi-C decoder: its key, its inner product with the cells and its likelihood.
+"""Define one stratum of the Hi-C decoder: its key, its inner product with the cells and its likelihood.
 
     logit = softplus(scale) (u key^T)[:, feature_anchor] + bias      mu = softmax(logit) * library * weight
     x ~ ZINB(mu, exp(log_theta), zi_logits)
@@ -51,6 +51,7 @@ class EveryStratum(nn.Module):
         for k, module in enumerate(strata[: own.stop] if len(own) else ()):
             stratum = cast(Stratum, module)
             if k < own.start:
+                # the strata of other ranks: only what later strata read of them
                 v = stratum.spine(v)
                 continue
             nll, v = stratum(v, u, **stratum.arguments(k, log_weights, **cells))
@@ -167,8 +168,9 @@ class Stratum(nn.Module):
     def arguments(
         self, k: int, log_weights: LogWeights, *, x: Counts | SparseCounts, **cells: Tensor
     ) -> dict[str, Tensor | SparseCounts]:
-        """What this stratum, the decoder's k-th, is called with besides v and u, from what the decoder was given."""
+        """Arguments of this stratum, the decoder's k-th, in addition to v and u, from those of the decoder."""
         start, stop = self.columns
+        # views: a stratum has no copy of its columns
         return {**cells, "x": x[:, start:stop], "log_weight": log_weights[:, k : k + 1]}
 
     def nll(

@@ -1,4 +1,4 @@
-"""Key of one stratum, from the anchor latent v [N, D] to the matrix that cells are multiplied with, and its attention.
+"""Compute the key of one stratum, with attention: from the anchor latent v [N, D] to what cells are multiplied with.
 
     attention, "higlue"   key = val + Attention(qk, qk, p);  key = key + GEGLU(LayerNorm(key) W_ff^T)
     attention, "paper"    key = val + Attention(qk, qk, val);  key = GEGLU(key W_ff^T)
@@ -33,11 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_amp._torch import attend_on_cpu
 from lightning_amp.errors import ModelError
 from lightning_amp.shapes import PerAnchor
-from lightning_amp.techniques.hic.attention.sizes import check_rows, check_sizes
+from lightning_amp.techniques.hic.attention.sizes import LEAST_NORM, ROTARY_BASE, SELF_SCORE, check_rows, check_sizes
 
-SELF_SCORE = -5e4
-ROTARY_BASE = 10000.0
-LEAST_NORM = 1e-12
 Total = Callable[[Tensor], Tensor]
 
 
@@ -124,6 +121,7 @@ class LocalAttention(nn.Module):
         """The 3w rows around each bucket of [first, last), as [bucket, 3w, D]; zeros outside the sequence."""
         w = self.window
         before, after = max(first - 1, 0) * w, min((last + 1) * w, len(rows))
+        # whole buckets of zeros where a bucket has no neighbour, which the mask leaves out
         missing = (0, 0, w * (first == 0), (last + 1) * w - after)
         return F.pad(rows[before:after], missing).unfold(0, 3 * w, w).transpose(1, 2)
 
@@ -149,6 +147,7 @@ class LocalAttention(nn.Module):
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
     cos, sin = rotation
+    # channel i turns with channel i + D/2, as in the package
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 

@@ -21,7 +21,7 @@ from lightning_amp.planning.memory.kept_tensors import (
     table_terms,
 )
 from lightning_amp.planning.sizes import RankSizes, Term
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun, Calls
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun, KernelCalls
 
 
 class Key(NamedTuple):
@@ -251,7 +251,7 @@ def _fused_work(s: RankSizes, *, back: bool = False) -> int:
     return max(held)
 
 
-def _kernel_work_back(s: RankSizes, run: Calls) -> int:
+def _kernel_work_back(s: RankSizes, run: KernelCalls) -> int:
     """What the backward pass of a call of torch's kernels makes: the moment when gradients of slots are in two copies.
 
     Those of rows are there twice too, by call and in their place, where those of keys and values are added up to.

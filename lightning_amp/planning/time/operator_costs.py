@@ -24,7 +24,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from lightning_amp.planning.sizes import RankSizes, Term
-from lightning_amp.techniques.hic.attention.bucket_runs import Band, Calls, turned_at_once
+from lightning_amp.techniques.hic.attention.bucket_runs import Band, KernelCalls, turned_at_once
 
 
 class PassCosts(NamedTuple):
@@ -162,7 +162,7 @@ def _in_kernels(s: RankSizes, unit: float) -> Part:
     )
 
 
-def _kernel_calls(run: Calls, *, ragged: bool, alike: bool, turns: int) -> tuple[int, int]:
+def _kernel_calls(run: KernelCalls, *, ragged: bool, alike: bool, turns: int) -> tuple[int, int]:
     """Operators forward and backward; the rows of the last bucket may be filled up, the keys may be the rows."""
     calls = len(run.calls)
     # paired, divided by norms; values filled up; rows put in order

@@ -1,4 +1,4 @@
-"""Check whether a key needs channels or rows of other ranks, besides what its children compute.
+"""Check what a key computes with other ranks' channels or rows, and how far its attention reaches.
 
 Under S5 and nodes a key's own forward runs on a part of v. It is probed on one: a copy of the key, with stand-ins for
 its children that scale single numbers, has to give
@@ -8,7 +8,11 @@ its children that scale single numbers, has to give
 Then all that mixes channels or rows lies in the children, which the technique knows. Keys of any form pass that keep to
 protocol.py, whatever their class.
 
-Which of the forms of stratum_keys.py an attention key has is found in the same way.
+Which of the forms of stratum_keys.py an attention key has is found in the same way. Attention reaches the neighbouring
+buckets of anchors, or all anchors:
+
+    declared     the attention, or a module inside it, has `reach`, "local" or "full"
+    detected     it has the methods of bucketed attention; or, tried on an example, it is full attention
 
 Known limits: what a key does with other numbers than those of the example (normal, N(0, 1)), or with their gradients
 alone, is not seen.
@@ -19,18 +23,19 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_amp.footprint.forward_overrides import HOOKS
 from lightning_amp.shapes import PerAnchor
-from lightning_amp.techniques.checks.same_function import close, failure
-from lightning_amp.techniques.contract.change import KINDS
-from lightning_amp.techniques.contract.protocol import ATTENTION_KEY
+from lightning_amp.techniques.checks.same_function import close, failure, mismatch
+from lightning_amp.techniques.contract.change import hooks_within
+from lightning_amp.techniques.contract.protocol import ATTENTION_KEY, BucketedAttention
 
-Part = tuple[slice | list[int], ...]
+Index = tuple[slice | list[int], ...]
 """An index of v."""
 
 RTOL = 1e-9
@@ -49,6 +54,7 @@ def channels_problem(key: nn.Module, dim: int, *ranks: list[int]) -> str:
 
 def rows_problem(key: nn.Module, dim: int) -> str:
     """Why a key with attention cannot run on only some anchors, once attention sees the others; "" if it can."""
+    # both halves: a key that adds up the rows before each would leave the first half as it is
     half = ROWS // 2
     return _problem(key, dim, "anchors", [(slice(half),), (slice(half, None),)])
 
@@ -59,7 +65,7 @@ def attention_form(key: nn.Module) -> tuple[bool, bool] | None:
 
     None where it is none of the four forms, or has hooks.
     """
-    if set(key._modules) != set(ATTENTION_KEY) or any(getattr(key, kind) for kind in KINDS):
+    if set(key._modules) != set(ATTENTION_KEY) or any(getattr(key, kind) for kind in HOOKS):
         return None
     alone: Any = _alone(key)
     v = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
@@ -83,8 +89,8 @@ def attention_form(key: nn.Module) -> tuple[bool, bool] | None:
     return None
 
 
-def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> str:
-    hooks = [kind.strip("_") for kind in KINDS if getattr(key, kind)]
+def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Index]) -> str:
+    hooks = [kind.strip("_") for kind in HOOKS if getattr(key, kind)]
     if hooks:
         return f"has {hooks!r}, which would see a part of its values"
     alone = _alone(key)
@@ -94,16 +100,16 @@ def _problem(key: nn.Module, dim: int, things: str, parts: Sequence[Part]) -> st
         run = getattr(alone, name, None)
         try:
             with warnings.catch_warnings(action="ignore"):
-                alike = run is None or all(_alike(run, v, part) for part in parts)
+                keeps = run is None or all(_keeps_parts(run, v, part) for part in parts)
         except Exception as error:
             return f"has a {name!r} that fails on an example, with stand-ins for its children, with {failure(error)}"
-        if not alike:
+        if not keeps:
             return f"has a {name!r} that returns other values for some of the {things} than for all of them"
     return ""
 
 
 @torch.no_grad()
-def _alike(run: Callable[[Tensor], Any], v: PerAnchor, part: Part) -> bool:
+def _keeps_parts(run: Callable[[Tensor], Any], v: PerAnchor, part: Index) -> bool:
     """Whether the result of a part is the part of the whole result."""
     expected = [whole[part] for whole in _tensors(run(v))]
     found = _tensors(run(v[part]))
@@ -116,6 +122,7 @@ def _tensors(made: Any) -> tuple[Tensor, ...]:
 
 def _alone(key: nn.Module) -> nn.Module:
     """A copy in training mode, where dropout shows, without the key's children, which are not touched."""
+    # shallow: the stand-ins are set on the copy only, and parameters are not copied
     alone = copy.copy(key)
     stand_ins = _attention_stand_ins() if "attention" in key._modules else _convolution_stand_ins(key)
     # a key may ask whether a norm is nn.Identity; activations work on single numbers as they are
@@ -151,3 +158,52 @@ def _convolution_stand_ins(key: nn.Module) -> dict[str, Callable[..., Tensor]]:
         return F.conv1d(x, kernel, None, layer.stride, layer.padding, layer.dilation, groups=x.shape[-2])
 
     return {"pairs": pairs}
+
+
+CLOSE = 1e-10
+
+
+class Reach(NamedTuple):
+    """How far attention reaches.
+
+    Attributes:
+        full: Whether to all anchors; else to the neighbouring buckets.
+        known_from: What says so, as part of a sentence.
+    """
+
+    full: bool
+    known_from: str
+
+
+def reach_of(attention: nn.Module) -> Reach:
+    """The reach of a key's attention."""
+    for part in attention.modules():
+        kind, declared = type(part).__name__, getattr(part, "reach", None)
+        if declared in ("local", "full"):
+            return Reach(declared == "full", f"declared by {kind}")
+        if isinstance(part, BucketedAttention):
+            return Reach(False, f"detected: {kind} has buckets of anchors")
+    kind = type(attention).__name__
+    if not full_problem(attention):
+        return Reach(True, f"detected: {kind} computes softmax(q k^T D^-0.5) values on an example")
+    return Reach(False, f"taken as local: {kind} declares no `reach`, has no buckets and is no full attention")
+
+
+def full_problem(attention: nn.Module) -> str:
+    """Why a module is not full attention by torch's definition, with one head and no mask; "" if it is."""
+    hooks = hooks_within(attention)
+    if hooks:
+        return f"has {hooks!r}, which would not run"
+    expected = attention_results(lambda q, k, values: (q @ k.T / q.shape[1] ** 0.5).softmax(-1) @ values)
+    return mismatch(attention, expected, attention_results, rtol=CLOSE)
+
+
+def attention_results(attention: Callable[..., Tensor], n: int = 7, dim: int = 4) -> dict[str, Tensor]:
+    """Output and gradients in float64 for random anchors [n, dim], always the same."""
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn((4, n, dim), dtype=torch.float64, generator=generator, device="cpu")
+    inputs = [draw.clone().requires_grad_() for draw in draws[:3]]
+    with torch.enable_grad():
+        out = attention(*inputs)
+        q, k, values = torch.autograd.grad(out, inputs, draws[3])
+    return {"output": out.detach(), "gradient of q": q, "gradient of k": k, "gradient of values": values}

@@ -36,7 +36,7 @@ Whole = tuple[bool, bool]
 they do."""
 
 
-class _Example(NamedTuple):
+class _ExampleCounts(NamedTuple):
     """Counts of CELLS cells, and the first and the last number of every argument, between which the others lie."""
 
     x: tuple[float, ...]
@@ -46,8 +46,8 @@ class _Example(NamedTuple):
 
 
 EXAMPLES = (
-    _Example((0, 1, 0, 7, 2, 0, 0, 0, 0, 0, 3.5, 1), log_mu=(-2, 1), log_theta=(1, -2), zi=(-0.9, 0.8)),
-    _Example((1, 0, 3, 0, 0, 20, 0, 500, 4e3, 0, 0, 1e5), log_mu=(-40, 20), log_theta=(8, -8), zi=(-15, 15)),
+    _ExampleCounts((0, 1, 0, 7, 2, 0, 0, 0, 0, 0, 3.5, 1), log_mu=(-2, 1), log_theta=(1, -2), zi=(-0.9, 0.8)),
+    _ExampleCounts((1, 0, 3, 0, 0, 20, 0, 500, 4e3, 0, 0, 1e5), log_mu=(-40, 20), log_theta=(8, -8), zi=(-15, 15)),
 )
 
 
@@ -58,6 +58,7 @@ def likelihood_settings(leaf: nn.Module) -> tuple[float, Whole]:
             least = float(_of_impossible(leaf, 0.0).exp())
         return float(f"{least:.12g}"), (_refuses_halves(leaf, False), _refuses_halves(leaf, True))
     except Exception:
+        # whatever has failed: `likelihood_problem` tries again, and says what it is
         return 0.0, (False, False)
 
 
@@ -78,9 +79,10 @@ def likelihood_problem(leaf: nn.Module, ours: nn.Module, *, whole: Whole) -> str
     return ""
 
 
-def _values(leaf: nn.Module, *, example: _Example, rows: int, whole: bool) -> dict[str, Tensor]:
+def _values(leaf: nn.Module, *, example: _ExampleCounts, rows: int, whole: bool) -> dict[str, Tensor]:
     """Value and gradients for an example with that many rows in its tables, and perhaps whole counts alone."""
     x = torch.tensor(example.x, dtype=torch.float64, device="cpu").view(CELLS, -1)
+    # one count of the first example is a fraction, which some refuse
     x = x.ceil() if whole else x
     given = {
         name: torch.linspace(*ends, n * x.shape[1], dtype=torch.float64, device="cpu").view(n, -1)

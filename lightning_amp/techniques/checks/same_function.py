@@ -1,19 +1,24 @@
-"""Compare the results of two computations; used by every check of a replacement.
+"""Compare the results of two computations; every check of a replacement uses this.
 
 A technique replaces a part of a user's module by another form of it. That is exact only where the part has no state
 and returns what the reference returns. Examples are whole numbers, which are exact in any order of summation, or
-float64.
+float64. Modules of the same class and settings are checked once (`found_out`), such as those of 32 strata.
+
+Under `InFloat64` everything is computed in float64, whatever types the code names: a forward that makes a softmax in
+float32, or generated code with the types of a capture, then computes the same function without their rounding. Numbers
+that Python has written down (`torch.tensor(0.1)`) keep the rounding of their type.
 
 Known limits: what a module does with numbers other than those of the example is not seen.
 """
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lightning_amp._torch import TorchDispatchMode, tree_map
 from lightning_amp.errors import InstallError
 
 Values = Mapping[str, Any]
@@ -39,6 +44,7 @@ def mismatch(
     """
     if not isinstance(candidate, nn.Module):
         return f"is {shown(candidate)} and no module"
+    # a replacement would lose it, or rename it in checkpoints
     state = sorted(candidate.state_dict())
     if state:
         return f"has the state {state!r}"
@@ -121,3 +127,58 @@ def _short(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
     return f"of the shape {tuple(value.shape)!r} and {value.dtype}"
+
+
+Found = TypeVar("Found")
+
+_FOUND: dict[tuple[Any, ...], Any] = {}
+_COMMON = frozenset(vars(nn.Module()))
+
+
+def found_out(module: nn.Module, probe: Callable[[nn.Module], Found]) -> Found:
+    """What `probe` returns for a module.
+
+    Args:
+        module: Checked every time if it has parameters, buffers, children, or settings that are not plain values: only
+            without does its class, with its settings, say what it computes.
+        probe: The same object for the same question.
+    """
+    own = {name: value for name, value in vars(module).items() if name not in _COMMON}
+    plain = all(isinstance(value, bool | int | float | str | slice | type | None) for value in own.values())
+    if not plain or list(module.children()) or module.state_dict():
+        return probe(module)
+    # slices cannot be keys
+    settings = sorted((name, v if isinstance(v, type) else repr(v)) for name, v in own.items())
+    key = probe, type(module), module.training, *settings
+    if key not in _FOUND:
+        _FOUND[key] = probe(module)
+    found: Found = _FOUND[key]
+    return found
+
+
+WIDER = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+
+
+class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Below autograd, so that gradients have 64 bits too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: WIDER.get(x, x) if isinstance(x, torch.dtype) else x, (args, kwargs or {}))
+        before = torch.get_default_dtype()
+        # what is made without a type, or of whole numbers, has the default's
+        torch.set_default_dtype(torch.float64)
+        try:
+            return tree_map(widened, func(*args, **kwargs))
+        finally:
+            torch.set_default_dtype(before)
+
+
+def widened(value: Any) -> Any:
+    """A tensor of floating point in 64 bits; anything else as it is."""
+    return value.to(WIDER[value.dtype]) if isinstance(value, Tensor) and value.dtype in WIDER else value

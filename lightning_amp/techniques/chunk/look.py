@@ -20,8 +20,7 @@ from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run.lower import table_of
 from lightning_amp.techniques.chunk.run.module_chunks import plain
 from lightning_amp.techniques.chunk.run.planned import plan_graph
-from lightning_amp.techniques.contract.batch_norms import normalises_by_batch
-from lightning_amp.techniques.contract.step_to_plan import StepToPlan
+from lightning_amp.techniques.contract.protocol import StepToPlan, normalises_by_batch
 
 
 def block_tables(module: nn.Module, calls: Sequence[BlockCall], *, shared: bool = False) -> list[Table | str]:

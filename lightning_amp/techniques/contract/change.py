@@ -35,13 +35,12 @@ class Change:
     methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
-KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def hooks_within(module: nn.Module) -> list[str]:
     """Kinds of hooks on calls of a module or of one inside it."""
-    return hooked(module.modules(), KINDS)
+    return hooked(module.modules())
 
 
 def hooks_of(parameter: nn.Parameter, name: str) -> list[str]:
@@ -55,7 +54,9 @@ def check_parameters(fqn: str, old: nn.Module | None, new: nn.Module, sharded: S
         raise InstallError(
             f"a technique cannot replace {fqn!r}, which is no module; allowed are the rule's module and its children"
         )
+    # a shard stands for the whole that it was cut from
     shards = {id(parameter.whole): parameter.shard for parameter in sharded}
+    # duplicates too: a parameter that is tied has all its names in a checkpoint
     named = old.named_parameters(remove_duplicate=False)
     before = {name: id(shards.get(id(parameter), parameter)) for name, parameter in named}
     after = {name: id(parameter) for name, parameter in new.named_parameters(remove_duplicate=False)}

@@ -1,20 +1,26 @@
-"""Define the structure that techniques require of a module; it is detected, no base class is needed.
+"""Define the structure that techniques require of modules and of a training step; no base class is needed.
+
+A module written elsewhere keeps its parameters, names and children where a decoder replaces it: its `forward`, set on
+the instance, is a `StandIn`. Techniques change the decoder behind it: below the module's name, rules meet the decoder's
+children (`decoders.hic.strata.3.key.attention`) and not the module's own.
 
 Legend: cell, anchor (N), dim (D), row (anchors of a run of buckets), feature (F_k of one stratum),
 own_feature and own_vertex (those that a rank holds).
-
-Define decoders that replace a module written elsewhere, which keeps its parameters, names and children.
-
-Such a module has a `StandIn` for its `forward`, set on the instance. Techniques change the decoder behind it: below the
-module's name, rules meet the decoder's children (`decoders.hic.strata.3.key.attention`) and not the module's own.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from jaxtyping import Float
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
+from lightning_amp._torch import AnyBatchNorm
+from lightning_amp.costs.rule import Rule
+from lightning_amp.footprint.chain.chain_of import CountedStep
 from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor
 
 
@@ -41,6 +47,7 @@ def in_place_of(module: nn.Module) -> nn.Module:
 def part(module: nn.Module, fqn: str) -> nn.Module:
     """The module of a name, through what stands in for modules on the way, and for the last one."""
     for name in fqn.split(".") if fqn else ():
+        # at every step: a decoder that stands in may hold another that is stood in for
         module = in_place_of(module).get_submodule(name)
     return in_place_of(module)
 
@@ -55,6 +62,7 @@ def named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if decoder is child:
             yield fqn, child
         else:
+            # its own children are not run any more: names below it mean the children of the decoder
             hidden.append(fqn)
             yield from decoder.named_modules(prefix=fqn)
 
@@ -200,7 +208,7 @@ T = TypeVar("T")
 
 
 class StratumInputs(NamedTuple, Generic[T]):
-    """What strata read besides their parameters and may have a gradient: tensors, or the gradient of each."""
+    """Tensors that strata read, may have a gradient and are no parameters; or the gradient of each."""
 
     u: T
     v: T
@@ -220,3 +228,81 @@ class LoopTechnique(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
+
+
+class StepToPlan(Protocol):
+    """A training step that is run on fake tensors, as often as techniques need it.
+
+    Attributes:
+        module: Whose step it is.
+        shared_statistics: Whether ranks exchange the statistics of batches.
+        no_stages: Why the blocks of the module cannot be stages of a pipeline; "" where they can.
+    """
+
+    module: LightningModule
+    shared_statistics: bool
+    no_stages: str
+
+    def step(self, rows: int | None = None) -> CountedStep:
+        """The step as it is, for a batch of so many rows, None for the batch of the run; counted once for each."""
+
+    def step_with(self, rules: Sequence[Rule], rows: int | None = None) -> CountedStep:
+        """The step with rules installed, which are undone.
+
+        Raises:
+            AmpError: A technique refuses the module, or the step fails with it.
+        """
+
+    def run_with(self, rules: Sequence[Rule], count: Callable[..., T]) -> T:
+        """What `count(module, batch, batch_size=, around=)` returns while rules are installed; raises as above."""
+
+    def operator_rates(self) -> Any:
+        """Rates that the times of operators follow from."""
+
+
+class Units(Protocol):
+    """What a training step, checkpoints and optimisers ask of it.
+
+    Attributes:
+        groups: With the axes "replicate" and "shard", where groups of ranks have the same parts; else None.
+        offload: Whether this rank's parts lie in the host's memory.
+        deferred: Whether the module came without values, so that no rank is to have all of them.
+    """
+
+    groups: DeviceMesh | None
+    offload: bool
+    deferred: bool
+
+    def backward(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Around the backward pass of a loss, after which gradients are averaged; a collective."""
+        ...
+
+    def optimizers_made(self, optimizers: Iterable[Optimizer]) -> None:
+        """The optimisers of the fit exist now."""
+        ...
+
+    def before_update(self) -> None:
+        """An optimiser is about to change the parts."""
+        ...
+
+    def after_update(self) -> None:
+        """An optimiser has changed the parts."""
+        ...
+
+    def on_rows(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method while the module has this rank's parts as parameters."""
+        ...
+
+    def undo(self) -> None:
+        """Give the module back as it was."""
+        ...
+
+
+# the common base of BatchNorm1d, 2d and 3d has no public name
+
+
+def normalises_by_batch(layer: nn.Module) -> bool:
+    """Whether a module is a BatchNorm that trains, or has no running statistics and is the same in both modes."""
+    return isinstance(layer, AnyBatchNorm) and (
+        layer.training or (layer.running_mean is None and layer.running_var is None)
+    )

@@ -76,6 +76,7 @@ class ShardedParameter:
     def shape(self) -> torch.Size:
         """Of the whole parameter."""
         parts: Any = self.parts
+        # in place the parameter itself has the shape of the part
         return parts.shape if self.in_place else self.whole.shape
 
     @property
@@ -131,6 +132,7 @@ class ShardedParameter:
 
     def drop(self) -> None:
         """Keep the shape of the whole parameter alone, until it is restored; who reads it all the same, reads nan."""
+        # one number, expanded to the shape: the memory of the whole is given back
         self.whole.data = torch.full((), torch.nan, dtype=self.whole.dtype).expand(self.shape)
         vars(self.whole)[DROPPED] = True
         if self.in_place:
@@ -139,6 +141,7 @@ class ShardedParameter:
     @torch.no_grad()
     def restore(self) -> None:
         """Write the trained values of all ranks into the whole parameter, where the shard lies; a collective."""
+        # in place and not cut, the parameter has all its values
         if not self.in_place or self.trained:
             self._replace(self.join(self.shard).to(self.shard.device))
 
@@ -160,6 +163,7 @@ class ShardedParameter:
 
 def shard_parameter(module: nn.Module, name: str, whole: nn.Parameter, *, parts: Parts) -> ShardedParameter:
     """Give a module this rank's shard of a parameter under a name."""
+    # a copy: a view would keep the whole parameter in memory
     own = parts.own(whole.detach()).clone(memory_format=torch.contiguous_format)
     shard = nn.Parameter(own, requires_grad=whole.requires_grad)
     module.register_parameter(name, shard)

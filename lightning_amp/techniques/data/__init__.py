@@ -1,1 +1,1 @@
-"""S1, data parallel: averaged gradients and shared batch statistics."""
+"""Average gradients and share batch statistics over the data axis (S1)."""

@@ -1,4 +1,4 @@
-"""Batch normalisation over the cells of all ranks of a mesh axis: that of one process on the union batch.
+"""Normalise over the cells of all ranks of a mesh axis, as one process does on the union batch.
 
 Where ranks of another axis have parts of the cells, it is over their values too (dist/normalise.py).
 
@@ -26,9 +26,9 @@ from lightning_amp.dist.normalise import batch_normalised
 from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.forward_overrides import Override, Position, add_override, overrides_of, remove_override
-from lightning_amp.techniques.autograd.received import once
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
-from lightning_amp.techniques.contract.batch_norms import normalises_by_batch
+from lightning_amp.techniques.contract.protocol import normalises_by_batch
+from lightning_amp.techniques.ranks.received import once
 
 SHARE = "share_batch_statistics"
 """Name of the option of AMPStrategy, for messages."""
@@ -156,6 +156,7 @@ def _track(layer: AnyBatchNorm, mean: Tensor, m2: Tensor, count: Tensor) -> None
     tracks = layer.training and layer.track_running_stats
     if not tracks or layer.running_mean is None or layer.running_var is None:
         return
+    # over the values of all ranks, with the unbiased variance, as torch tracks it
     momentum = layer.momentum
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)

@@ -158,6 +158,7 @@ class GradientSync:
             reached = self._agree(grads)
             data = self._data.get_group()
             others = self._partial | self._sharded
+            # in this order on every rank: collectives find each other by their order
             kinds = (
                 ([i for i in reached if i in self._partial], self._everyone, 1),
                 ([i for i in reached if i not in others], self._everyone if self._copies > 1 else data, self._copies),
@@ -272,5 +273,6 @@ class GradientSync:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         elif index in self._partial and index not in self._reached:
+            # whole on this rank, which has not reached it, and summed with the parts of others: as in `_keep_part`
             parameter.grad.div_(self._model_ranks)
         return parameter.grad

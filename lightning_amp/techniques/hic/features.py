@@ -1,4 +1,4 @@
-"""S2: every rank decodes the features that it owns, and holds their weights of a layer that reads all features.
+"""Split features: a rank decodes the features that it owns, and holds their weights of a layer that reads all (S2).
 
     logit_k[:, own] -> log_softmax over all F_k -> log p(x[:, own]) -> sum over own features -> sum over ranks
 
@@ -40,6 +40,7 @@ from lightning_amp.techniques.checks.same_function import mismatch
 from lightning_amp.techniques.contract.change import Change, hooks_of, hooks_within
 from lightning_amp.techniques.contract.protocol import FEATURE_METHODS, DecomposedDecoder, ScattersFeatures, has_methods
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
+from lightning_amp.techniques.hic.attention.sizes import type_of_sums
 from lightning_amp.techniques.hic.rows import FeatureParallel, RowParallelLinear
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
@@ -164,7 +165,8 @@ def log_softmax(logits: OwnCounts, mesh: DeviceMesh) -> OwnCounts:
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, mesh: DeviceMesh) -> Tensor:
-        own = logits.to(_at_least_float32(logits)).logsumexp(dim=1)
+        own = logits.to(type_of_sums(logits.dtype)).logsumexp(dim=1)
+        # one number per cell of every rank; minus infinity, of a rank without columns, adds nothing
         normaliser = collectives.all_gather(mesh, own).logsumexp(dim=0)
         result = (logits - normaliser[:, None]).to(logits.dtype)
         ctx.mesh = mesh
@@ -176,12 +178,8 @@ class _LogSoftmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (result,) = ctx.saved_tensors
         # grad is that of the own columns; the normaliser was made of all ranks' columns, so their sum is needed
-        total = collectives.all_reduce(ctx.mesh, grad.sum(dim=1, dtype=_at_least_float32(grad)))
+        total = collectives.all_reduce(ctx.mesh, grad.sum(dim=1, dtype=type_of_sums(grad.dtype)))
         return (grad - result.exp() * total[:, None]).to(grad.dtype), None
-
-
-def _at_least_float32(values: Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)
 
 
 def share_rows(linear: nn.Module, spec: RowParallelLinear, mesh: DeviceMesh) -> Change:

@@ -1,4 +1,4 @@
-"""S5: the hidden dimension of a decoder is sharded over the model axis; the strata run in step on all of them.
+"""Shard the hidden dimension of a decoder over the model axis; the strata run in step on all ranks (S5).
 
     region                     own channels of u and v enter (ranks/sharded_region.py)
     prenorm, postnorm          own channels from own channels, normalised over all (dist/normalise.py)
@@ -35,7 +35,7 @@ probabilities [P, 3 w] of eager attention and all that belongs to features. Para
 keys' parameters are parts (`Change.partial`).
 
 Known limits: no second derivative. A part of a key that is not detected by name and structure is refused; what a key
-does besides its children is probed on an example (checks/key.py), what a stratum does besides its parts is not. Legend:
+does outside its children is probed on an example (checks/key.py), what a stratum does outside its parts is not. Legend:
 B cells, N anchors, P = N padded to whole buckets of w, D dim, d channels of a rank, I_r those of rank r, F_k features
 of stratum k, R ranks.
 """
@@ -53,7 +53,7 @@ from lightning_amp.dist.normalise import normalised
 from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Counts, FeatureAnchor, OwnCounts
-from lightning_amp.techniques.checks.decode import decode_problem
+from lightning_amp.techniques.checks.decoder import decode_problem
 from lightning_amp.techniques.checks.key import channels_problem
 from lightning_amp.techniques.checks.same_function import shown
 from lightning_amp.techniques.contract.change import Change
@@ -85,6 +85,7 @@ class ShardedLinear(_Sharded, nn.Linear):
     def forward(self, input: Float[Tensor, "row own_dim"]) -> Float[Tensor, "row own_out"]:
         """Own channels of every group of D outputs, one group after the other."""
         columns = self.channels.select(self.weight).T
+        # one block of weights for each rank's outputs: the reduce-scatter leaves every rank the sum of its block
         blocks = torch.cat([self.channels.blocks(group) for group in self._groups(columns)], dim=-1)
         products = torch.bmm(input.expand(len(blocks), *input.shape), blocks)
         own = collectives.scatter(self.channels.mesh, products)
@@ -105,6 +106,7 @@ class ShardedConv1d(_Sharded, nn.Conv1d):
 
     def forward(self, input: Float[Tensor, "batch own_dim anchor"]) -> Float[Tensor, "batch own_dim to"]:
         """Convolve the own channels."""
+        # `select` takes channels from the last dim
         weight = self.channels.select(self.weight.movedim(0, -1)).movedim(-1, 0)
         bias = None if self.bias is None else self.channels.select(self.bias)
         return F.conv1d(input, weight, bias, self.stride, self.padding, self.dilation, self.channels.width)
@@ -198,8 +200,8 @@ def _share_attention(attention: nn.Module, fqn: str, channels: Channels, *, gath
     return {path: inner.shard(channels.pairs, total)}
 
 
-OwnCells = Float[Tensor, "cell own_dim"]
-OwnChannels = Float[Tensor, "anchor own_dim"]
+CellChannels = Float[Tensor, "cell own_dim"]
+AnchorChannels = Float[Tensor, "anchor own_dim"]
 
 
 class GatheredAttention(nn.Module):
@@ -221,7 +223,7 @@ class GatheredAttention(nn.Module):
         """Buckets that n anchors fill."""
         return self.inner.n_buckets(n)
 
-    def prepare(self, q: OwnChannels, k: OwnChannels, values: OwnChannels) -> tuple[Tensor, ...]:
+    def prepare(self, q: AnchorChannels, k: AnchorChannels, values: AnchorChannels) -> tuple[Tensor, ...]:
         """What `attend` reads, from all ranks' channels."""
         parts = [q, values] if q is k else [q, k, values]
         whole = torch.split(gather_channels(self.channels, torch.cat(parts)), len(q))
@@ -231,7 +233,7 @@ class GatheredAttention(nn.Module):
         """Own channels of the rows of the buckets [first, last)."""
         return self.channels.select(self.inner.attend(state, first, last))
 
-    def forward(self, q: OwnChannels, k: OwnChannels, values: OwnChannels) -> OwnChannels:
+    def forward(self, q: AnchorChannels, k: AnchorChannels, values: AnchorChannels) -> AnchorChannels:
         """Attention over all buckets at once."""
         return self.attend(self.prepare(q, k, values), 0, self.n_buckets(len(q)))[: len(q)]
 
@@ -244,11 +246,11 @@ class HiddenDecode(nn.Module):
         self.inner = inner
         self.mesh = mesh
 
-    def forward(self, u: OwnCells, key: OwnChannels, feature_anchor: FeatureAnchor) -> Counts:
+    def forward(self, u: CellChannels, key: AnchorChannels, feature_anchor: FeatureAnchor) -> Counts:
         """Scores of all features, replicated."""
         return collectives.leave(self.mesh, self.inner(u, key, feature_anchor))
 
-    def scatter(self, u: OwnCells, key: OwnChannels, feature_anchor: FeatureAnchor, run: int) -> OwnCounts:
+    def scatter(self, u: CellChannels, key: AnchorChannels, feature_anchor: FeatureAnchor, run: int) -> OwnCounts:
         """Scores of the features [rank * run, (rank + 1) * run); `feature_anchor` are those of all features."""
         ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
         assert ranks * run >= len(feature_anchor), (

@@ -196,7 +196,7 @@ S4 = Technique(
     title="key-first decode",
     shrinks="[B, N] to [B, F_k]",
     specs=(KeyFirstDecode,),
-    installers={KeyFirstDecode: Installer(f"{HIC}.scores.s4_key_first:decode_key_first")},
+    installers={KeyFirstDecode: Installer(f"{HIC}.scores.s4_key_first:key_first")},
     targets=on_decoder(lambda _: KeyFirstDecode(), "decode"),
     signal=HIGH_INPUT_DIMENSIONALITY,
     choice=("decode", "key-first"),
@@ -205,7 +205,7 @@ SPARSE = Technique(
     title="sparse likelihood",
     shrinks="tensors [B, F_k] of the likelihood to its gradients",
     specs=(SparseLikelihood,),
-    installers={SparseLikelihood: Installer(f"{HIC}.scores.s4_key_first:likelihood_of_nonzeros")},
+    installers={SparseLikelihood: Installer(f"{HIC}.scores.sparse_likelihood:sparse_likelihood")},
     targets=on_decoder(lambda _: SparseLikelihood(), "likelihood"),
     choice=("likelihood", "sparse"),
 )
@@ -292,11 +292,6 @@ class RowParallelLinear:
     """S2: a layer that reads all features; its weight, gradient and optimiser state are split over the model axis."""
 
 
-def _feature_targets(shape: ModelShape) -> list[Target]:
-    layers: list[Target] = [(fqn, RowParallelLinear()) for fqn in shape.wide_layers]
-    return [*on_decoder(lambda _: FeatureParallel())(shape), *layers]
-
-
 S2 = Technique(
     title="feature parallel",
     shrinks="[B, F] to [B, F / R]",
@@ -305,7 +300,10 @@ S2 = Technique(
         FeatureParallel: Installer(f"{HIC}.features:share_features", on_decoder=True),
         RowParallelLinear: Installer(f"{HIC}.features:share_rows"),
     },
-    targets=_feature_targets,
+    targets=lambda shape: [
+        *on_decoder(lambda _: FeatureParallel())(shape),
+        *((fqn, RowParallelLinear()) for fqn in shape.wide_layers),
+    ],
     signal=HIGH_INPUT_DIMENSIONALITY,
     choice=("features", "sharded"),
     conflicts={"compile": SENDS},

@@ -1,4 +1,4 @@
-"""Collectives over the model axis with the gradients that a sharded computation needs.
+"""Define collectives over the model axis with the gradients that a sharded computation needs.
 
     name       forward            backward           the result is used ...
     enter      identity           all-reduce         differently by every rank (a part of the loss, own channels)
@@ -18,7 +18,7 @@ Known limit: second derivatives are refused.
 
 `Agreement` checks that all ranks issue the same collectives of sharded parameters in the same order. Collectives find
 each other by their order alone. A rank that skips a block, as a branch on its own cells may, would take another block's
-parameters for those of its own: numbers without meaning where the sizes agree, and no end where they do not. So before
+parameters for its own: numbers without meaning where the sizes agree, and no end where they do not. So before
 each collective the ranks compare what it is for: one all-reduce of two integers.
 
 On a CPU they stop before the collective. On a GPU, where looking at a number waits for all that was launched, they look
@@ -40,7 +40,7 @@ from lightning_amp._torch import functional_collectives as functional
 from lightning_amp.dist.collectives import start_adding_rows
 from lightning_amp.errors import ModelError
 
-Collective = Callable[[DeviceMesh, Tensor], Tensor]
+Exchange = Callable[[DeviceMesh, Tensor], Tensor]
 
 # torch 2.13 renames both and warns of the old names
 _ALL_GATHER = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -90,6 +90,7 @@ def all_reduce(mesh: DeviceMesh, value: Tensor, op: str = "sum") -> Tensor:
 @torch.no_grad()
 def all_gather(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """The block [R, ...] of all ranks' parts, without gradients."""
+    # a new first dim, along which the parts are joined
     return _wait(_ALL_GATHER(part.contiguous()[None], 0, mesh.get_group()))
 
 
@@ -129,18 +130,20 @@ class _Enter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         used = [grad for grad in grads if grad is not None]
+        # nothing to join, so nothing is copied
         if len(used) <= 1:
             return None, *(None if grad is None else all_reduce(ctx.mesh, grad) for grad in grads)
+        # one collective for all gradients, for each has its latency
         flat = all_reduce(ctx.mesh, torch.cat([grad.reshape(-1) for grad in used]))
         parts = iter(torch.split(flat, [grad.numel() for grad in used]))
         return None, *(None if grad is None else next(parts).view_as(grad) for grad in grads)
 
 
-class _Collective(torch.autograd.Function):
+class _WithAdjoint(torch.autograd.Function):
     """One collective forward, and its adjoint backward."""
 
     @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, there: Collective, back: Collective, value: Tensor) -> Tensor:
+    def forward(ctx: Any, mesh: DeviceMesh, there: Exchange, back: Exchange, value: Tensor) -> Tensor:
         ctx.mesh, ctx.back = mesh, back
         if back is _itself:
             # what follows is computed on every rank, what went before is a rank's part (sharded_region.py)
@@ -157,8 +160,8 @@ def _itself(mesh: DeviceMesh, grad: Tensor) -> Tensor:
     return grad
 
 
-def _apply(mesh: DeviceMesh, there: Collective, back: Collective, value: Tensor) -> Tensor:
-    return cast(Tensor, _Collective.apply(mesh, there, back, value))  # type: ignore[no-untyped-call]
+def _apply(mesh: DeviceMesh, there: Exchange, back: Exchange, value: Tensor) -> Tensor:
+    return cast(Tensor, _WithAdjoint.apply(mesh, there, back, value))  # type: ignore[no-untyped-call]
 
 
 class Agreement:
@@ -174,7 +177,9 @@ class Agreement:
         Raises:
             ModelError: Another rank is about to do something else; on every rank.
         """
+        # the same in every process, which `hash` of a text is not
         number = zlib.crc32(what.encode())
+        # the largest of minus the numbers is minus the smallest: one reduction says whether all are equal
         box = torch.tensor([number, -number], device=self._mesh.device_type)
         wait_in_all_reduce(dist.all_reduce(box, dist.ReduceOp.MAX, group=self._mesh.get_group(), async_op=True))
         self._unseen.append((what, box))
@@ -187,9 +192,9 @@ class Agreement:
         numbers = torch.stack([box for _, box in unseen]).tolist() if unseen else []
         for (what, _), (largest, smallest) in zip(unseen, numbers, strict=True):
             if largest != -smallest:
-                raise ModelError(self._told(what))
+                raise ModelError(self._difference(what))
 
-    def _told(self, what: str) -> str:
+    def _difference(self, what: str) -> str:
         everyones: list[str] = [""] * self._mesh.size()
         dist.all_gather_object(everyones, what, group=self._mesh.get_group())
         ranks = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(everyones))

@@ -93,7 +93,15 @@ class SharedRegion(nn.Module):
             InstallError: v was to come with the own rows, and has others.
         """
         if self.given:
-            return self._enter_own(u, v, log_weights)
+            assert self.anchors is not None, "own rows are those of nodes"
+            if len(v) != len(self.anchors.own):
+                raise InstallError(
+                    f"the decoder got {len(v)!r} rows of v, and this rank has {len(self.anchors.own)!r} of "
+                    f"{self.anchors.bounds[-1]!r} anchors; take the rows from the graph encoder's `rows`, "
+                    "or give nodes a rule with DomainParallel(vertices=False)"
+                )
+            u, log_weights = collectives.enter(self.mesh, u, log_weights)
+            return u, v, log_weights
         if self.anchors is not None:
             return take_anchors(self.anchors, u, v, log_weights)
         if self.channels is None:
@@ -107,17 +115,6 @@ class SharedRegion(nn.Module):
     def n_rows(self, n_anchors: int) -> int:
         """Rows of v that the decoder receives."""
         return len(self.anchors.own) if self.anchors is not None and self.given else n_anchors
-
-    def _enter_own(self, u: Tensor, v: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.anchors is not None, "own rows are those of nodes"
-        if len(v) != len(self.anchors.own):
-            raise InstallError(
-                f"the decoder got {len(v)!r} rows of v, and this rank has {len(self.anchors.own)!r} of "
-                f"{self.anchors.bounds[-1]!r} anchors; take the rows from the graph encoder's `rows`, "
-                "or give nodes a rule with DomainParallel(vertices=False)"
-            )
-        u, log_weights = collectives.enter(self.mesh, u, log_weights)
-        return u, v, log_weights
 
     def leave(self, total: Scalar) -> Scalar:
         """The negative log-likelihood over all ranks."""
@@ -147,6 +144,7 @@ def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
                 f"{strategy} does not support a decoder that {', '.join(region.strategies)} has split"
                 " already; two splits add up to another loss: only S2 and S5 can be together, leave one out"
             )
+        # S2 and S5 in either order: each brings what the other has not
         channels, summed = new.channels or region.channels, new.summed or region.summed
         return SharedRegion(new.mesh, strategies, channels=channels, summed=summed)
     problem = mismatch(region, {"its arguments unchanged:": True}, _pass)
@@ -162,6 +160,7 @@ def share_region(decoder: object, new: SharedRegion) -> SharedRegion:
 def _pass(region: Any) -> dict[str, bool]:
     """Whether a region hands on what it was given, as it is."""
     given, total = (torch.ones(2, 4), torch.ones(3, 4), torch.ones(1, 5)), torch.ones(())
+    # by identity: even a region that copies does something that a replacement would not
     entered = all(a is b for a, b in zip(region.enter(*given), given, strict=True))
     return {"its arguments unchanged:": entered and region.leave(total) is total}
 

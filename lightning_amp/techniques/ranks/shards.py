@@ -33,11 +33,12 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import LogWeights, PerAnchor, PerCell
 from lightning_amp.techniques.ranks import collectives
@@ -48,9 +49,18 @@ def run_length(n: int, mesh: DeviceMesh) -> int:
     return -(-n // mesh.size())
 
 
+def run_of(index: Int[Tensor, " some"]) -> slice | None:
+    """The slice that selects what an index does; None if there is none, or if it has no values."""
+    if has_no_values(index):
+        return None
+    first = int(index[0]) if len(index) else 0
+    return slice(first, first + len(index)) if bool((index.diff() == 1).all()) else None
+
+
 def own_run(n: int, mesh: DeviceMesh) -> slice:
     """The things of this rank; may be empty."""
     run = run_length(n, mesh)
+    # ranks after the last one that has any get an empty slice
     start = min(mesh.get_local_rank() * run, n)
     return slice(start, min(start + run, n))
 
@@ -154,6 +164,7 @@ def shard_anchors(n_anchors: int, window: int, mesh: DeviceMesh) -> AnchorShards
             f" buckets of {window!r}, which are sharded whole; use a model axis of {buckets!r} ranks or"
             " fewer"
         )
+    # whole buckets, so that attention meets the rows of two other ranks at most
     firsts = (rank * buckets // ranks * window for rank in range(ranks))
     return AnchorShards(mesh=mesh, window=window, bounds=(*firsts, n_anchors))
 
@@ -219,6 +230,7 @@ class Channels:
     @property
     def widths(self) -> list[int]:
         """Channels of every rank."""
+        # a pair is two channels
         return [(1 + self.paired) * run for run in self._runs]
 
     @property
@@ -249,6 +261,7 @@ class Channels:
     def join(self, block: Float[Tensor, "rank *row most_dim"]) -> Float[Tensor, "*row dim"]:
         """The inverse of `blocks`."""
         parts = [part[..., :width] for part, width in zip(block, self.widths, strict=True)]
+        # every rank has a piece of the first half of the channels and one of the second
         halves = zip(*(part.chunk(1 + self.paired, dim=-1) for part in parts), strict=True)
         return torch.cat([piece for half in halves for piece in half], dim=-1)
 

@@ -2,7 +2,7 @@
 
 Exact: the same computation twice (torch.utils.checkpoint, non-reentrant), with the same random numbers, precision and
 mode, and with what the block reads as it was (recompute_state.py). What a forward pass does to buffers, attributes
-and logs happens once, and batch statistics of all ranks are sent once (autograd/received.py). What shrinks: all that
+and logs happens once, and batch statistics of all ranks are sent once (ranks/received.py). What shrinks: all that
 the block keeps, to its inputs. The price: its forward pass a second time, up to the last tensor that the backward pass
 needs.
 
@@ -24,8 +24,8 @@ from lightning_amp._torch import tree_unflatten
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.forward_overrides import Position
 from lightning_amp.footprint.recompute_state import FirstPass, Place, digests, same_digests, unrepeatable
-from lightning_amp.techniques.autograd.received import Received
 from lightning_amp.techniques.contract.change import Change
+from lightning_amp.techniques.ranks.received import Received
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 
 

@@ -10,10 +10,9 @@ Of a segment [p, q) it is known (look.py)
             replayed for one tensor after the other
 
 so that held + saved (or at work) <= bound has to be true of every segment, with held the bytes that the segments before
-hold. That
-is a shortest path over places and bytes held, found by dynamic programming. Places are those between operators across
-which few bytes are carried; bytes are counted in parts of the bound. What a rank then really holds is counted on the
-step with the segments in it.
+hold. That is a shortest path over places and bytes held, found by dynamic programming. Places are those between
+operators across which few bytes are carried; bytes are counted in parts of the bound. What a rank then really holds is
+counted on the step with the segments in it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_amp.techniques.replay.spec import AT_ONCE, KEPT, ONE_BY_ONE
-
+KEPT, AT_ONCE, ONE_BY_ONE = 0, 1, 2
+"""Kinds of stretches: as it is, replayed as a whole, or anew for each tensor that the backward pass asks for."""
 PARTS = 256
 """Of a bound, in which bytes held are counted."""
 CLOSE = 0.01
@@ -101,8 +100,9 @@ def _fastest(stretches: Stretches, bound: float, kinds: Sequence[int]) -> Cuts |
     held = np.arange(PARTS + 1)
     # [p, q, kind]
     inside, held_on, took = (np.stack(x, -1) for x in zip(*map(stretches.of_kind, kinds), strict=True))
+    # rounded, so that a choice may exceed the bound by a few parts, which `fastest` checks
     more = np.rint(held_on / unit).astype(int)
-    # the segment itself has to fit besides what is held
+    # the segment itself has to fit in addition to what is held
     room = (bound - inside) // unit
     for q in range(1, k):
         (starts,) = np.nonzero((room[:q, q] >= 0).any(1))
@@ -153,6 +153,7 @@ def least(stretches: Stretches, *, kinds: Sequence[int] = (KEPT, AT_ONCE)) -> Cu
         if found is None:
             low = middle
         else:
+            # the choice may take less than it was allowed: the search goes on below what it takes
             best, high = found, min(middle, found.n_bytes)
     return best
 

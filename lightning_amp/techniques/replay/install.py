@@ -1,4 +1,8 @@
-"""Install `replay`: the training step runs with its operators recorded, first once to find what may be replayed."""
+"""Install `replay`: the training step runs with its operators recorded, first once to find what may be replayed.
+
+The first run records the step as one segment. Its tape says when each storage is made, when it is read last, and
+whether autograd saves it; from this follows what any stretch of the step holds and takes.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,23 +10,155 @@ from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_amp._torch import AnyBatchNorm
+from lightning_amp._torch import AnyBatchNorm, autograd_node, version_of
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.inner_run import EnoughSeen
+from lightning_amp.footprint.live_bytes import storages_of, tensors_of
+from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import counted_step
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.techniques.contract.change import Change
-from lightning_amp.techniques.contract.step_to_plan import StepToPlan
+from lightning_amp.techniques.contract.protocol import StepToPlan
 from lightning_amp.techniques.put_methods import method_of, put_methods, refuse_unseen
-from lightning_amp.techniques.replay.choose_cuts import Replays, Stretches
-from lightning_amp.techniques.replay.look import Look, stretches_of
-from lightning_amp.techniques.replay.spec import ReplayOperators
+from lightning_amp.techniques.replay.choose_cuts import Array, Replays, Stretches
+from lightning_amp.techniques.replay.row import ReplayOperators
+from lightning_amp.techniques.replay.segment import Kept
 from lightning_amp.techniques.replay.tape import Tape
+
+PLACES = 120
+"""At most so many places at which a segment may end."""
+
+
+class Look(Tape):  # type: ignore[no-untyped-call]
+    """Records a step as one segment, with the seconds of its operators.
+
+    Args:
+        rates: Of the device.
+    """
+
+    def __init__(self, rates: OperatorRates) -> None:
+        super().__init__([(2**62, True)])
+        self.seconds: list[float] = []
+        self.saved: dict[int, int] = {}
+        self._rates = rates
+
+    def _pack(self, x: Tensor) -> Kept:
+        """Note what is saved and when; a step may end the graph of a loss before it ends itself."""
+        ref = self._ref(x)
+        if ref is not None:
+            self.saved[ref.slot] = self.at
+        return Kept(x, version_of(x))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and record an operator, and say what it takes."""
+        before = self.at
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        if autograd_node() is None:
+            # of whole storages: a replay that is hardly faster is not worth its recording
+            moved = sum(storage.nbytes() for _, storage in storages_of(tensors_of((args, kwargs, found))))
+            self.seconds += [0.0] * (before + 1 - len(self.seconds))
+            self.seconds[before] += self._rates.seconds(func, args, kwargs or {}, found, moved)
+        return found
+
+
+def stretches_of(look: Look) -> Stretches:
+    """What was recorded, by segments."""
+    segment, n = look.segment, look.at + 1
+    assert segment is not None, "the step is recorded as one segment"
+    seconds = look.seconds + [0.0] * (n - len(look.seconds))
+    made, last = np.zeros(len(segment.slots), int), np.zeros(len(segment.slots), int)
+    n_bytes = np.array([slot.n_bytes for slot in segment.slots], float)
+    saved = np.zeros(len(segment.slots), bool)
+    for operator in reversed(segment.operators):
+        # in reverse, so that the first that makes a storage counts; what it reads too is a view of a known one
+        made[list(operator.makes - operator.reads)] = operator.at
+    for operator in segment.operators:
+        both = list(operator.reads | operator.makes | operator.writes)
+        last[both] = np.maximum(last[both], operator.at)
+    for slot, place in look.saved.items():
+        saved[slot] = True
+        # by the operator before, or the one after as its argument
+        last[slot] = max(last[slot], place - 1)
+    places = _places(made, last, n_bytes, np.array(seconds), n)
+    birth, death = np.searchsorted(places, made, "right") - 1, np.searchsorted(places, last, "right") - 1
+    k = len(places)
+    # [b, l]: made in stretch b, read last in stretch l
+    by_life, by_saved = np.zeros((k, k)), np.zeros((k, k))
+    np.add.at(by_life, (birth, death), n_bytes)
+    np.add.at(by_saved, (birth[saved], death[saved]), n_bytes[saved])
+    # [b, q]: bytes that stretch b makes and that are read last in stretch q or later; saved ones, read last before q
+    # summed from the right: over all last uses from q on
+    later = np.cumsum(by_life[:, ::-1], 1)[:, ::-1]
+    sooner = np.cumsum(by_saved, 1) - by_saved
+    # read in a stretch from q on; saved, and read in none of them
+    out = _between(later)
+    kept = out + _between(sooner)
+    took = np.concatenate([[0], np.cumsum(seconds)])
+    since = took[places]
+    # of every saved storage what leads to it from the begin of its stretch
+    until = _summed(np.bincount(birth[saved], took[made[saved] + 1], k))
+    n_saved = _summed(np.bincount(birth[saved], minlength=k))
+    return Stretches(
+        places=places,
+        out=out,
+        saved=kept,
+        seconds=since[None, :] - since[:, None],
+        at_work=_at_work(places, made, last, n_bytes),
+        one_by_one_seconds=until - n_saved * since[:, None],
+    )
+
+
+def _summed(by_stretch: Array) -> Array:
+    """[b] of stretches -> [p, q], the sum over [p, q)."""
+    sums = np.concatenate([[0], np.cumsum(by_stretch)])[: len(by_stretch)]
+    found: Array = sums[None, :] - sums[:, None]
+    return found
+
+
+def _at_work(places: Array, made: Array, last: Array, n_bytes: Array) -> Array:
+    """[p, q] most bytes that a forward pass of the stretch [p, q) holds at once of what it makes."""
+    k, n = len(places), int(places[-1])
+    found = np.zeros((k, k))
+    for p in range(k - 1):
+        inside = made >= places[p]
+        changes = np.zeros(n + 2)
+        np.add.at(changes, made[inside], n_bytes[inside])
+        np.add.at(changes, np.minimum(last[inside], n) + 1, -n_bytes[inside])
+        # the sum of what was made and not read for the last time, up to each operator, and the largest so far
+        highest = np.maximum.accumulate(changes.cumsum()[places[p] : n])
+        found[p, p + 1 :] = highest[places[p + 1 :] - places[p] - 1]
+    return found
+
+
+def _between(by_place: Array) -> Array:
+    """[b, q] of stretches -> [p, q], the sum over the stretches b of [p, q)."""
+    sums = np.concatenate([np.zeros((1, by_place.shape[1])), np.cumsum(by_place, 0)])
+    q = np.arange(by_place.shape[1])
+    found: Array = sums[q, q][None, :] - sums[:-1]
+    return found
+
+
+def _places(made: Array, last: Array, n_bytes: Array, seconds: Array, n: int) -> Array:
+    """Of stretches of the step with equal shares of bytes and time, the places with the fewest bytes across each."""
+    # bytes that are made before a place and read at it or later
+    across = np.zeros(n + 2)
+    np.add.at(across, made + 1, n_bytes)
+    np.add.at(across, last + 1, -n_bytes)
+    across = np.cumsum(across)[: n + 1]
+    share = np.bincount(made, n_bytes, n)[:n]
+    share = share / max(share.sum(), 1) + seconds[:n] / max(seconds.sum(), 1e-30)
+    window = np.minimum((np.cumsum(share) / share.sum() * PLACES).astype(int), PLACES - 1)
+    found = {0, n}
+    for one in np.unique(window):
+        inside = np.nonzero(window == one)[0]
+        found.add(int(inside[np.argmin(across[inside])]))
+    return np.array(sorted(found))
 
 
 def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:

@@ -1,18 +1,43 @@
 """Define the row of replay in the table of techniques: the fastest replays within the budget are added to a plan."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.replay.choose_cuts import Replays
-from lightning_amp.techniques.replay.spec import ReplayOperators, written
+from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, ONE_BY_ONE, Replays
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 TOGETHER = ("logits",)
 RECORDED = 3e-5
 """Seconds that it takes to record an operator, of one core of a server's processor."""
+
+MARKS = {KEPT: "-", AT_ONCE: "", ONE_BY_ONE: "+"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayOperators:
+    """Stretches of the training step keep what they read, and their operators run again in the backward pass.
+
+    Attributes:
+        ends: Where stretches end, as places among the operators of the forward pass: "120,180-,300+". One with "-" is
+            kept as it is; so is what comes after the last. One with "+" runs again for each of its tensors.
+    """
+
+    ends: str
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """The places, and the kind of the stretch before."""
+        kinds = {mark: kind for kind, mark in MARKS.items()}
+        ends = [(end.rstrip("-+"), end) for end in self.ends.split(",") if end]
+        return [(int(place), kinds[end.removeprefix(place)]) for place, end in ends]
+
+
+def written(segments: list[tuple[int, int]]) -> str:
+    """Segments as a plan has them."""
+    return ",".join(f"{end}{MARKS[kind]}" for end, kind in segments)
 
 
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
@@ -32,7 +57,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     if isinstance(cuts, str):
         return cuts
     saved = stretches.all_saved - cuts.n_bytes
-    n = sum(again for _, again in cuts.segments)
+    n = sum(kind != KEPT for _, kind in cuts.segments)
     seconds = cuts.seconds + RECORDED * int(stretches.places[-1])
     took = format_seconds(max(seconds, LEAST_SECONDS))
     what = f"{n} stretch{'es' * (n > 1)} of the step run again"

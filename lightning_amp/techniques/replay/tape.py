@@ -7,9 +7,8 @@ in place of every tensor that the segment has made, and the tape keeps the opera
     all other tensors          as they are: what earlier segments made, parameters, the batch
 
 When the first handle is requested, the operators that lead to tensors with handles run again; or for every handle
-those that lead to it, which holds less and takes longer. Nothing is known of
-modules, so a step may compute in any way: by functions, by layers of a list, by branches. Where a segment ends changes
-what is held, and no result.
+those that lead to it, which holds less and takes longer. Nothing is known of modules, so a step may compute in any way:
+by functions, by layers of a list, by branches. Where a segment ends changes what is held, and no result.
 
 Exactness rests on these rules:
 
@@ -29,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp._torch import TorchDispatchMode, autograd_node
+from lightning_amp._torch import TorchDispatchMode, autograd_node, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, tensors_of
 from lightning_amp.footprint.recompute_state import digests
-from lightning_amp.techniques.replay.operators import copied, draws_of, how_of, is_plain, version_of
+from lightning_amp.techniques.replay.choose_cuts import KEPT, ONE_BY_ONE
 from lightning_amp.techniques.replay.segment import (
     CHANGED,
     Handle,
@@ -43,9 +42,12 @@ from lightning_amp.techniques.replay.segment import (
     Segment,
     Slot,
     StorageRef,
+    copied,
+    draws_of,
+    how_of,
+    is_plain,
     mapped,
 )
-from lightning_amp.techniques.replay.spec import KEPT, ONE_BY_ONE
 
 SMALL = 64
 """How many times smaller than the largest result of its operator a small one is."""
@@ -86,6 +88,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inside -= 1
             self.at += not self._inside
 
+        # calls may be nested: `_inside` counts them, and the outermost is one place
         hooks = [module.register_forward_pre_hook(begins) for module in modules]
         hooks += [module.register_forward_hook(ends, always_call=True) for module in modules]
         try:
@@ -173,6 +176,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = func(*args, **kwargs)
             self._next()
             return found
+        # a result in one of these storages is a view, or was written in place
         given, own = {id(t.untyped_storage()) for t in tensors}, set[int]()
 
         def kept(x: Tensor) -> StorageRef | Outside:
@@ -249,6 +253,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not has_storage(tensor):
                 continue
             key = id(tensor.untyped_storage())
+            # all that any tape holds of this storage gets one copy, before the first write
             for ref in self._alive.pop(key, ()):
                 one = ref()
                 if one is not None:
@@ -269,6 +274,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     number = self._new_slot(segment, storage)
                 elif (there := self._known.get(id(storage))) is not None and there[0] is segment:
                     number = there[1]
+            # a lazy conjugate is more than its place in a storage
             if number is not None and (tensor.is_conj() or tensor.is_neg()):
                 number = None
             if number is not None and tensor.dtype not in segment.slots[number].dtypes:

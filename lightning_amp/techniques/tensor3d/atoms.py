@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-Grid = NDArray[np.int64]
+AtomGrid = NDArray[np.int64]
 MOST = 4096
 """Atoms of a dim; a longer one has blocks of entries as atoms."""
 
@@ -31,7 +31,7 @@ class Atoms:
         self._weight = {axis: np.zeros(0, np.int64) for axis in sizes}
         self._families = 0
 
-    def fresh(self, axis: str, n: int) -> Grid:
+    def fresh(self, axis: str, n: int) -> AtomGrid:
         """New atoms for a dim of n entries."""
         block = -(-n // MOST)
         first, count = len(self._set[axis]), -(-n // block)
@@ -44,11 +44,11 @@ class Atoms:
         self._families += 1
         return ids.repeat(block)[:n]
 
-    def now(self, axis: str, grid: Grid) -> Grid:
+    def now(self, axis: str, grid: AtomGrid) -> AtomGrid:
         """A grid by the sets as they are now, with size 1 along dims where it does not vary."""
         return collapsed(self._set[axis][grid])
 
-    def unite(self, axis: str, a: Grid, b: Grid) -> bool:
+    def unite(self, axis: str, a: AtomGrid, b: AtomGrid) -> bool:
         """Put entries of two grids together; False, and nothing done, if a dim were left with fewer sets than ranks."""
         sets = self._set[axis]
         left, right = (sets[grid].ravel() for grid in np.broadcast_arrays(a, b))
@@ -73,7 +73,7 @@ class Atoms:
         self._set[axis] = new
         return True
 
-    def owners(self, axis: str) -> Grid:
+    def owners(self, axis: str) -> AtomGrid:
         """The rank of every atom.
 
         Dims that share sets are handled together: their sets go to ranks in the order of their first atoms, by
@@ -95,7 +95,7 @@ class Atoms:
         return rank
 
 
-def collapsed(grid: Grid) -> Grid:
+def collapsed(grid: AtomGrid) -> AtomGrid:
     """A grid with size 1 along dims where it does not vary."""
     for dim, n in enumerate(grid.shape):
         first = grid.take([0], dim)
@@ -104,6 +104,6 @@ def collapsed(grid: Grid) -> Grid:
     return grid
 
 
-def varying(grid: Grid) -> list[int]:
+def varying(grid: AtomGrid) -> list[int]:
     """The dims along which a grid varies."""
     return [dim for dim, n in enumerate(grid.shape) if n > 1]

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from lightning_amp.dist.dispatch.by_rule import call_of
 from lightning_amp.dist.registry import name_of, tensors_in
-from lightning_amp.graph.flow import dims_of, sums_of
-from lightning_amp.graph.flow_rules import groups
-from lightning_amp.techniques.tensor3d.atoms import Grid
+from lightning_amp.graph.flow import dims_of, groups, sums_of
+from lightning_amp.techniques.tensor3d.atoms import AtomGrid
 from lightning_amp.techniques.tensor3d.plan_layouts import RULES, Grids, Labels, LayoutPlanner, Rule, View, along
 
 
@@ -228,7 +227,7 @@ def _settle(planner: LayoutPlanner, x: Tensor) -> None:
         view.of.decided = True
 
 
-def _reshaped(grid: Grid, before: tuple[int, ...], after: tuple[int, ...]) -> Grid:
+def _reshaped(grid: AtomGrid, before: tuple[int, ...], after: tuple[int, ...]) -> AtomGrid:
     """The grid of a view, full along the dims that are merged or split."""
     full, shape = list(grid.shape), [1] * len(after)
     for merged, split in groups(before, after):

@@ -21,9 +21,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_amp._torch import TorchDispatchMode
 from lightning_amp.dist.registry import name_of, tensors_in
-from lightning_amp.techniques.tensor3d.atoms import Atoms, Grid, collapsed, varying
+from lightning_amp.techniques.tensor3d.atoms import AtomGrid, Atoms, collapsed, varying
 
-Grids = dict[str, Grid]
+Grids = dict[str, AtomGrid]
 Labels = list[Any]
 """A name for each dim of a tensor: dims of one name go together; None where a dim of size 1 is broadcast."""
 
@@ -52,7 +52,7 @@ class View:
         """The parameter's grids in this order of dims."""
         return {axis: grid.transpose(self.order) for axis, grid in self.of.grids.items()}
 
-    def split(self, axis: str, grid: Grid) -> None:
+    def split(self, axis: str, grid: AtomGrid) -> None:
         """Split the parameter, unless it is split over the axis already or the grid does not vary."""
         if varying(grid) and axis not in self.of.grids:
             self.of.grids[axis] = grid.transpose(np.argsort(self.order))
@@ -196,9 +196,9 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _together(
         self, why: str, axis: str, tensors: Sequence[Tensor], labels: Sequence[Labels], names: list[Any]
-    ) -> Grid | None:
+    ) -> AtomGrid | None:
         """One grid over all labels for what the arguments have; those that cannot go together are gathered."""
-        now: Grid | None = None
+        now: AtomGrid | None = None
         for tensor, row in zip(tensors, labels, strict=True):
             grid = self.grids(tensor).get(axis)
             if grid is None:
@@ -214,12 +214,12 @@ class LayoutPlanner(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return now
 
 
-def along(ids: Grid, dim: int, n: int) -> Grid:
+def along(ids: AtomGrid, dim: int, n: int) -> AtomGrid:
     """Atoms as the grid of a tensor with n dims that varies along one of them."""
     return ids.reshape([-1 if d == dim % n else 1 for d in range(n)])
 
 
-def in_order(grid: Grid, have: Sequence[Any], want: Sequence[Any]) -> Grid:
+def in_order(grid: AtomGrid, have: Sequence[Any], want: Sequence[Any]) -> AtomGrid:
     """A grid with its dims in another order; a dim that is not wanted loses its variation, one that is new has none."""
     for dim, name in enumerate(have):
         if name not in want:

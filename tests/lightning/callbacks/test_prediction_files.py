@@ -16,7 +16,7 @@ from scipy.spatial.distance import cdist
 
 from lightning_amp import figures
 from lightning_amp.data.files.new_hdf5 import is_fixed
-from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
+from lightning_amp.data.files.strata_layout import FeatureLayout, StratumLayout
 from lightning_amp.data.files.write_results import _file_stems, read_assembly, write_pseudobulk
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
@@ -166,7 +166,7 @@ def test_bins_that_leave_some_out_are_not_of_one_width(tmp_path: Path) -> None:
     assert is_fixed(bins[:2])
     assert not is_fixed(bins), "cooler would look for the third one at 20"
     # a stratum that is padded beyond the last bin, as in HiGLUE's files
-    strata = (Stratum(0, None, 0, 3, np.arange(3)), Stratum(1, None, 3, 6, np.arange(3)))
+    strata = (StratumLayout(0, None, 0, 3, np.arange(3)), StratumLayout(1, None, 3, 6, np.arange(3)))
     layout = FeatureLayout(strata, np.array(["chr1:0-10", "chr1:10-20", "chr1:30-40"]))
     sums = {"L2/3 IT": (2, np.arange(6.0)), "l2 3 IT": (1, np.ones(6))}
     paths = write_pseudobulk(tmp_path, layout=layout, sums=sums, key="type")

@@ -15,7 +15,7 @@ import torch
 
 from lightning_amp import figures
 from lightning_amp.data.files.directory import written_aside
-from lightning_amp.data.files.strata_layout import FeatureLayout, Stratum
+from lightning_amp.data.files.strata_layout import FeatureLayout, StratumLayout
 from lightning_amp.data.files.write_results import same_type_share, write_imputed
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
 from lightning_amp.data.prepare.synthetic import synthesize
@@ -119,9 +119,9 @@ def test_imputed_maps_open_in_cooler(root: Path, tmp_path: Path) -> None:
 
 def test_each_resolution_has_its_own_file(tmp_path: Path) -> None:
     strata = (
-        Stratum(0, "2kb", 0, 2, np.array([0, 1])),
-        Stratum(0, "1kb", 2, 6, np.array([2, 3, 4, 5])),
-        Stratum(1, "1kb", 6, 9, np.array([2, 3, 4])),
+        StratumLayout(0, "2kb", 0, 2, np.array([0, 1])),
+        StratumLayout(0, "1kb", 2, 6, np.array([2, 3, 4, 5])),
+        StratumLayout(1, "1kb", 6, 9, np.array([2, 3, 4])),
     )
     names = ["1:0-2000", "1:2000-4000", *(f"1:{i}000-{i + 1}000" for i in range(4))]
     layout = FeatureLayout(strata, np.array(names))

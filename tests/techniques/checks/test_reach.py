@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.models.decoders.stratum_keys import FullAttention, LocalAttention
-from lightning_amp.techniques.checks.reach import reach_of
+from lightning_amp.techniques.checks.key import reach_of
 from lightning_amp.techniques.hic.attention.install import FusedLocalAttention, chunk_attention
 from tests.techniques.sharded_cases import Case, Model
 

@@ -1,8 +1,12 @@
 """Claim: segments are chosen within their bound wherever there are any, from the fewest bytes to those of no replay."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
-from lightning_amp.techniques.replay.choose_cuts import Stretches, fastest, least
+from lightning_amp.costs.profiled_step import Draft
+from lightning_amp.techniques.replay.choose_cuts import ONE_BY_ONE, Stretches, fastest, least
+from lightning_amp.techniques.replay.row import add
 
 
 def chain(n: int) -> Stretches:
@@ -34,3 +38,15 @@ def test_every_bound_that_can_be_met_is_met() -> None:
         assert found.seconds <= 1.1 * took, (bound, found.seconds, took)
         took = found.seconds
     assert took == 0
+
+
+def test_a_plan_counts_each_stretch_once() -> None:
+    stretches = chain(20)
+    cuts = least(stretches, kinds=(ONE_BY_ONE,))
+    replays = SimpleNamespace(stretches=stretches, choose=lambda bound: cuts)
+    draft = add(
+        SimpleNamespace(facts={"replay": lambda _: replays}, held_bytes=0),
+        Draft(ranks=1, peak_bytes=10**6, seconds=1.0),
+        None,
+    )
+    assert draft.targets[0].why.startswith(f"{len(cuts.segments)} stretch")

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.replay.spec import ONE_BY_ONE, ReplayOperators, written
+from lightning_amp.techniques.replay.row import ONE_BY_ONE, ReplayOperators, written
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 from tests.techniques.replay.models import MODELS, Points, difference, fit

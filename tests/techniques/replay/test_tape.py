@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import LiveBytes
-from lightning_amp.techniques.replay.spec import AT_ONCE, KEPT, ONE_BY_ONE
+from lightning_amp.techniques.replay.row import AT_ONCE, KEPT, ONE_BY_ONE
 from lightning_amp.techniques.replay.tape import Tape
 from tests.techniques.replay.cases import CASES, rows, weight
 

@@ -26,8 +26,7 @@ from lightning_amp._torch import FakeTensor, tree_flatten, tree_leaves, tree_unf
 from lightning_amp.errors import InstallError
 from lightning_amp.graph.guards import state_of
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.checks.in_float64 import InFloat64, widened
-from lightning_amp.techniques.checks.same_function import difference, failure, largest
+from lightning_amp.techniques.checks.same_function import InFloat64, difference, failure, largest, widened
 from lightning_amp.techniques.chunk.run.lower import Lowered
 from lightning_amp.techniques.chunk.run.module_chunks import no_part_of_the_step, plain
 from lightning_amp.techniques.chunk.run.smaller_call import Call, smaller_calls

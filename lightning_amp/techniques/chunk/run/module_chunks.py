@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_amp._torch import own_class
 from lightning_amp.footprint.forward_overrides import Position, overrides_of, set_overrides
-from lightning_amp.techniques.autograd.received import nothing_kept
 from lightning_amp.techniques.chunk.regions.region import Region
+from lightning_amp.techniques.ranks.received import nothing_kept
 
 CHUNKS = ("chunk", "lightning_amp.chunk")
 """Names of the technique: of a rule, and of the function."""

@@ -1,1 +1,1 @@
-"""Local attention in chunks (S3) and fused."""
+"""Compute local attention in chunks (S3), by hand (fused), or in torch's kernels (sdpa)."""

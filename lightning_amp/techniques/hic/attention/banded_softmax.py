@@ -1,4 +1,4 @@
-"""Softmax attention of buckets of rows to their own and the two neighbouring buckets, forward and backward by hand.
+"""Compute attention of buckets of rows to their own and the two neighbouring buckets, forward and backward by hand.
 
     r_i = R(i) k_i / |k_i|      s_i = R(i + w) q_i      P = softmax(mask(D^-0.5 s r^T))      out = P v
     dv = P^T do                 dS = P * (do v^T - rowsum(P * do v^T)), 0 for a row with itself
@@ -12,7 +12,7 @@ product no two buckets meet the same keys. In a run of one bucket only the keys 
 fill the last bucket are one more column in the softmax, with the score log(number of them) and no value.
 
 Exact up to rounding. Kept for the backward pass: q, k and values themselves, and P where that is requested. Held at
-most, in numbers, besides these:
+most, in numbers, in addition to these:
 
     forward     r M D, |k| M, out N D, and the work             k M D before there is out, where it is padded
     backward    r M D, |k| M, do N D, dq N D, dk M D, dv M D, and the work
@@ -37,10 +37,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_amp.footprint.target_device import launches_operators
-from lightning_amp.techniques.autograd.precomputed_gradients import wants_gradients
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, run_sizes
 from lightning_amp.techniques.hic.attention.bucket_work import BucketWork, of_keys, part_of
-from lightning_amp.techniques.hic.attention.sizes import computed_in, met_in
+from lightning_amp.techniques.hic.attention.sizes import met_in, type_of_sums
+from lightning_amp.techniques.precomputed_gradients import wants_gradients
 
 
 def banded_softmax(
@@ -58,7 +58,7 @@ def banded_softmax(
     band = Band(len(q), len(k), window, before, sizes)
     # where keys are the queries, their gradients are added up as they are made
     keys = None if k is q else k
-    dtype = met_in(q, computed_in(q.dtype, k.dtype, values.dtype))
+    dtype = met_in(q, type_of_sums(q.dtype, k.dtype, values.dtype))
     return cast(Tensor, _BandedSoftmax.apply(q, keys, values, band, keep, dtype))  # type: ignore[no-untyped-call]
 
 
@@ -67,12 +67,13 @@ class _BandedSoftmax(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor | None, values: Tensor, band: Band, keep: bool, dtype: torch.dtype
     ) -> Tensor:
-        ctx.band, ctx.alike, ctx.dtype = band, k is None, dtype
+        ctx.band, ctx.shared_qk, ctx.dtype = band, k is None, dtype
         k = q if k is None else k
-        work = BucketWork(q, k, values, band, dtype, alike=ctx.alike, keep=keep)
+        work = BucketWork(q, k, values, band, dtype, shared_qk=ctx.shared_qk, keep=keep)
         ctx.save_for_backward(q, k, values, *work.kept.values())
         keys, _ = work.turn_keys(k)
         out = work.room_for_result(q, values.dtype)
+        # one run has all rows: it computes into the result, and nothing is copied
         at_once = out.dim() == 3
         for run in work.runs:
             queries, own_out = work.turn_queries(q, run), out if at_once else work.take_rows(run)
@@ -88,11 +89,13 @@ class _BandedSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, values, *kept = ctx.saved_tensors
-        work = BucketWork(q, k, values, ctx.band, ctx.dtype, alike=ctx.alike, back=True, kept=kept)
+        work = BucketWork(q, k, values, ctx.band, ctx.dtype, shared_qk=ctx.shared_qk, back=True, kept=kept)
         keys, divisors = work.turn_keys(k)
         # every row is the query of one bucket, but the key of up to three: dq is written, dk and dv are added to
         dq = torch.empty_like(q) if not work.at_once else None
-        dk, dv = work.gradient_rooms(keys)
+        # zeros, unless `add` writes to all that is read of them
+        make = torch.empty_like if work.at_once else torch.zeros_like
+        dk, dv = make(keys), make(keys)
         for run in work.runs:
             queries, own_grad = work.turn_queries(q, run), work.own(grad, run).to(work.dtype_of(run))
             near_keys, near_values = work.near_keys(keys, run), work.near(values, run)
@@ -101,6 +104,7 @@ class _BandedSoftmax(torch.autograd.Function):
                 own_queries, own_grads = part_of(queries, rows), part_of(own_grad, rows)
                 weights = work.weights(run, rows, own_queries, near_keys)
                 work.add(near_dv, of_keys(weights, run), own_grads)
+                # the scores themselves are not needed any more: their gradient takes their memory
                 ds = of_keys(work.score_gradients(run, rows, weights, own_grads, near_values), run)
                 work.add(near_dk, ds, own_queries, scale=work.scale)
                 part_of(own_dq, rows).baddbmm_(ds, near_keys, beta=0, alpha=work.scale)
@@ -108,6 +112,6 @@ class _BandedSoftmax(torch.autograd.Function):
                 found = work.turn_back_at_once(own_dq, keys, divisors, dk, len(q)).to(q.dtype)
                 return found, None, work.inside(dv).to(values.dtype), None, None, None
             work.turn_queries_back(own_dq, run, dq)
-        grad_k = work.turn_keys_back(keys, divisors, dk, add_to=dq if ctx.alike else None)
+        grad_k = work.turn_keys_back(keys, divisors, dk, add_to=dq if ctx.shared_qk else None)
         grad_k = None if grad_k is None else grad_k.to(k.dtype)
         return dq, grad_k, work.inside(dv).to(values.dtype), None, None, None

@@ -118,6 +118,7 @@ def run_sizes(window: int, *, launched: bool) -> RunSizes:
     """Buckets of a run, and rows of them at a time; `launched`: as few runs as the memory of a device allows."""
     most, per_bucket = LAUNCHED_SCORES if launched else CACHED_SCORES, 3 * window**2
     together = max(1, most // per_bucket)
+    # one bucket may be too large: its rows are taken in parts, as equal as can be
     rows = -(-window // -(-together * per_bucket // most))
     return RunSizes(together, rows, padded=launched or window <= PADDED_WINDOW)
 
@@ -147,6 +148,7 @@ def _run(band: Band, bucket: int, n_buckets: int) -> BucketRun:
     if n_buckets > 1:
         outside = start < 0, start + (n_buckets + 2) * w > whole
         return BucketRun(start // w + 1, n_buckets, (first, w), (start, 3 * w), outside)
+    # `place` below: the first bucket itself is one after the first that it meets
     begin, end = max(start, 0), min(start + 3 * w, whole)
     # keys up to `end` are met; those from `stop` on are the zeros that fill the last bucket, and are only counted
     stop = min(end, band.keys)
@@ -163,7 +165,7 @@ class KernelCall(NamedTuple):
     own: int  # place of the first one's own bucket among those it meets; the second one's, of two ends, is 1
 
 
-class Calls(NamedTuple):
+class KernelCalls(NamedTuple):
     """How the buckets of a run are computed."""
 
     rows: int
@@ -197,20 +199,21 @@ class Calls(NamedTuple):
         return sum(call.rows[2] * call.keys[2] for call in self.calls)
 
 
-def calls_of(band: Band) -> Calls:
+def calls_of(band: Band) -> KernelCalls:
     """The calls of some buckets of a sequence; keys further away than a bucket are not met."""
     w, before = band.window, min(band.before, band.window)
     n_rows = -(-band.rows // w)
     n_keys = -(-(band.keys - (band.before - before)) // w)
-    return Calls(n_rows, min(n_keys, before // w + n_rows + 1), w, before // w)
+    return KernelCalls(n_rows, min(n_keys, before // w + n_rows + 1), w, before // w)
 
 
 @lru_cache(maxsize=256)
-def _calls(run: Calls) -> tuple[KernelCall, ...]:
+def _calls(run: KernelCalls) -> tuple[KernelCall, ...]:
     if not run.rows:
         return ()
     (first, last), found = run.ends, []
     if first and last:
+        # both ends meet two buckets: one call with a stride from the first bucket to the last
         step = run.rows - 1
         found.append(
             KernelCall((0, step, 2), (0, step - 1, 2), 0) if run.rows > 1 else KernelCall((0, 0, 1), (0, 0, 1), 0)

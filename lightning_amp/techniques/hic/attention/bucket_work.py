@@ -1,4 +1,4 @@
-"""Compute runs of buckets for banded_softmax.py, in memory that they reuse.
+"""Compute runs of buckets for banded_softmax.py in memory that is allocated once.
 
 Legend: that of banded_softmax.py.
 """
@@ -14,10 +14,7 @@ from lightning_amp._torch import past_threshold, softmax_backward
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
-from lightning_amp.techniques.hic.attention.sizes import computed_in
-
-SELF_SCORE = -5e4
-LEAST_NORM = 1e-12
+from lightning_amp.techniques.hic.attention.sizes import LEAST_NORM, SELF_SCORE, type_of_sums
 
 
 class BucketWork:
@@ -39,13 +36,13 @@ class BucketWork:
         band: Band,
         met_in: torch.dtype,  # the type in which matrices meet; that of the inputs, at least float32, or bfloat16
         *,
-        alike: bool,  # whether the keys are the queries
+        shared_qk: bool,  # whether the keys are the queries
         back: bool = False,  # for a backward pass
         keep: bool = False,  # keep all weights
         kept: Sequence[Tensor] = (),  # weights that were kept, by run
     ) -> None:
         self.band, self._dim, self.scale = band, q.shape[1], q.shape[1] ** -0.5
-        self._dtype, self._met_in = computed_in(q.dtype, k.dtype, values.dtype), met_in
+        self._dtype, self._met_in = type_of_sums(q.dtype, k.dtype, values.dtype), met_in
         self._cast: dict[str, Tensor] = {}
         # tensors without values need no more memory for the second run of a shape
         same = {(run.n_buckets, run.own[1], run.near[1], run.outside): run for run in band.runs}
@@ -55,13 +52,14 @@ class BucketWork:
         self._rotary = rotary(self._dim, band.window, self._n_places + 1, dtype=self._dtype, like=q)
         # whether keys are the queries and all their buckets are one run: then rows are turned from the keys' pairs, and
         # gradients back together, which saves operators
-        self.at_once = alike and band.at_once
+        self.at_once = shared_qk and band.at_once
         self._known = bool(kept)
         runs = band.runs if keep or kept else ()
         kept = kept or [q.new_empty(self._shape(run), dtype=self.dtype_of(run)) for run in runs]
         self.kept = dict(zip(runs, kept, strict=True))
-        most = max(band.runs, key=self._score_bytes, default=None)
-        scores = (0,) if most is None else self._shape(most, band.sizes.rows)
+        scores_of = {run: self._shape(run, band.sizes.rows) for run in band.runs}
+        most = max(scores_of, key=lambda run: math.prod(scores_of[run]) * self.dtype_of(run).itemsize, default=None)
+        scores = (0,) if most is None else scores_of[most]
         of_scores = self._dtype if most is None else self.dtype_of(most)
         self._most, pairs = band.largest + sum(band.around), (band.largest, band.window, self._dim // 2)
         self._memory = {
@@ -95,6 +93,7 @@ class BucketWork:
         """The values that a run's buckets meet, [bucket, key, D], zeros outside the sequence."""
         w, (first, n_keys) = self.band.window, run.near
         part = _rows(self._met("values", values, run), first, first + (run.n_buckets - 1) * w + n_keys)
+        # the view overlaps with itself: the keys of a bucket begin w rows after those of the bucket before
         row, channel = part.stride()
         return part.as_strided((run.n_buckets, n_keys, self._dim), (w * row, row, channel))
 
@@ -105,11 +104,6 @@ class BucketWork:
     def _near_rows(self, keys: Tensor, run: BucketRun) -> Tensor:
         w, dim, (first, n_keys) = self.band.window, self._dim, run.near
         return keys.as_strided((run.n_buckets, n_keys, dim), (w * dim, dim, 1), (first + self._before * w) * dim)
-
-    def gradient_rooms(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for the gradients of keys and of values; zeros, unless `add` writes to all of it that is read."""
-        make = torch.empty_like if self.at_once else torch.zeros_like
-        return make(keys), make(keys)
 
     def add(self, sums: tuple[Tensor, ...], left: Tensor, right: Tensor, *, scale: float = 1.0) -> None:
         """Add left^T right to the sums, which have the columns of `left` one after the other."""
@@ -130,6 +124,7 @@ class BucketWork:
         """Where the gradients of a run's keys belong, [bucket, key, D] each: one for every bucket that is met."""
         if run.n_buckets == 1:
             return (self._near_rows(grad, run),)
+        # of each of the three views the buckets are apart, so that a batched product may add to it
         place, size = run.place - 1 + self._before, self.band.window * self._dim
         shape, stride = (3, run.n_buckets, self.band.window, self._dim), (size, size, self._dim, 1)
         return grad.as_strided(shape, stride, place * size).unbind()
@@ -249,10 +244,12 @@ class BucketWork:
     def weights(self, run: BucketRun, rows: slice | None, queries: Tensor, keys: Tensor) -> Tensor:
         """Attention weights [bucket, row, column], kept ones or new."""
         shape = *queries.shape[:2], run.columns
-        weights = part_of(self.kept[run], rows) if self.kept else self._take_scores("weights", run, shape)
+        dtype = self.dtype_of(run)
+        weights = part_of(self.kept[run], rows) if self.kept else self._take("weights", *shape, dtype=dtype)
         if self._known:
             return weights
-        scores = self._take_scores("scores", run, shape)
+        scores = self._take("scores", *shape, dtype=dtype)
+        # beta 0: what an earlier run has left in this memory is not read, and NaN is not carried on
         of_keys(scores, run).baddbmm_(queries, keys.mT, beta=0, alpha=self.scale)
         self._with_themselves(scores, run, rows).fill_(SELF_SCORE)
         if run.missing:
@@ -266,7 +263,7 @@ class BucketWork:
         self, run: BucketRun, rows: slice | None, weights: Tensor, grad: Tensor, values: Tensor
     ) -> Tensor:
         """Gradient of the scores, [bucket, row, column]."""
-        ds = self._take_scores("scores", run, weights.shape)
+        ds = self._take("scores", *weights.shape, dtype=self.dtype_of(run))
         torch.bmm(grad, values.mT, out=of_keys(ds, run))
         if run.missing:
             # rows that are only counted have no value
@@ -286,9 +283,6 @@ class BucketWork:
     def _shape(self, run: BucketRun, most_rows: int | None = None) -> tuple[int, int, int]:
         n_rows = run.own[1] if most_rows is None else min(run.own[1], most_rows)
         return run.n_buckets, n_rows, run.columns
-
-    def _score_bytes(self, run: BucketRun) -> int:
-        return math.prod(self._shape(run, self.band.sizes.rows)) * self.dtype_of(run).itemsize
 
     def _met(self, name: str, x: Tensor, run: BucketRun) -> Tensor:
         """Rows in the type in which a run's matrices meet; of all rows once, for buckets meet them several times."""
@@ -321,15 +315,13 @@ class BucketWork:
         ends = [0] * run.outside[0] + [scores.stride(0) * (run.n_buckets - 1) + 2 * w] * run.outside[1]
         return scores.as_strided((len(ends), w, w), (ends[-1] - ends[0], 3 * w, 1), ends[0])
 
-    def _take_scores(self, name: str, run: BucketRun, shape: Sequence[int]) -> Tensor:
-        return self._take(name, *shape, dtype=self.dtype_of(run))
-
     def _take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         memory = self._memory[name]
         if dtype is not None and dtype != memory.dtype:
             memory = memory.view(-1).view(dtype)
         if memory.shape == shape:
             return memory
+        # a shorter run takes the begin of the memory, so that its rows are one after the other
         n = math.prod(shape)
         return (memory if memory.numel() == n else memory.view(-1)[:n]).view(shape)
 

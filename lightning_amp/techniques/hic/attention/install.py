@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import PerAnchor
-from lightning_amp.techniques.checks.cached_check import found_out
-from lightning_amp.techniques.checks.same_function import mismatch
+from lightning_amp.techniques.checks.key import attention_results
+from lightning_amp.techniques.checks.same_function import found_out, mismatch
 from lightning_amp.techniques.contract.change import hooks_within
 from lightning_amp.techniques.contract.protocol import BucketedAttention
 from lightning_amp.techniques.hic.attention.banded_softmax import banded_softmax
@@ -90,6 +90,7 @@ class FusedLocalAttention(nn.Module):
         q, k, values = state
         n, w = len(q), self.window
         begin, end = first * w, min(last * w, n)
+        # a bucket meets the one before and the one after, and no others
         start, stop = max(begin - w, 0), min(end + w, n)
         near = slice(start, stop)
         return fused_rows(
@@ -159,19 +160,10 @@ def _value_problem(attention: nn.Module) -> str:
 
 
 def _results(attention: nn.Module, *, n: int, training: bool) -> dict[str, Tensor]:
-    """Output and gradients in float64 for random anchors, always the same, with small buckets.
-
-    A module for which the size of its buckets does not matter differs.
-    """
+    """Output and gradients with small buckets; a module for which the size of its buckets does not matter differs."""
     small = cast(Any, copy.deepcopy(attention).train(training))
     small.window = EXAMPLE_WINDOW
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randn((4, n, small.dim), dtype=torch.float64, generator=generator, device="cpu")
-    inputs = [draw.clone().requires_grad_() for draw in draws[:3]]
-    with torch.enable_grad():
-        out = small(*inputs)
-        q, k, values = torch.autograd.grad(out, inputs, draws[3])
-    return {"output": out.detach(), "gradient of q": q, "gradient of k": k, "gradient of values": values}
+    return attention_results(small, n, small.dim)
 
 
 def chunk_attention(attention: nn.Module, *, buckets: int, retain: bool = False) -> nn.Module:

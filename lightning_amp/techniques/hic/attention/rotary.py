@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import turned_at_once
+from lightning_amp.techniques.hic.attention.sizes import ROTARY_BASE
 
-ROTARY_BASE = 10000.0
 KEPT = 16
 """Sizes whose tables, masks and zeros are kept; a model has one for every decoder, and nodes some more."""
 
@@ -49,6 +49,7 @@ class Rotary:
             position = torch.arange(0, n * distance, distance, dtype=torch.float64, device=device)
             angle = position[:, None] * frequency
             there = torch.complex(angle.cos().to(dtype), angle.sin().to(dtype))
+            # resolved once: a lazy conjugate is resolved again in every product
             return there, there.conj().resolve_conj()
 
         self._within = table(window, 1)

@@ -1,4 +1,4 @@
-"""Softmax attention of buckets of rows in torch's fused kernels: what banded_softmax.py computes, in few operators.
+"""Compute attention of buckets of rows in torch's fused kernels: as banded_softmax.py, in few operators.
 
     s_i = R(i + w) q_i      r_i = R(i) k_i / |k_i|      out = softmax(D^-0.5 s r^T + own) v
     own_ij = OWN where j is i itself, else 0
@@ -17,7 +17,7 @@ no weight. The same wherever any other key of the row has a score above -4.9e4, 
 meets no other key (one anchor, w = 1) has itself alone in both.
 
 Kept for the backward pass: s and r, a norm a key, out by call, one logarithm a row, and the values, filled up where
-the last bucket is cut. Held at most besides these, in numbers, with M the keys:
+the last bucket is cut. Held at most in addition to these, in numbers, with M the keys:
 
     forward     out of both calls again, N D
     backward    gradients of rows, keys and values by bucket, N D + 6 M D; those of keys and values one after the other,
@@ -39,10 +39,9 @@ from torch.autograd.function import once_differentiable
 
 from lightning_amp._torch import attend_on_cpu, attend_on_cpu_back, attend_on_cuda, attend_on_cuda_back, past_threshold
 from lightning_amp.errors import InstallError
-from lightning_amp.techniques.hic.attention.bucket_runs import Calls, KernelCall
-from lightning_amp.techniques.hic.attention.bucket_work import LEAST_NORM
+from lightning_amp.techniques.hic.attention.bucket_runs import KernelCall, KernelCalls
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, kept, rotary, to_pairs
-from lightning_amp.techniques.hic.attention.sizes import computed_in, met_in
+from lightning_amp.techniques.hic.attention.sizes import LEAST_NORM, met_in, type_of_sums
 
 OWN = -1e30
 """Added to the score of a row with itself: no weight, and no infinity that a difference would make no number of."""
@@ -61,7 +60,7 @@ def sdpa_attention(
     before: int,  # keys before that of the first query, whole buckets
 ) -> Float[Tensor, "row dim"]:
     """Attention of a run of buckets."""
-    dtype = computed_in(q.dtype, k.dtype, values.dtype)
+    dtype = type_of_sums(q.dtype, k.dtype, values.dtype)
     met = met_in(q, dtype)
     _check(q, met)
     # keys further away are not met; a slice of all keys would be a view too, whose backward pass copies them
@@ -85,7 +84,7 @@ class _Sdpa(torch.autograd.Function):
         dtype: torch.dtype,
         met: torch.dtype,
     ) -> Tensor:
-        run = Calls(-(-len(q) // window), -(-len(values) // window), window, before)
+        run = KernelCalls(-(-len(q) // window), -(-len(values) // window), window, before)
         ctx.run, ctx.inputs = run, [None if x is None else (x.shape, x.dtype) for x in (q, k, values)]
         if not run.rows:
             return torch.empty_like(q, dtype=values.dtype)
@@ -96,6 +95,7 @@ class _Sdpa(torch.autograd.Function):
         found = [_attend(*view) for view in views]
         saved = (x for view, one in zip(views, found, strict=True) for x in (*view, *one))
         ctx.save_for_backward(turned, divisor, *saved)
+        # a view of the first rows leaves out those that filled the last bucket
         out = _in_order(run, [one[0] for one in found])
         return (out[0] if len(out) == 1 else torch.cat(out)).view(-1, q.shape[1])[: len(q)].to(values.dtype)
 
@@ -108,15 +108,17 @@ class _Sdpa(torch.autograd.Function):
             return (*none, None, None, None, None)
         turned, divisor, *saved = ctx.saved_tensors
         grad = _filled(grad, run.rows * run.window, turned.dtype)
+        # every call has saved as many tensors
         n, found = len(saved) // len(run.calls), []
         for i, call in enumerate(run.calls):
             q, k, values, own, *one = saved[i * n : (i + 1) * n]
             found.append(_attend_back(_rows_of(call, run, grad), q, k, values, own, one))
         turned = turned.to(divisor.dtype)
         grads = _together(run, found, turned)
+        # freed before the rotation back is computed
         del found
         results = [
-            *_turned_back(grads[: run.rows + run.keys], turned, divisor, run, alike=ctx.inputs[1] is None),
+            *_turned_back(grads[: run.rows + run.keys], turned, divisor, run, shared_qk=ctx.inputs[1] is None),
             grads[run.rows + run.keys :].view(-1, turned.shape[-1]),
         ]
         pairs = zip(results, ctx.inputs, strict=True)
@@ -125,14 +127,16 @@ class _Sdpa(torch.autograd.Function):
 
 
 def _turned(
-    q: Tensor, k: Tensor | None, run: Calls, dtype: torch.dtype
+    q: Tensor, k: Tensor | None, run: KernelCalls, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "bucket row dim"], Float[Tensor, "bucket row one"]]:
     """Rows and then keys turned, these normalised; what keys are divided by. Keys that are None are the rows."""
     w, dim, cut = run.window, q.shape[1], run.rows * run.window
     shape = run.rows + run.keys, w, dim // 2
     whole = len(q) % w == 0 and (k is None or len(k) % w == 0)
+    # rows that fill the last bucket are attended: they have to be zeros
     pairs = (q.new_empty if whole else q.new_zeros)(shape, dtype=dtype.to_complex())
     if k is None:
+        # rows and keys are the same numbers: one operator writes both
         both = pairs.view(2, cut, dim // 2)
         to_pairs(q.to(dtype).expand(2, *q.shape), out=both if whole else both[:, : len(q)])
     else:
@@ -147,19 +151,19 @@ def _turned(
 
 
 def _turned_back(
-    grads: Tensor, turned: Tensor, divisor: Tensor, run: Calls, *, alike: bool
+    grads: Tensor, turned: Tensor, divisor: Tensor, run: KernelCalls, *, shared_qk: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """From gradients of the turned rows and keys, which are changed, to those of rows and keys (None if alike)."""
+    """From gradients of the turned rows and keys, which are changed, to those of rows and keys (None if shared)."""
     w, dim = turned.shape[1:]
     key, g = turned[run.rows :], grads[run.rows :]
     # what was divided by the least norm is not normalised, so this has no gradient
     along = past_threshold(torch.mul(key, g).sum(-1, keepdim=True), divisor, LEAST_NORM)
     g.addcmul_(key, along, value=-1)
-    if not alike:
+    if not shared_qk:
         g.div_(divisor)
     pairs = grads.view(-1, w, dim // 2, 2)
     _rotary(run, turned).turn(torch.view_as_complex(pairs), *run.places, back=True)
-    if alike:
+    if shared_qk:
         rows, keys = pairs.view(2, -1, dim // 2, 2).mT.unbind()
         dq = turned.new_empty(len(rows), dim)
         torch.addcdiv(rows, keys, divisor.view(-1, 1, 1), out=dq.view(rows.shape))
@@ -170,13 +174,13 @@ def _turned_back(
     return dq, dk
 
 
-def _rotary(run: Calls, turned: Tensor) -> Any:
+def _rotary(run: KernelCalls, turned: Tensor) -> Any:
     # a row's place is one further than its key's
     n_places = max(run.keys, run.before + run.rows + 1)
     return rotary(turned.shape[-1], run.window, n_places, dtype=turned.dtype, like=turned)
 
 
-def _together(run: Calls, found: list[tuple[Tensor, ...]], like: Tensor) -> Float[Tensor, "bucket row dim"]:
+def _together(run: KernelCalls, found: list[tuple[Tensor, ...]], like: Tensor) -> Float[Tensor, "bucket row dim"]:
     """Gradients of rows, keys and values, one after the other; those of a key's three slots added up."""
     w, dim = like.shape[1:]
     grads = like.new_empty(run.rows + 2 * run.keys, w, dim)
@@ -188,12 +192,13 @@ def _together(run: Calls, found: list[tuple[Tensor, ...]], like: Tensor) -> Floa
     slots = torch.cat([part for half in halves for part in half])
     size = w * dim
     strides = slots.numel() // 2, 3 * size, 2 * size, dim, 1
+    # bucket b of keys is met by the rows b - 1, b and b + 1, in slots two apart; the next bucket is three further
     each = slots.as_strided((2, run.keys, 3, w, dim), strides)
     torch.sum(each, 2, dtype=like.dtype, out=grads[run.rows :].view(2, run.keys, w, dim))
     return grads
 
 
-def _in_order(run: Calls, results: Sequence[Tensor]) -> list[Tensor]:
+def _in_order(run: KernelCalls, results: Sequence[Tensor]) -> list[Tensor]:
     """What calls return for their buckets, in parts that are in the order of the buckets."""
     parts: list[tuple[int, Tensor]] = []
     for call, result in zip(run.calls, results, strict=True):
@@ -209,14 +214,14 @@ def _filled(x: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     return F.pad(x, (0, 0, 0, n - len(x))) if len(x) < n else x.contiguous()
 
 
-def _rows_of(call: KernelCall, run: Calls, x: Tensor) -> Tensor:
+def _rows_of(call: KernelCall, run: KernelCalls, x: Tensor) -> Tensor:
     """The rows of a call's buckets, [bucket, 1, row, D]."""
     (first, step, n), dim = call.rows, x.shape[-1]
     size = run.window * dim
     return x.as_strided((n, 1, run.window, dim), (step * size, size, dim, 1), x.storage_offset() + first * size)
 
 
-def _views(call: KernelCall, run: Calls, turned: Tensor, values: Tensor, own: Tensor) -> tuple[Tensor, ...]:
+def _views(call: KernelCall, run: KernelCalls, turned: Tensor, values: Tensor, own: Tensor) -> tuple[Tensor, ...]:
     """Rows, keys, values and what is added to the scores: [bucket, 1, row or key, D or key]."""
     (first, step, met), n, w, dim = call.keys, call.rows[2], run.window, turned.shape[-1]
     size = w * dim
@@ -226,12 +231,13 @@ def _views(call: KernelCall, run: Calls, turned: Tensor, values: Tensor, own: Te
         return x.as_strided((n, 1, met * w, dim), (step * size, met * size, dim, 1), start)
 
     columns = _aligned(2 * w)
+    # all buckets share one mask; of the two ends the last one's own keys are a bucket further, in other columns
     masked = own.as_strided((n, 1, w, met * w), (0 if call.own else columns, 0, own.shape[1], 1), call.own * columns)
     return _rows_of(call, run, turned), keys(turned, run.rows), keys(values, 0), masked
 
 
 def _attend(q: Tensor, k: Tensor, values: Tensor, own: Tensor) -> tuple[Tensor, ...]:
-    """The result, and what its backward pass needs besides the inputs."""
+    """The result, and what its backward pass needs in addition to the inputs."""
     scale = q.shape[-1] ** -0.5
     if _is_cuda(q):
         return tuple(attend_on_cuda(q, k, values, own, True, scale=scale))

@@ -1,4 +1,4 @@
-"""Check the sizes of attention, and choose the types in which attention by hand computes."""
+"""Check the sizes of attention, and define its constants and the types that it computes in."""
 
 from functools import lru_cache, reduce
 
@@ -6,6 +6,12 @@ import torch
 from torch import Tensor
 
 from lightning_amp.errors import ModelError
+
+SELF_SCORE = -5e4
+"""Score of a row with itself, as in the `local-attention` package."""
+ROTARY_BASE = 10000.0
+LEAST_NORM = 1e-12
+"""What keys are divided by at least."""
 
 
 def check_sizes(name: str, dim: object, window: object) -> None:
@@ -32,7 +38,7 @@ def _whole(value: object, *, least: int) -> bool:
 
 
 @lru_cache
-def computed_in(*dtypes: torch.dtype) -> torch.dtype:
+def type_of_sums(*dtypes: torch.dtype) -> torch.dtype:
     """The type of sums and products: float32, or float64 where one is."""
     # kept, because torch counts the question as an operator
     return reduce(torch.promote_types, dtypes, torch.float32)

@@ -1,1 +1,1 @@
-"""Domain parallel: anchors and graph vertices split over ranks, with a halo."""
+"""Split anchors and graph vertices over ranks, with a halo (nodes)."""

@@ -1,4 +1,4 @@
-"""nodes: every rank of the model axis has a run of the anchors, and computes keys and features of these.
+"""Give every rank of the model axis a run of the anchors, of which it computes keys and features (nodes).
 
     region        own rows of v enter, losses are added up (ranks/sharded_region.py, ranks/shards.py); v has no
                   others where the graph's vertices are sharded too (graph_encoder.py)
@@ -27,7 +27,7 @@ time. Parameters stay whole; their gradients are parts (`Change.partial`).
 
 Legend: B cells, N anchors, n own anchors, w anchors of a bucket, own buckets 0 .. W - 1, D dim, K strata, R ranks;
 before, after: the bucket of the rank before, and after. Known limits: second derivatives are refused; what a key does
-besides its children is probed on an example (checks/key.py), what a stratum does besides its parts is not; random draws
+outside its children is probed on an example (checks/key.py), what a stratum does outside its parts is not; random draws
 inside of the strata are each rank's own.
 """
 
@@ -49,8 +49,7 @@ from lightning_amp.dist.sharded_tensor import computed_in
 from lightning_amp.dist.splits import axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import FeatureAnchor, PerAnchor
-from lightning_amp.techniques.checks.key import rows_problem
-from lightning_amp.techniques.checks.reach import full_problem
+from lightning_amp.techniques.checks.key import full_problem, rows_problem
 from lightning_amp.techniques.checks.same_function import failure
 from lightning_amp.techniques.contract.change import Change, hooks_within
 from lightning_amp.techniques.contract.protocol import ATTENTION_KEY, BucketedAttention, DecomposedDecoder
@@ -59,7 +58,7 @@ from lightning_amp.techniques.hic.features import ShardedFeatures, features_prob
 from lightning_amp.techniques.hic.rows import DomainParallel
 from lightning_amp.techniques.ranks import collectives
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
-from lightning_amp.techniques.ranks.shards import AnchorShards, shard_anchors
+from lightning_amp.techniques.ranks.shards import AnchorShards, run_of, shard_anchors
 
 
 def start_exchange(rows: AnchorShards, edges: Sequence[Float[Tensor, "_ two_dim"]]) -> Float[Tensor, "halo two_dim"]:
@@ -115,23 +114,30 @@ def _exchange(rows: AnchorShards, sent: Tensor) -> Tensor:
 State = tuple[Tensor, ...]
 
 
-class HaloAttention(nn.Module):
-    """Bucketed attention of a run of buckets among those of other ranks; made by `share_anchors`."""
+class _OwnAnchors(nn.Module):
+    """Attention of the own anchors."""
 
-    inner: BucketedAttention
-
-    def __init__(self, inner: nn.Module, anchors: AnchorShards) -> None:
+    def __init__(self, anchors: AnchorShards) -> None:
         super().__init__()
-        self.inner = cast(Any, inner)
         self.anchors = anchors
-        # at an end of the sequence the outer bucket has no other rank's rows to wait for
-        self.inside = range(anchors.before, max(anchors.n_buckets - anchors.after, anchors.before))
-        self.outer = [j for j in range(anchors.n_buckets) if j not in self.inside]
 
     def extra_repr(self) -> str:
         """Shown by `print(module)`."""
         own = self.anchors.own
         return f"anchors [{own.start}, {own.stop}) of {self.anchors.bounds[-1]}, ranks={self.anchors.mesh.size()}"
+
+
+class HaloAttention(_OwnAnchors):
+    """Bucketed attention of a run of buckets among those of other ranks; made by `share_anchors`."""
+
+    inner: BucketedAttention
+
+    def __init__(self, inner: nn.Module, anchors: AnchorShards) -> None:
+        super().__init__(anchors)
+        self.inner = cast(Any, inner)
+        # at an end of the sequence the outer bucket has no other rank's rows to wait for
+        self.inside = range(anchors.before, max(anchors.n_buckets - anchors.after, anchors.before))
+        self.outer = [j for j in range(anchors.n_buckets) if j not in self.inside]
 
     def n_buckets(self, n: int) -> int:
         """Buckets that n anchors fill."""
@@ -184,6 +190,7 @@ class HaloAttention(nn.Module):
 
     def _send(self, near: list[State]) -> Tensor:
         w, (_, *first), (_, *last) = self.anchors.window, near[0], near[-1]
+        # the first own bucket is for the rank before, the last for the rank after; one bucket alone is for both
         edges = [[x[:w] for x in first]] * self.anchors.before + [[x[-w:] for x in last]] * self.anchors.after
         return start_exchange(self.anchors, [torch.cat(edge, dim=1) for edge in edges])
 
@@ -205,17 +212,8 @@ class HaloAttention(nn.Module):
         )
 
 
-class RingAttention(nn.Module):
+class RingAttention(_OwnAnchors):
     """Attention of the own anchors to all; made by `share_anchors`."""
-
-    def __init__(self, anchors: AnchorShards) -> None:
-        super().__init__()
-        self.anchors = anchors
-
-    def extra_repr(self) -> str:
-        """Shown by `print(module)`."""
-        own = self.anchors.own
-        return f"anchors [{own.start}, {own.stop}) of {self.anchors.bounds[-1]}, ranks={self.anchors.mesh.size()}"
 
     def forward(self, q: PerAnchor, k: PerAnchor, values: PerAnchor) -> PerAnchor:
         """Rows of the own anchors."""
@@ -351,6 +349,7 @@ class AnchorFeatures(ShardedFeatures):
         nn.Module.__init__(self)
         self.mesh, self.n_features = anchors.mesh, len(feature_anchor)
         firsts = torch.tensor(anchors.bounds[1:-1], dtype=feature_anchor.dtype, device=feature_anchor.device)
+        # the rank of every feature is that of its anchor; stable, so that a rank keeps the order of its features
         owner = torch.bucketize(feature_anchor, firsts, right=True)
         order = owner.argsort(stable=True)
         self.sizes = owner.bincount(minlength=len(anchors.sizes)).tolist()
@@ -359,15 +358,7 @@ class AnchorFeatures(ShardedFeatures):
         columns = order[first : first + self.sizes[rank]]
         # one tensor for good: S4 looks at the values of a tensor that it has not seen, which waits for the device
         self.register_buffer("feature_anchor", feature_anchor[columns] - anchors.own.start, persistent=False)
-        self.run = _run(columns)
+        self.run = run_of(columns)
         self.register_buffer("columns", columns.clone() if self.run is None else None, persistent=False)
-        ascending = _run(order) is not None
+        ascending = run_of(order) is not None
         self.register_buffer("places", None if ascending else order.argsort(), persistent=False)
-
-
-def _run(columns: Tensor) -> slice | None:
-    if not len(columns):
-        return slice(0, 0)
-    first = int(columns[0])
-    run = torch.arange(first, first + len(columns), device=columns.device)
-    return slice(first, first + len(columns)) if torch.equal(columns, run) else None

@@ -1,4 +1,4 @@
-"""nodes in the graph encoder: every rank of the model axis holds the vertices of its anchors, and some others.
+"""Give every rank of the model axis the vertices of its anchors, and some others (nodes, in the graph encoder).
 
     an anchor         its rank under `nodes` (ranks/shards.py), so that own rows of v enter the decoder
     another vertex    the rank that most of its edges lead to; ties to the lowest, without edges in runs
@@ -42,7 +42,7 @@ from lightning_amp.techniques.contract.protocol import Messages, VertexEncoder, 
 from lightning_amp.techniques.contract.sharded_parameter import shard_parameter
 from lightning_amp.techniques.hic.rows import VertexParallel
 from lightning_amp.techniques.ranks import collectives
-from lightning_amp.techniques.ranks.shards import AnchorShards, shard_anchors
+from lightning_amp.techniques.ranks.shards import AnchorShards, run_of, shard_anchors
 
 Ends = tuple[Int[Tensor, " edge"], Int[Tensor, " edge"]]
 
@@ -97,6 +97,7 @@ class VertexShards:
 
 def shard_vertices(n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " anchor"], ends: Ends) -> VertexShards:
     """Shard the vertices of a graph over the ranks that hold its anchors; edges are in both directions."""
+    # a vertex has one owner, and two anchors may belong to two ranks
     twice = int((torch.bincount(ids, minlength=n_vertices) > 1).sum())
     if twice:
         raise InstallError(
@@ -123,73 +124,47 @@ def shard_vertices(n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " an
     return VertexShards(mesh=anchors.mesh, owner=owner, ids=found, place=place)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class OwnEdges:
-    """The edges whose target a rank holds, and the rows that ranks send each other for them."""
-
-    # places of these edges in the whole list: between own vertices, then from ghosts
-    edges: Int[Tensor, " own_edge"]
-    n_inner: int  # how many are between own vertices
-    source: Int[Tensor, " own_edge"]  # own row of the source, of a ghost its place among the ghosts
-    target: Int[Tensor, " own_edge"]  # own row of the target
-    sent: Int[Tensor, " sent"]  # own rows that are others' ghosts, in the order of the ranks
-    n_sent: list[int]  # how many go to each rank
-    n_received: list[int]  # ghosts from each rank
-
-
-def own_edges(rows: VertexShards, ends: Ends) -> OwnEdges:
-    """The edges of this rank, of all in both directions; in the host's memory."""
-    (source, target), n, ranks = ends, len(rows.owner), rows.mesh.size()
-    origin, reader = rows.owner[source], rows.owner[target]
-    inner = ((origin == rows.rank) & (reader == rows.rank)).nonzero().flatten()
-    outer = ((origin != rows.rank) & (reader == rows.rank)).nonzero().flatten()
-    cut = origin != reader
-    # sorted by who sends, who receives, and the vertex: every rank lists a pair's rows in one order
-    pairs = torch.unique((origin[cut] * ranks + reader[cut]) * n + source[cut])
-    sender, receiver, vertex = pairs // n // ranks, pairs // n % ranks, pairs % n
-    mine, theirs = sender == rows.rank, receiver == rows.rank
-    # pairs are sorted by sender first, which is the order in which an all-to-all hands out what each rank has sent
-    ghost = torch.full((n,), -1)
-    ghost[vertex[theirs]] = torch.arange(int(theirs.sum()))
-    return OwnEdges(
-        edges=torch.cat((inner, outer)),
-        n_inner=len(inner),
-        source=torch.cat((rows.place[source[inner]], ghost[source[outer]])),
-        target=rows.place[target[torch.cat((inner, outer))]],
-        sent=rows.place[vertex[mine]],
-        n_sent=torch.bincount(receiver[mine], minlength=ranks).tolist(),
-        n_received=torch.bincount(sender[theirs], minlength=ranks).tolist(),
-    )
-
-
 class SharedVertices(nn.Module):
-    """This rank's vertices, in the place of all; buffers lie where `coefficient`, of all edges, does."""
+    """This rank's vertices and the edges that lead to them, in the place of all.
 
-    place: Tensor
-    ids: Tensor
-    source: Tensor
-    target: Tensor
-    coefficient: Tensor
-    sent: Tensor
+    Buffers lie where `coefficient`, of all edges, does.
+    """
 
-    def __init__(self, inner: Any, rows: VertexShards, edges: OwnEdges, coefficient: Float[Tensor, " edge"]) -> None:
+    place: Tensor  # own row of every vertex, -1 of those of other ranks
+    ids: Tensor  # own vertices
+    source: Tensor  # of the own edges, between own vertices first, the own row; of a ghost its place among the ghosts
+    target: Tensor  # of the same edges the own row
+    coefficient: Tensor  # of the same edges
+    sent: Tensor  # own rows that are others' ghosts, in the order of the ranks
+
+    def __init__(self, inner: Any, rows: VertexShards, ends: Ends, coefficient: Float[Tensor, " edge"]) -> None:
         super().__init__()
-        self.inner = inner
-        self.mesh = rows.mesh
-        self.n_vertices = len(rows.owner)
-        self.n_inner = edges.n_inner
-        self.n_sent, self.n_received = edges.n_sent, edges.n_received
-        device = coefficient.device
+        self.inner, self.mesh, self.n_vertices = inner, rows.mesh, len(rows.owner)
+        (source, target), n, ranks = ends, self.n_vertices, rows.mesh.size()
+        origin, reader = rows.owner[source], rows.owner[target]
+        inner_edges = ((origin == rows.rank) & (reader == rows.rank)).nonzero().flatten()
+        outer_edges = ((origin != rows.rank) & (reader == rows.rank)).nonzero().flatten()
+        edges, cut = torch.cat((inner_edges, outer_edges)), origin != reader
+        # sorted by who sends, who receives, and the vertex: every rank lists a pair's rows in one order
+        pairs = torch.unique((origin[cut] * ranks + reader[cut]) * n + source[cut])
+        sender, receiver, vertex = pairs // n // ranks, pairs // n % ranks, pairs % n
+        mine, theirs = sender == rows.rank, receiver == rows.rank
+        # pairs are sorted by sender first, which is the order in which an all-to-all hands out what each rank has sent
+        ghost = torch.full((n,), -1)
+        ghost[vertex[theirs]] = torch.arange(int(theirs.sum()))
+        self.n_inner = len(inner_edges)
+        self.n_sent = torch.bincount(receiver[mine], minlength=ranks).tolist()
+        self.n_received = torch.bincount(sender[theirs], minlength=ranks).tolist()
         named = {
-            "place": rows.own_place(torch.arange(self.n_vertices)),
+            "place": rows.own_place(torch.arange(n)),
             "ids": rows.own_ids,
-            "source": edges.source,
-            "target": edges.target,
-            "sent": edges.sent,
+            "source": torch.cat((rows.place[source[inner_edges]], ghost[source[outer_edges]])),
+            "target": rows.place[target[edges]],
+            "sent": rows.place[vertex[mine]],
         }
         for name, values in named.items():
-            self.register_buffer(name, values.to(device), persistent=False)
-        self.register_buffer("coefficient", coefficient[edges.edges.to(device)], persistent=False)
+            self.register_buffer(name, values.to(coefficient.device), persistent=False)
+        self.register_buffer("coefficient", coefficient[edges.to(coefficient.device)], persistent=False)
         # in the host's memory: where a block ends must be known without waiting for the device
         self.own_ids = rows.own_ids
 
@@ -243,8 +218,7 @@ class OwnRows(nn.Module):
 
     def __init__(self, place: Int[Tensor, " own_anchor"], device: torch.device) -> None:
         super().__init__()
-        first = int(place[0])
-        self.run = slice(first, first + len(place)) if bool((place.diff() == 1).all()) else None
+        self.run = run_of(place)
         self.register_buffer("place", place.to(device), persistent=False)
 
     def forward(self, v: PerVertex) -> Float[Tensor, "own_anchor dim"]:
@@ -270,7 +244,7 @@ class _Replicated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (place,) = ctx.saved_tensors
-        # no collective: all ranks have computed the same with the rows, so that each has the whole gradient of its own
+        # no collective: all ranks have computed the same with the rows, so each has the whole gradient of its rows
         own = grad.masked_fill((place < 0)[:, None], 0)
         out = grad.new_zeros(ctx.n_own, grad.shape[1])
         return out.index_add_(0, place.clamp_min(0), own), None, None
@@ -339,7 +313,7 @@ def _shared(encoder: VertexEncoder, rows: VertexShards) -> nn.Module:
     vars(shared).update({name: dict(value) for name, value in vars(shared).items() if type(value) is dict})
     with torch.no_grad():
         *_, coefficient = encoder.messages()
-    leaf = SharedVertices(encoder.vertices, rows, own_edges(rows, encoder.ends), coefficient)
+    leaf = SharedVertices(encoder.vertices, rows, encoder.ends, coefficient)
     shared.add_module("vertices", leaf)
     return shared
 

@@ -1,1 +1,1 @@
-"""Decode from keys first (S4) and the sparse likelihood."""
+"""Decode from selected keys (S4), and compute the sparse likelihood."""

@@ -5,10 +5,10 @@ is to wait for the device: so the host looks before the batch is moved (`find_en
 is looked through when the first stratum asks, once for the batch. A CPU, which waits for nobody, looks a stratum at a
 time, while its columns are in the cache. `SparseCounts`, which the data module hands out, have their entries.
 
-Known limits: what is made of the counts on the device is another tensor, and so are columns chosen by an index; those
-are looked through by every stratum. A change in place is noticed. Without values (meta and fake tensors) entries are
-spread evenly, and of a dense matrix one number in 20 is taken as one. Legend: entry (M), cell (B), feature (F_k, or F
-of all strata).
+Known limits: what is computed from the counts on the device is another tensor, and so are columns chosen by an index;
+every stratum looks through those, and through tensors of inference mode. A change in place is noticed. Without values
+(meta and fake tensors) entries are spread evenly, and of a dense matrix one number in 20 is taken as one. Legend: entry
+(M), cell (B), feature (F_k, or F of all strata).
 """
 
 import math
@@ -43,7 +43,8 @@ def find_entries(before: Any, after: Any, likelihoods: type[nn.Module], module: 
     ]
     widths = set(_widths(likelihoods, module)) if pairs else set()
     for host, moved in pairs:
-        if host.shape[1] in widths and host.device.type == "cpu":
+        # a tensor of inference mode counts no writes, so that what is known of it could be stale
+        if host.shape[1] in widths and host.device.type == "cpu" and not moved.is_inference():
             _remember(moved, SparseCounts.from_dense(host).to(moved.device))
 
 
@@ -55,12 +56,14 @@ def known_entries(x: Num[Tensor, "cell feature"]) -> SparseCounts | None:
     found = _KNOWN.get(id(whole))
     if found is None or found[0]() is not whole or found[1] != whole._version:
         found = _remember(whole, SparseCounts.from_dense(whole))
+    # the strides are those of the whole: the offset says where the block begins
     row, column = divmod(int(x.storage_offset() - whole.storage_offset()), int(whole.stride(0)))
     return found[2][row : row + x.shape[0]][:, column : column + x.shape[1]]
 
 
 def _remember(x: Tensor, counts: SparseCounts) -> tuple["weakref.ref[Tensor]", int, SparseCounts]:
     key = id(x)
+    # the address of a tensor may be used again once it is gone
     _KNOWN[key] = weakref.ref(x, lambda _: _KNOWN.pop(key, None)), x._version, counts
     return _KNOWN[key]
 

@@ -1,4 +1,4 @@
-"""S4: the keys of a stratum's anchors are selected before the product with the cells.
+"""Select the keys of a stratum's anchors before the product with the cells (S4).
 
     (u key^T)[:, feature_anchor] = u key[feature_anchor]^T
 
@@ -10,20 +10,18 @@ With fewer cells than dimensions and F_k near N the price is the higher of the t
 Legend: cell (B), anchor (N), dim (D), feature (F_k of the stratum).
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_amp._torch import has_no_values
+from lightning_amp._torch import version_of
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Counts, FeatureAnchor, PerAnchor, PerCell
-from lightning_amp.techniques.checks.decode import decode_problem
-from lightning_amp.techniques.hic.scores.sparse_likelihood import sparse_likelihood
+from lightning_amp.techniques.checks.decoder import decode_problem
+from lightning_amp.techniques.ranks.shards import run_of
 
 
-def key_first(decode: nn.Module) -> nn.Module:
+def key_first(decode: nn.Module, spec: object = None, mesh: object = None) -> nn.Module:
     """The same decode, with the keys selected first."""
     problem = decode_problem(decode)
     if problem:
@@ -42,39 +40,21 @@ class KeyFirst(nn.Module):
         super().__init__()
         self._seen: Tensor | None = None
         self._version = 0
-        self._start: int | None = None
+        self._run: slice | None = None
 
     def forward(self, u: PerCell, key: PerAnchor, feature_anchor: FeatureAnchor) -> Counts:
         """(u key^T)[:, feature_anchor], through key[feature_anchor]."""
         if torch.compiler.is_compiling():
             # one graph for all strata, whichever feature_anchor they have
             return u @ _select(key, feature_anchor, None).T
-        version = 0 if feature_anchor.is_inference() else feature_anchor._version
+        version = version_of(feature_anchor)
         if feature_anchor is not self._seen or version != self._version:
-            self._seen, self._version, self._start = feature_anchor, version, _start_of_run(feature_anchor)
-        return u @ _select(key, feature_anchor, self._start).T
+            self._seen, self._version, self._run = feature_anchor, version, run_of(feature_anchor)
+        return u @ _select(key, feature_anchor, self._run).T
 
 
-def _select(key: Tensor, feature_anchor: Tensor, start: int | None) -> Tensor:
-    if start is None:
+def _select(key: Tensor, feature_anchor: Tensor, run: slice | None) -> Tensor:
+    if run is None:
         # The backward pass of embedding fills one [N, D], that of indexing two, and is slower.
         return F.embedding(feature_anchor, key)
-    return key if (start, len(feature_anchor)) == (0, len(key)) else key.narrow(0, start, len(feature_anchor))
-
-
-def _start_of_run(feature_anchor: Tensor) -> int | None:
-    if has_no_values(feature_anchor) or not len(feature_anchor):
-        return None
-    start = int(feature_anchor[0])
-    run = torch.arange(start, start + len(feature_anchor), dtype=feature_anchor.dtype, device=feature_anchor.device)
-    return start if torch.equal(feature_anchor, run) else None
-
-
-def decode_key_first(module: nn.Module, spec: Any, mesh: Any) -> nn.Module:
-    """S4: select the keys of a stratum's anchors before the product with the cells."""
-    return key_first(module)
-
-
-def likelihood_of_nonzeros(module: nn.Module, spec: Any, mesh: Any) -> nn.Module:
-    """The likelihood of all counts as if they were zero, with terms of those that are not."""
-    return sparse_likelihood(module)
+    return key if run == slice(0, len(key)) else key[run]

@@ -1,4 +1,4 @@
-"""sparse: the likelihood of all counts as if they were zero, and the terms of those that are not in their places.
+"""Compute the likelihood of all counts as if they were zero, and correct it for those that are not (sparse).
 
     r = log_mu - log_theta      n = -theta softplus(r)      s = zi_logits      l(p, q) = log(e^p + e^q)
     x = 0     log p = l(n, q) - softplus(s)                               q = l(s, log least)
@@ -15,7 +15,7 @@ not computed with where a count is not zero, so nothing cancels. No collectives.
 computed only for the counts that are not zero, and of all [B, F_k] that the likelihood kept there is one, the gradient
 of log_mu. Gradients are computed with the value, so that a backward pass only scales them; it may run many times.
 
-In numbers, besides the arguments, with T = 1 or B rows of the tables and M counts that are not zero:
+In numbers, in addition to the arguments, with T = 1 or B rows of the tables and M counts that are not zero:
 
     kept for the backward pass    (B + 2 T) F_k
     held in the forward pass      the same, and the larger of 18 M and 11 M + 3 chunks (6 if T = B)
@@ -41,17 +41,18 @@ from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
-from lightning_amp.techniques.autograd.precomputed_gradients import wants_gradients
-from lightning_amp.techniques.checks.cached_check import found_out
 from lightning_amp.techniques.checks.likelihood import likelihood_problem, likelihood_settings
+from lightning_amp.techniques.checks.same_function import found_out
+from lightning_amp.techniques.hic.attention.sizes import type_of_sums
 from lightning_amp.techniques.hic.rows import sparse_columns
 from lightning_amp.techniques.hic.scores.nonzero_counts import Entries, entries
+from lightning_amp.techniques.precomputed_gradients import wants_gradients
 
 EXACT = 40.0
 """From here on softplus(x) is x, and a sigmoid 1, to all digits of float64."""
 
 
-def sparse_likelihood(leaf: nn.Module) -> nn.Module:
+def sparse_likelihood(leaf: nn.Module, spec: object = None, mesh: object = None) -> nn.Module:
     """The same likelihood, whose costs are those of the counts that are not zero."""
     problem = found_out(leaf, _problem)
     if problem:
@@ -111,7 +112,7 @@ class SparseZINB(nn.Module):
 class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor | SparseCounts, form: SparseZINB, *arguments: Tensor) -> Tensor:
-        dtype = _dtype(arguments)
+        dtype = type_of_sums(*(t.dtype for t in arguments))
         gradients = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in arguments]
         total = _sum(x, arguments, form, gradients)
         ctx.save_for_backward(*gradients)
@@ -131,7 +132,7 @@ def _sum(
     x: Tensor | SparseCounts, arguments: Sequence[Tensor], form: SparseZINB, gradients: Sequence[Tensor] = ()
 ) -> Tensor:
     """The summed log-probability; fills the gradients if there are any."""
-    dtype = _dtype(arguments)
+    dtype = type_of_sums(*(t.dtype for t in arguments))
     log_mu, log_theta, zi = arguments
     cells, features = log_mu.shape
     width = sparse_columns(cells, launched=launches_operators(log_mu))
@@ -205,6 +206,7 @@ def _zeros(
         # minus the gradient of log_theta
         torch.addcmul(of_mu, scale, softplus, value=-1, out=softplus)
         softplus.view(-1).index_add_(0, places, others[2])
+        # softplus and odds hold the two gradients of every cell by now
         minus_theta, share = _rows(work[1:], (of_theta, of_zi))
         torch.neg(minus_theta, out=of_theta)
         torch.sigmoid(zi, out=missing)
@@ -282,15 +284,6 @@ def _softplus(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     # torch's own threshold of 20 is an error of 2e-9; from 40 on the rest is below float64's digits
     found: Tensor = F.softplus(x, 1.0, EXACT, out=out)  # type: ignore[call-arg]
     return found
-
-
-def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    dtype = torch.float32
-    for tensor in tensors:
-        # asked of torch, it is one more operator
-        if tensor.dtype != dtype:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
 
 
 def _problem(leaf: nn.Module) -> str:

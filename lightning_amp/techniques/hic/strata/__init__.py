@@ -1,1 +1,1 @@
-"""The loop over strata: streamed, recomputed, or split over ranks."""
+"""Run the loop over strata: streamed, recomputed, compiled, or split over ranks."""

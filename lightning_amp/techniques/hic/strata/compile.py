@@ -1,4 +1,4 @@
-"""compile: a stratum's key, and the likelihood of its cells, through torch.compile; the numbers are the same.
+"""Run a stratum's key and the likelihood of its cells through torch.compile (compile); the numbers are the same.
 
     key     one graph for all strata, whose anchors are as many
     nll     one graph for all numbers of features and cells

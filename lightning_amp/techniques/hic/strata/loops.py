@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from lightning_amp._torch import version_of
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Scalar
-from lightning_amp.techniques.autograd.functional_call import call_with, places
-from lightning_amp.techniques.checks.strata_loop import walk_of
+from lightning_amp.techniques.checks.decoder import walk_of
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, LoopTechnique
 from lightning_amp.techniques.hic.rows import RecomputeStrata, StrataParallel
+from lightning_amp.techniques.precomputed_gradients import call_with, places
 from lightning_amp.techniques.ranks.sharded_region import SharedRegion, share_region
 
 
@@ -62,6 +63,7 @@ class _Again:
 
     def __call__(self, v: Tensor, u: Tensor, **cells: Tensor) -> tuple[Tensor, Tensor]:
         stratum, read = self.stratum, _Read(self.stratum, {"v": v, "u": u} | cells)
+        # checkpoint calls `run` again in the backward pass; there `forward` is called, so that hooks run once
         passes = iter(("first",))
 
         def run(v: Tensor, u: Tensor, cells: dict[str, Tensor]) -> Any:
@@ -101,6 +103,7 @@ class _Read:
                 f"pass: what it reads has changed since the forward pass: {', '.join(changed[:5])}; "
                 "change it after the backward pass, or leave 'recompute' out"
             )
+        # what a stratum changes itself it may change again, in a copy
         apart = {name: _alias(self.tensors[name].clone()) for name in self.changing if name in self.tensors}
         return call_with(self.tensors | apart, self.stratum, call)
 
@@ -109,9 +112,7 @@ class _Read:
         return [name for name in now if now[name] != self.versions[name]]
 
     def _versions(self) -> dict[str, int]:
-        # a buffer made in inference mode has none
-        read = self.tensors | self.arguments
-        return {name: 0 if t.is_inference() else t._version for name, t in read.items()}
+        return {name: version_of(t) for name, t in (self.tensors | self.arguments).items()}
 
     def _modes(self) -> list[bool]:
         return [part.training for part in self.stratum.modules()]

@@ -1,4 +1,4 @@
-"""stream: forward and backward pass of one stratum after the other, inside the loss; only one stratum is ever alive.
+"""Run forward and backward pass of one stratum after the other inside the loss (stream); only one is ever alive.
 
     d loss / d v = sum over strata k of d nll_k / d v            the same for u, log_weights and library
 
@@ -18,7 +18,7 @@ between them. Two threads on two cores: a step is 1.43 to 1.58 times as fast, ch
 Legend: cell (B), anchor (N), dim (D), K strata; own: the strata of this rank under strata parallelism.
 Known limits: no second derivative, and one backward pass per loss; strata see their parameters as copies without hooks,
 whose own hooks run once, in the outer backward pass, where a term made of what a stratum has read or computed is
-refused (autograd/precomputed_gradients.py). Chained strata run, and draw random numbers, from the last on; hooks
+refused (techniques/precomputed_gradients.py). Chained strata run, and draw random numbers, from the last on; hooks
 inside a spine run more often; on a GPU random numbers on the spine are not noticed. Gradients are those of the sum over
 cells and features: where float16 overflows in them, loss scaling cannot help, and a warning says so.
 """
@@ -35,23 +35,24 @@ from torch import Tensor, nn
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.shapes import Scalar
-from lightning_amp.techniques.autograd.functional_call import call_with, places
-from lightning_amp.techniques.autograd.precomputed_gradients import (
-    Gradients,
-    GradientSum,
-    add,
-    add_up,
-    gradients,
-    leaf,
-    wants_gradients,
-    with_gradients,
-)
-from lightning_amp.techniques.checks.strata_loop import walk_of
+from lightning_amp.techniques.checks.decoder import walk_of
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder, LoopTechnique, StratumInputs
 from lightning_amp.techniques.hic.rows import StreamStrata
 from lightning_amp.techniques.hic.strata.streamed_stratum import in_microbatches, streamed_key
 from lightning_amp.techniques.hic.strata.thread_pool import run_in_order, workers_for
+from lightning_amp.techniques.precomputed_gradients import (
+    Gradients,
+    GradientSum,
+    add,
+    add_up,
+    call_with,
+    gradients,
+    leaf,
+    places,
+    wants_gradients,
+    with_gradients,
+)
 
 
 def stream_strata(decoder: DecomposedDecoder, spec: StreamStrata, mesh: object) -> Change:
@@ -254,6 +255,7 @@ class _Stream:
         found = [
             (total, grad)
             for total, grad in zip(self.shared, passed.of_inputs, strict=True)
+            # chained, the gradient of v goes to the stratum before, and is not added up here
             if total is not self.shared.v or not self.chained
         ]
         found.append((self._total, passed.nll))

@@ -33,8 +33,11 @@ from torch.autograd.function import once_differentiable
 
 from lightning_amp._torch import gelu_backward, has_no_values, multiplies_in_tf32
 from lightning_amp.errors import InstallError
+from lightning_amp.footprint.forward_overrides import HOOKS
 from lightning_amp.shapes import PerAnchor, PerCell, Scalar
-from lightning_amp.techniques.autograd.precomputed_gradients import (
+from lightning_amp.techniques.checks.key import attention_form
+from lightning_amp.techniques.checks.same_function import mismatch
+from lightning_amp.techniques.precomputed_gradients import (
     Gradients,
     add,
     gradients,
@@ -42,12 +45,9 @@ from lightning_amp.techniques.autograd.precomputed_gradients import (
     wants_gradients,
     with_gradients,
 )
-from lightning_amp.techniques.checks.key import attention_form
-from lightning_amp.techniques.checks.same_function import mismatch
-from lightning_amp.techniques.contract.change import KINDS
 
 PER_CELL = ("library", "log_weight")
-"""What may need a gradient besides u, of all that has a row for every cell."""
+"""Arguments with a row for every cell that may need a gradient, in addition to u."""
 
 
 def in_microbatches(sum_over_cells: object, *, size: int) -> nn.Module:
@@ -198,6 +198,7 @@ def check_sum(
     tf32 = u.is_cuda and multiplies_in_tf32()
     half = u.dtype.itemsize < 4 or tf32 or torch.is_autocast_enabled(u.device.type)
     room = (HALF_TOLERANCE if half else TOLERANCE) * (abs(both) + abs(first) + abs(second))
+    # not `<=`: a loss that is NaN says nothing about sums
     if not abs(both - (first + second)) > room:
         return
     raise InstallError(
@@ -247,7 +248,7 @@ def _plain(key: Any, v: Tensor) -> bool:
         type(layer) is nn.Linear
         and layer.bias is None
         and "forward" not in vars(layer)
-        and not any(getattr(layer, hooks) for hooks in KINDS)
+        and not any(getattr(layer, hooks) for hooks in HOOKS)
         for layer in (key.qk, key.value)
     )
 
@@ -297,5 +298,6 @@ class _Gate(torch.autograd.Function):
         of_a, of_b = of_h.chunk(2, dim=-1)
         torch.mul(grad, gate, out=of_a)
         torch.mul(grad, a, out=of_b)
+        # in place: an elementwise kernel reads a number before it writes it
         gelu_backward(of_b, b, grad_input=of_b)
         return of_h, grad if ctx.needs_input_grad[1] else None

@@ -55,7 +55,14 @@ def run_in_order(
             take(work(item))
         return
     threads, drawn = torch.get_num_threads(), torch.get_rng_state()
-    run, waiting = _under_this_autocast(work), deque[Future[Result]]()
+    enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    def run(item: Item) -> Result:
+        # its cache is one for all threads, and a thread's end empties it
+        with torch.autocast("cpu", dtype, enabled, cache_enabled=False):
+            return work(item)
+
+    waiting = deque[Future[Result]]()
     share = max(1, threads // workers)
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(share,))
     try:
@@ -75,14 +82,3 @@ def run_in_order(
             f"{workers} strata cannot run at the same time: they draw random numbers, which would depend on the order"
             " in which they finish; set workers=1 in the plan's rule of 'stream', or leave 'stream' out"
         )
-
-
-def _under_this_autocast(work: Callable[[Item], Result]) -> Callable[[Item], Result]:
-    enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-
-    def run(item: Item) -> Result:
-        # its cache is one for all threads, and a thread's end empties it
-        with torch.autocast("cpu", dtype, enabled, cache_enabled=False):
-            return work(item)
-
-    return run

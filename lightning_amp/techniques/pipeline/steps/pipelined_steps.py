@@ -40,13 +40,13 @@ from torchmetrics import Metric
 from lightning_amp._torch import tree_map
 from lightning_amp.errors import DataError, InstallError, ModelError
 from lightning_amp.random_streams import isolated_random_streams
-from lightning_amp.techniques.autograd.precomputed_gradients import Gradients, with_gradients
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.run.run_stages import Ran, Rest, Stages, Work, detached, loss_of
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTimes, fills_rounds, schedule
 from lightning_amp.techniques.pipeline.steps.manual_step import ManualStep
 from lightning_amp.techniques.pipeline.steps.sample_check import SampleCheck, cut
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
+from lightning_amp.techniques.precomputed_gradients import Gradients, with_gradients
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}

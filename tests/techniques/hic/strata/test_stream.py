@@ -15,8 +15,8 @@ from torch.func import functional_call
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
-from lightning_amp.techniques.autograd.precomputed_gradients import gradients, leaf
 from lightning_amp.techniques.hic.rows import StreamStrata
+from lightning_amp.techniques.precomputed_gradients import gradients, leaf
 from tests.techniques.sharded_cases import Case, Model, assert_same, gradient, make_plan, reference, train
 
 FIVE = Case(distances=(0, 1, 3, 4, 5))

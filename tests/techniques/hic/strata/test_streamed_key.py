@@ -15,7 +15,7 @@ from lightning_amp.adapters.forms.adapted_decoder import AdaptedAttentionKey
 from lightning_amp.graph.capture import capture
 from lightning_amp.models.decoders.stratum import ZINB, Decode
 from lightning_amp.models.decoders.stratum_keys import AttentionKey
-from lightning_amp.techniques.checks.decode import decode_problem
+from lightning_amp.techniques.checks.decoder import decode_problem
 from lightning_amp.techniques.checks.key import rows_problem
 from lightning_amp.techniques.checks.likelihood import likelihood_problem
 from lightning_amp.techniques.hic.strata.streamed_stratum import StreamedKey, streamed_key

@@ -1,8 +1,13 @@
-"""Check what techniques that replace a decoder's strata loop, its child `walk`, require of the decoder and the loop.
+"""Check that the parts of a decoder compute what techniques require: its child `walk`, and a stratum's `decode`.
 
-walk(strata, u, v, log_weights, own=..., **cells)      negative log-likelihood of the own strata, all if None
-stratum.arguments(k, log_weights, **cells)             what a stratum is called with besides v and u
-stratum.spine(v)                                       only v for the next stratum
+S4 and S5 replace or split what `decode` computes, stream, recompute and strata replace the loop over strata.
+
+    decode(u, key, feature_anchor)                         (u key^T)[:, feature_anchor]
+    walk(strata, u, v, log_weights, own=..., **cells)      negative log-likelihood of the own strata, all if None
+    stratum.arguments(k, log_weights, **cells)             arguments of a stratum in addition to v and u
+    stratum.spine(v)                                       only v for the next stratum
+
+Known limit: `decode` is tried on a few scores of both signs, from 1e-6 to 1e5; what it does with others is not seen.
 """
 
 from typing import Any, cast
@@ -14,6 +19,28 @@ from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.checks.same_function import mismatch, shown
 from lightning_amp.techniques.contract.protocol import DecomposedDecoder
+
+SCALES = (1.0, 2.0**-20, 2.0**13)
+"""Of the examples; powers of two keep products exact."""
+
+
+def decode_problem(decode: nn.Module) -> str:
+    """Why a module is not (u key^T)[:, feature_anchor], of all channels or summed over parts of them; "" if it is."""
+    return next(filter(None, (_decode_problem(decode, scale) for scale in SCALES)), "")
+
+
+def _decode_problem(decode: nn.Module, scale: float) -> str:
+    # small integers are exact in any order of summation: a difference is a different function
+    u, key = scale * torch.tensor([[1.0, -2.0], [-3.0, 5.0]]), torch.arange(10.0).view(5, 2)
+    feature_anchor = torch.tensor([3, 0, 3, 1])
+    expected = (u @ key.T)[:, feature_anchor]
+
+    def run(decode: nn.Module) -> dict[str, Tensor]:
+        parts = [decode(u[:, part], key[:, part], feature_anchor) for part in (slice(0, 1), slice(1, 2))]
+        return {"": decode(u, key, feature_anchor), "the sum over channels": parts[0] + parts[1]}
+
+    with torch.no_grad():
+        return mismatch(decode, {"": expected, "the sum over channels": expected}, run)
 
 
 def walk_of(decoder: DecomposedDecoder, strategy: str, *, stacked: bool = False, once: bool = False) -> nn.Module:
@@ -27,7 +54,7 @@ def walk_of(decoder: DecomposedDecoder, strategy: str, *, stacked: bool = False,
         InstallError: A technique could not stand in for the decoder's strata loop.
     """
     walk = getattr(decoder, "walk", None)
-    problem = _problem(walk, stacked=stacked)
+    problem = _walk_problem(walk, stacked=stacked)
     if problem:
         raise InstallError(
             f"{strategy} does not support {type(decoder).__name__!r}, whose child `walk` {problem}; only a"
@@ -51,17 +78,18 @@ def walk_of(decoder: DecomposedDecoder, strategy: str, *, stacked: bool = False,
     return cast(nn.Module, walk)
 
 
-def _problem(walk: object, *, stacked: bool) -> str:
+def _walk_problem(walk: object, *, stacked: bool) -> str:
     if not isinstance(walk, nn.Module):
         return f"is {shown(walk)}"
     if getattr(walk, "is_technique", False):
         return "" if stacked else f"is {type(walk).__name__!r}, which another technique has put there"
     # strata add 1 to v along the spine and return v + k
-    return mismatch(walk, {"all strata": 16.0, "the inner ones": 8.0, "none": 0.0}, _run)
+    return mismatch(walk, {"all strata": 16.0, "the inner ones": 8.0, "none": 0.0}, _run_walk)
 
 
-def _run(walk: Any) -> dict[str, float]:
-    one, strata = torch.ones(1, 1), nn.ModuleList(_Example() for _ in range(4))
+def _run_walk(walk: Any) -> dict[str, float]:
+    # v + k of all strata is 1 + 0, 2 + 1, 3 + 2 and 4 + 3: 16 in all, and 8 of the two in the middle
+    one, strata = torch.ones(1, 1), nn.ModuleList(_ExampleStratum() for _ in range(4))
     runs = {"all strata": None, "the inner ones": range(1, 3), "none": range(2, 2)}
     return {name: float(walk(strata, one, one, one, own=own)) for name, own in runs.items()}
 
@@ -69,11 +97,12 @@ def _run(walk: Any) -> dict[str, float]:
 def _sees_the_batch(part: nn.Module) -> bool:
     keeps = isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats
     hooks = part._forward_pre_hooks.values()
+    # its power iteration changes a buffer in every pass that trains
     spectral = any("SpectralNorm" in type(one).__name__ for one in (part, *hooks))
     return isinstance(part, AnyBatchNorm) or keeps or spectral
 
 
-class _Example(nn.Module):
+class _ExampleStratum(nn.Module):
     """A stratum with v + k for a loss and v + 1 for the next one."""
 
     def arguments(self, k: int, log_weights: Tensor, **cells: Any) -> dict[str, Any]:

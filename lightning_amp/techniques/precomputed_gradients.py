@@ -8,15 +8,20 @@ So is the backward pass of anything else that was made of what is computed insid
 
 Known limits: torch.autograd.grad does not say so, and leaves out what such a term adds to the gradients; where the term
 starts from something in between, not from a leaf, it is torch that refuses it ("a second time").
+
+`call_with` calls a module with other tensors in place of its parameters and buffers. A tensor in two places has both
+replaced by what is given for each; a module that is a child in two places counts once. torch.func.functional_call goes
+by all names of such a child, and leaves the other tensors in it when it is done.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.func import functional_call
 
 from lightning_amp._torch import add_each, copy_each, scale_each
 from lightning_amp.errors import InstallError
@@ -62,6 +67,7 @@ def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs:
         inputs: Leaves of the graph; of those that need no gradient it is None.
         grad_outputs: Gradients of the outputs, None for a scalar's 1.
     """
+    # by identity: tensors compare by value
     known = {id(tensor) for tensor in inputs}
     strangers = [found for output in outputs for found in _leaves(output) if id(found) not in known]
     if strangers:
@@ -108,6 +114,7 @@ class GradientSum:
             add_up([(self, grad)])
             return
         assert self._room is not None, "what is added to in parts has its memory from the start"
+        # the other columns may get no gradient at all, and count as zero
         self.value = self._room.zero_() if self.value is None else self.value
         if isinstance(columns, Tensor):
             self.value.index_add_(1, columns, grad)
@@ -172,16 +179,6 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
         found += [before for before, _ in node.next_functions]
 
 
-def _scale(found: Gradients, by: Tensor) -> None:
-    """Scale in place, the gradients of a type in one operator."""
-    alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for own in found:
-        if own is not None:
-            alike[own.dtype].append(own)
-    for dtype, some in alike.items():
-        scale_each(some, by.to(dtype))
-
-
 class _Ready(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Compute, home: frozenset[int], *inputs: Tensor) -> Tensor:
@@ -205,5 +202,47 @@ class _Ready(torch.autograd.Function):
                 "a second backward pass through a loss is not supported if its strata are streamed; "
                 "compute the loss again, or leave 'stream' out"
             )
-        _scale(ready, grad)
+        by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for own in ready:
+            if own is not None:
+                by_type[own.dtype].append(own)
+        # one operator for each type, where there may be hundreds of tensors
+        for dtype, same in by_type.items():
+            scale_each(same, grad.to(dtype))
         return None, None, *ready
+
+
+Result = TypeVar("Result")
+
+
+def places(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name: one name for every place that can hold another tensor."""
+    found: dict[str, Tensor] = {}
+    for prefix, part in module.named_modules():
+        found |= part.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        found |= part.named_buffers(prefix, recurse=False, remove_duplicate=False)
+    return found
+
+
+def call_with(tensors: Mapping[str, Tensor], module: nn.Module, call: Callable[[], Result]) -> Result:
+    """What a call returns while a module holds other tensors.
+
+    Args:
+        tensors: By their names in `places`; the other places keep theirs.
+        module: Holds its own tensors again afterwards.
+        call: Calls the module, or methods of it.
+    """
+    named = {f"module.{name}": tensor for name, tensor in tensors.items()}
+    return cast(Result, functional_call(_FunctionalCall(module, call), named, tie_weights=False))
+
+
+class _FunctionalCall(nn.Module):
+    """A call of a module, as a module that is called."""
+
+    def __init__(self, module: nn.Module, call: Callable[[], Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.call = call
+
+    def forward(self) -> Any:
+        return self.call()

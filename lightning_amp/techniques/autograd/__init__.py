@@ -1,1 +1,0 @@
-"""Three tools of autograd, independent of strata."""
