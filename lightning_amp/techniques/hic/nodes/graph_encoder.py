@@ -25,7 +25,7 @@ derivatives are refused; a call of `rows` takes [ends, D] on every rank; encoder
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,7 @@ Ends = tuple[Int[Tensor, " edge"], Int[Tensor, " edge"]]
 class VertexShards:
     """The vertices of all ranks of a mesh axis; a rank's rows are in the order of their ids."""
 
+    technique: ClassVar[str] = "nodes"
     mesh: DeviceMesh
     owner: Int[Tensor, " vertex"]  # rank of every vertex
     ids: tuple[Int[Tensor, " own_vertex"], ...]  # vertices of every rank
