@@ -224,11 +224,11 @@ AGAINST_DDP = {
 
 
 def trainer_of(strategy: Any, *, rank: int = 0, ranks: int = 1, **options: Any) -> pl.Trainer:
-    """A Trainer on CPU; `strategy` "auto" is a plain one."""
-    options = {"accelerator": "cpu", "devices": ranks, "max_epochs": 1, "max_steps": 3, **options}
+    """A Trainer on CPU that writes nothing, of three steps unless asked; `strategy` "auto" is a plain one."""
+    options = QUIET | {"accelerator": "cpu", "devices": ranks, "max_epochs": 1, "max_steps": 3} | options
     if strategy != "auto":
-        options["plugins"] = [RunningRanks(rank, ranks)]
-    return pl.Trainer(**QUIET, **options, strategy=strategy)
+        options["plugins"] = [RunningRanks(rank, ranks), *options.get("plugins", ())]
+    return pl.Trainer(**options, strategy=strategy)
 
 
 class Batches(Dataset[Any]):
