@@ -1,4 +1,4 @@
-"""What test_state.py runs: a small module under every strategy, saved after three steps and after six.
+"""What test_resume.py runs: a small module under every strategy, saved after three steps and after six.
 
 A `Kind` is a way to train; a `Job` trains all six steps, or the last three of them from a checkpoint. Step three lies
 in mid-epoch. Global batches, dropout and the numbers drawn are the same whatever the kind.
@@ -30,7 +30,7 @@ from lightning_amp.lightning.checkpoints.write_checkpoint import Part, convert_c
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.keyed_noise import KeyedDropout
 from lightning_amp.techniques.hic.nodes.graph_encoder import VertexShards
-from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.lightning.strategy import strategy_cases
 from tests.techniques.sharded_cases import Case, decoder
 
 Batch = dict[str, Tensor]
@@ -40,7 +40,6 @@ CASE = Case(features={2: 17})
 N_FEATURES = sum(map(len, CASE.nodes()))
 N_CELLS, GLOBAL_BATCH = 32, 8
 HALF, WHOLE = 3, 6
-QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +110,15 @@ def loader_of(kind: Kind, rank: int) -> StepLoader:
 
 
 class Maps(LightningModule):
-    """A wide layer that S2 splits, keyed dropout, a stratified decoder, a buffer that counts, Adam and a schedule."""
+    """A wide layer that S2 splits, with two names, keyed dropout, a stratified decoder, a buffer that counts; Adam with
+    two groups of parameters, and a schedule.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
         self.encoder = nn.Sequential(nn.Linear(N_FEATURES, CASE.dim), nn.Tanh())
+        self.alias = self.encoder
         self.dropout = KeyedDropout(0.2, stream=1)
         self.decoder = decoder(CASE)
         self.v = nn.Parameter(torch.randn(CASE.anchors, CASE.dim))
@@ -137,7 +139,9 @@ class Maps(LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        rest = [p for p in self.parameters() if p is not self.encoder[0].weight]
+        groups = [{"params": rest}, {"params": [self.encoder[0].weight], "lr": 2e-2}]
+        optimizer = torch.optim.Adam(groups, lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -167,14 +171,8 @@ class TwoOptimisers(Maps):
 
 
 def trainer_of(kind: Kind, rank: int, **options: Any) -> Trainer:
-    strategy = kind.strategy()
-    plugins = [] if strategy == "auto" else [RunningRanks(rank, kind.ranks)]
-    return Trainer(
-        **{**QUIET, "max_epochs": -1, "accelerator": "cpu", "num_sanity_val_steps": 0, **options},
-        strategy=strategy,
-        devices=kind.ranks,
-        plugins=plugins,  # type: ignore[arg-type]
-    )
+    options = {"max_epochs": -1, "max_steps": -1, "num_sanity_val_steps": 0, "enable_checkpointing": True} | options
+    return strategy_cases.trainer_of(kind.strategy(), rank=rank, ranks=kind.ranks, **options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

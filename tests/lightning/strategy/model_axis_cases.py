@@ -123,8 +123,8 @@ def loader_of(rank: int, ranks: int) -> DataLoader[Any]:
 def trainer_of(rank: int, ranks: int, strategy: Any = None, **options: Any) -> Trainer:
     if strategy is None:
         # one process is the oracle, so nothing is sharded or fused in it
-        model_ranks = {"strategies": ALL, "model_parallel_size": MODEL_RANKS} if ranks > 1 else {"strategies": "S1"}
-        strategy = AMPStrategy(**model_ranks)
+        shared = {"strategies": ALL, "model_parallel_size": MODEL_RANKS, "balance_cells": True}
+        strategy = AMPStrategy(**(shared if ranks > 1 else {"strategies": "S1"}))
     defaults = {"precision": "64-true", "max_epochs": 2, "max_steps": -1, "num_sanity_val_steps": 0}
     options = defaults | {"use_distributed_sampler": False} | options
     return strategy_cases.trainer_of(strategy, rank=rank, ranks=ranks, **options)

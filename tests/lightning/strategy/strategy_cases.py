@@ -1,6 +1,6 @@
 """Modules that show how a strategy averages gradients, modules without a decoder, and trainers of both on ranks.
 
-`Case.batches(rank)` are a rank's batches, `Case.batches(None)` those of one process: the union of the ranks' cells.
+`Case.batches(rank)` are a rank's batches, `Case.batches(None)` those of one process: the union of all ranks' cells.
 """
 
 import random
@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import QUIET, Meter, make
 
-EVEN = [(4, 4)] * 7
-UNEVEN = [(4, 4), (5, 3), (2, 6), (7, 1), (3, 3), (1, 2), (6, 2)]
+EVEN: list[tuple[int, ...]] = [(4, 4)] * 7
+UNEVEN: list[tuple[int, ...]] = [(4, 4), (5, 3), (2, 6), (7, 1), (3, 3), (1, 2), (6, 2)]
 """Cells per rank, step by step; seven steps make a short last window of three."""
 
 Batch = dict[str, dict[str, Tensor]]
@@ -186,18 +186,16 @@ class Case:
     """A module to be trained, and how."""
 
     module: Callable[[], LightningModule]
-    cells: list[tuple[int, int]] = field(default_factory=lambda: UNEVEN)
+    cells: list[tuple[int, ...]] = field(default_factory=lambda: UNEVEN)
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def batches(self, rank: int | None) -> list[Batch]:
         generator = torch.Generator().manual_seed(5)
         out: list[Batch] = []
         for sizes in self.cells:
-            x = torch.randn(sum(sizes), 3, generator=generator, dtype=torch.float64)
-            y = torch.randn(sum(sizes), 1, generator=generator, dtype=torch.float64)
-            start = 0 if not rank else sizes[0]
-            stop = sizes[0] if rank == 0 else sum(sizes)
-            out.append({"rna": {"x": x[start:stop], "y": y[start:stop]}})
+            x, y = (torch.randn(sum(sizes), n, generator=generator, dtype=torch.float64) for n in (3, 1))
+            own = slice(None) if rank is None else slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+            out.append({"rna": {"x": x[own], "y": y[own]}})
         return out
 
 

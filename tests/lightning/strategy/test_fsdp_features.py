@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_amp.lightning.checkpoints.write_checkpoint import convert_checkpoint
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.fsdp_features import (
-    MODULES,
     WAYS,
     Blocks,
     Found,
@@ -29,7 +28,7 @@ from tests.lightning.strategy.fsdp_features import (
 )
 from tests.lightning.strategy.strategy_cases import EVEN, Batch, Case
 from tests.lightning.strategy.test_fsdp import close, same_checkpoint, went_on
-from tests.ranks import run_all
+from tests.ranks import run_ranks
 
 
 class Skips(Blocks):
@@ -197,20 +196,14 @@ def refusals(rank: int) -> dict[str, tuple[str, bool]]:
     return found
 
 
-pytestmark = pytest.mark.exhaustive
-
-
-def plain(rank: int, ranks: int, folder: Path) -> Found:
-    """Everything on one process with plain Lightning."""
-    warnings.simplefilter("ignore")
-    return {"saved": saved(rank, 1, folder / "plain"), "ways": ways(None, 1)}
+pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
 
 
 def pair(rank: int, ranks: int, folder: Path) -> Found:
-    """Everything on two ranks; after `plain`."""
+    """Everything on two ranks; after one process."""
     warnings.simplefilter("ignore")
     parts = AMPStrategy(strategies="fsdp", save_distributed_checkpoint=True)
-    found: Found = {"ways": ways(rank, ranks), "mixed": mixed(rank), "offloaded": offloaded(rank)}
+    found: Found = {"ways": ways(rank, ranks, WAYS), "mixed": mixed(rank), "offloaded": offloaded(rank)}
     found |= {"checked": checked(rank), "saved": saved(rank, 2, folder / "fsdp")}
     found["in parts"] = saved(rank, 2, folder / "parts", parts)
     if rank == 0:
@@ -229,54 +222,58 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> dict[str, list[Any]]:
-    return run_all(((1, plain), (2, pair)), folder, timeout=240)
+def plain(folder: Path) -> Found:
+    """Everything on one process with plain Lightning."""
+    return {"saved": saved(0, 1, folder / "plain"), "ways": ways(None, 1, WAYS)}
 
 
-@pytest.mark.parametrize("name", [*WAYS, *(kind.__name__ for kind in MODULES)])
-def test_a_way_to_optimise_gives_what_one_process_gives(runs: Any, name: str) -> None:
-    (one,) = runs["plain"]
-    for rank, found in enumerate(runs["pair"]):
-        close(found["ways"][name], one["ways"][name], f"{name}, rank {rank}")
+@pytest.fixture(scope="module")
+def runs(plain: Found, folder: Path) -> list[Found]:
+    return run_ranks(pair, 2, folder, folder, timeout=240)
 
 
-def test_what_is_compared_has_been_trained(runs: Any) -> None:
-    start, end = Blocks().state_dict(), runs["plain"][0]["ways"]["Blocks"]
+@pytest.mark.parametrize("name", WAYS)
+def test_a_way_to_optimise_gives_what_one_process_gives(plain: Found, runs: list[Found], name: str) -> None:
+    for rank, found in enumerate(runs):
+        close(found["ways"][name], plain["ways"][name], f"{name}, rank {rank}")
+
+
+def test_what_is_compared_has_been_trained(plain: Found, runs: list[Found]) -> None:
+    start, end = Blocks().state_dict(), plain["ways"]["Blocks"]
     moved = {name for name, value in end.items() if (value - start[name]).abs().max() > 1e-4}
     assert {"first.weight", "back.weight", "blocks.1.2.bias", "scale", "shift", "steps"} <= moved
     assert "idle.0.weight" not in moved, "no loss reads it, and it has no gradient to decay by"
 
 
 @pytest.mark.parametrize("name", ["offloaded", "checked"])
-def test_rows_in_the_hosts_memory_and_gradients_that_are_looked_at(runs: Any, name: str) -> None:
-    for found in runs["pair"]:
-        close(found[name], runs["plain"][0]["ways"]["Blocks"], name)
+def test_rows_in_the_hosts_memory_and_gradients_that_are_looked_at(plain: Found, runs: list[Found], name: str) -> None:
+    for found in runs:
+        close(found[name], plain["ways"]["Blocks"], name)
 
 
-def test_half_precision_trains_as_under_ddp(runs: Any) -> None:
-    for found in runs["pair"]:
+def test_half_precision_trains_as_under_ddp(runs: list[Found]) -> None:
+    for found in runs:
         for name, value in found["mixed"]["ddp"].items():
             off = (found["mixed"]["fsdp"][name] - value).norm()
             assert off <= 2e-2 * value.norm() + 1e-7, f"{name}: off by {off:.1e}"
 
 
 @pytest.mark.parametrize("job", ["saved", "in parts", "from plain", "from parts"])
-def test_training_goes_on_from_any_checkpoint(runs: Any, job: str) -> None:
+def test_training_goes_on_from_any_checkpoint(plain: Found, runs: list[Found], job: str) -> None:
     """One process goes on from any, as its own are equal to them (below)."""
-    one = runs["plain"][0]["saved"]
-    for rank, report in enumerate(runs["pair"]):
+    one = plain["saved"]
+    for rank, report in enumerate(runs):
         went_on(report[job], one, f"{job}, rank {rank}")
 
 
-def test_prediction_may_take_unlike_numbers_of_batches(runs: Any) -> None:
-    (one,) = runs["plain"]
-    first, second = (report["saved"]["predicted"] for report in runs["pair"])
+def test_prediction_may_take_unlike_numbers_of_batches(plain: Found, runs: list[Found]) -> None:
+    first, second = (report["saved"]["predicted"] for report in runs)
     assert (len(first), len(second)) == (3, 4)
-    for step, expected in enumerate(one["saved"]["predicted"]):
+    for step, expected in enumerate(plain["saved"]["predicted"]):
         torch.testing.assert_close(torch.cat([first[step], second[step]]), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_checkpoint_is_the_plain_one(folder: Path, runs: Any) -> None:
+def test_a_checkpoint_is_the_plain_one(folder: Path, runs: list[Found]) -> None:
     names = ("fsdp/epoch=0.ckpt", "converted.ckpt", "plain/epoch=0.ckpt")
     *saved, plain_one = (torch.load(folder / name, weights_only=True) for name in names)
     for found in saved:
@@ -285,14 +282,14 @@ def test_a_checkpoint_is_the_plain_one(folder: Path, runs: Any) -> None:
     assert one.data_ptr() == two.data_ptr(), "tied, as in a plain checkpoint"
 
 
-def test_every_rank_writes_its_rows_into_a_directory(folder: Path, runs: Any) -> None:
+def test_every_rank_writes_its_rows_into_a_directory(folder: Path, runs: list[Found]) -> None:
     written = {path.name for path in (folder / "parts" / "epoch=0.ckpt").iterdir()}
     assert {"__0_0.distcp", "__1_0.distcp", "meta.pt", ".metadata"} <= written
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_on_all_ranks(runs: Any, name: str) -> None:
-    for found in runs["pair"]:
+def test_it_is_refused_on_all_ranks(plain: Found, runs: list[Found], name: str) -> None:
+    for found in runs:
         told, restored = found["refused"][name]
         assert REFUSED[name][2] in told
         assert restored, "the module is a plain one again"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_amp.data.prepare.synthetic import synthesize
-from tests.lightning.strategy.model_axis_cases import ALL, CASE, CELLS, N_FEATURES, Maps, batches, everything
+from tests.lightning.strategy.model_axis_cases import ALL, CELLS, N_FEATURES, Maps, batches, everything
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
