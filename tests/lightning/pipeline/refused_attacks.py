@@ -188,7 +188,77 @@ class Metered(Net):
         return loss
 
 
+class Masked(Net):
+    """A mean over the samples that are not masked: of the first ones fewer."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        y = batch["y"].masked_fill(torch.arange(len(batch["y"])) == 0, -100)
+        return F.cross_entropy(self(batch["x"]), y)
+
+
+class Summed(Net):
+    def loss(self, batch: Batch) -> Tensor:
+        return F.cross_entropy(self(batch["x"]), batch["y"], reduction="sum")
+
+    # Adam would divide gradients that are zero but for rounding by something as small
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Contrastive(Summed):
+    """Every sample among the others of the batch."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        h = self(batch["x"])
+        return F.cross_entropy(h @ h.T, torch.arange(len(h)))
+
+
+class Drawn(Net):
+    """Samples are left out at random."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        out = torch.rand(batch["y"].shape) < 0.5
+        return F.cross_entropy(self(batch["x"]), batch["y"].masked_fill(out, -100))
+
+
+class Hooked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_hook(lambda *_: None)
+
+
+class HookedGradient(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda grad: grad / 2)
+
+
+class NoList(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Block().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x)))
+
+
+class CallsTwice(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(self.blocks[1])
+
+
+NO_MEAN = "it is no mean over samples"
 REFUSED: dict[type[Net], str] = {
+    Masked: NO_MEAN,
+    Summed: NO_MEAN,
+    Contrastive: NO_MEAN,
+    Drawn: NO_MEAN,
+    Hooked: "forward_hooks",
+    HookedGradient: "hooks on its gradient",
+    NoList: "requires a ModuleList or Sequential",
+    CallsTwice: "a module in it twice",
     ReadsEarly: "no block returns",
     LogsEarly: "logs, returns or keeps a tensor",
     MetricInside: "inside or between blocks",

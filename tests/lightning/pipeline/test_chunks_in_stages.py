@@ -5,16 +5,13 @@ second step, which stays within the budget.
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import PlanError
@@ -22,15 +19,14 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
 from lightning_amp.techniques.table import in_order
-from tests.any_module import Meter
-from tests.lightning.pipeline.pipeline_cases import GPT, STEPS, fit, trainer_of
+from tests.lightning.pipeline import test_stage_bytes as stage_bytes
+from tests.lightning.pipeline.pipeline_cases import GPT, STEPS, fit
 from tests.lightning.pipeline.test_pipeline import close
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 LEAST = ChunkBlock(budget_bytes=1)
 """As little as a block can do with."""
-WORDS, LENGTH, WIDTH, SAMPLES, HEADS, LAYERS = 10, 64, 16, 8, 4, 4
 
 
 def with_chunks(plan: Plan, names: tuple[str, ...]) -> Plan:
@@ -60,51 +56,9 @@ def test_blocks_of_stages_in_chunks_train_as_one_process(tmp_path: Path) -> None
         assert run["chunked"], "this rank's blocks"
 
 
-class Layer(nn.Module):
-    """Most of its bytes are the scores of all pairs of words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2)
-        q, k, v = heads.chunk(3, 1)
-        scores = (q @ k.mT / (WIDTH / HEADS) ** 0.5).softmax(-1)
-        x = x + self.out((scores @ v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
-class Attention(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, WORDS)
-        self.double()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.words(batch)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), batch.roll(-1, 1).flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
 def three_steps(rank: tuple[int, int] | None, settings: dict[str, Any]) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    draw = torch.Generator().manual_seed(1)
-    batches = [torch.randint(WORDS, (SAMPLES, LENGTH), generator=draw) for _ in range(3)]
-    module, meter = Attention(), Meter()
-    trainer = trainer_of(rank, settings, {"callbacks": [meter]})
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    found = {"state": module.state_dict(), "peak": meter.live.peak}
-    return found | {"plan": getattr(trainer.strategy, "plan", None)}
+    """Of a module whose bytes are most of them the scores of all pairs of words."""
+    return stage_bytes.fit(rank, partial(stage_bytes.Tower, 4 * (64,), heads=4), settings, length=64)
 
 
 def within_budgets(rank: int, ranks: int) -> dict[str, Any]:

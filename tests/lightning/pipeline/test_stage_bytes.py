@@ -4,6 +4,7 @@ what the meter counts in its second step.
 """
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +25,34 @@ WORDS, LENGTH, WIDTH, SAMPLES = 60, 24, 32, 8
 
 
 class Layer(nn.Module):
-    def __init__(self, inner: int) -> None:
+    def __init__(self, inner: int, heads: int) -> None:
         super().__init__()
+        self.heads = heads
         self.norm, self.qkv, self.out = (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH))
         self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        x = x + self.out(((q @ k.mT / WIDTH**0.5).masked_fill(mask, -1e9)).softmax(-1) @ v)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2).chunk(3, 1)
+        scores = (q @ k.mT / WIDTH**0.5).masked_fill(mask, -1e9).softmax(-1)
+        x = x + self.out((scores @ v).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(x)))
 
 
 class Tower(pl.LightningModule):
     """Blocks of growing width; embedding and head have one weight; a mask that every rank makes for itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: tuple[int, ...] = (8, 16, 32, 64, 128, 256), heads: int = 1) -> None:
         super().__init__()
         torch.manual_seed(2)
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Layer(inner) for inner in (8, 16, 32, 64, 128, 256))
+        self.blocks = nn.ModuleList(Layer(n, heads) for n in inner)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
         self.double()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
         x = self.words(batch)
-        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        mask = torch.ones(batch.shape[1], batch.shape[1], dtype=torch.bool).triu(1)
         for block in self.blocks:
             x = block(x, mask)
         return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), batch.roll(-1, 1).flatten())}
@@ -106,18 +109,20 @@ class Timed(Images):
         return {"loss": F.mse_loss(self.head(x * when), batch[:, 0])}
 
 
-def batches(kind: type[pl.LightningModule], steps: int = 3) -> list[Tensor]:
+def batches(module: pl.LightningModule, length: int, steps: int = 3) -> list[Tensor]:
     draw = torch.Generator().manual_seed(1)
-    if kind is Tower:
-        return [torch.randint(WORDS, (SAMPLES, LENGTH), generator=draw) for _ in range(steps)]
+    if isinstance(module, Tower):
+        return [torch.randint(WORDS, (SAMPLES, length), generator=draw) for _ in range(steps)]
     return [torch.randn(SAMPLES, 1, 20, 20, generator=draw, dtype=torch.float64) for _ in range(steps)]
 
 
-def fit(rank: tuple[int, int] | None, kind: type[pl.LightningModule], settings: dict[str, Any]) -> dict[str, Any]:
+def fit(
+    rank: tuple[int, int] | None, kind: Callable[[], pl.LightningModule], settings: dict[str, Any], length: int = LENGTH
+) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     module, meter = kind(), Meter()
     trainer = trainer_of(rank, settings, {"callbacks": [meter]})
-    trainer.fit(module, DataLoader(batches(kind), batch_size=None))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(batches(module, length), batch_size=None))  # type: ignore[arg-type]
     return {"state": module.state_dict(), "peak": meter.live.peak, "plan": getattr(trainer.strategy, "plan", None)}
 
 

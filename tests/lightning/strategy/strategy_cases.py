@@ -310,7 +310,7 @@ def of_example(name: str, strategy: Any, meter: Meter | None = None) -> dict[str
     )
 
 
-def example(rank: int, ranks: int, name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
+def example(name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
     """An example under a plain Trainer, and under amp with budgets that are shares of its peak."""
     plain_meter = Meter()
     plain = of_example(name, "auto", plain_meter)
