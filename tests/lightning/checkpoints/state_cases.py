@@ -110,13 +110,14 @@ def loader_of(kind: Kind, rank: int) -> StepLoader:
 
 
 class Maps(LightningModule):
-    """A wide layer that S2 splits, with two names, keyed dropout, a stratified decoder, a buffer that counts; Adam with
-    two groups of parameters, and a schedule.
+    """A wide layer that S2 splits, with two names, keyed dropout, a stratified decoder, a buffer that counts; by hand
+    Adam with two groups of parameters and a schedule, and descent without a state.
     """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
+        self.automatic_optimization = False
         self.encoder = nn.Sequential(nn.Linear(N_FEATURES, CASE.dim), nn.Tanh())
         self.alias = self.encoder
         self.dropout = KeyedDropout(0.2, stream=1)
@@ -132,30 +133,11 @@ class Maps(LightningModule):
         loss: Tensor = self.decoder(u, self.v, **arguments)
         return loss + 0.1 * self.v.square().mean()
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
         self.seen += 1
         loss = self.loss(batch)
         self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone())))
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        rest = [p for p in self.parameters() if p is not self.encoder[0].weight]
-        groups = [{"params": rest}, {"params": [self.encoder[0].weight], "lr": 2e-2}]
-        optimizer = torch.optim.Adam(groups, lr=1e-2)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-class TwoOptimisers(Maps):
-    """Manual optimisation by RMSprop with momentum and by SGD without, which has no state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
         optimizers = self.optimizers()
-        loss = super().training_step(batch, batch_idx)
         for optimizer in optimizers:
             optimizer.zero_grad()
         self.manual_backward(loss)
@@ -165,9 +147,11 @@ class TwoOptimisers(Maps):
             self.lr_schedulers().step()  # type: ignore[union-attr]
 
     def configure_optimizers(self) -> Any:
-        first = torch.optim.RMSprop(self.encoder.parameters(), lr=1e-3, momentum=0.5)
-        second = torch.optim.SGD([*self.decoder.parameters(), self.v], lr=1e-2)
-        return [first, second], [torch.optim.lr_scheduler.ExponentialLR(first, 0.9)]
+        wide = self.encoder[0].weight
+        groups = [{"params": [self.v, self.encoder[0].bias]}, {"params": [wide], "lr": 2e-2}]
+        adam = torch.optim.Adam(groups, lr=1e-2)
+        descent = torch.optim.SGD(self.decoder.parameters(), lr=1e-2)
+        return [adam, descent], [torch.optim.lr_scheduler.StepLR(adam, 2, gamma=0.7)]
 
 
 def trainer_of(kind: Kind, rank: int, **options: Any) -> Trainer:
@@ -181,16 +165,15 @@ class Job:
 
     kind: str
     saved_by: str = ""
-    two: bool = False
 
     @property
     def name(self) -> str:
-        return self.kind + (f" from {self.saved_by}" if self.saved_by else "") + (", two" if self.two else "")
+        return self.kind + (f" from {self.saved_by}" if self.saved_by else "")
 
     @property
     def source(self) -> str:
-        """The name of the job that has saved; that of a job which starts anew is its own."""
-        return Job(kind=self.saved_by or self.kind, two=self.two).name
+        """The kind that has saved; that of a job which starts anew is its own."""
+        return self.saved_by or self.kind
 
     @property
     def reads_file(self) -> bool:
@@ -207,9 +190,8 @@ class Job:
 def fit(job: Job, rank: int, folder: Path) -> Found:
     """Six steps, saved after three and after six; or the last three, from a checkpoint."""
     seed_everything(7)
-    model = TwoOptimisers() if job.two else Maps()
+    model, per_step = Maps(), 2
     # Lightning counts a step for every optimizer
-    per_step = 2 if job.two else 1
     saver = ModelCheckpoint(
         folder / job.name,
         filename="{step}",

@@ -58,7 +58,7 @@ def test_blocks_of_stages_in_chunks_train_as_one_process(tmp_path: Path) -> None
 
 def three_steps(rank: tuple[int, int] | None, settings: dict[str, Any]) -> dict[str, Any]:
     """Of a module whose bytes are most of them the scores of all pairs of words."""
-    return stage_bytes.fit(rank, partial(stage_bytes.Tower, 4 * (64,), heads=4), settings, length=64)
+    return stage_bytes.fit(rank, partial(stage_bytes.Tower, 4 * (64,), heads=8), settings, length=64)
 
 
 def within_budgets(rank: int, ranks: int) -> dict[str, Any]:

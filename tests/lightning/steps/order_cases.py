@@ -133,8 +133,7 @@ def dealt(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     site = Site(strategies="S1", rank=rank, ranks=ranks, folder=folder)
     size = CELLS // ranks
     found: dict[str, Any] = {name: read(site, make(size)) for name, make in (IN_ORDER | SHUFFLED).items()}
-    if ranks > 1:
-        found["whole batches"] = read(site, whole_batches())
+    found["whole batches"] = read(site, whole_batches())
     found["overfit"] = read(site, SHUFFLED["shuffle=True"](size), overfit_batches=2)
     found["resumed"] = resumed(site, size)
     return found
@@ -145,12 +144,6 @@ def whole_batches(n_batches: int = 5) -> DataLoader[Any]:
     columns = Cells().columns
     items = [{name: value[4 * i :][:4] for name, value in columns.items()} for i in range(n_batches)]
     return DataLoader(items, batch_size=None)  # type: ignore[arg-type]
-
-
-def grouped(rank: int, ranks: int, strategies: str) -> dict[str, Any]:
-    """What a rank of the model axis reads."""
-    site = Site(strategies=strategies, rank=rank, ranks=ranks, model_ranks=ranks)
-    return {name: read(site, make(CELLS)) for name, make in (IN_ORDER | SHUFFLED).items()}
 
 
 def union(parts: list[Steps]) -> Steps:

@@ -224,9 +224,10 @@ AGAINST_DDP = {
 def trainer_of(strategy: Any, *, rank: int = 0, ranks: int = 1, **options: Any) -> pl.Trainer:
     """A Trainer on CPU that writes nothing, of three steps unless asked; `strategy` "auto" is a plain one."""
     options = QUIET | {"accelerator": "cpu", "devices": ranks, "max_epochs": 1, "max_steps": 3} | options
-    if strategy != "auto":
-        options["plugins"] = [RunningRanks(rank, ranks), *options.get("plugins", ())]
-    return pl.Trainer(**options, strategy=strategy)
+    plugins = [*options.pop("plugins", ())]
+    if strategy != "auto" and not any(isinstance(plugin, RunningRanks) for plugin in plugins):
+        plugins.append(RunningRanks(rank, ranks))
+    return pl.Trainer(**options, strategy=strategy, plugins=plugins)
 
 
 class Batches(Dataset[Any]):
@@ -308,35 +309,6 @@ def of_example(name: str, strategy: Any, meter: Meter | None = None) -> dict[str
     return fitted(
         module, DataLoader(Batches(batch), batch_size=None), strategy, precision="64-true", callbacks=callbacks
     )
-
-
-def example(name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
-    """An example under a plain Trainer, and under amp with budgets that are shares of its peak."""
-    plain_meter = Meter()
-    plain = of_example(name, "auto", plain_meter)
-    found = []
-    for share in shares:
-        meter = Meter()
-        budget = int(share * plain_meter.live.peak)
-        run = of_example(name, AMPStrategy(device_memory=budget, unfit="train"), meter)
-        error = max(float((run["parameters"][key] - value).abs().max()) for key, value in plain["parameters"].items())
-        plan = run["plan"]
-        found.append(
-            {
-                "budget": budget,
-                "measured": meter.live.peak,
-                "eager": plain_meter.live.peak,
-                "predicted": plan.predicted_peak_bytes,
-                "strategies": plan.strategies,
-                "fits": plan.fits,
-                "error": error,
-                "steps": run["steps"],
-                "plain steps": plain["steps"],
-                "json": plan.to_json(),
-                "notes": plan.notes,
-            }
-        )
-    return found
 
 
 def example_on_ranks(rank: int, ranks: int, name: str, budgets: tuple[int | None, ...]) -> list[tuple[Any, int, bool]]:
