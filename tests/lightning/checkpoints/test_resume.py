@@ -350,7 +350,7 @@ def test_the_command_refuses(
 
 @pytest.mark.ranks
 def test_values_stay_on_the_disk_until_they_are_asked_for(damaged: Path) -> None:
-    (state,) = open_directory(damaged)["optimizer_states"]
+    state, _ = open_directory(damaged)["optimizer_states"]
     average = state["state"][0]["exp_avg"]
     assert isinstance(average, Stored)
     assert average.read().shape == average.shape

@@ -14,7 +14,7 @@ import lightning_amp
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.strategy import hardware
-from tests.lightning.pipeline.pipeline_cases import GPT, fit, tokens
+from tests.lightning.pipeline.pipeline_cases import CNN, GPT, fit, tokens
 from tests.ranks import run_ranks
 
 PERIOD, PRODUCT = 0.1, 1e-3
@@ -52,17 +52,17 @@ def test_a_quota_s_share_is_found_wherever_its_period_begins(begin: float) -> No
 def runs(rank: int, ranks: int) -> dict[str, Any]:
     """Stages of ranks that are alike, of a slow rank 0, and of a rank 0 with less memory than it took."""
     me, settings = (rank, ranks), {"schedule": "1f1b", "micro_batches": 4}
-    alike = fit(me, GPT(), settings, {})
+    alike = fit(me, CNN(), settings, {})
     # larger products take rank 0 longer, as if it were slow
     rows = 512 if rank == 0 else 192
     with patch.object(hardware, "SPEED_SIZE", rows), patch.object(hardware, "SPEED_S", 0.2):
         speeds = hardware.measured_speeds(torch.device("cpu"), ranks)
-        slow = fit(me, GPT(), settings | {"device_speeds": "measure"}, {})
+        slow = fit(me, CNN(), settings | {"device_speeds": "measure"}, {})
     first, second = (stage.peak_bytes for stage in alike["plan"].stages)
     memory = (first - 1, 4 * second)
-    small = fit(me, GPT(), settings | {"device_memory": [f"{n}B" for n in memory]}, {})
+    small = fit(me, CNN(), settings | {"device_memory": [f"{n}B" for n in memory]}, {})
     with pytest.raises(PlanError) as error:
-        fit(me, GPT(), settings | {"device_memory": ["1GiB"] * 3}, {})
+        fit(me, CNN(), settings | {"device_memory": ["1GiB"] * 3}, {})
     refused = str(error.value)
     return {"alike": alike, "slow": slow, "small": small, "speeds": speeds, "memory": memory, "refused": refused}
 
@@ -70,7 +70,7 @@ def runs(rank: int, ranks: int) -> dict[str, Any]:
 @pytest.mark.full
 @pytest.mark.ranks
 def test_a_slow_or_small_device_has_fewer_blocks(tmp_path: Path) -> None:
-    expected, every = fit(None, GPT(), {}, {})["state"], run_ranks(runs, 2, tmp_path, timeout=200)
+    expected, every = fit(None, CNN(), {}, {})["state"], run_ranks(runs, 2, tmp_path, timeout=200)
     for rank, found in enumerate(every):
         assert found["speeds"] == every[0]["speeds"]
         assert found["speeds"][0] < 0.5
