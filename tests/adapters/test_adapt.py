@@ -4,13 +4,11 @@ Two and four ranks train once under every placement and every way of keeping act
 from one device.
 """
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributions import Bernoulli, NegativeBinomial
 
@@ -24,7 +22,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.techniques.contract.protocol import find_decoders
 from tests.adapters import foreign_cases
-from tests.adapters.foreign_cases import every_plan, everything, example, trained
+from tests.adapters.foreign_cases import every_plan, everything, example, fit, trained
 from tests.adapters.higlue_shaped import Copy, Foreign
 from tests.each import FEW
 from tests.ranks import run_ranks
@@ -127,14 +125,6 @@ def test_what_is_not_detected_trains_under_s1_and_the_plan_says_so() -> None:
     assert foreign_cases.differences(trained(Told(BASE), batches, "S1"), expected) == 0
     with pytest.raises(PlanError, match="none was detected.*because it has hooks on modules of"):
         fit(Told(BASE), batches, AMPStrategy(strategies=["S1", "stream"]))
-
-
-def fit(module: Foreign, batches: Any, strategy: AMPStrategy) -> None:
-    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    loader = torch.utils.data.DataLoader(batches, batch_size=None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        Trainer(**dict.fromkeys(quiet, False), accelerator="cpu", max_epochs=1, strategy=strategy).fit(module, loader)
 
 
 @pytest.mark.long

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.adapters.higlue_shaped import Copy, Foreign, cells
+from tests.lightning.strategy.strategy_cases import trainer_of
 
 LARGE = Copy(anchors=400, more_rows=800, strata=12, dim=32, window=40, experiments=1)
 
@@ -40,11 +40,7 @@ def peaks(module: Any, strategy: AMPStrategy) -> tuple[int, int]:
     rows = [{n: t[i].float() if t.is_floating_point() else t[i] for n, t in counts.items()} for i in range(24)]
     monitor = StratumMemoryMonitor(plot=False)
     loader = DataLoader(rows, batch_size=8)  # type: ignore[arg-type]
-    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    trainer = Trainer(
-        **dict.fromkeys(quiet, False), accelerator="cpu", max_epochs=1, strategy=strategy, callbacks=[monitor]
-    )
-    trainer.fit(module, loader)
+    trainer_of(strategy, callbacks=[monitor]).fit(module, loader)
     row = next(row for row in monitor.rows if row["stratum"] == "step")
     return row["predicted_bytes"], row["peak_bytes"]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import DataError, InstallError
+from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements
 from lightning_amp.lightning.checkpoints.shards import Shards, check_optimizers, restore
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, shard_parameter
 from lightning_amp.techniques.ranks.shards import Runs
@@ -164,3 +165,35 @@ def test_optimizers_that_mix_elements_are_refused() -> None:
     optimizer.step()
     with pytest.raises(InstallError, match=r"'Adafactor' keeps 'row_var' of shape \(5, 1\) for a shard"):
         Shards(model, sharded).saved_optimizer_state(optimizer, optimizer.state_dict(), in_parts=False)
+
+
+class ByNorm(torch.optim.Optimizer):
+    """As LAMB: the step of a parameter is as long as the parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad * p.norm() / p.grad.norm())
+
+
+class Plain(torch.optim.AdamW):
+    pass
+
+
+class Fails(Plain):
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("only as it was made")
+
+
+def test_an_optimiser_that_mixes_elements_is_known() -> None:
+    for kind, right in ((ByNorm, True), (Plain, False), (Fails, None)):
+        optimizer: Any = kind([nn.Parameter(torch.randn(3))])
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        before = torch.random.get_rng_state()
+        assert [mixes_elements(optimizer, flat=flat) for flat in (True, False)] == [right, right], kind
+        assert torch.equal(torch.random.get_rng_state(), before)
+        assert not optimizer.state

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import QUIET, Meter, make
 
 EVEN: list[tuple[int, ...]] = [(4, 4)] * 7
@@ -309,23 +308,3 @@ def of_example(name: str, strategy: Any, meter: Meter | None = None) -> dict[str
     return fitted(
         module, DataLoader(Batches(batch), batch_size=None), strategy, precision="64-true", callbacks=callbacks
     )
-
-
-def example_on_ranks(rank: int, ranks: int, name: str, budgets: tuple[int | None, ...]) -> list[tuple[Any, int, bool]]:
-    """An example on several ranks under each budget: its plan, what the meter has seen, whether it has trained."""
-    found = []
-    for budget in budgets:
-        module, batch = make(name)
-        before = [p.detach().clone() for p in module.parameters()]
-        meter = Meter()
-        run = fitted(
-            module,
-            DataLoader(Batches(batch, 8), batch_size=None),
-            AMPStrategy(device_memory=budget, unfit="train"),
-            rank=rank,
-            ranks=ranks,
-            callbacks=[meter],
-        )
-        trained = not all(map(torch.equal, before, module.parameters()))
-        found.append((run["plan"], meter.live.peak, trained))
-    return found

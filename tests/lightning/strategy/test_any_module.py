@@ -23,7 +23,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
 from tests.any_module import Meter, make
-from tests.lightning.strategy.strategy_cases import Small, example_on_ranks, fitted, of_example, same
+from tests.lightning.strategy.strategy_cases import Batches, Small, fitted, of_example, same
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -341,6 +341,45 @@ def test_what_is_named_is_done_or_refused(tmp_path: Path) -> None:
         run(AMPStrategy(strategies="fsdp"))
 
 
+class Typed(nn.Module):
+    """It makes a tensor without a type, which Lightning's precision "64-true" gives one during a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.layer(x) * torch.linspace(0.1, 1, 4)).tanh()
+
+
+class TypedStack(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(Typed(), Typed(), nn.Linear(4, 2))
+
+
+def test_a_block_that_is_computed_again_makes_tensors_of_the_type_of_the_step() -> None:
+    data, found = DataLoader(CELLS.double(), batch_size=4), []  # type: ignore[arg-type]
+    for strategies in ("S1", "S1,recompute"):
+        run = fitted(TypedStack(), data, AMPStrategy(strategies=strategies), precision="64-true")
+        assert torch.get_default_dtype() == torch.float32
+        found.append(run["parameters"])
+    assert same(*found)
+
+
+def on_ranks(rank: int, ranks: int, name: str, budgets: tuple[int, ...]) -> list[tuple[Any, int, bool]]:
+    """Under each budget the plan, what the meter has seen, and whether parameters have moved."""
+    found = []
+    for budget in budgets:
+        (module, batch), meter = make(name), Meter()
+        before = [p.detach().clone() for p in module.parameters()]
+        data, strategy = Batches(batch, 8), AMPStrategy(device_memory=budget, unfit="train")
+        run = fitted(module, DataLoader(data, batch_size=None), strategy, rank=rank, ranks=ranks, callbacks=[meter])
+        found.append((run["plan"], meter.live.peak, not all(map(torch.equal, before, module.parameters()))))
+    return found
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "shares", "strategies"),
@@ -352,7 +391,7 @@ def test_what_is_named_is_done_or_refused(tmp_path: Path) -> None:
 def test_two_ranks_are_predicted_and_fitted(name: str, shares: Any, strategies: Any, tmp_path: Path) -> None:
     peak = lightning_amp.profile(*make(name)).peak_bytes
     budgets = tuple(int(share * peak) for share in shares)
-    for rank in run_ranks(example_on_ranks, 2, tmp_path, name, budgets, timeout=200):
+    for rank in run_ranks(on_ranks, 2, tmp_path, name, budgets, timeout=200):
         for budget, expected, (plan, measured, trained) in zip(budgets, strategies, rank, strict=True):
             assert trained
             assert plan.strategies == expected

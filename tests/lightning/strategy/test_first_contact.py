@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
@@ -19,38 +17,19 @@ from lightning_amp import AMPStrategy, Plan
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning._compat import MultiProcessingLauncher
 from lightning_amp.lightning.faults.launchers import end_as_ours
-from tests.any_module import QUIET
+from tests.lightning.strategy.strategy_cases import Small, trainer_of
 from tests.paths import ROOT
 
 
-class Small(LightningModule):
-    """Two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters())
+def cells() -> Any:
+    return DataLoader(torch.randn(24, 4), batch_size=4)  # type: ignore[arg-type]
 
 
 def fitted(folder: Path, caplog: pytest.LogCaptureFixture, *, logger: bool = True, **options: Any) -> list[str]:
     """The lines that a fit says."""
     caplog.clear()
-    trainer = Trainer(
-        strategy=AMPStrategy(**options),
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=CSVLogger(folder) if logger else False,
-        default_root_dir=folder,
-        log_every_n_steps=1,
-        **{name: value for name, value in QUIET.items() if name != "logger"},
-    )
-    trainer.fit(Small(), DataLoader(torch.randn(24, 8), batch_size=4))
+    own: dict[str, Any] = {"max_steps": -1, "log_every_n_steps": 1, "default_root_dir": folder}
+    trainer_of(AMPStrategy(**options), logger=CSVLogger(folder) if logger else False, **own).fit(Small(), cells())
     return caplog.text.splitlines()
 
 
@@ -136,12 +115,12 @@ def test_ranks_that_were_started_by_multiprocessing_raise_the_mistake_itself(mon
 SCRIPT = """
 from lightning.pytorch import Trainer
 from lightning_amp import AMPStrategy
-from tests.lightning.strategy.test_first_contact import DataLoader, Small, torch
+from tests.lightning.strategy.test_first_contact import Small, cells
 
 
 strategy = AMPStrategy(device_memory="1KiB")
 options = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
-Trainer(strategy=strategy, **options).fit(Small(), DataLoader(torch.zeros(24, 8), batch_size=4))
+Trainer(strategy=strategy, **options).fit(Small(), cells())
 """
 
 
