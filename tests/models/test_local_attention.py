@@ -1,4 +1,4 @@
-"""LocalAttention is the local-attention package's computation, and buckets can be attended in any pieces."""
+"""LocalAttention is the local-attention package's computation; pieces of it are in test_s3_chunked.py."""
 
 import pytest
 import torch
@@ -44,16 +44,6 @@ def test_values_and_gradients_are_the_packages(n, window, dim):
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(("n", "window", "dim"), SHAPES, ids=IDS)
-def test_pieces_equal_the_whole(n, window, dim, size):
-    attention = LocalAttention(dim, window)
-    state = attention.prepare(*inputs(n, dim))
-    n_buckets = attention.n_buckets(n)
-    pieces = [attention.attend(state, first, min(first + size, n_buckets)) for first in range(0, n_buckets, size)]
-    assert torch.equal(torch.cat(pieces), attention.attend(state, 0, n_buckets))
 
 
 @pytest.mark.parametrize("kind", [LocalAttention, FusedLocalAttention])

@@ -4,7 +4,7 @@ Decoder steps of many sizes under every plan were measured once, on one machine:
 seconds of every plan, rounds interleaved, of the slowest rank. Two ranks have one thread each, and B cells each where
 they are on the data axis. Commit 89df923b has the command that measured them. Nothing is timed here.
 
-Also claimed: three ways to cut a pipeline agree, and the one that is printed in the paper packs as ours; a run is counted.
+Also claimed: three ways to cut a pipeline agree, and the one that is printed in the paper packs as ours; a run counted.
 """
 
 import json

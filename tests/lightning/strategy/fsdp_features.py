@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -209,12 +209,24 @@ def offloaded(rank: int) -> dict[str, Tensor]:
     return trained(module)
 
 
-def checked(rank: int) -> dict[str, Tensor]:
-    """With a look at every loss and gradient."""
-    module = Blocks()
+class Norms(Callback):
+    """Of the gradients, by the strategy where it knows them."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        ask = getattr(trainer.strategy, "gradient_norm", None)
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        self.found.append(float(ask() if ask else nn.utils.get_total_norm(grads)))
+
+
+def checked(rank: int, ranks: int) -> tuple[dict[str, Tensor], list[float]]:
+    """With a look at every loss and gradient, and the norm of each step."""
+    module, norms, data = Blocks(), Norms(), Case(Blocks).batches(rank if ranks > 1 else None)
     strategy = AMPStrategy(strategies="fsdp", check_finite=True)
-    trainer_of(rank, 2, strategy).fit(module, loader(Case(Blocks).batches(rank)))
-    return trained(module)
+    trainer_of(rank, ranks, strategy, callbacks=[norms]).fit(module, loader(data))
+    return trained(module), norms.found
 
 
 def mixed(rank: int) -> Found:

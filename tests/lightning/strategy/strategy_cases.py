@@ -117,13 +117,6 @@ class OneRankOnly(Regression):
         return loss if self.trainer.global_rank == 0 else torch.zeros((), requires_grad=True)
 
 
-class Quasinewton(Regression):
-    """A line search needs the same loss on every rank."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.body.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-
-
 class Adversarial(LightningModule):
     """Two optimisers in manual optimisation, the discriminator first; each step clipped."""
 

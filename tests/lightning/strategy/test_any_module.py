@@ -23,32 +23,12 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
 from tests.any_module import Meter, make
-from tests.lightning.strategy.strategy_cases import Batches, Small, fitted, of_example, same
+from tests.lightning.strategy.strategy_cases import Batches, Small, fitted, same
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 CELLS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("name", ["gene_transformer", "wide_mlp", "cnn"])
-def test_examples_are_predicted_and_train_as_they_do_on_a_plain_trainer(name: str) -> None:
-    whole = Meter()
-    plain = of_example(name, "auto", whole)
-    for share in (1.0, 0.75, 0.5):
-        meter, budget = Meter(), int(share * whole.live.peak)
-        run = of_example(name, AMPStrategy(device_memory=budget, unfit="train"), meter)
-        plan, diagnosis = run["plan"], run["plan"].diagnosis
-        for key, value in plain["parameters"].items():
-            assert (run["parameters"][key] - value).abs().max() <= 1e-10, key
-        assert run["steps"] == plain["steps"] >= 3
-        assert plan.predicted_peak_bytes == pytest.approx(meter.live.peak, rel=0.05)
-        assert plan.fits is (plan.predicted_peak_bytes <= budget)
-        assert diagnosis.largest == ("parameters" if name == "wide_mlp" else "saved")
-        assert diagnosis.measured == "fake tensors", diagnosis.reason
-        assert diagnosis.evidence
-        assert plan.candidates
-        assert Plan.from_json(plan.to_json()) == plan
 
 
 class Wide(Small):
