@@ -290,7 +290,7 @@ def test_a_configuration_is_profiled(config: str, capsys: Any) -> None:
     text = capsys.readouterr().out
     assert "largest part: parameters, gradients and optimiser state (parameters)" in text
     assert "batch of 4" in text
-    assert ".0.weight.exp_avg" in text
+    assert ".0.weight" in text
     assert "counted on fake tensors" in text
     assert max(map(len, text.splitlines())) <= 80
     assert main(["profile", "--config", config, "--format", "json"]) == 0
@@ -324,7 +324,7 @@ def test_a_class_is_profiled_without_a_configuration(
     assert main(["profile", "deep_model:Deep", "--batch", "4x64"]) == 0
     text = capsys.readouterr().out
     assert "batch of 4" in text
-    assert ".0.weight.exp_avg" in text
+    assert ".0.weight" in text
     # one of the current folder, which is not on the path of a console script
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "words_model.py").write_text(WORDS)

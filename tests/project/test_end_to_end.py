@@ -17,7 +17,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read_profile import profile
-from tests.any_module import QUIET
+from tests.lightning.strategy.strategy_cases import trainer_of
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,7 @@ def test_a_run_that_is_predicted_not_to_fit_is_refused_or_says_so_before_it_star
 
 
 def fitted(strategy: AMPStrategy, data_dir: Path, **options: Any) -> Trainer:
-    defaults = {"accelerator": "cpu", "devices": 1, "max_steps": 4, "limit_val_batches": 0}
-    trainer = Trainer(**QUIET, **{**defaults, **options}, strategy=strategy)
+    trainer = trainer_of(strategy, **{"max_steps": 4, "max_epochs": None, "limit_val_batches": 0} | options)
     trainer.fit(GLUE(latent_dim=8, window=8), SingleCellDataModule(data_dir, batch_size=4))
     return trainer
 

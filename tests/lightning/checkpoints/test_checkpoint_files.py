@@ -25,7 +25,7 @@ from lightning_amp.cli.main import main
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.checkpoints.read_directory import open_directory
 from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO, _aside, _remove_left_over
-from tests.lightning.conformance.cases import QUIET
+from tests.any_module import QUIET
 
 WEIGHT = torch.arange(6.0).reshape(2, 3)
 
