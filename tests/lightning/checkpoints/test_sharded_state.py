@@ -22,24 +22,38 @@ from tests.techniques.sharded_cases import differences, model_mesh
 FEATURES = 7
 
 
+class Twice(nn.Module):
+    """A network under two names, which a state dict lists twice."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = self.alias = net
+
+
 def test_a_rank_takes_its_part_of_a_checkpoint_which_stays_as_it_was() -> None:
     """Ranks that save and go on from each other's checkpoints are in test_resume.py."""
-    whole = make(FEATURES)
+    whole = Twice(make(FEATURES))
     optimizer = torch.optim.Adam(whole.parameters(), amsgrad=True)
-    whole(inputs(FEATURES)).square().mean().backward()
+    whole.net(inputs(FEATURES)).square().mean().backward()
     optimizer.step()
-    checkpoint = optimizer.state_dict()
-    before = copy.deepcopy(checkpoint["state"])
-    model, sharded = shared_weight()
+    saved, states = whole.state_dict(), optimizer.state_dict()
+    before = copy.deepcopy(saved), copy.deepcopy(states["state"])
+    net, sharded = shared_weight()
+    model = Twice(net)
     shards = Shards(model, sharded)
-    (own,) = shards.own_optimizer_states([torch.optim.Adam(model.parameters(), amsgrad=True)], [checkpoint])
-    assert all(differences(checkpoint["state"][index], state) == [] for index, state in before.items())
-    kept = own["state"][0]["exp_avg"]
-    assert kept.shape == sharded[0].shard.shape
-    assert kept.untyped_storage().nbytes() == kept.nbytes, "no view of the whole"
+    (own,) = shards.own_optimizer_states([torch.optim.Adam(model.parameters(), amsgrad=True)], [states])
+    state: Any = shards.own_state(saved)
+    assert differences(saved, before[0]) == []
+    assert all(differences(states["state"][index], values) == [] for index, values in before[1].items())
+    columns = [(state[f"{name}.0.weight"], before[0]["net.0.weight"]) for name in ("net", "alias")]
+    columns += [(own["state"][0][name], before[1][0][name]) for name in ("exp_avg", "max_exp_avg_sq")]
+    for part, value in columns:
+        assert torch.equal(part, value[:, :4]), "those of rank 0"
+        assert part.untyped_storage().nbytes() == part.nbytes, "no view of the whole"
     local: Any = model.state_dict()
-    state: Any = shards.saved_state(local, in_parts=False)
-    assert local["0.weight"].shape[1] < FEATURES == state["0.weight"].shape[1]
+    state = shards.saved_state(local, in_parts=False)
+    assert local["net.0.weight"].shape[1] < FEATURES == state["net.0.weight"].shape[1]
+    assert state["net.0.weight"] is state["alias.0.weight"]
     assert state._metadata == local._metadata
 
 
