@@ -50,10 +50,7 @@ def test_profile_and_plan_print_tables_and_json(data_dir, capsys) -> None:
     [
         (["profile", "absent"], "absent"),
         (["plan", "absent", "--devices", "0"], "devices=0"),
-        (["plan", "absent", "--policy", "fast"], "policy='fast'"),
-        (["plan", "absent", "--strategies", "S7"], "['S7'] is not in the library"),
         (["plan", "absent", "--model-parallel-size", "x"], "model_parallel_size='x'"),
-        (["plan", "absent", "--devices", "1" + "0" * 23], "allowed is a whole number from 1 to 1,000,000"),
         (
             ["plan", "absent", "--recommend-devices", "--model-parallel-size", "2"],
             "cannot be used with --model-parallel-size",
@@ -66,7 +63,6 @@ def test_profile_and_plan_print_tables_and_json(data_dir, capsys) -> None:
         (["plan", "absent", "--shape", "anchors=9,dim=4,strata=2"], "both DIR='absent' and shape='anchors=9"),
         (["plan", "--shape", "anchors=9,dim=4,strata=2", "--window", "4"], "cannot be used with --window"),
         (["plan", "--shape", "anchors=9,dim=4,strata=2,batch=1", "--batch-size", "4"], "give one of them"),
-        (["plan", "absent", "--device-memory", "8"], "would be bytes; add the unit, for example '8GiB' or '8MiB'"),
         (["plan"], "neither DIR nor --shape"),
         (["simulate"], "got neither DIR nor --shape; give one of them"),
         (["simulate", "data", "--shape", SHAPE], "got both DIR='data' and shape="),
@@ -75,7 +71,6 @@ def test_profile_and_plan_print_tables_and_json(data_dir, capsys) -> None:
         (["simulate", "--shape", SHAPE, "--plot", "absent/memory.png"], "its folder does not exist"),
         (["simulate", "--shape", SHAPE, "--plot", "memory.pdf"], "the name of a PNG file"),
         (["simulate", "--shape", SHAPE, "--plot", "locked.png"], "'locked.png' cannot be written"),
-        (["simulate", "--shape", SHAPE, "--devices", "0"], "devices=0"),
         (["simulate", "--shape", SHAPE, "--devices", "1025", "--strategies", "S2"], "a model axis of 1,025 ranks"),
         (["simulate", "--shape", SHAPE, "--model-parallel-size", "9" * 5000], "model_parallel_size="),
         (["simulate", "absent"], "absent"),

@@ -294,22 +294,14 @@ def run_scripts(
     """
     folder.mkdir(parents=True, exist_ok=True)
     arguments = [__file__, json.dumps(dataclasses.asdict(case)), str(folder), str(devices)]
-    return run_commands([[*command, *arguments] for command in commands], folder, after_fault=after_fault)
-
-
-def run_commands(
-    commands: Sequence[Sequence[str]],
-    folder: Path,
-    *,
-    after_fault: Callable[[list["subprocess.Popen[str]"]], None] = lambda _: None,
-) -> Outcome:
-    """Start commands, and wait until they and all that they have started have ended; as `run_scripts`."""
     mark = str(folder)
     environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     started = []
     for i, command in enumerate(commands):
         with (folder / f"script{i}.txt").open("w") as out:
-            process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
+            process = subprocess.Popen(
+                [*command, *arguments], env=environment, stdout=out, stderr=subprocess.STDOUT, text=True
+            )
         started.append(process)
     fault = folder / "fault"
     wait_for(lambda: fault.exists() or all(p.poll() is not None for p in started), folder, limit=START_S)

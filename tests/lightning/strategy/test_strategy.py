@@ -275,26 +275,17 @@ def test_life_cycle(ranks: list[Any]) -> None:
 
 
 def test_local_statistics_stay_local_until_validation_takes_rank_0s(ranks: list[Any]) -> None:
-    local = [rank["local"] for rank in ranks]
+    first, second = local = [rank["local"] for rank in ranks]
     assert [r["shared"] for r in local] == [0, 0]
-    assert not torch.equal(local[0]["before validation"], local[1]["before validation"])
+    assert [rank["flag"]["shared"] for rank in ranks] == [1, 1], "sync_batchnorm of the Trainer shares them"
+    assert not torch.equal(first["before validation"], second["before validation"])
     for rank in local:
-        assert torch.equal(rank["in validation"], local[0]["before validation"])
-    assert local[0]["rules"] == ["DataParallel"]
-
-
-def test_sync_batchnorm_of_the_trainer_shares_statistics(ranks: list[Any]) -> None:
-    assert [rank["flag"]["shared"] for rank in ranks] == [1, 1]
-
-
-def test_unseeded_ranks_draw_the_same(ranks: list[Any]) -> None:
-    first, second = (rank["local"] for rank in ranks)
+        assert torch.equal(rank["in validation"], first["before validation"])
+        assert rank["logged"] == 1.0, "a constant stays that constant"
+    assert first["rules"] == ["DataParallel"]
+    # unseeded ranks draw the same
     assert first["drawn before"] != second["drawn before"]
     assert first["drawn"] == second["drawn"]
-
-
-def test_a_logged_constant_stays_that_constant(ranks: list[Any]) -> None:
-    assert [rank["local"]["logged"] for rank in ranks] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
