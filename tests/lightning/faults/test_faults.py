@@ -52,7 +52,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    outcome = run_group(Case(), folder)
+    outcome = run_group(Case(epoch=2), folder)
     assert outcome.statuses == [0, 0], outcome.texts
     assert not any(said(text) for text in outcome.texts), "nothing is said of a run without faults"
     return folder
@@ -88,17 +88,15 @@ def test_every_process_ends_in_time_and_names_the_rank(row: Row, found: Found) -
 
 
 @pytest.mark.long
-def test_resuming_loses_nothing_but_the_steps_after_the_checkpoint(tmp_path: Path) -> None:
+def test_resuming_loses_nothing_but_the_steps_after_the_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
     """With checkpoints at the ends of epochs: from within one, Lightning reads the epoch's data from its beginning."""
-    whole, folder = tmp_path / "whole", tmp_path / "killed"
-    run_group(Case(epoch=2), whole)
-    run_group(Case(0, "save_checkpoint", "killed while saving", epoch=2), folder)
-    assert list(folder.glob(".partial-*")), "it was killed after it had begun to write"
-    outcome = run_group(Case(resume="step=4.ckpt", epoch=2), folder)
+    run_group(Case(0, "save_checkpoint", "killed while saving", epoch=2), tmp_path)
+    assert list(tmp_path.glob(".partial-*")), "it was killed after it had begun to write"
+    outcome = run_group(Case(resume="step=4.ckpt", epoch=2), tmp_path)
     assert outcome.statuses == [0, 0], outcome.texts
-    one, other = (torch.load(at / "end0.pt")["state"] for at in (whole, folder))
+    one, other = (torch.load(at / "end0.pt")["state"] for at in (undisturbed, tmp_path))
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert not list(folder.glob(".partial-*")), "what a killed process has left is removed"
+    assert not list(tmp_path.glob(".partial-*")), "what a killed process has left is removed"
 
 
 def test_the_committed_table_is_that_of_the_rows() -> None:
@@ -167,8 +165,8 @@ def test_without_a_checkpoint_it_says_so() -> None:
 
 
 @pytest.mark.ranks
-def test_what_is_said_of_a_killed_rank_is_the_last_line_under_a_short_traceback(tmp_path: Path) -> None:
-    outcome = run_scripts(Case(1, "training_step", "kill"), tmp_path, [[sys.executable]], devices=2)
+def test_what_is_said_of_a_killed_rank_is_the_last_line_under_a_short_traceback(found: Found) -> None:
+    outcome, _ = found["rank 1, started by the Trainer, is killed"]
     lines = outcome.texts[0].strip().splitlines()
     assert "RuntimeError: rank 1 (" in lines[-1], lines
     assert "was ended by SIGKILL" in lines[-1], lines

@@ -99,15 +99,13 @@ def test_the_model_axis_stays_inside_a_node_unless_asked(runs: Runs) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", [Case(1, "training_step", "kill", nodes=2), Case(0, "training_step", "raise", nodes=2)])
-def test_when_a_rank_of_one_node_ends_both_nodes_do(how: Case, tmp_path: Path) -> None:
-    outcome = run_scripts(how, tmp_path / "run", torchrun(free_port()), devices=1)
+def test_when_a_rank_of_one_node_is_killed_both_nodes_end(tmp_path: Path) -> None:
+    case = Case(1, "training_step", "kill", nodes=2)
+    outcome = run_scripts(case, tmp_path / "run", torchrun(free_port()), devices=1)
     assert all(outcome.statuses), outcome.statuses
     assert outcome.left == []
     assert outcome.seconds < fault_cases.LIMIT_S
-    other = outcome.texts[1 - how.rank]
-    expected = "rank 1 ended without a word" if how.how == "kill" else "rank 0 failed in training_step"
-    assert any(expected in message for message in said(other)), other
+    assert any("rank 1 ended without a word" in message for message in said(outcome.texts[0])), outcome.texts[0]
     assert sorted(file.name for file in (tmp_path / "run").glob("*.ckpt")) == ["step=2.ckpt", "step=4.ckpt"]
 
 
