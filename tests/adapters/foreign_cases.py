@@ -3,7 +3,6 @@
 `trained(...)` is one fit; `PLANS` are the strategies that a number of ranks can be asked for.
 """
 
-import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -23,11 +22,10 @@ from tests.models import unit_cases
 from tests.techniques.sharded_cases import make_plan, model_mesh
 
 STEPS = 5
-PLANS = {
-    1: ("S1,S4,fused,sparse,stream", "S1,S3,S4,stream", "S1,fused,recompute", "S1,sparse,recompute"),
-    2: ("S1,S2,S3,stream", "S1,S2,fused,recompute", "S1,S3,S4,S5", "S1,S2,S5,stream", "S1,fused,sparse,stream,strata",
-        "S1,S4,nodes,stream", "S1,fused,nodes"),
-}  # fmt: skip
+PLANS = (
+    "S1,S2,S3,stream", "S1,S2,fused,recompute", "S1,S3,S4,S5", "S1,S2,S5,stream", "S1,fused,sparse,stream,strata",
+    "S1,S4,nodes,stream", "S1,fused,nodes",
+)  # fmt: skip
 """Every placement, kind of attention and way of keeping activations once at least."""
 Found = dict[str, Any]
 
@@ -78,15 +76,12 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def every_plan(rank: int, ranks: int, copies: dict[str, Copy], *, few: bool = False) -> dict[tuple[str, str], float]:
     """How far every plan's parameters are from those of one device, for every copy, or few: for one of them in turn."""
-    if ranks > 1:  # else this is the process of the tests
-        logging.getLogger("lightning").setLevel(logging.ERROR)
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found = {}
     for turn, (name, copy) in enumerate(copies.items()):
         expected = trained(Foreign(copy), batches(copy), None)
         start = Foreign(copy).state_dict()
         assert differences(expected, start) > 1e-2, "the steps change something"
-        for plan in PLANS[ranks][turn :: len(copies)] if few else PLANS[ranks]:
+        for plan in PLANS[turn :: len(copies)] if few else PLANS:
             strategies = possible(plan, attention=copy.attention, binarize=copy.binarize)
             if strategies:
                 state = trained(Foreign(copy), batches(copy), strategies, rank=rank, ranks=ranks)

@@ -22,7 +22,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.decoders.stratum import ZINB
 from lightning_amp.techniques.contract.protocol import find_decoders
 from tests.adapters import foreign_cases
-from tests.adapters.foreign_cases import every_plan, everything, example, fit, trained
+from tests.adapters.foreign_cases import everything, example, fit, trained
 from tests.adapters.higlue_shaped import Copy, Foreign
 from tests.each import FEW
 from tests.ranks import run_ranks
@@ -46,7 +46,6 @@ COPIES = {
     "centred convolution": replace(BASE, attention=False, centred=True),
     "longer v": replace(BASE, strata=3, more_rows=12),
 }
-ON_ONE = {name: COPIES[name] for name in ("independent", "binary", "longer v")}
 ON_TWO = {name: COPIES[name] for name in ("chained", "centred convolution", "longer v")}
 RTOL = 1e-9
 
@@ -97,13 +96,6 @@ def test_every_plan_on_two_ranks_trains_as_one_device(on_two_ranks: Any, few: bo
     for found in (rank["plans"] for rank in on_two_ranks):
         assert len(found) == (7 if few else 19)
         assert {key: far for key, far in found.items() if not far <= RTOL} == {}
-
-
-@pytest.mark.long
-def test_one_device_trains_the_same() -> None:
-    found = every_plan(0, 1, ON_ONE)
-    assert len(found) == 12
-    assert max(found.values()) <= RTOL
 
 
 class Told(Foreign):

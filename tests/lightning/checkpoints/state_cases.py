@@ -58,9 +58,7 @@ def amp(**options: Any) -> Callable[[], AMPStrategy]:
 
 KINDS = {
     "plain": Kind(ranks=1, data_ranks=1, strategy=lambda: "auto"),
-    "stream": Kind(ranks=1, data_ranks=1, strategy=amp(strategies="stream")),
     "ddp": Kind(ranks=2, data_ranks=2, strategy=lambda: DDPStrategy(find_unused_parameters=True)),
-    "S1": Kind(ranks=2, data_ranks=2, strategy=amp(strategies="S1")),
     "S2 + S5": Kind(ranks=2, data_ranks=1, strategy=amp(strategies="S1,S2,S5", model_parallel_size=2)),
     "strata": Kind(ranks=2, data_ranks=1, strategy=amp(strategies="strata", model_parallel_size=2)),
     "nodes": Kind(ranks=2, data_ranks=1, strategy=amp(strategies="nodes", model_parallel_size=2)),

@@ -27,12 +27,12 @@ from tests.ranks import run_ranks
 
 RTOL = 1e-9
 CORE = ("plain", "ddp", "S2 + S5", "S2 in shards", "2 x 2")
-FURTHER = ("S1", "strata", "nodes", "stream", "2 x 2 in shards")
+FURTHER = ("strata", "nodes", "2 x 2 in shards")
 PAIRS = [
     *zip(CORE, (*CORE[1:], CORE[0]), strict=True),
     *((reader, "S2 + S5") for reader in FURTHER),
     *(("plain", writer) for writer in FURTHER),
-    *((reader, "2 x 2 in shards") for reader in ("stream", "ddp", "S2 + S5")),
+    *((reader, "2 x 2 in shards") for reader in ("ddp", "S2 + S5")),
     ("nodes", "strata"),
 ]
 """(goes on, has saved); each goes on from others, and what all save is the same."""
