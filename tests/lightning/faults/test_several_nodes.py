@@ -49,32 +49,24 @@ def slurm(rank: int, ranks: int, port: int) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """What each rank has found; of one device with the samples of one data rank, and of two."""
-    root, found = tmp_path_factory.mktemp("nodes"), {}
-    for name, ranks, run in (
-        ("one", 1, lambda folder: run_group(Case(), folder, ranks=1)),
-        ("one of two", 1, lambda folder: run_group(Case(batch=2), folder, ranks=1)),
-        (
-            "slurm",
-            4,
-            lambda folder: run_group(Case(settings=INSIDE, nodes=2), folder, ranks=4, environment=slurm, devices=2),
-        ),
-        (
-            "torchrun",
-            2,
-            lambda folder: run_scripts(Case(settings=ACROSS, nodes=2), folder, torchrun(free_port()), devices=1),
-        ),
-    ):
-        outcome = run(root / name)
+    root = tmp_path_factory.mktemp("nodes")
+    outcomes = {
+        "one": run_group(Case(), root / "one", ranks=1),
+        "one of two": run_group(Case(batch=2), root / "one of two", ranks=1),
+        "slurm": run_group(Case(settings=INSIDE, nodes=2), root / "slurm", ranks=4, environment=slurm, devices=2),
+        "torchrun": run_scripts(Case(settings=ACROSS, nodes=2), root / "torchrun", torchrun(free_port()), devices=1),
+    }
+    for outcome in outcomes.values():
         assert outcome.statuses == [0] * len(outcome.statuses), outcome.texts
         assert outcome.left == []
-        found[name] = [torch.load(root / name / f"end{rank}.pt") for rank in range(ranks)]
-    return found
+    return {name: [torch.load(file) for file in sorted((root / name).glob("end*.pt"))] for name in outcomes}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("how", "one"), [("torchrun", "one"), ("slurm", "one of two")])
 def test_two_nodes_train_as_one_device(how: str, one: str, runs: Runs) -> None:
     (expected,) = (run["state"] for run in runs[one])
+    assert len(runs[how]) == (2 if how == "torchrun" else 4)
     for rank in runs[how]:
         # as of one device, but for the names of a list
         for value, own in zip(expected.values(), rank["state"].values(), strict=True):
