@@ -1,9 +1,10 @@
-"""Modules that look as if they could be stages of a pipeline, and cannot: each is refused with the reason."""
+"""Modules that look as if they could be stages of a pipeline, and cannot: each is refused with the reason; others are in
+tests/techniques/pipeline/test_block_walk.py.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torchmetrics
 from torch import Tensor
@@ -11,15 +12,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.lightning.pipeline.attacks import WIDTH, Batch, Block, Net
-
-
-class ReadsEarly(Net):
-    def loss(self, batch: Batch) -> Tensor:
-        h = first = self.embed(batch["x"])
-        for n, block in enumerate(self.blocks):
-            h = block(h)
-            first = h if n == 0 else first
-        return F.cross_entropy(self.head(h), batch["y"]) + first.square().mean()
 
 
 class LogsEarly(Net):
@@ -66,11 +58,6 @@ class Wrapped(Net):
         return self.head(h.h)
 
 
-class Branches(Block):
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h if h.mean() > 0 else h * 2)
-
-
 class Remembers(Block):
     """A loss of its own as an attribute, as blocks of experts have it."""
 
@@ -78,10 +65,6 @@ class Remembers(Block):
         h = super().forward(h)
         self.own = h.square().mean()
         return h
-
-
-class Branching(Net):
-    block = Branches
 
 
 class Normalises(Block):
@@ -136,14 +119,6 @@ class PenalisedInPlace(Net):
         for parameter in self.parameters():
             loss += 0.1 * parameter.square().sum()
         return loss
-
-
-class MixesTargets(Net):
-    """Of the draws, the same number is in the inputs and in the loss."""
-
-    def loss(self, batch: Batch) -> Tensor:
-        share = np.random.beta(2, 2)
-        return share * F.cross_entropy(self(share * batch["x"]), batch["y"])
 
 
 class Reentrant(Net):
@@ -213,14 +188,6 @@ class Contrastive(Summed):
         return F.cross_entropy(h @ h.T, torch.arange(len(h)))
 
 
-class Drawn(Net):
-    """Samples are left out at random."""
-
-    def loss(self, batch: Batch) -> Tensor:
-        out = torch.rand(batch["y"].shape) < 0.5
-        return F.cross_entropy(self(batch["x"]), batch["y"].masked_fill(out, -100))
-
-
 class Hooked(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -254,22 +221,18 @@ REFUSED: dict[type[Net], str] = {
     Masked: NO_MEAN,
     Summed: NO_MEAN,
     Contrastive: NO_MEAN,
-    Drawn: NO_MEAN,
     Hooked: "forward_hooks",
     HookedGradient: "hooks on its gradient",
     NoList: "requires a ModuleList or Sequential",
     CallsTwice: "a module in it twice",
-    ReadsEarly: "no block returns",
     LogsEarly: "logs, returns or keeps a tensor",
     MetricInside: "inside or between blocks",
     Wrapped: "and ['Held']",
-    Branching: "needs values that another rank computed",
     Normalised: "compute a sample from other samples",
     LossInAttributes: "outside the blocks of",
     Tracked: "changes 'blocks.",
     Ticks: "has changed the parameters or buffers ['ticks']",
     PenalisedInPlace: "a parameter that another rank holds",
-    MixesTargets: "random numbers",
     Reentrant: "use_reentrant=True",
     Gathers: "self.all_gather",
     ClipsByHand: "configure_gradient_clipping",
