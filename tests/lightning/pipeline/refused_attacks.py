@@ -1,10 +1,11 @@
-"""Modules that look as if they could be stages of a pipeline, and cannot: each is refused with the reason; others are in
-tests/techniques/pipeline/test_block_walk.py.
+"""Modules that look as if they could be stages of a pipeline, and cannot: each is refused with the reason. More of them
+are in tests/techniques/pipeline/test_block_walk.py.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torchmetrics
 from torch import Tensor
@@ -121,6 +122,14 @@ class PenalisedInPlace(Net):
         return loss
 
 
+class MixesTargets(Net):
+    """Of the draws, the same number is in the inputs and in the loss."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        share = np.random.beta(2, 2)
+        return share * F.cross_entropy(self(share * batch["x"]), batch["y"])
+
+
 class Reentrant(Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -233,6 +242,7 @@ REFUSED: dict[type[Net], str] = {
     Tracked: "changes 'blocks.",
     Ticks: "has changed the parameters or buffers ['ticks']",
     PenalisedInPlace: "a parameter that another rank holds",
+    MixesTargets: "random numbers",
     Reentrant: "use_reentrant=True",
     Gathers: "self.all_gather",
     ClipsByHand: "configure_gradient_clipping",
