@@ -146,6 +146,12 @@ def whole_batches(n_batches: int = 5) -> DataLoader[Any]:
     return DataLoader(items, batch_size=None)  # type: ignore[arg-type]
 
 
+def grouped(rank: int, ranks: int, strategies: str) -> dict[str, Any]:
+    """What a rank of the model axis reads of loaders that draw."""
+    site = Site(strategies=strategies, rank=rank, ranks=ranks, model_ranks=ranks)
+    return {name: read(site, make(CELLS)) for name, make in SHUFFLED.items()}
+
+
 def union(parts: list[Steps]) -> Steps:
     """The cells of each step over ranks."""
     return [sorted(cell for part in step for cell in part) for step in zip(*parts, strict=True)]

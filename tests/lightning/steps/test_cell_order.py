@@ -1,5 +1,6 @@
 """Claim: under `strategy="amp"` a run reads the cells of a plain run, whatever the number of ranks."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,9 +8,20 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.steps.cells import OwnCells
-from tests.lightning.conformance.cases import CELLS, Site
+from tests.lightning.conformance.cases import CELLS, STRATA, Site
 from tests.lightning.conformance.data import Cells
-from tests.lightning.steps.order_cases import IN_ORDER, RANKS, SHUFFLED, dealt, read, resumed, same, some, union
+from tests.lightning.steps.order_cases import (
+    IN_ORDER,
+    RANKS,
+    SHUFFLED,
+    dealt,
+    grouped,
+    read,
+    resumed,
+    same,
+    some,
+    union,
+)
 from tests.ranks import run_ranks
 
 STAGES = ("fit", "validate", "test", "predict")
@@ -19,7 +31,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     site = Site(strategies="", folder=tmp_path_factory.mktemp("plain"))
-    found: dict[str, Any] = {name: read(site, make(CELLS)) for name, make in IN_ORDER.items()}
+    found: dict[str, Any] = {name: read(site, make(CELLS)) for name, make in (IN_ORDER | SHUFFLED).items()}
     return found | {"resumed": resumed(site, CELLS)}
 
 
@@ -67,6 +79,15 @@ def test_a_resumed_run_goes_on_where_a_plain_one_does(plain: dict[str, Any], ran
 def test_items_that_are_batches_are_dealt_one_by_one(ranks: list[dict[str, Any]]) -> None:
     steps = union([rank["whole batches"]["fit"] for rank in ranks])
     assert steps == [list(range(8)), list(range(8, 16)), sorted([*range(16, 20)] * 2)] * 2
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_a_model_group_reads_what_one_device_reads(plain: dict[str, Any], tmp_path: Path) -> None:
+    """Also where rank 0 alone has drawn numbers between the epochs."""
+    for found in run_ranks(grouped, RANKS, tmp_path, STRATA, timeout=200):
+        for name, own in found.items():
+            assert {s: own[s] for s in STAGES} == {s: plain[name][s] for s in STAGES}, name
 
 
 def test_one_cell_for_two_ranks_is_read_by_both_with_a_warning() -> None:
