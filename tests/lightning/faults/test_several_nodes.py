@@ -59,6 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for outcome in outcomes.values():
         assert outcome.statuses == [0] * len(outcome.statuses), outcome.texts
         assert outcome.left == []
+        assert not any(said(text) for text in outcome.texts), "nothing is said of a run without faults"
     return {name: [torch.load(file) for file in sorted((root / name).glob("end*.pt"))] for name in outcomes}
 
 

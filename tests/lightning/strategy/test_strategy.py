@@ -86,11 +86,13 @@ def life_cycle(rank: int) -> dict[str, Any]:
     strategy, watch = s1(balance_cells=True), Watch()
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[watch])
     data = Case(Normalised, cells=EVEN[:2]).batches(rank)
+    before = strategy.plan
     trainer.fit(module, loader(data))
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader(data))
     hooks = [len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()]
     return {
+        "no plan before": before is None,
         "keys": watch.keys == keys,
         "shared": watch.shared == 1,
         "restored": module.body[1] is norm and module.body[4] is norm and type(norm) is nn.BatchNorm1d,
