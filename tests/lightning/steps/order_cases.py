@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, Subset, SubsetRandomSampler
 
 from tests.lightning.conformance.cases import CELLS, Batch, Site, Tiny
 from tests.lightning.conformance.data import Backwards, Cells, Reversed
+from tests.lightning.strategy.model_axis_cases import DrawsOnRankZero
 
 Steps = list[list[int]]
 RANKS = 2
@@ -81,14 +81,6 @@ class Reader(Tiny):
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:
         self.seen["predict"].append(batch["cell"].tolist())
         return 0
-
-
-class DrawsOnRankZero(Callback):
-    """As a picture may, between two epochs."""
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.is_global_zero:
-            torch.rand(3)
 
 
 def quietly(run: Callable[[], None]) -> None:
