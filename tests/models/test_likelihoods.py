@@ -1,4 +1,6 @@
-"""Log-probabilities are those of their distributions, sum to one, and stay finite at the extremes."""
+"""Log-probabilities are those of their distributions, sum to one, and stay finite at the extremes; keyed numbers are
+functions of key, stream and column alone, and look random.
+"""
 
 import pytest
 import torch

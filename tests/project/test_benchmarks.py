@@ -1,10 +1,10 @@
-"""Claim: of the plans that were measured at a size the one that `auto` would choose is hardly slower than the fastest;
+"""Claim: of the plans that were measured at a size the one that `auto` would choose is hardly slower than the fastest.
 
 Decoder steps of many sizes under every plan were measured once, on one machine: a line of time_grid.jsonl has the least
 seconds of every plan, rounds interleaved, of the slowest rank. Two ranks have one thread each, and B cells each where
 they are on the data axis. Commit 89df923b has the command that measured them. Nothing is timed here.
 
-Also claimed: three ways to cut a pipeline agree, and the one that is printed in the paper packs as ours; a run counted.
+Three ways to cut a pipeline agree, and the one that is printed in the paper packs as ours; runs are counted.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Claim: signals, warnings that are given once, and breakpoints of a profiled step are those of the run around it."""
+"""Claim: signals, warnings that are given once, and breakpoints of a profiled step are those of the run around it; what
+a look at the data has drawn is taken back also where the data raise an error.
+"""
 
 import random
 import signal

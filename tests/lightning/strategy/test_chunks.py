@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp import chunk
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
@@ -175,19 +174,11 @@ def eight() -> DataLoader[Any]:
     return DataLoader(torch.randn(8, 128, 16).double(), batch_size=4)  # type: ignore[arg-type]
 
 
-def test_a_module_that_was_never_fitted_predicts_in_chunks_of_its_own() -> None:
-    """A rule of chunks is refused; the same bytes are held by the module that `lightning_amp.chunk` returns."""
+def test_chunks_of_a_module_that_was_never_fitted_require_a_budget() -> None:
+    """`lightning_amp.chunk`, which is named, is tested in tests/techniques/chunk."""
     words = "chunk requires, in a run that does not train, a budget.*plan=.*lightning_amp.chunk"
     with pytest.raises(PlanError, match=words):
         trainer_of(AMPStrategy(strategies="chunk")).predict(Stack(), rows())
-    module, batches, found = Predicting().double().eval(), eight(), []
-    for each in (module, chunk(module, next(iter(batches)), budget=BUDGET)):
-        each.most = 0
-        values = trainer_of(AMPStrategy()).predict(each, batches)
-        found.append((each.most, values))
-    (whole, plain), (held, chunked) = found
-    assert held <= BUDGET < whole / 3
-    torch.testing.assert_close(chunked, plain, rtol=1e-10, atol=1e-10)
 
 
 EVALUATED = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
