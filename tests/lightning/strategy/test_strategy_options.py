@@ -274,7 +274,7 @@ from lightning_amp import AMPStrategy
 from tests.lightning.strategy.test_strategy_options import Small, cells
 
 
-strategy = AMPStrategy(device_memory="1KiB")
+strategy = AMPStrategy(device_memory="100B")
 options = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
 Trainer(strategy=strategy, **options).fit(Small(), cells())
 """
