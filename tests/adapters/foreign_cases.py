@@ -40,14 +40,20 @@ def possible(strategies: str, *, attention: bool, binarize: bool) -> str:
 
 
 def trained(
-    module: LightningModule, batches: Sequence[Any], strategies: str | None, *, rank: int = 0, ranks: int = 1
+    module: LightningModule,
+    batches: Sequence[Any],
+    strategies: str | None,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    precision: Any = "64-true",
 ) -> dict[str, Tensor]:
     """What is trained after a fit; None is Lightning's own strategy for one device."""
     strategy: Any = "auto"
     if strategies is not None:
         model = {"model_parallel_size": ranks} if ranks > 1 else {}
         strategy = AMPStrategy(strategies=strategies.split(","), **model)
-    fit(module, batches, strategy, rank=rank, ranks=ranks, precision="64-true")
+    fit(module, batches, strategy, rank=rank, ranks=ranks, precision=precision)
     if strategies is not None:
         assert set(strategy.plan.strategies) == set(strategies.split(",")), "what was asked for was installed"
     return values(module)
