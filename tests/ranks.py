@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -152,16 +152,6 @@ def _start() -> tuple[Any, Connection]:
     process.start()
     theirs.close()
     return process, ours
-
-
-def run_all(bodies: Sequence[tuple[int, Callable[..., Any]]], folder: Path, *, timeout: float) -> dict[str, list[Any]]:
-    """Call `body(rank, ranks, folder)` of every (ranks, body) in turn; what `run_ranks` returns, by name."""
-    found = {}
-    for ranks, body in bodies:
-        meet = folder / f"meet {body.__name__}"
-        meet.mkdir()
-        found[body.__name__] = run_ranks(body, ranks, meet, folder, timeout=timeout)
-    return found
 
 
 def _collect(connections: list[Connection], timeout: float) -> dict[int, tuple[bool, Any]]:

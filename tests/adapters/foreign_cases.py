@@ -1,15 +1,14 @@
-"""What one process or several ranks run for test_adapters.py: a user's module under every way to share its decoder.
+"""What one process or several ranks run for the tests beside: a user's module under every way to share its decoder.
 
 `trained(...)` is one fit; `PLANS` are the strategies that a number of ranks can be asked for.
 """
 
-import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -18,16 +17,15 @@ from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.installing.install import install
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.adapters.higlue_shaped import Copy, Foreign, cells
-from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.models import unit_cases
 from tests.techniques.sharded_cases import make_plan, model_mesh
 
 STEPS = 5
-PLANS = {
-    1: ("S1,S4,fused,sparse,stream", "S1,S3,S4,stream", "S1,fused,recompute", "S1,sparse,recompute"),
-    2: ("S1,S2,S3,stream", "S1,S2,fused,recompute", "S1,S3,S4,S5", "S1,S2,S5,stream", "S1,fused,sparse,stream,strata",
-        "S1,S4,nodes,stream", "S1,fused,nodes"),
-}  # fmt: skip
+PLANS = (
+    "S1,S2,S3,stream", "S1,S2,fused,recompute", "S1,S3,S4,S5", "S1,S2,S5,stream", "S1,fused,sparse,stream,strata",
+    "S1,S4,nodes,stream", "S1,fused,nodes",
+)  # fmt: skip
 """Every placement, kind of attention and way of keeping activations once at least."""
 Found = dict[str, Any]
 
@@ -42,28 +40,34 @@ def possible(strategies: str, *, attention: bool, binarize: bool) -> str:
 
 
 def trained(
-    module: LightningModule, batches: Sequence[Any], strategies: str | None, *, rank: int = 0, ranks: int = 1
+    module: LightningModule,
+    batches: Sequence[Any],
+    strategies: str | None,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    precision: Any = "64-true",
 ) -> dict[str, Tensor]:
-    """The module's state after a fit; None is Lightning's own strategy for one device."""
+    """What is trained after a fit; None is Lightning's own strategy for one device."""
     strategy: Any = "auto"
     if strategies is not None:
         model = {"model_parallel_size": ranks} if ranks > 1 else {}
         strategy = AMPStrategy(strategies=strategies.split(","), **model)
-    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    trainer = Trainer(
-        **dict.fromkeys(quiet, False),
-        accelerator="cpu",
-        precision="64-true",
-        max_epochs=1,
-        use_distributed_sampler=False,
-        strategy=strategy,
-        devices=ranks,
-        plugins=[] if strategies is None else [RunningRanks(rank, ranks)],
-    )
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    fit(module, batches, strategy, rank=rank, ranks=ranks, precision=precision)
     if strategies is not None:
         assert set(strategy.plan.strategies) == set(strategies.split(",")), "what was asked for was installed"
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    return values(module)
+
+
+def fit(module: LightningModule, batches: Sequence[Any], strategy: Any, **options: Any) -> None:
+    trainer = trainer_of(strategy, max_steps=-1, use_distributed_sampler=False, **options)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+
+
+def values(module: LightningModule) -> dict[str, Tensor]:
+    """What a step may change."""
+    return {name: value.clone() for name, value in module.state_dict().items() if value.is_floating_point()}
 
 
 def batches(copy: Copy) -> list[dict[str, Tensor]]:
@@ -78,15 +82,12 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def every_plan(rank: int, ranks: int, copies: dict[str, Copy], *, few: bool = False) -> dict[tuple[str, str], float]:
     """How far every plan's parameters are from those of one device, for every copy, or few: for one of them in turn."""
-    if ranks > 1:  # else this is the process of the tests
-        logging.getLogger("lightning").setLevel(logging.ERROR)
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found = {}
     for turn, (name, copy) in enumerate(copies.items()):
         expected = trained(Foreign(copy), batches(copy), None)
         start = Foreign(copy).state_dict()
         assert differences(expected, start) > 1e-2, "the steps change something"
-        for plan in PLANS[ranks][turn :: len(copies)] if few else PLANS[ranks]:
+        for plan in PLANS[turn :: len(copies)] if few else PLANS:
             strategies = possible(plan, attention=copy.attention, binarize=copy.binarize)
             if strategies:
                 state = trained(Foreign(copy), batches(copy), strategies, rank=rank, ranks=ranks)

@@ -69,12 +69,6 @@ def filled(fill: Any) -> Any:
     return attend
 
 
-def in_front(self: Any, layer: Any, qk: Tensor, p: Tensor) -> Tensor:
-    n = -len(p) % layer.window_size
-    qk, p = (F.pad(rows, (0, 0, n, 0)) for rows in (qk, p))
-    return layer(qk[None], qk[None], p[None])[0][n:]  # type: ignore[no-any-return]
-
-
 def masked(off: int) -> Any:
     """Of the last rows so many are not attended to."""
 
@@ -199,8 +193,6 @@ SMALL: dict[Any, str] = {
     changing("NotPadded", settings=not_padded): "autopad=False where ours has True",
     attending("MaskOffByOne", masked(1)): "has",
     attending("LastRow", filled(lambda rows, n: rows[-1:].expand(n, -1))): VALUE,
-    attending("Mirrored", filled(lambda rows, n: rows.flip(0)[:n])): VALUE,
-    attending("FilledInFront", in_front): VALUE,
     changing("Scaled", u=lambda self, u: u + (u - u.detach())): "another gradient of u",
     changing("Leaving", v=aux, settings=lambda self: setattr(self, "aux", 0.0)): "changes its attributes ['aux']",
     changing("Counting", v=counts, settings=with_calls): "changes its attributes ['calls'] in forward",
@@ -231,11 +223,6 @@ LARGE = {
 }
 
 
-def beyond(change: Any) -> Any:
-    """A change of the rows of v that no small example has."""
-    return lambda self, v: torch.cat([v[:REACH], change(v[REACH:])])
-
-
 class LastStratum(Decoder):
     """The last anchors of the last stratum alone."""
 
@@ -255,7 +242,6 @@ class Evaluated(Decoder):
 def buffers(self: Any) -> None:
     self.register_buffer("keep", (torch.arange(self.copy.anchors) < REACH).double()[:, None])
     self.register_buffer("index", torch.arange(self.copy.anchors).clamp_max(REACH))
-    self.plain = (torch.arange(self.copy.anchors) >= REACH).double()[:, None] + 1
 
 
 def product(self: Any, v: Tensor) -> Tensor:
@@ -271,15 +257,9 @@ REAL: dict[Any, str] = {
     attending("MaskOfTheReal", masked_at_the_real_size): VALUE,
     changing("ManyCells", u=lambda self, u: u * 1.001 if len(u) == 6 else u): VALUE,
     changing("Columns", u=lambda self, u: u * 1.01 if self.bias.shape[1] > 150 else u): VALUE,
-    changing("Zeroed", v=beyond(lambda rows: 0 * rows)): VALUE,
-    changing("Rolled", v=beyond(lambda rows: rows.roll(1, 0))): VALUE,
-    changing("Normed", v=beyond(lambda rows: F.normalize(rows, dim=1))): VALUE,
-    changing("Frozen", v=beyond(lambda rows: rows.detach())): GRADIENT,
-    changing("DoubledGradient", v=beyond(lambda rows: 2 * rows - rows.detach())): GRADIENT,
+    changing("Frozen", v=lambda self, v: torch.cat([v[:REACH], v[REACH:].detach()])): GRADIENT,
     changing("ByBuffer", v=lambda self, v: v * self.keep[: len(v)], settings=buffers): VALUE,
     changing("ByIndex", v=lambda self, v: v[self.index[: len(v)]], settings=buffers): VALUE,
-    changing("ByAttribute", v=lambda self, v: v * self.plain[: len(v)], settings=buffers): VALUE,
-    changing("BySize", v=lambda self, v: v * 1.001 if len(v) > REACH else v): VALUE,
     changing("Product", v=product): VALUE,
     changing("CountingLater", v=counts_at_the_real_size, settings=with_calls): "changes its attributes ['calls']",
 }

@@ -3,12 +3,10 @@
 What a small example shows is noted before there is a plan; the rest is an error with the first batch, before a step.
 """
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_amp.adapters.adapt import adapt
@@ -169,12 +167,8 @@ def test_no_random_number_is_used_and_nothing_changed_with_the_first_batch() -> 
 
 def test_where_there_is_no_memory_the_plan_says_that_it_was_not_compared() -> None:
     strategy = AMPStrategy(strategies=["S1", "stream"], device_memory="500KiB")
-    loader = torch.utils.data.DataLoader(foreign_cases.batches(Copy(anchors=60))[:2], batch_size=None)  # type: ignore[arg-type]
-    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    trainer = Trainer(**dict.fromkeys(quiet, False), accelerator="cpu", max_epochs=1, strategy=strategy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(Foreign(Copy(anchors=60)), loader)
+    copy = Copy(anchors=60)
+    foreign_cases.fit(Foreign(copy), foreign_cases.batches(copy)[:2], strategy)
     assert strategy.plan is not None
     assert strategy.plan.fits
     (note,) = (note for note in strategy.plan.notes if "is not compared with its own forward" in note)

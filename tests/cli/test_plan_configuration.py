@@ -1,8 +1,10 @@
 """Claim: `plan --config` plans any module of a configuration: what holds the peak, what helps, the largest batch that
-fits and the fewest devices; `simulate --config` does so for any number of devices, and draws the schedule of stages.
+fits and the fewest devices; `simulate --config` does so for any number of devices, and draws the schedule of stages;
+`profile` says where the memory of its step is, in 80 columns and as JSON; a class needs no configuration.
 """
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,24 @@ class Rows(pl.LightningDataModule):
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(self.rows, batch_size=600)
+"""
+WORDS = """
+import lightning.pytorch as pl
+import torch
+
+
+class Words(pl.LightningModule):
+    def __init__(self, width, name):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(50, width), torch.nn.Linear(width, 50)
+        assert name == "mine"
+
+    def training_step(self, batch, batch_idx):
+        scores = self.head(self.embed(batch["ids"]).mean(1))
+        return torch.nn.functional.cross_entropy(scores, batch["labels"])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
 """
 IGNORED = pytest.mark.filterwarnings(
     "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning", "ignore::DeprecationWarning"
@@ -262,3 +282,85 @@ def test_a_peak_that_is_not_known_is_none_that_fits(config: str, monkeypatch: An
     monkeypatch.setattr("lightning_amp.cli.commands.plan.plan_of_configuration", lambda *_: (named, ""))
     assert main(words) == 3
     assert "predicted peak per rank unknown, at least" in " ".join(capsys.readouterr().out.split())
+
+
+@IGNORED
+def test_a_configuration_is_profiled(config: str, capsys: Any) -> None:
+    assert main(["profile", "--config", config, "--batch-size", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "largest part: parameters, gradients and optimiser state (parameters)" in text
+    assert "batch of 4" in text
+    assert ".0.weight" in text
+    assert "counted on fake tensors" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert main(["profile", "--config", config, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["batch_size"] == 600
+    assert found["largest"] == "saved"
+
+
+@IGNORED
+def test_a_step_is_drawn(config: str, tmp_path: Path, capsys: Any) -> None:
+    picture = tmp_path / "step.png"
+    assert main(["profile", "--config", config, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for words, said in (
+        (["--config", config, "--plot", str(tmp_path / "step.txt")], "allowed is the name of a PNG file"),
+        ([str(tmp_path), "--plot", str(picture)], "has no training step to draw"),
+    ):
+        assert main(["profile", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_one_of_both_is_asked_for(config: str, capsys: Any) -> None:
+    for words in (["profile"], ["profile", "data", "--config", config]):
+        assert main(words) == 2
+        assert "give one of them: a data directory, or a configuration" in capsys.readouterr().err
+
+
+def test_a_class_is_profiled_without_a_configuration(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert main(["profile", "deep_model:Deep", "--batch", "4x64"]) == 0
+    text = capsys.readouterr().out
+    assert "batch of 4" in text
+    assert ".0.weight" in text
+    # one of the current folder, which is not on the path of a console script
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "words_model.py").write_text(WORDS)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    words = ["profile", "words_model:Words", "--batch", "ids=4x7:int64", "--batch", "labels=4:int64"]
+    assert main([*words, "--init", "width=24", "--init", "name=mine", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["batch_size"] == 4
+    assert any(row["name"] == "embed.weight" and row["shape"] == [50, 24] for row in found["tensors"])
+
+
+def test_what_is_wrong_with_a_class_or_its_batch_is_said_in_one_message(
+    config: str, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "words_model.py").write_text(WORDS)
+    (tmp_path / "broken_model.py").write_text("import no_such_thing\n")
+    batch = ["--batch", "4x64"]
+    for words, said in (
+        (["deep_modell:Deep", *batch], "there is no module 'deep_modell' in the current folder"),
+        (["broken_model:Net", *batch], "importing 'broken_model' fails: ModuleNotFoundError: No module named 'no"),
+        (["deep_model:Dep", *batch], "'deep_model' has no 'Dep'; its LightningModules are ['Deep', "),
+        (["deep_model:Rows", *batch], "'Rows' is no LightningModule; its LightningModules are ['Deep', "),
+        (["deep_model", *batch], "expected MODULE:CLASS, got 'deep_model'; write for example"),
+        (["words_model:Words", *batch], "cannot be made: TypeError: Words.__init__() missing 2 required"),
+        (["deep_model:Deep", *batch, "--init", "width"], "write --init NAME=VALUE"),
+        (["deep_model:Deep", "--batch", "4by100"], "'4by100' is no [NAME=]SIZES[:DTYPE]"),
+        (["--config", config, *batch], "--batch goes with MODULE:CLASS alone"),
+        (["--config", config, "--init", "a=1"], "--init goes with MODULE:CLASS and --batch"),
+        (["deep_model:Deep", "--batch", "4x7"], "with --batch 4x7: "),
+    ):
+        assert main(["profile", *words]) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert err.count("lightning-amp: error: ") == 1
+    # which step, with which error, at which line
+    assert "training step fails" in err
+    assert "mat1 and mat2 shapes cannot be multiplied" in err
+    assert "deep_model.py:15: batch = block(batch)" in err

@@ -32,8 +32,9 @@ from lightning_amp.techniques.recompute.recompute import RecomputedForward
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.register_technique import register_technique
 from lightning_amp.techniques.table import STRATEGIES, in_order
+from tests.any_module import QUIET
 from tests.lightning.strategy.strategy_cases import RunningRanks
-from tests.lightning.strategy.test_fsdp import QUIET, Record
+from tests.lightning.strategy.test_fsdp import Record
 
 WIDE, CELLS, STEPS = 4, (5, 3), 3
 """Channels, cells of each rank, and steps."""

@@ -1,4 +1,6 @@
-"""StratumMemoryMonitor reports the exact bytes after every stratum and leaves no trace in other steps."""
+"""StratumMemoryMonitor reports the exact bytes after every stratum and leaves no trace in other steps; pictures of it,
+and of predictions, are whole.
+"""
 
 import csv
 import json
@@ -7,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
+from lightning_amp import figures
 from lightning_amp.lightning.callbacks.memory_monitor import COLUMNS, StratumMemoryMonitor, _MeasuredStep
 from tests.any_module import QUIET
 from tests.ranks import run_ranks
@@ -228,3 +232,32 @@ def test_cuda_peak_is_that_of_the_step() -> None:
     torch.empty(1 << 22, device=device)
     assert step.read()[0] - before == kept.nbytes
     assert step.read()[1] - before == kept.nbytes + (1 << 24)
+
+
+def image(path: Path) -> np.ndarray:
+    from matplotlib.image import imread
+
+    return np.asarray(imread(path)[:, :, :3])
+
+
+def curve(path: Path, **options: Any) -> np.ndarray:
+    given = {"predicted_bytes": [2e9, 3e9], "measured_bytes": [2.1e9, 2.9e9], "budget_bytes": None}
+    figures.memory_curve(path, **{**given, **options}, title="Memory", rank_label="rank 0")
+    return image(path)
+
+
+@pytest.mark.long
+def test_pictures_are_drawn_and_not_cut_off(tmp_path: Path) -> None:
+    curve(tmp_path / "memory.png", budget_bytes=4e9)
+    rng = np.random.default_rng(0)
+    many = [f"a type with a long name {i % 40}" for i in range(60)]
+    figures.embedding(tmp_path / "cells.png", xy=rng.normal(size=(60, 2)), labels={"type": many, "b": many}, title="t")
+    maps = {"observed": rng.poisson(3, (9, 9)), "imputed": np.ones((9, 9))}
+    bins = {"chromosomes": ["chr1"] * 5 + ["chr2"] * 4, "starts": [10**6 * i for i in (*range(5), *range(4))]}
+    figures.contact_maps(tmp_path / "maps.png", maps=maps, **bins, title="Contacts")
+    figures.contact_maps(tmp_path / "none.png", maps={"observed": np.zeros((9, 9))}, **bins, title="Contacts")
+    for path in tmp_path.iterdir():
+        picture = image(path)
+        assert picture.std() > 0.05
+        border = np.concatenate([picture[0], picture[-1], picture[:, 0], picture[:, -1]])
+        assert (border > 0.99).all(), f"{path.name}: something touches the border"

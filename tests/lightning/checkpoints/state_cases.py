@@ -1,4 +1,4 @@
-"""What test_state.py runs: a small module under every strategy, saved after three steps and after six.
+"""What test_resume.py runs: a small module under every strategy, saved after three steps and after six.
 
 A `Kind` is a way to train; a `Job` trains all six steps, or the last three of them from a checkpoint. Step three lies
 in mid-epoch. Global batches, dropout and the numbers drawn are the same whatever the kind.
@@ -30,7 +30,7 @@ from lightning_amp.lightning.checkpoints.write_checkpoint import Part, convert_c
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.keyed_noise import KeyedDropout
 from lightning_amp.techniques.hic.nodes.graph_encoder import VertexShards
-from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.lightning.strategy import strategy_cases
 from tests.techniques.sharded_cases import Case, decoder
 
 Batch = dict[str, Tensor]
@@ -40,7 +40,6 @@ CASE = Case(features={2: 17})
 N_FEATURES = sum(map(len, CASE.nodes()))
 N_CELLS, GLOBAL_BATCH = 32, 8
 HALF, WHOLE = 3, 6
-QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +58,7 @@ def amp(**options: Any) -> Callable[[], AMPStrategy]:
 
 KINDS = {
     "plain": Kind(ranks=1, data_ranks=1, strategy=lambda: "auto"),
-    "stream": Kind(ranks=1, data_ranks=1, strategy=amp(strategies="stream")),
     "ddp": Kind(ranks=2, data_ranks=2, strategy=lambda: DDPStrategy(find_unused_parameters=True)),
-    "S1": Kind(ranks=2, data_ranks=2, strategy=amp(strategies="S1")),
     "S2 + S5": Kind(ranks=2, data_ranks=1, strategy=amp(strategies="S1,S2,S5", model_parallel_size=2)),
     "strata": Kind(ranks=2, data_ranks=1, strategy=amp(strategies="strata", model_parallel_size=2)),
     "nodes": Kind(ranks=2, data_ranks=1, strategy=amp(strategies="nodes", model_parallel_size=2)),
@@ -111,12 +108,16 @@ def loader_of(kind: Kind, rank: int) -> StepLoader:
 
 
 class Maps(LightningModule):
-    """A wide layer that S2 splits, keyed dropout, a stratified decoder, a buffer that counts, Adam and a schedule."""
+    """A wide layer that S2 splits, with two names, keyed dropout, a stratified decoder, a buffer that counts; by hand
+    Adam with two groups of parameters and a schedule, and descent without a state.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
+        self.automatic_optimization = False
         self.encoder = nn.Sequential(nn.Linear(N_FEATURES, CASE.dim), nn.Tanh())
+        self.alias = self.encoder
         self.dropout = KeyedDropout(0.2, stream=1)
         self.decoder = decoder(CASE)
         self.v = nn.Parameter(torch.randn(CASE.anchors, CASE.dim))
@@ -130,28 +131,11 @@ class Maps(LightningModule):
         loss: Tensor = self.decoder(u, self.v, **arguments)
         return loss + 0.1 * self.v.square().mean()
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
         self.seen += 1
         loss = self.loss(batch)
         self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone())))
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-class TwoOptimisers(Maps):
-    """Manual optimisation by RMSprop with momentum and by SGD without, which has no state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
         optimizers = self.optimizers()
-        loss = super().training_step(batch, batch_idx)
         for optimizer in optimizers:
             optimizer.zero_grad()
         self.manual_backward(loss)
@@ -161,20 +145,16 @@ class TwoOptimisers(Maps):
             self.lr_schedulers().step()  # type: ignore[union-attr]
 
     def configure_optimizers(self) -> Any:
-        first = torch.optim.RMSprop(self.encoder.parameters(), lr=1e-3, momentum=0.5)
-        second = torch.optim.SGD([*self.decoder.parameters(), self.v], lr=1e-2)
-        return [first, second], [torch.optim.lr_scheduler.ExponentialLR(first, 0.9)]
+        wide = self.encoder[0].weight
+        groups = [{"params": [self.v, self.encoder[0].bias]}, {"params": [wide], "lr": 2e-2}]
+        adam = torch.optim.Adam(groups, lr=1e-2)
+        descent = torch.optim.SGD(self.decoder.parameters(), lr=1e-2)
+        return [adam, descent], [torch.optim.lr_scheduler.StepLR(adam, 2, gamma=0.7)]
 
 
 def trainer_of(kind: Kind, rank: int, **options: Any) -> Trainer:
-    strategy = kind.strategy()
-    plugins = [] if strategy == "auto" else [RunningRanks(rank, kind.ranks)]
-    return Trainer(
-        **{**QUIET, "max_epochs": -1, "accelerator": "cpu", "num_sanity_val_steps": 0, **options},
-        strategy=strategy,
-        devices=kind.ranks,
-        plugins=plugins,  # type: ignore[arg-type]
-    )
+    options = {"max_epochs": -1, "max_steps": -1, "num_sanity_val_steps": 0, "enable_checkpointing": True} | options
+    return strategy_cases.trainer_of(kind.strategy(), rank=rank, ranks=kind.ranks, **options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,16 +163,15 @@ class Job:
 
     kind: str
     saved_by: str = ""
-    two: bool = False
 
     @property
     def name(self) -> str:
-        return self.kind + (f" from {self.saved_by}" if self.saved_by else "") + (", two" if self.two else "")
+        return self.kind + (f" from {self.saved_by}" if self.saved_by else "")
 
     @property
     def source(self) -> str:
-        """The name of the job that has saved; that of a job which starts anew is its own."""
-        return Job(kind=self.saved_by or self.kind, two=self.two).name
+        """The kind that has saved; that of a job which starts anew is its own."""
+        return self.saved_by or self.kind
 
     @property
     def reads_file(self) -> bool:
@@ -209,9 +188,8 @@ class Job:
 def fit(job: Job, rank: int, folder: Path) -> Found:
     """Six steps, saved after three and after six; or the last three, from a checkpoint."""
     seed_everything(7)
-    model = TwoOptimisers() if job.two else Maps()
+    model, per_step = Maps(), 2
     # Lightning counts a step for every optimizer
-    per_step = 2 if job.two else 1
     saver = ModelCheckpoint(
         folder / job.name,
         filename="{step}",

@@ -1,5 +1,5 @@
-"""Claim: checkpoints hold whole tensors and fit any number of ranks, clipping is that of one device, and a run that
-ends early leaves nan, never values of another step."""
+"""Claim: a rank takes its part of a whole checkpoint, clipping is that of one device, and a run that ends early leaves
+nan, never values of another step."""
 
 import copy
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp.errors import DataError, InstallError
+from lightning_amp.lightning.checkpoints.probe_optimizer import mixes_elements
 from lightning_amp.lightning.checkpoints.shards import Shards, check_optimizers, restore
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter, shard_parameter
 from lightning_amp.techniques.ranks.shards import Runs
@@ -19,95 +20,41 @@ from tests.techniques.hic.features.test_wide_linear import HIDDEN, inputs, make,
 from tests.techniques.sharded_cases import differences, model_mesh
 
 FEATURES = 7
-Checkpoint = tuple[dict[str, Any], dict[str, Any]]
 
 
 class Twice(nn.Module):
-    """The same networks under two names, which a state dict lists twice."""
+    """A network under two names, which a state dict lists twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net = make(FEATURES)
-        self.alias = self.net
-        self.norm = nn.BatchNorm1d(FEATURES).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.net(self.norm(x))
-        return result
+        self.net = self.alias = net
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, the wide layer's in the second."""
-    wide = [model.get_parameter("net.0.weight")]
-    rest = [p for p in model.parameters() if p is not wide[0]]
-    return torch.optim.Adam([{"params": rest}, {"params": wide, "lr": 3e-3}], lr=1e-2, amsgrad=True)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        (model(inputs(FEATURES, step)) - 1).square().mean().backward()
-        optimizer.step()
-
-
-def flat(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    state, optimizer = checkpoint
-    return {f"module {name}": value.double() for name, value in state.items()} | {
-        f"{name} of {index}": value
-        for index, kept in sorted(optimizer["state"].items())
-        for name, value in kept.items()
-    }
-
-
-def continued(rank: int, world_size: int, checkpoint: Checkpoint | None, steps: range) -> Checkpoint:
-    """Load a checkpoint on ranks, train, and return the next checkpoint."""
-    model = Twice()
-    installed = put_in(model.net, model_mesh(world_size))
-    shards = Shards(model, installed.sharded)
-    optimizer = adam(model)
-    if checkpoint is not None:
-        # ranks share the memory of tensors that they are given when they start, and optimisers write to what they load
-        checkpoint = copy.deepcopy(checkpoint)
-        before = copy.deepcopy(flat(checkpoint))
-        (own,) = shards.own_optimizer_states([optimizer], [checkpoint[1]])
-        model.load_state_dict(shards.own_state(checkpoint[0]))
-        optimizer.load_state_dict(own)
-        assert all(torch.equal(a, b) for a, b in zip(flat(checkpoint).values(), before.values(), strict=True))
-        kept = own["state"][len(list(model.parameters())) - 1]["exp_avg"]
-        assert kept.shape == installed.sharded[0].shard.shape
-        assert kept.untyped_storage().nbytes() == kept.nbytes, "no view of the whole"
-    train(model, optimizer, steps)
-    local = model.state_dict()
+def test_a_rank_takes_its_part_of_a_checkpoint_which_stays_as_it_was() -> None:
+    """Ranks that save and go on from each other's checkpoints are in test_resume.py."""
+    whole = Twice(make(FEATURES))
+    optimizer = torch.optim.Adam(whole.parameters(), amsgrad=True)
+    whole.net(inputs(FEATURES)).square().mean().backward()
+    optimizer.step()
+    saved, states = whole.state_dict(), optimizer.state_dict()
+    before = copy.deepcopy(saved), copy.deepcopy(states["state"])
+    net, sharded = shared_weight()
+    model = Twice(net)
+    shards = Shards(model, sharded)
+    (own,) = shards.own_optimizer_states([torch.optim.Adam(model.parameters(), amsgrad=True)], [states])
+    state: Any = shards.own_state(saved)
+    assert differences(saved, before[0]) == []
+    assert all(differences(states["state"][index], values) == [] for index, values in before[1].items())
+    columns = [(state[f"{name}.0.weight"], before[0]["net.0.weight"]) for name in ("net", "alias")]
+    columns += [(own["state"][0][name], before[1][0][name]) for name in ("exp_avg", "max_exp_avg_sq")]
+    for part, value in columns:
+        assert torch.equal(part, value[:, :4]), "those of rank 0"
+        assert part.untyped_storage().nbytes() == part.nbytes, "no view of the whole"
+    local: Any = model.state_dict()
     state = shards.saved_state(local, in_parts=False)
-    assert local["net.0.weight"].shape[1] < FEATURES, "the state that was given stays as it was"
-    assert state._metadata == local._metadata  # type: ignore[attr-defined]
-    return state, shards.saved_optimizer_state(optimizer, optimizer.state_dict(), in_parts=False)
-
-
-@pytest.mark.ranks
-def test_a_checkpoint_moves_from_two_ranks_to_three_to_one(tmp_path: Path) -> None:
-    model = Twice()
-    optimizer = adam(model)
-    checkpoint = None
-    for ranks, steps in ((2, range(2)), (3, range(2, 4))):
-        folder = tmp_path / str(ranks)
-        folder.mkdir()
-        found = run_ranks(continued, ranks, folder, checkpoint, steps)
-        train(model, optimizer, steps)
-        expected = flat((model.state_dict(), optimizer.state_dict()))
-        for one in found:
-            assert differences(flat(one), expected) == []
-        checkpoint = found[0]
-    alone = Twice()
-    last = adam(alone)
-    alone.load_state_dict(checkpoint[0])  # type: ignore[index]
-    last.load_state_dict(checkpoint[1])  # type: ignore[index]
-    for each, its in ((model, optimizer), (alone, last)):
-        train(each, its, range(4, 6))
-    assert (
-        differences(flat((alone.state_dict(), last.state_dict())), flat((model.state_dict(), optimizer.state_dict())))
-        == []
-    )
+    assert local["net.0.weight"].shape[1] < FEATURES == state["net.0.weight"].shape[1]
+    assert state["net.0.weight"] is state["alias.0.weight"]
+    assert state._metadata == local._metadata
 
 
 def clips_as_one_device(rank: int, world_size: int) -> None:
@@ -232,3 +179,35 @@ def test_optimizers_that_mix_elements_are_refused() -> None:
     optimizer.step()
     with pytest.raises(InstallError, match=r"'Adafactor' keeps 'row_var' of shape \(5, 1\) for a shard"):
         Shards(model, sharded).saved_optimizer_state(optimizer, optimizer.state_dict(), in_parts=False)
+
+
+class ByNorm(torch.optim.Optimizer):
+    """As LAMB: the step of a parameter is as long as the parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad * p.norm() / p.grad.norm())
+
+
+class Plain(torch.optim.AdamW):
+    pass
+
+
+class Fails(Plain):
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("only as it was made")
+
+
+def test_an_optimiser_that_mixes_elements_is_known() -> None:
+    for kind, right in ((ByNorm, True), (Plain, False), (Fails, None)):
+        optimizer: Any = kind([nn.Parameter(torch.randn(3))])
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        before = torch.random.get_rng_state()
+        assert [mixes_elements(optimizer, flat=flat) for flat in (True, False)] == [right, right], kind
+        assert torch.equal(torch.random.get_rng_state(), before)
+        assert not optimizer.state

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.techniques.sharded_cases import Case, decoder
 
 Batch = dict[str, Tensor]
@@ -39,7 +39,6 @@ WIDE, STRATA, NODES = "S1,S2,S3,S4,S5", "S1,stream,strata", "S1,nodes"
 PIPELINE, RECOMPUTED, CHUNKED = "S1,pipeline", "S1,recompute,pipeline", "S1,pipeline,chunk"
 """Those of a module without a decoder: blocks by rank, and blocks that are computed again, or run in chunks."""
 EVERY = (WIDE, STRATA, NODES)
-QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
 TRAINED = "loss of every step, all parameters"
 
 
@@ -116,20 +115,9 @@ class Site:
 
     def trainer(self, **options: Any) -> Trainer:
         """A Trainer in double precision that writes nothing unless asked."""
-        defaults: dict[str, Any] = {
-            "precision": "64-true",
-            "max_epochs": 2,
-            "num_sanity_val_steps": 0,
-            "use_distributed_sampler": False,
-            "enable_checkpointing": False,
-            "default_root_dir": self.folder,
-            **QUIET,
-        }
-        own = options.pop("plugins", [])
-        plugins = [*own, *([RunningRanks(self.rank, self.ranks)] if self.strategies else [])]
-        return Trainer(
-            **{**defaults, **options}, accelerator="cpu", devices=self.ranks, strategy=self.strategy(), plugins=plugins
-        )
+        defaults = {"precision": "64-true", "max_epochs": 2, "max_steps": -1, "num_sanity_val_steps": 0}
+        options = defaults | {"use_distributed_sampler": False, "default_root_dir": self.folder} | options
+        return trainer_of(self.strategy(), rank=self.rank, ranks=self.ranks, **options)
 
     def part(self, batch: Batch) -> Batch:
         """This rank's cells of a batch."""

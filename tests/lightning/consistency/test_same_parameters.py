@@ -151,80 +151,84 @@ class ByHand(Maps):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(rank: int, ranks: int, folder: Path) -> dict[tuple[bool, str], set[str]]:
-    """Warnings by whether the module asks the strategy for the norm, and what else the run does."""
-    found = {}
-    for asks in (True, False):
-        for also in ALSO:
-            trainer = trainer_of(
-                rank,
-                ranks,
-                AMPStrategy(strategies="S2", model_parallel_size=ranks),
-                max_epochs=1,
-                default_root_dir=folder,
-                enable_checkpointing=also == "saves",
-                limit_val_batches=1 if also == "validates" else 0,
-            )
-            loader = partial(loader_of, rank, ranks)
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                trainer.fit(ByHand(asks), loader(), loader() if also == "validates" else None)
-            texts = (str(w.message) for w in told)
-            found[asks, also] = {text for text in texts if "differ between ranks" in text}
-    return found
-
-
-def test_a_norm_taken_by_hand_is_told_and_the_strategy_s_is_not(tmp_path: Path) -> None:
-    first, _ = run_ranks(trained, 2, tmp_path, tmp_path)
-    for also in ALSO:
-        assert not first[True, also]
-        (text,) = first[False, also]
-        assert "after step 5, " in text
-        assert "'encoder.1.bias' by 2.9e-02, on ranks [1]" in text, "the largest difference comes first"
-        assert ", on ranks [1]" in text
-
-
 SCALERS = {"own": RunningScale, "shared": SharedScale}
 
 
-def scaled(rank: int, ranks: int, folder: Path) -> dict[tuple[str, str], Any]:
-    """Warnings of buffers, and the trained state, by how the running scale is made and what else the run does."""
-    found: dict[tuple[str, str], Any] = {}
+def told(rank: int, ranks: int, strategies: str, module: Any, batches: list[Any], also: str, folder: Path) -> set[str]:
+    """What a run says of differences between ranks."""
+    strategy = AMPStrategy(strategies=strategies, model_parallel_size=ranks if strategies == "S2" else 1)
+    options = {"default_root_dir": folder, "max_epochs": 1 if strategies == "S2" else 2}
+    saves, validates = also == "saves", also == "validates"
+    trainer = trainer_of(rank, ranks, strategy, enable_checkpointing=saves, limit_val_batches=int(validates), **options)
+    loader = partial(DataLoader, batches, batch_size=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(), loader() if validates else None)
+    return {text for w in caught if "differ between ranks" in (text := str(w.message))}
+
+
+def scaled(rank: int, ranks: int, kind: str, also: str, folder: Path) -> tuple[set[str], dict[str, Tensor]]:
+    """With a running scale: what is said, and the trained state."""
     rows = slice(None) if ranks == 1 else slice(6 * rank, 6 * rank + 6)
-    for kind, scaler in SCALERS.items():
-        for also in ALSO:
-            trainer = trainer_of(
-                rank,
-                ranks,
-                AMPStrategy(strategies="S1"),
-                max_epochs=2,
-                default_root_dir=folder,
-                enable_checkpointing=also == "saves",
-                limit_val_batches=1 if also == "validates" else 0,
-            )
-            module = Scaled(scaler())
-            batches = [{name: part[rows].double() for name, part in cells(12, seed=s).items()} for s in range(3)]
-            loader = partial(DataLoader, batches, batch_size=None)
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                trainer.fit(module.double(), loader(), loader() if also == "validates" else None)
-            texts = {str(w.message) for w in told if "buffers differ between ranks" in str(w.message)}
-            found[kind, also] = texts, {name: value.clone() for name, value in module.state_dict().items()}
+    module = Scaled(SCALERS[kind]()).double()
+    batches = [{name: part[rows].double() for name, part in cells(12, seed=s).items()} for s in range(3)]
+    said = told(rank, ranks, "S1", module, batches, also, folder)
+    return said, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def chosen(rank: int, ranks: int, folder: Path) -> dict[str, str]:
+    """What a fit whose plan the policy chooses says of a running scale."""
+    found = {}
+    for kind, scaler in (SCALERS | {"late": partial(RunningScale, late=True)}).items():
+        batches = [{n: v.double() for n, v in cells(6, seed=s + 9 * rank).items()} for s in range(3)]
+        trainer = trainer_of(rank, ranks, AMPStrategy(), max_epochs=1, default_root_dir=folder)
+        try:
+            trainer.fit(Scaled(scaler()).double(), DataLoader(batches, batch_size=None))
+            found[kind] = f"trained {trainer.global_step} steps"
+        except PlanError as error:
+            found[kind] = str(error)
     return found
 
 
-def test_a_running_scale_of_the_rank_s_own_cells_is_told_and_one_of_all_cells_is_exact(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    (one,) = run_ranks(scaled, 1, tmp_path / "one", tmp_path)
-    first, second = run_ranks(scaled, 2, tmp_path / "two", tmp_path)
+def everything(rank: int, ranks: int, folder: Path) -> dict[Any, Any]:
+    """By what the run does also: norms that are asked for or taken by hand, running scales; and what a policy does."""
+    found: dict[Any, Any] = {"chosen": chosen(rank, ranks, folder)}
     for also in ALSO:
-        assert not one["own", also][0]
+        for asks in (True, False):
+            batches = list(loader_of(rank, ranks))
+            found[asks, also] = told(rank, ranks, "S2", ByHand(asks), batches, also, folder)
+        for kind in SCALERS:
+            found[kind, also] = scaled(rank, ranks, kind, also, folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("pair")
+    return run_ranks(everything, 2, folder, folder)
+
+
+def test_a_norm_taken_by_hand_is_told_and_the_strategy_s_is_not(pair: list[dict[Any, Any]]) -> None:
+    for also in ALSO:
+        assert not pair[0][True, also]
+        (text,) = pair[0][False, also]
+        assert "after step 5, " in text
+        assert "'encoder.1.bias' by 2.9e-02, on ranks [1]" in text, "the largest difference comes first"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_running_scale_of_the_rank_s_own_cells_is_told_and_one_of_all_cells_is_exact(
+    pair: list[dict[Any, Any]], tmp_path: Path
+) -> None:
+    first, second = pair
+    for also in ALSO:
+        alone = {kind: scaled(0, 1, kind, also, tmp_path) for kind in SCALERS}
+        assert not alone["own"][0]
         assert not first["shared", also][0]
         assert not second["own", also][0], "rank 0 says it"
         # Adam makes something of the bias in front of batch normalisation, whose gradient is rounding
-        assert distance(first["shared", also][1], one["shared", also][1]) < 1e-8
-        assert distance(first["own", also][1], one["own", also][1]) > 1e-3
+        assert distance(first["shared", also][1], alone["shared"][1]) < 1e-8
+        assert distance(first["own", also][1], alone["own"][1]) > 1e-3
         assert any("after step 6, buffers differ" in text for text in first["own", also][0])
         for text in first["own", also][0]:
             assert "'encoder.0.mean'" in text
@@ -236,26 +240,12 @@ def distance(found: dict[str, Tensor], one: dict[str, Tensor]) -> float:
     return max(float((found[name].double() - value.double()).norm()) for name, value in one.items())
 
 
-def chosen(rank: int, ranks: int, folder: Path) -> dict[str, str]:
-    """What a fit whose plan the policy chooses says of a running scale, and the buffer after that."""
-    found = {}
-    for kind, scaler in (SCALERS | {"late": partial(RunningScale, late=True)}).items():
-        module = Scaled(scaler()).double()
-        loader = DataLoader([cells(6, seed=s + 9 * rank) for s in range(3)], batch_size=None)
-        trainer = trainer_of(rank, ranks, AMPStrategy(), max_epochs=1, default_root_dir=folder)
-        try:
-            trainer.fit(module, DataLoader([{n: v.double() for n, v in b.items()} for b in loader], batch_size=None))
-            found[kind] = f"trained {trainer.global_step} steps"
-        except PlanError as error:
-            found[kind] = str(error)
-    return found
-
-
-def test_a_policy_that_chooses_refuses_a_running_scale_of_the_rank_s_own_cells(tmp_path: Path) -> None:
-    (one,) = run_ranks(chosen, 1, tmp_path, tmp_path)
-    assert set(one.values()) == {"trained 3 steps"}
-    results = run_ranks(chosen, 2, tmp_path, tmp_path)
-    for found in results:
+@pytest.mark.filterwarnings("ignore")
+def test_a_policy_that_chooses_refuses_a_running_scale_of_the_rank_s_own_cells(
+    pair: list[dict[Any, Any]], tmp_path: Path
+) -> None:
+    assert set(chosen(0, 1, tmp_path).values()) == {"trained 3 steps"}
+    for found in (rank["chosen"] for rank in pair):
         assert found["shared"] == "trained 3 steps"
         for kind in ("own", "late"):
             assert found[kind].startswith("after the first step, buffers differ between ranks")

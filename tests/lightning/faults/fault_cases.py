@@ -43,7 +43,9 @@ UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 @dataclass(frozen=True)
 class Case:
-    """One fault: `rank` does `how` (of `HOW`, or "nan") in `hook`; `epoch` in steps, `resume` a file in the folder."""
+    """One fault: `rank` does `how` (of `HOW`, or "nan") in `hook`; `epoch` in steps, `resume` a file in the folder,
+    `batch` the samples of a data rank.
+    """
 
     rank: int = -1
     hook: str = ""
@@ -55,6 +57,7 @@ class Case:
     steps: int = 8
     epoch: int = 8
     nodes: int = 1
+    batch: int = 1
     saves_on_exception: bool = False
 
 
@@ -96,7 +99,7 @@ class Numbers(Dataset[Tensor]):
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
         generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(2 * case.epoch, 3, generator=generator, dtype=torch.float64)
+        self.x = torch.randn(2 * case.batch * case.epoch, 3, generator=generator, dtype=torch.float64)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -154,7 +157,7 @@ class Model(LightningModule):
     def loader(self) -> DataLoader[Tensor]:
         return DataLoader(
             Numbers(self.case, self.folder),
-            batch_size=1,
+            batch_size=self.case.batch,
             num_workers=self.case.workers,
             multiprocessing_context="fork" if self.case.workers else None,
         )
@@ -174,7 +177,7 @@ class FailingSave(Callback):
 
 
 def fit(case: Case, folder: Path, *, devices: int) -> None:
-    """One training, on this rank; rank 0 writes the weights."""
+    """One training, on this rank, which writes what has come of it."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     model = Model(case, folder)
@@ -200,8 +203,16 @@ def fit(case: Case, folder: Path, *, devices: int) -> None:
     )
     os.environ["RANK_OF_CASE"] = str(trainer.global_rank)
     trainer.fit(model, ckpt_path=folder / case.resume if case.resume else None)
-    if trainer.is_global_zero:
-        torch.save(model.state_dict(), folder / "end.pt")
+    strategy: Any = trainer.strategy
+    mesh = strategy.plan.mesh
+    found = {
+        "state": model.state_dict(),
+        "environment": type(strategy.cluster_environment).__name__,
+        "node": trainer.node_rank,
+        "mesh": [mesh.data, mesh.model],
+        "notes": list(map(str, strategy.plan.notes)),
+    }
+    torch.save(found, folder / f"end{trainer.global_rank}.pt")
 
 
 def serve(case: Case, folder: Path, rank: int, environment: dict[str, str], devices: int) -> None:
@@ -283,22 +294,14 @@ def run_scripts(
     """
     folder.mkdir(parents=True, exist_ok=True)
     arguments = [__file__, json.dumps(dataclasses.asdict(case)), str(folder), str(devices)]
-    return run_commands([[*command, *arguments] for command in commands], folder, after_fault=after_fault)
-
-
-def run_commands(
-    commands: Sequence[Sequence[str]],
-    folder: Path,
-    *,
-    after_fault: Callable[[list["subprocess.Popen[str]"]], None] = lambda _: None,
-) -> Outcome:
-    """Start commands, and wait until they and all that they have started have ended; as `run_scripts`."""
     mark = str(folder)
     environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     started = []
     for i, command in enumerate(commands):
         with (folder / f"script{i}.txt").open("w") as out:
-            process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
+            process = subprocess.Popen(
+                [*command, *arguments], env=environment, stdout=out, stderr=subprocess.STDOUT, text=True
+            )
         started.append(process)
     fault = folder / "fault"
     wait_for(lambda: fault.exists() or all(p.poll() is not None for p in started), folder, limit=START_S)

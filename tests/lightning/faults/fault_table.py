@@ -25,6 +25,7 @@ BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 AT_ONCE = 2
 STUCK = {"stuck_after": 3.0}
 STEP = "training_step"
+SAVED = "step=4.ckpt"
 START = "on_train_batch_start"
 HEAD = ("fault", "what every rank that is left says", "seconds", "last checkpoint")
 
@@ -40,7 +41,7 @@ class Row:
     what: str
     case: Case
     says: str
-    saved: str = "step=4.ckpt"
+    saved: str = SAVED
     launched: bool = False
     signum: int = 0
 
@@ -55,27 +56,19 @@ ROWS = (
     Row(
         "rank 1, started by the Trainer, is killed", Case(1, STEP, "kill"), "rank 1 was ended by SIGKILL", launched=True
     ),
-    Row(
-        "rank 1 raises in `training_step`",
-        Case(1, STEP, "raise"),
-        f"rank 1 failed {in_step()}, at fault_cases.py in boom: ValueError: boom",
-    ),
-    Row(
-        "rank 1 raises in `validation_step`",
-        Case(1, "validation_step", "raise"),
-        "rank 1 failed in validation_step (validate), at fault_cases.py in boom: ValueError: boom",
-    ),
-    Row(
-        "rank 1 raises in `on_train_start`",
-        Case(1, "on_train_start", "raise"),
-        "rank 1 failed in on_train_start (epoch 0, batch 0), at fault_cases.py in boom: ValueError: boom",
-        saved="",
-    ),
-    Row(
-        "rank 1 raises in `setup`",
-        Case(1, "setup", "raise"),
-        "rank 1 failed in setup (epoch 0, batch 0), at fault_cases.py in boom: ValueError: boom",
-        saved="",
+    *(
+        Row(
+            f"rank 1 raises in `{hook}`",
+            Case(1, hook, "raise"),
+            f"rank 1 failed in {hook} ({where}), at fault_cases.py in boom: ValueError: boom",
+            saved,
+        )
+        for hook, where, saved in (
+            (STEP, "epoch 0, batch 5", SAVED),
+            ("validation_step", "validate", SAVED),
+            ("on_train_start", "epoch 0, batch 0", ""),
+            ("setup", "epoch 0, batch 0", ""),
+        )
     ),
     Row(
         "a loader worker of rank 1 raises",

@@ -6,9 +6,6 @@ No process is started but for one run of two ranks.
 
 import contextlib
 import errno
-import fcntl
-import os
-import platform
 import re
 import signal
 import socket
@@ -29,14 +26,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_amp.errors import DataError, PlanError
-from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO, _aside, _remove_left_over
+from lightning_amp.errors import PlanError
 from lightning_amp.lightning.faults.activity import Doing, Fault, doing_of_thread
 from lightning_amp.lightning.faults.detector import Detector
 from lightning_amp.lightning.faults.failure_watch import FailureWatch, _requeues_on_sigterm
 from lightning_amp.lightning.faults.launchers import STARTED_BY
 from lightning_amp.lightning.faults.link import LONGEST_HELLO, Link, connect, listen
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from tests.any_module import QUIET
 from tests.lightning.faults.fault_cases import Case, run_group
 
 # it measures seconds of several processes
@@ -88,8 +85,7 @@ def test_a_pause_of_the_process_is_not_the_silence_of_others(monkeypatch: pytest
 
 def trainer_of(strategy: AMPStrategy) -> Trainer:
     """A Trainer that has been interrupted."""
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", devices=1, enable_checkpointing=False, **quiet)  # type: ignore[arg-type]
+    trainer = Trainer(accelerator="cpu", devices=1, **QUIET)
     strategy._lightning_module = LightningModule()
     strategy._lightning_module.trainer = trainer
     trainer.state.status = TrainerStatus.INTERRUPTED
@@ -163,6 +159,30 @@ def test_a_connection_that_cannot_be_accepted_does_not_end_the_watch(monkeypatch
         link.send(bye=True)
         until(lambda: watch.ended_ranks())
         link.close()
+
+
+def test_a_stranger_on_the_watch_s_port_is_not_listened_to() -> None:
+    with watching(lost_after=4) as (watch, port):
+        for message in ({"hello": 1, "token": "guess", "host": "x"}, {"fault": {"rank": 1, "host": "x", "what": "y"}}):
+            link = connect("localhost", port, timeout=5)
+            link.send(**message)
+            assert link.receive() is None, "it hangs up"
+            link.close()
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert Link(raw).receive() is None
+        assert watch.fault is None
+
+
+def test_a_rank_that_ends_well_is_no_fault() -> None:
+    with watching(lost_after=1) as (first, port):
+        link = connect("localhost", port, timeout=5)
+        second = Detector(1, Doing, lost_after=1, stuck_after=100, listener=None, link=link, token="t")
+        time.sleep(0.3)
+        second.stop(failed=False)
+        time.sleep(1.5)
+        assert first.fault is None
+        assert first.ended_ranks() == [1]
 
 
 # --- saving and SIGTERM ---
@@ -243,38 +263,7 @@ def test_sigterm_is_lightning_s_where_it_queues_again_or_there_is_one_rank(
     assert _requeues_on_sigterm(environment) == (ranks == 2 and not ours)
 
 
-# --- files ---
-
-
-def test_writers_of_one_name_and_process_do_not_share_a_file(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
-    left = tmp_path / f".partial-{platform.node()}-{os.getpid()}-dead"
-    left.touch()
-    with _aside(first) as one, _aside(second) as two:
-        one.write(b"1")
-        two.write(b"2")
-        _remove_left_over(tmp_path)
-        assert not left.exists()
-    assert (first.read_bytes(), second.read_bytes()) == (b"1", b"2")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt"]
-
-
-def test_a_file_system_without_locks_and_flushes_has_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    number = errno.EINVAL
-
-    def without(*_: Any) -> None:
-        raise OSError(number, "not here")
-
-    for module, name in ((os, "fsync"), (fcntl, "flock")):
-        monkeypatch.setattr(module, name, without)
-    AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "a.ckpt")
-    number = errno.EIO
-    with pytest.raises(DataError, match="not here"):
-        AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "b.ckpt")
-    monkeypatch.undo()
-    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+# --- ranks that start ---
 
 
 @pytest.mark.long

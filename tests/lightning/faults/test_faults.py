@@ -1,33 +1,38 @@
 """Claim: whichever way a rank ends, all processes end within seconds, each with a message that names the rank and what
 it was doing; none is left, the last complete checkpoint is intact, and resuming loses nothing but the steps after it.
+Who ends a run by Ctrl-C, or loses a rank, reads in the last line what to do, or whose fault it was.
 
 The faults are injected once, some at a time; tests read what came of it.
 """
 
 import shutil
-import socket
-import time
+import signal
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from lightning_amp.cli import main as cli
+from lightning_amp.cli.commands import profile
 from lightning_amp.data.prepare.synthetic import synthesize
-from lightning_amp.errors import DataError, ModelError, PlanError
-from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO
-from lightning_amp.lightning.faults.activity import Doing, is_out_of_memory
-from lightning_amp.lightning.faults.detector import Detector
-from lightning_amp.lightning.faults.link import Link, connect, listen
+from lightning_amp.errors import ModelError, PlanError
+from lightning_amp.lightning.faults.activity import is_out_of_memory
+from lightning_amp.lightning.faults.launchers import how_to_resume
 from lightning_amp.lightning.steps.out_of_memory import advice_on_memory
 from lightning_amp.lightning.steps.training_step import FiniteCheck
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Candidate
-from tests.lightning.faults.fault_cases import Case, Outcome, run_group
+from tests.any_module import QUIET
+from tests.lightning.faults.fault_cases import Case, Outcome, run_group, run_scripts
 from tests.lightning.faults.fault_table import ROWS, Row, cells, committed, run_all, said
 
 # it measures seconds of several processes
@@ -47,7 +52,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    outcome = run_group(Case(), folder)
+    outcome = run_group(Case(epoch=2), folder)
     assert outcome.statuses == [0, 0], outcome.texts
     assert not any(said(text) for text in outcome.texts), "nothing is said of a run without faults"
     return folder
@@ -83,17 +88,15 @@ def test_every_process_ends_in_time_and_names_the_rank(row: Row, found: Found) -
 
 
 @pytest.mark.long
-def test_resuming_loses_nothing_but_the_steps_after_the_checkpoint(tmp_path: Path) -> None:
+def test_resuming_loses_nothing_but_the_steps_after_the_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
     """With checkpoints at the ends of epochs: from within one, Lightning reads the epoch's data from its beginning."""
-    whole, folder = tmp_path / "whole", tmp_path / "killed"
-    run_group(Case(epoch=2), whole)
-    run_group(Case(0, "save_checkpoint", "killed while saving", epoch=2), folder)
-    assert list(folder.glob(".partial-*")), "it was killed after it had begun to write"
-    outcome = run_group(Case(resume="step=4.ckpt", epoch=2), folder)
+    run_group(Case(0, "save_checkpoint", "killed while saving", epoch=2), tmp_path)
+    assert list(tmp_path.glob(".partial-*")), "it was killed after it had begun to write"
+    outcome = run_group(Case(resume="step=4.ckpt", epoch=2), tmp_path)
     assert outcome.statuses == [0, 0], outcome.texts
-    ends = [torch.load(at / "end.pt") for at in (whole, folder)]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    assert not list(folder.glob(".partial-*")), "what a killed process has left is removed"
+    one, other = (torch.load(at / "end0.pt")["state"] for at in (undisturbed, tmp_path))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not list(tmp_path.glob(".partial-*")), "what a killed process has left is removed"
 
 
 def test_the_committed_table_is_that_of_the_rows() -> None:
@@ -127,41 +130,60 @@ def test_ranks_with_other_data_refuse_to_start_and_show_the_difference(tmp_path:
         assert not said(text), "what all ranks raise is said by the error alone"
 
 
+# --- the last line of a run that ends ---
+
+
+STUCK = Case(0, "on_train_batch_start", "stick")
+
+
+def press(started: list["subprocess.Popen[str]"]) -> None:
+    """As a terminal does: all processes of the job get the signal."""
+    first = psutil.Process(started[0].pid)
+    for process in [*first.children(), first]:
+        process.send_signal(signal.SIGINT)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_interrupted_run_says_how_to_go_on_with_status_130(tmp_path: Path, devices: int) -> None:
+    outcome = run_scripts(STUCK, tmp_path, [[sys.executable]], devices=devices, after_fault=press)
+    assert outcome.statuses == [130]
+    assert outcome.left == []
+    last = outcome.texts[0].strip().splitlines()[-1]
+    path = tmp_path / "step=4.ckpt"
+    assert last == (
+        f"lightning_amp: interrupted; to go on: trainer.fit(..., ckpt_path={str(path)!r}), or --ckpt_path {path}"
+    )
+
+
+def test_without_a_checkpoint_it_says_so() -> None:
+    trainer = Trainer(accelerator="cpu", callbacks=[ModelCheckpoint()], **QUIET | {"enable_checkpointing": True})
+    assert how_to_resume(trainer) == ""
+    trainer.state.fn = "fit"
+    assert "no checkpoint has been written" in how_to_resume(trainer)
+    assert how_to_resume(None) == ""
+
+
+@pytest.mark.ranks
+def test_what_is_said_of_a_killed_rank_is_the_last_line_under_a_short_traceback(found: Found) -> None:
+    outcome, _ = found["rank 1, started by the Trainer, is killed"]
+    lines = outcome.texts[0].strip().splitlines()
+    assert "RuntimeError: rank 1 (" in lines[-1], lines
+    assert "was ended by SIGKILL" in lines[-1], lines
+    assert len([line for line in lines if line.startswith("[rank0]:")]) <= 10
+    assert not [line for line in lines if "torch/distributed" in line]
+
+
+def test_the_command_line_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile, "read", interrupt)
+    assert cli.main(["profile", "anything"]) == 130
+    assert capsys.readouterr().err == "lightning-amp: interrupted\n"
+
+
 # --- parts, without a Trainer ---
-
-
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    io, path = AtomicCheckpointIO(), tmp_path / "deep" / "last.ckpt"
-    io.save_checkpoint({"a": torch.ones(3)}, path)
-
-    class Full(FileIO):
-        def write(self, data: Any) -> int:
-            if self.tell() > 100:
-                raise OSError(28, "No space left on device")
-            return super().write(data)
-
-    monkeypatch.setattr(Path, "open", lambda path, mode, buffering=-1: Full(path, mode))
-    with pytest.raises(DataError, match=r"cannot be written: .*No space left .* is untouched, .* are free"):
-        io.save_checkpoint({"a": torch.zeros(3)}, path)
-    monkeypatch.undo()
-    assert io.load_checkpoint(path)["a"].tolist() == [1, 1, 1]
-    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
-    io.save_checkpoint({"a": torch.zeros(3)}, path)
-    assert io.load_checkpoint(path)["a"].tolist() == [0, 0, 0]
-
-
-def test_what_is_no_folder_and_what_is_not_pickled_is_told_apart(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot be written: .*; no file of that name was left"):
-        AtomicCheckpointIO().save_checkpoint({}, tmp_path / "file" / "a.ckpt")
-    with pytest.raises(Exception, match="pickle") as caught:
-        AtomicCheckpointIO().save_checkpoint({"a": lambda: 1}, tmp_path / "b.ckpt")
-    assert not isinstance(caught.value, DataError)
-    assert [file.name for file in tmp_path.iterdir()] == ["file"]
-    with pytest.raises(FileNotFoundError):
-        AtomicCheckpointIO().load_checkpoint(tmp_path / "none.ckpt")
 
 
 class Strata(nn.Module):
@@ -236,34 +258,3 @@ def test_out_of_memory_is_told_with_the_next_plan_to_try() -> None:
 def test_times_are_checked(option: str, value: Any) -> None:
     with pytest.raises(PlanError, match=rf"{option}=.* is not supported; allowed is a number of seconds above 0"):
         AMPStrategy(**{option: value})
-
-
-def test_a_stranger_on_the_watch_s_port_is_not_listened_to() -> None:
-    listener = listen("localhost")
-    port = listener.getsockname()[1]
-    limits = {"lost_after": 4, "stuck_after": 4}
-    watch = Detector(0, Doing, **limits, listener=listener, link=None, token="secret")
-    for message in ({"hello": 1, "token": "guess", "host": "x"}, {"fault": {"rank": 1, "host": "x", "what": "y"}}):
-        link = connect("localhost", port, timeout=5)
-        link.send(**message)
-        assert link.receive() is None, "it hangs up"
-        link.close()
-    with socket.create_connection(("127.0.0.1", port)) as raw:
-        raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert Link(raw).receive() is None
-    assert watch.fault is None
-    watch.stop(failed=False)
-
-
-def test_a_rank_that_ends_well_is_no_fault() -> None:
-    listener = listen("localhost")
-    limits = {"lost_after": 1, "stuck_after": 100}
-    first = Detector(0, Doing, **limits, listener=listener, link=None, token="t")
-    link = connect("localhost", listener.getsockname()[1], timeout=5)
-    second = Detector(1, Doing, **limits, listener=None, link=link, token="t")
-    time.sleep(0.3)
-    second.stop(failed=False)
-    time.sleep(1.5)
-    assert first.fault is None
-    assert first.ended_ranks() == [1]
-    first.stop(failed=False)

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.any_module import QUIET
-from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.lightning.strategy import strategy_cases
 
 TOKENS, LENGTH, WIDTH, LAYERS, SAMPLES, STEPS = 11, 5, 8, 6, 7, 5
 Batch = dict[str, Tensor]
@@ -182,12 +181,11 @@ def batches_of(module: LightningModule, rank: tuple[int, int] | None, data_ranks
 
 
 def trainer_of(rank: tuple[int, int] | None, settings: dict[str, Any], options: dict[str, Any]) -> Trainer:
-    options = QUIET | {"max_epochs": 1, "accelerator": "cpu", "use_distributed_sampler": False} | options
+    options = {"max_steps": -1, "use_distributed_sampler": False} | options
     if rank is None:
-        return Trainer(devices=1, **options)
+        return strategy_cases.trainer_of("auto", **options)
     strategy = AMPStrategy(**({} if "plan" in settings else {"strategies": "pipeline"}) | settings)
-    plugins = [RunningRanks(*rank), *options.pop("plugins", ())]
-    return Trainer(devices=rank[1], strategy=strategy, plugins=plugins, **options)
+    return strategy_cases.trainer_of(strategy, rank=rank[0], ranks=rank[1], **options)
 
 
 def fit(

@@ -1,4 +1,6 @@
-"""Modules that look as if they could be stages of a pipeline, and cannot: each is refused with the reason."""
+"""Modules that look as if they could be stages of a pipeline, and cannot: each is refused with the reason. More of them
+are in tests/techniques/pipeline/test_block_walk.py.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +13,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.lightning.pipeline.attacks import WIDTH, Batch, Block, Net
-
-
-class ReadsEarly(Net):
-    def loss(self, batch: Batch) -> Tensor:
-        h = first = self.embed(batch["x"])
-        for n, block in enumerate(self.blocks):
-            h = block(h)
-            first = h if n == 0 else first
-        return F.cross_entropy(self.head(h), batch["y"]) + first.square().mean()
 
 
 class LogsEarly(Net):
@@ -66,11 +59,6 @@ class Wrapped(Net):
         return self.head(h.h)
 
 
-class Branches(Block):
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h if h.mean() > 0 else h * 2)
-
-
 class Remembers(Block):
     """A loss of its own as an attribute, as blocks of experts have it."""
 
@@ -78,10 +66,6 @@ class Remembers(Block):
         h = super().forward(h)
         self.own = h.square().mean()
         return h
-
-
-class Branching(Net):
-    block = Branches
 
 
 class Normalises(Block):
@@ -188,12 +172,71 @@ class Metered(Net):
         return loss
 
 
+class Masked(Net):
+    """A mean over the samples that are not masked: of the first ones fewer."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        y = batch["y"].masked_fill(torch.arange(len(batch["y"])) == 0, -100)
+        return F.cross_entropy(self(batch["x"]), y)
+
+
+class Summed(Net):
+    def loss(self, batch: Batch) -> Tensor:
+        return F.cross_entropy(self(batch["x"]), batch["y"], reduction="sum")
+
+    # Adam would divide gradients that are zero but for rounding by something as small
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Contrastive(Summed):
+    """Every sample among the others of the batch."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        h = self(batch["x"])
+        return F.cross_entropy(h @ h.T, torch.arange(len(h)))
+
+
+class Hooked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_hook(lambda *_: None)
+
+
+class HookedGradient(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda grad: grad / 2)
+
+
+class NoList(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Block().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x)))
+
+
+class CallsTwice(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(self.blocks[1])
+
+
+NO_MEAN = "it is no mean over samples"
 REFUSED: dict[type[Net], str] = {
-    ReadsEarly: "no block returns",
+    Masked: NO_MEAN,
+    Summed: NO_MEAN,
+    Contrastive: NO_MEAN,
+    Hooked: "forward_hooks",
+    HookedGradient: "hooks on its gradient",
+    NoList: "requires a ModuleList or Sequential",
+    CallsTwice: "a module in it twice",
     LogsEarly: "logs, returns or keeps a tensor",
     MetricInside: "inside or between blocks",
     Wrapped: "and ['Held']",
-    Branching: "needs values that another rank computed",
     Normalised: "compute a sample from other samples",
     LossInAttributes: "outside the blocks of",
     Tracked: "changes 'blocks.",

@@ -5,6 +5,7 @@ otherwise than by one process; what is unusual and can be stages is exact (float
 import gc
 import logging
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,37 @@ import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
+from lightning_amp.errors import DataError
 from lightning_amp.lightning.faults.failure_watch import FailureWatch
+from lightning_amp.techniques.pipeline.steps.sample_check import cut
+from tests.each import BEFORE_A_RELEASE
 from tests.lightning.pipeline import manual_steps
 from tests.lightning.pipeline.attacks import EXACT, Net, batches
 from tests.lightning.pipeline.pipeline_cases import trainer_of
-from tests.lightning.pipeline.refused_attacks import REFUSED
+from tests.lightning.pipeline.refused_attacks import REFUSED, Contrastive, Masked, Summed, Ticks
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
-Kinds = tuple[type[Net], ...]
+Cases = list[tuple[type[Net], dict[str, Any]]]
 SCHEDULES: tuple[dict[str, Any], ...] = (
     {"schedule": "1f1b", "micro_batches": 3},
     {"schedule": "gpipe", "micro_batches": 3},
     {"schedule": "interleaved", "micro_batches": 6},
 )
-EVERY = [0, *(pytest.param(n, marks=[pytest.mark.exhaustive, pytest.mark.release]) for n in (1, 2))]
+EVERY = [0, *(pytest.param(n, marks=BEFORE_A_RELEASE) for n in (1, 2))]
+UNCUT: Cases = [
+    (Masked, {"micro_batches": 1}),
+    *((kind, {"schedule": "gpipe"}) for kind in (Masked, Summed, Contrastive)),
+]
+"""Any loss, computed for the whole batch."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "check_finite=True": {"check_finite": True},
+    "save_distributed_checkpoint=True": {"save_distributed_checkpoint": True},
+    "rounds of unequal length": {"schedule": "interleaved", "micro_batches": 5},
+}
 
 
-def train(rank: tuple[int, int] | None, kind: type[Net], settings: dict[str, Any]) -> dict[str, Any]:
+def train(rank: tuple[int, int] | None, kind: Callable[[], Net], settings: dict[str, Any]) -> dict[str, Any]:
     """Three steps, with a validation after them."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -45,53 +59,70 @@ def train(rank: tuple[int, int] | None, kind: type[Net], settings: dict[str, Any
     return {"state": {n: v.clone() for n, v in module.state_dict().items()}, "logged": logged}
 
 
-def trained(rank: int, ranks: int, schedule: int, kinds: Kinds) -> dict[str, Any]:
-    return {kind.__name__: train((rank, ranks), kind, SCHEDULES[schedule]) for kind in kinds}
+def trained(rank: int, ranks: int, cases: Cases) -> list[dict[str, Any]]:
+    return [train((rank, ranks), kind, settings) for kind, settings in cases]
 
 
 @pytest.mark.parametrize("schedule", EVERY)
 @pytest.mark.parametrize("kinds", [EXACT, manual_steps.EXACT], ids=["automatic", "manual"])
-def test_what_can_be_stages_is_exact(kinds: Kinds, schedule: int, tmp_path: Path) -> None:
-    expected = {kind.__name__: train(None, kind, {}) for kind in kinds}
-    for found in run_ranks(trained, 2, tmp_path, schedule, kinds, timeout=200):
-        for name, run in found.items():
-            for key, value in expected[name]["state"].items():
-                assert torch.allclose(run["state"][key], value, rtol=0, atol=1e-10), f"{name}: {key}"
-            assert run["logged"] == pytest.approx(expected[name]["logged"], abs=1e-10), name
+def test_what_can_be_stages_is_exact(kinds: tuple[type[Net], ...], schedule: int, tmp_path: Path) -> None:
+    cases = [(kind, SCHEDULES[schedule]) for kind in kinds] + (UNCUT if kinds is EXACT and not schedule else [])
+    expected = [train(None, kind, {}) for kind, _ in cases]
+    for found in run_ranks(trained, 2, tmp_path, cases, timeout=200):
+        for (kind, _), run, one in zip(cases, found, expected, strict=True):
+            for key, value in one["state"].items():
+                assert torch.allclose(run["state"][key], value, rtol=0, atol=1e-10), f"{kind.__name__}: {key}"
+            assert run["logged"] == pytest.approx(one["logged"], abs=1e-10), kind.__name__
 
 
-def refused(rank: int, ranks: int, folder: Path, schedule: int, kinds: Kinds) -> dict[str, str]:
-    found = {}
+def refused(rank: int, ranks: int, folder: Path, cases: Cases) -> list[tuple[str, bool]]:
+    """What was said of each, and whether the module is as it was."""
+    found = []
     dist.barrier()
-    for n, kind in enumerate(kinds):
+    for n, (kind, settings) in enumerate(cases):
         # a rank that is refused leaves the others, whose next message fails; the watch would end the process
         dist.destroy_process_group()
         gc.collect()
         store = dist.FileStore(str(folder / f"store{n}"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=15))
+        module, said = kind(), ""
+        before = {key: value.clone() for key, value in module.state_dict().items()}
         with patch.object(FailureWatch, "tell", lambda *_: None):
-            found[kind.__name__] = said_of((rank, ranks), kind, SCHEDULES[schedule])
+            try:
+                train((rank, ranks), lambda module=module: module, settings)
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+        # of another rank's blocks a run that has ended has no values
+        own = [(key, value) for key, value in module.state_dict().items() if not value.isnan().any()]
+        found.append((said, all(torch.equal(value, before[key]) for key, value in own)))
     return found
-
-
-def said_of(rank: tuple[int, int], kind: type[Net], settings: dict[str, Any]) -> str:
-    try:
-        train(rank, kind, settings)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("table", [REFUSED, manual_steps.REFUSED], ids=["automatic", "manual"])
 def test_what_cannot_is_refused(table: dict[type[Net], str], tmp_path: Path) -> None:
-    both = run_ranks(refused, 2, tmp_path, tmp_path, 0, tuple(table), timeout=200)
-    said = {kind.__name__: [found[kind.__name__] for found in both] for kind in table}
-    trained = [name for name, of_ranks in said.items() if not all(of_ranks)]
-    assert not trained
-    others = {
-        kind.__name__: said[kind.__name__]
-        for kind, words in table.items()
-        if not any(words in one for one in said[kind.__name__])
-    }
-    assert not others, "\n".join(f"{name}: {of_ranks}" for name, of_ranks in others.items())
+    cases = [(words, kind, SCHEDULES[0]) for kind, words in table.items()]
+    cases += [(words, Net, settings) for words, settings in SETTINGS.items()] if table is REFUSED else []
+    of_ranks = run_ranks(refused, 2, tmp_path, tmp_path, [case[1:] for case in cases], timeout=200)
+    for (words, kind, _), *found in zip(cases, *of_ranks, strict=True):
+        said = [text for text, _ in found]
+        assert all(said), f"{kind.__name__} was trained: {said}"
+        assert any(words in text for text in said), f"{kind.__name__}: {said}"
+        # whose step changes it by itself
+        assert all(unchanged for _, unchanged in found) or kind is Ticks, kind.__name__
+
+
+def test_a_batch_is_cut_by_samples_or_refused() -> None:
+    parts, sizes = cut({"x": torch.arange(7), "scale": torch.tensor(2.0), "name": "a"}, 3)
+    assert sizes == [2, 2, 3]
+    assert [len(part["x"]) for part in parts] == sizes
+    assert all(part["scale"] == 2.0 and part["name"] == "a" for part in parts)
+    assert cut([torch.arange(2)], 5)[1] == [1, 1]
+    for odd in (
+        {"x": torch.arange(7), "edges": torch.ones(2, 9)},
+        {"x": torch.arange(7), "names": list("abcdefg")},
+        {"x": torch.arange(7), "graph": object()},
+        {"scale": torch.tensor(2.0)},
+    ):
+        with pytest.raises(DataError, match="micro-batches"):
+            cut(odd, 3)

@@ -19,7 +19,7 @@ from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.ranks import run_ranks
 from tests.techniques.sharded_cases import Case, Model
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 CELLS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
 
@@ -82,42 +82,38 @@ LOADERS: dict[str, tuple[Callable[[], Any], int | None]] = {
 }
 
 
-def trainer_on(rank: int, ranks: int, strategy: Any) -> Trainer:
+def trainer_on(strategy: Any, rank: int = 0, ranks: int = 1) -> Trainer:
     sampler = strategy == "auto" or ranks > 1
     return trainer_of(strategy, rank=rank, ranks=ranks, max_steps=-1, use_distributed_sampler=sampler)
 
 
-def planned(rank: int, ranks: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, (loader, _) in LOADERS.items():
-        seen = []
-        for strategy in (AMPStrategy(), "auto"):
-            Own.started = strategy == "auto"
-            module = Own(loader)
-            seed_everything(3)
-            trainer_on(rank, ranks, strategy).fit(module)
-            seen.append(torch.cat(module.seen))
-            if isinstance(strategy, AMPStrategy):
-                assert strategy.plan is not None
-                found[name] = strategy.plan.batch_size, strategy.plan.notes
-        assert torch.equal(*seen), "another order of cells"
-    data = AMPStrategy()
-    trainer_on(rank, ranks, data).fit(Own(split), datamodule=Data())
-    assert data.plan is not None
-    found["data module"] = data.plan.batch_size, data.plan.notes
-    return found
+def planned(loader: Callable[[], Any], **data: Any) -> Any:
+    """The plan of a run, which reads the cells of a plain one in their order."""
+    seen, ours = [], AMPStrategy()
+    for strategy in (ours, "auto"):
+        Own.started = strategy == "auto"
+        module = Own(loader)
+        seed_everything(3)
+        trainer_on(strategy).fit(module, **data)
+        seen.append(torch.cat(module.seen))
+    assert torch.equal(*seen), "another order of cells"
+    return ours.plan
 
 
-def test_the_plan_knows_the_cells_or_says_what_to_do(tmp_path: Path) -> None:
-    (found,) = run_ranks(planned, 1, tmp_path)
-    for name, size in {**{name: size for name, (_, size) in LOADERS.items()}, "data module": 4}.items():
-        got, notes = found[name]
-        told = [note for note in notes if "the batch size is not known" in note]
-        assert (got, len(told)) == ((1, 1) if size is None else (size, 0)), name
-        if size is None:
-            assert "give the data module, or the training loader, an attribute batch_size" in told[0]
-    (told,) = (note for note in found["not there yet"][1] if "not known" in note)
-    assert "Own.train_dataloader() gave AttributeError: no dataset yet" in told
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_plan_knows_the_cells_or_says_what_to_do(name: str) -> None:
+    loader, size = LOADERS[name]
+    plan = planned(loader)
+    told = [note for note in plan.notes if "the batch size is not known" in note]
+    assert (plan.batch_size, len(told)) == ((1, 1) if size is None else (size, 0))
+    if size is None:
+        assert "give the data module, or the training loader, an attribute batch_size" in told[0]
+    if name == "not there yet":
+        assert "Own.train_dataloader() gave AttributeError: no dataset yet" in told[0]
+
+
+def test_the_cells_of_a_data_module_are_known() -> None:
+    assert planned(split, datamodule=Data()).batch_size == 4
 
 
 class Counting(Own):
@@ -133,18 +129,14 @@ class Counting(Own):
         return super().train_dataloader()
 
 
-def counted(rank: int, ranks: int) -> list[tuple[int, float]]:
+def test_the_hook_is_called_once_and_draws_where_a_plain_run_draws() -> None:
     found = []
     for draws, strategy in ((False, AMPStrategy()), (True, AMPStrategy()), (True, "auto")):
         torch.manual_seed(0)
         module = Counting(draws)
-        trainer_on(rank, ranks, strategy).fit(module)
+        trainer_on(strategy).fit(module)
         found.append((module.calls, module.drawn))
-    return found
-
-
-def test_the_hook_is_called_once_and_draws_where_a_plain_run_draws(tmp_path: Path) -> None:
-    ((still, drawing, plain),) = run_ranks(counted, 1, tmp_path)
+    still, drawing, plain = found
     assert still[0] == plain[0] == 1
     assert drawing[1] == plain[1]
 
@@ -152,7 +144,7 @@ def test_the_hook_is_called_once_and_draws_where_a_plain_run_draws(tmp_path: Pat
 def normalised(rank: int, ranks: int, n: int, options: dict[str, Any]) -> tuple[int, str]:
     """Steps taken with batches of n cells, and what was said."""
     module = Own(lambda: DataLoader(CELLS, batch_size=n), nn.BatchNorm1d(2))  # type: ignore[arg-type]
-    trainer = trainer_on(rank, ranks, AMPStrategy(**options))
+    trainer = trainer_on(AMPStrategy(**options), rank, ranks)
     try:
         trainer.fit(module)
     except DataError as error:
@@ -160,6 +152,7 @@ def normalised(rank: int, ranks: int, n: int, options: dict[str, Any]) -> tuple[
     return trainer.global_step, ""
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {"share_batch_statistics": False})])
 def test_one_cell_is_too_few_for_batch_normalisation(ranks: int, options: Any, tmp_path: Path) -> None:
     for steps, text in run_ranks(normalised, ranks, tmp_path, 1, options):
@@ -168,5 +161,6 @@ def test_one_cell_is_too_few_for_batch_normalisation(ranks: int, options: Any, t
         assert "set batch_size to 2 or more" in text
 
 
+@pytest.mark.ranks
 def test_two_ranks_of_one_cell_are_enough_for_shared_statistics(tmp_path: Path) -> None:
     assert [steps for steps, _ in run_ranks(normalised, 2, tmp_path, 1, {})] == [6, 6]

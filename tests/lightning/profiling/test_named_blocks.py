@@ -16,7 +16,8 @@ from lightning_amp import AMPStrategy
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.find_blocks import blocks_with_own_parameters, find_blocks, named_blocks
 from lightning_amp.techniques.pipeline.run.blocks import blocks_for_stages
-from tests.any_module import QUIET, Meter
+from tests.any_module import Meter
+from tests.lightning.strategy.strategy_cases import trainer_of
 
 WIDTH, ROWS = 16, 512
 
@@ -49,10 +50,7 @@ class Attributes(pl.LightningModule):
 def _fit(strategy: Any) -> tuple[Attributes, Meter, Any]:
     torch.manual_seed(0)
     module, data, meter = Attributes().double(), torch.randn(3 * ROWS, 4, dtype=torch.float64), Meter()
-    trainer = pl.Trainer(
-        strategy=strategy, max_epochs=1, accelerator="cpu", devices=1, precision="64-true", callbacks=[meter],
-        **QUIET,
-    )  # fmt: skip
+    trainer = trainer_of(strategy, precision="64-true", callbacks=[meter])
     trainer.fit(module, DataLoader(data, ROWS))
     return module, meter, getattr(trainer.strategy, "plan", None)
 

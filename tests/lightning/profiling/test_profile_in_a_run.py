@@ -1,20 +1,30 @@
-"""Claim: signals, warnings that are given once, and breakpoints of a profiled step are those of the run around it."""
+"""Claim: signals, warnings that are given once, and breakpoints of a profiled step are those of the run around it; what
+a look at the data has drawn is taken back also where the data raise an error.
+"""
 
+import random
 import signal
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_amp._torch import FakeTensor, TorchDispatchMode
+from lightning_amp.errors import DataError
+from lightning_amp.lightning.profiling import loaders
+from lightning_amp.lightning.profiling.loaders import example_batch
+from lightning_amp.lightning.steps.cells import OwnCells
 from tests.lightning.profiling.test_guest import forget_what_was_said, trainer_of
+from tests.lightning.strategy.strategy_cases import same
 
 
 class Profiled(pl.LightningModule):
@@ -164,3 +174,43 @@ def test_who_sees_every_trainer_or_every_operator_sees_no_profile(monkeypatch: p
     assert [type(batch) for batch in batches] == [Tensor, Tensor]
     assert sees.n_operators > 10
     assert sees.n_fakes == 0
+
+
+def draw_and_fail(*_: Any) -> Any:
+    torch.rand(1), np.random.rand(), random.random()
+    raise ValueError("no data yet")
+
+
+class Fails(Dataset[Any]):
+    __getitem__ = draw_and_fail
+
+    def __len__(self) -> int:
+        return 4
+
+
+class InNoOrder(Sampler[int]):
+    __iter__ = draw_and_fail
+
+    def __len__(self) -> int:
+        return 4
+
+
+def streams() -> tuple[Any, ...]:
+    kind, numbers, *rest = np.random.get_state()
+    return torch.get_rng_state(), kind, torch.from_numpy(np.array(numbers)), *rest, random.getstate()
+
+
+LOOKS: dict[str, Callable[[], Any]] = {
+    "an item": lambda: example_batch(DataLoader(Fails(), batch_size=2)),
+    "an order": lambda: list(OwnCells(DataLoader(Fails(), sampler=InNoOrder()), num_replicas=2, rank=0)),
+    "a loader": lambda: loaders._loaders(SimpleNamespace(name="train", instance=None)),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_streams_are_put_back(look: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaders, "request_dataloader", draw_and_fail)
+    before = streams()
+    with pytest.raises((DataError, ValueError), match="no data yet"):
+        LOOKS[look]()
+    assert same(streams(), before)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, Subset, SubsetRandomSampler
 
 from tests.lightning.conformance.cases import CELLS, Batch, Site, Tiny
 from tests.lightning.conformance.data import Backwards, Cells, Reversed
+from tests.lightning.strategy.model_axis_cases import DrawsOnRankZero
 
 Steps = list[list[int]]
 RANKS = 2
@@ -83,14 +83,6 @@ class Reader(Tiny):
         return 0
 
 
-class DrawsOnRankZero(Callback):
-    """As a picture may, between two epochs."""
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.is_global_zero:
-            torch.rand(3)
-
-
 def quietly(run: Callable[[], None]) -> None:
     """Without Lightning's advice about loaders."""
     logger = logging.getLogger("lightning.pytorch")
@@ -133,8 +125,7 @@ def dealt(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     site = Site(strategies="S1", rank=rank, ranks=ranks, folder=folder)
     size = CELLS // ranks
     found: dict[str, Any] = {name: read(site, make(size)) for name, make in (IN_ORDER | SHUFFLED).items()}
-    if ranks > 1:
-        found["whole batches"] = read(site, whole_batches())
+    found["whole batches"] = read(site, whole_batches())
     found["overfit"] = read(site, SHUFFLED["shuffle=True"](size), overfit_batches=2)
     found["resumed"] = resumed(site, size)
     return found
@@ -148,9 +139,9 @@ def whole_batches(n_batches: int = 5) -> DataLoader[Any]:
 
 
 def grouped(rank: int, ranks: int, strategies: str) -> dict[str, Any]:
-    """What a rank of the model axis reads."""
+    """What a rank of the model axis reads of loaders that draw."""
     site = Site(strategies=strategies, rank=rank, ranks=ranks, model_ranks=ranks)
-    return {name: read(site, make(CELLS)) for name, make in (IN_ORDER | SHUFFLED).items()}
+    return {name: read(site, make(CELLS)) for name, make in SHUFFLED.items()}
 
 
 def union(parts: list[Steps]) -> Steps:

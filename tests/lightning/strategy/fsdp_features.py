@@ -1,10 +1,11 @@
 """What fsdp must do beside plain steps: ways to optimise, modules that are hard to split, checkpoints, refusals."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -16,10 +17,10 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.fsdp.row import FullyShard
-from tests.lightning.strategy.strategy_cases import AGAINST_UNION, EVEN, Batch, Case, Regression, RunningRanks
-from tests.lightning.strategy.test_fsdp import QUIET, Found
+from tests.lightning.strategy import strategy_cases
+from tests.lightning.strategy.strategy_cases import AGAINST_UNION, EVEN, Batch, Case, Regression
 
-WAYS = ("normalised", "unfrozen", "adversarial_accumulating")
+Found = dict[str, Any]
 
 
 class Blocks(Regression):
@@ -163,6 +164,9 @@ MODULES: dict[type[Blocks], dict[str, Any]] = {
     ByForward: {},
 }  # fmt: skip
 """With options of the Trainer."""
+WAYS = {name: AGAINST_UNION[name] for name in ("normalised", "unfrozen", "adversarial_accumulating")}
+WAYS |= {kind.__name__: Case(kind, trainer=options) for kind, options in MODULES.items()}
+"""Ways to optimise, and modules."""
 
 
 def loader(batches: list[Any]) -> Any:
@@ -171,27 +175,22 @@ def loader(batches: list[Any]) -> Any:
 
 def trainer_of(rank: int, ranks: int, strategy: Any = None, **options: Any) -> Trainer:
     """Plain on one process."""
-    own: dict[str, Any] = {}
-    if ranks > 1:
-        strategy = AMPStrategy(strategies="fsdp") if strategy is None else strategy
-        own = {"strategy": strategy, "plugins": [RunningRanks(rank, ranks)], "use_distributed_sampler": False}
-    defaults = {"max_epochs": 2, "num_sanity_val_steps": 0, **QUIET}
-    return Trainer(**{"accelerator": "cpu", "devices": ranks, **defaults, **own, **options})
+    strategy = "auto" if ranks == 1 else strategy or AMPStrategy(strategies="fsdp")
+    defaults = {"max_epochs": 2, "max_steps": -1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
+    return strategy_cases.trainer_of(strategy, rank=rank, ranks=ranks, **defaults | options)
 
 
 def trained(module: LightningModule) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def ways(rank: int | None, ranks: int) -> Found:
-    """All ways to optimise, and all modules."""
-    cases = {name: AGAINST_UNION[name] for name in WAYS}
-    cases |= {kind.__name__: Case(kind, trainer=options) for kind, options in MODULES.items()}
+def ways(rank: int | None, ranks: int, cases: dict[str, Case], strategy: Callable[[], Any] = lambda: None) -> Found:
+    """What each case leaves, of a rank or of one process."""
     found = {}
     for name, case in cases.items():
         module = case.module()
         vars(module)["on_after_backward"] = lambda: None
-        trainer_of(rank or 0, ranks, **case.trainer).fit(module, loader(case.batches(rank)))
+        trainer_of(rank or 0, ranks, strategy(), **case.trainer).fit(module, loader(case.batches(rank)))
         del vars(module)["on_after_backward"]
         found[name] = trained(module)
     return found
@@ -210,12 +209,24 @@ def offloaded(rank: int) -> dict[str, Tensor]:
     return trained(module)
 
 
-def checked(rank: int) -> dict[str, Tensor]:
-    """With a look at every loss and gradient."""
-    module = Blocks()
+class Norms(Callback):
+    """Of the gradients, by the strategy where it knows them."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        ask = getattr(trainer.strategy, "gradient_norm", None)
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        self.found.append(float(ask() if ask else nn.utils.get_total_norm(grads)))
+
+
+def checked(rank: int, ranks: int) -> tuple[dict[str, Tensor], list[float]]:
+    """With a look at every loss and gradient, and the norm of each step."""
+    module, norms, data = Blocks(), Norms(), Case(Blocks).batches(rank if ranks > 1 else None)
     strategy = AMPStrategy(strategies="fsdp", check_finite=True)
-    trainer_of(rank, 2, strategy).fit(module, loader(Case(Blocks).batches(rank)))
-    return trained(module)
+    trainer_of(rank, ranks, strategy, callbacks=[norms]).fit(module, loader(data))
+    return trained(module), norms.found
 
 
 def mixed(rank: int) -> Found:

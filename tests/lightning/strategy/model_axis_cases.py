@@ -12,16 +12,14 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
-from lightning_amp.errors import AmpError
 from lightning_amp.lightning.callbacks.prediction_writer import PredictionWriter
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
-from tests.lightning.strategy.strategy_cases import RunningRanks
+from tests.lightning.strategy import strategy_cases
 from tests.techniques.sharded_cases import Case, decoder
 
 Found = dict[str, Any]
@@ -34,7 +32,6 @@ CASE = Case(features={2: 17})
 N_FEATURES = sum(map(len, CASE.nodes()))
 CELLS = [(4, 4), (5, 3), (2, 6), (7, 1), (3, 3)]
 """Cells of the two ranks of a data axis, step by step."""
-QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
 
 
 class Maps(LightningModule):
@@ -85,11 +82,6 @@ class Maps(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-class Quasinewton(Maps):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
 class Failing(Maps):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         if batch_idx == 2:
@@ -129,42 +121,27 @@ def loader_of(rank: int, ranks: int) -> DataLoader[Any]:
 
 
 def trainer_of(rank: int, ranks: int, strategy: Any = None, **options: Any) -> Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "precision": "64-true",
-        "max_epochs": 2,
-        "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False,
-        "enable_checkpointing": False,
-    }
     if strategy is None:
         # one process is the oracle, so nothing is sharded or fused in it
-        model_ranks = {"strategies": ALL, "model_parallel_size": MODEL_RANKS} if ranks > 1 else {"strategies": "S1"}
-        strategy = AMPStrategy(**model_ranks)
-    plugins = [RunningRanks(rank, ranks), *options.pop("plugins", ())]
-    return Trainer(**QUIET, **{**defaults, **options}, strategy=strategy, devices=ranks, plugins=plugins)
+        shared = {"strategies": ALL, "model_parallel_size": MODEL_RANKS, "balance_cells": True}
+        strategy = AMPStrategy(**(shared if ranks > 1 else {"strategies": "S1"}))
+    defaults = {"precision": "64-true", "max_epochs": 2, "max_steps": -1, "num_sanity_val_steps": 0}
+    options = defaults | {"use_distributed_sampler": False} | options
+    return strategy_cases.trainer_of(strategy, rank=rank, ranks=ranks, **options)
 
 
-def fitted(rank: int, ranks: int, *, folder: Path, resume: str | None = None) -> Found:
-    """Four epochs with clipping and accumulation, or the last two of them from a checkpoint."""
+def fitted(rank: int, ranks: int) -> Found:
+    """Two epochs with clipping and accumulation."""
     seed_everything(7)
-    module, first = Maps(), None
+    module = Maps()
     first = module.encoder[0]
     weight = first.weight
-    saver = ModelCheckpoint(folder, filename="{epoch}", every_n_epochs=2, save_top_k=-1)
-    trainer = trainer_of(
-        rank,
-        ranks,
-        max_epochs=4,
-        callbacks=[saver],
-        enable_checkpointing=True,
-        gradient_clip_val=0.02,
-        accumulate_grad_batches=2,
-    )
-    trainer.fit(module, loader_of(rank, ranks), ckpt_path=resume)
+    trainer = trainer_of(rank, ranks, gradient_clip_val=0.02, accumulate_grad_batches=2)
+    trainer.fit(module, loader_of(rank, ranks))
     (optimizer,) = trainer.optimizers
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found: Found = {
+    plan = trainer.strategy.plan  # type: ignore[attr-defined]
+    return {
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "losses": module.losses,
         "drawn": module.drawn,
@@ -174,10 +151,8 @@ def fitted(rank: int, ranks: int, *, folder: Path, resume: str | None = None) ->
         "optimizers whole": held == {id(p) for p in module.parameters()},
         "clipping back": "clip_grad_by_norm" not in vars(trainer.precision_plugin),
         "metrics back": module.cells.dist_sync_fn is None,
+        "plan": (plan.strategies, plan.mesh.data, plan.mesh.model),
     }
-    trainer.save_checkpoint(folder / "after.ckpt")
-    plan = trainer.strategy.plan  # type: ignore[attr-defined]
-    return found | {"strategies": plan.strategies, "mesh": plan.mesh}
 
 
 def reference_model(rank: int, ranks: int, *, data_dir: Path, folder: Path) -> Found:
@@ -208,27 +183,6 @@ def reference_model(rank: int, ranks: int, *, data_dir: Path, folder: Path) -> F
     return found | {"predictions": [str(path) for path in writer.written]}
 
 
-def refusals(rank: int, ranks: int) -> dict[str, str]:
-    """Each is refused before the first step, with the module as it was."""
-    other = DataLoader(batches(rank % 2), batch_size=None)  # type: ignore[arg-type]
-    asked: dict[str, tuple[LightningModule, dict[str, Any], DataLoader[Any]]] = {
-        "lbfgs": (Quasinewton(), {}, loader_of(rank, ranks)),
-        "batch": (Maps(), {}, other),
-    }
-    told = {}
-    for name, (module, options, loader) in asked.items():
-        before = {key: value.clone() for key, value in module.state_dict().items()}
-        try:
-            trainer_of(rank, ranks, **options).fit(module, loader)
-        except AmpError as error:
-            told[name] = f"{type(error).__name__}: {error}"
-        after = module.state_dict()
-        assert list(after) == list(before), f"{name}: the module has changed"
-        changed = [key for key in before if not torch.equal(after[key], before[key])]
-        assert not changed, f"{name}: values have changed: {changed}"
-    return told
-
-
 def interrupted(rank: int, ranks: int) -> Found:
     module = Failing()
     shape = module.encoder[0].weight.shape
@@ -249,18 +203,13 @@ def disturbed(rank: int, ranks: int) -> Found:
     return {"drawn": module.drawn, "state": module.state_dict()}
 
 
-def everything(rank: int, ranks: int, data_dir: Path, folder: Path, resume: dict[str, str]) -> Found:
+def everything(rank: int, ranks: int, data_dir: Path, folder: Path) -> Found:
     """All that one number of ranks is asked for."""
     logging.getLogger("lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    found: Found = {"fit": fitted(rank, ranks, folder=folder / "fit")}
-    for name, path in resume.items():
-        found[f"resumed from {name}"] = fitted(rank, ranks, folder=folder / name, resume=path)
-    found["glue"] = reference_model(rank, ranks, data_dir=data_dir, folder=folder / "glue")
-    if ranks == 2 * MODEL_RANKS:
+    found: Found = {"fit": fitted(rank, ranks), "glue": reference_model(rank, ranks, data_dir=data_dir, folder=folder)}
+    if ranks > 1:
         found["disturbed"] = disturbed(rank, ranks)
         dist.barrier()
-    if ranks == MODEL_RANKS:
-        found["refused"] = refusals(rank, ranks)
         found["interrupted"] = interrupted(rank, ranks)
     return found

@@ -1,6 +1,6 @@
 """Modules that show how a strategy averages gradients, modules without a decoder, and trainers of both on ranks.
 
-`Case.batches(rank)` are a rank's batches, `Case.batches(None)` those of one process: the union of the ranks' cells.
+`Case.batches(rank)` are a rank's batches, `Case.batches(None)` those of one process: the union of all ranks' cells.
 """
 
 import random
@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.any_module import QUIET, Meter, make
 
-EVEN = [(4, 4)] * 7
-UNEVEN = [(4, 4), (5, 3), (2, 6), (7, 1), (3, 3), (1, 2), (6, 2)]
+EVEN: list[tuple[int, ...]] = [(4, 4)] * 7
+UNEVEN: list[tuple[int, ...]] = [(4, 4), (5, 3), (2, 6), (7, 1), (3, 3), (1, 2), (6, 2)]
 """Cells per rank, step by step; seven steps make a short last window of three."""
 
 Batch = dict[str, dict[str, Tensor]]
@@ -118,13 +117,6 @@ class OneRankOnly(Regression):
         return loss if self.trainer.global_rank == 0 else torch.zeros((), requires_grad=True)
 
 
-class Quasinewton(Regression):
-    """A line search needs the same loss on every rank."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.body.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-
-
 class Adversarial(LightningModule):
     """Two optimisers in manual optimisation, the discriminator first; each step clipped."""
 
@@ -186,18 +178,16 @@ class Case:
     """A module to be trained, and how."""
 
     module: Callable[[], LightningModule]
-    cells: list[tuple[int, int]] = field(default_factory=lambda: UNEVEN)
+    cells: list[tuple[int, ...]] = field(default_factory=lambda: UNEVEN)
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def batches(self, rank: int | None) -> list[Batch]:
         generator = torch.Generator().manual_seed(5)
         out: list[Batch] = []
         for sizes in self.cells:
-            x = torch.randn(sum(sizes), 3, generator=generator, dtype=torch.float64)
-            y = torch.randn(sum(sizes), 1, generator=generator, dtype=torch.float64)
-            start = 0 if not rank else sizes[0]
-            stop = sizes[0] if rank == 0 else sum(sizes)
-            out.append({"rna": {"x": x[start:stop], "y": y[start:stop]}})
+            x, y = (torch.randn(sum(sizes), n, generator=generator, dtype=torch.float64) for n in (3, 1))
+            own = slice(None) if rank is None else slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+            out.append({"rna": {"x": x[own], "y": y[own]}})
         return out
 
 
@@ -224,11 +214,12 @@ AGAINST_DDP = {
 
 
 def trainer_of(strategy: Any, *, rank: int = 0, ranks: int = 1, **options: Any) -> pl.Trainer:
-    """A Trainer on CPU; `strategy` "auto" is a plain one."""
-    options = {"accelerator": "cpu", "devices": ranks, "max_epochs": 1, "max_steps": 3, **options}
-    if strategy != "auto":
-        options["plugins"] = [RunningRanks(rank, ranks)]
-    return pl.Trainer(**QUIET, **options, strategy=strategy)
+    """A Trainer on CPU that writes nothing, of three steps unless asked; `strategy` "auto" is a plain one."""
+    options = QUIET | {"accelerator": "cpu", "devices": ranks, "max_epochs": 1, "max_steps": 3} | options
+    plugins = [*options.pop("plugins", ())]
+    if strategy != "auto" and not any(isinstance(plugin, RunningRanks) for plugin in plugins):
+        plugins.append(RunningRanks(rank, ranks))
+    return pl.Trainer(**options, strategy=strategy, plugins=plugins)
 
 
 class Batches(Dataset[Any]):
@@ -310,52 +301,3 @@ def of_example(name: str, strategy: Any, meter: Meter | None = None) -> dict[str
     return fitted(
         module, DataLoader(Batches(batch), batch_size=None), strategy, precision="64-true", callbacks=callbacks
     )
-
-
-def example(rank: int, ranks: int, name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
-    """An example under a plain Trainer, and under amp with budgets that are shares of its peak."""
-    plain_meter = Meter()
-    plain = of_example(name, "auto", plain_meter)
-    found = []
-    for share in shares:
-        meter = Meter()
-        budget = int(share * plain_meter.live.peak)
-        run = of_example(name, AMPStrategy(device_memory=budget, unfit="train"), meter)
-        error = max(float((run["parameters"][key] - value).abs().max()) for key, value in plain["parameters"].items())
-        plan = run["plan"]
-        found.append(
-            {
-                "budget": budget,
-                "measured": meter.live.peak,
-                "eager": plain_meter.live.peak,
-                "predicted": plan.predicted_peak_bytes,
-                "strategies": plan.strategies,
-                "fits": plan.fits,
-                "error": error,
-                "steps": run["steps"],
-                "plain steps": plain["steps"],
-                "json": plan.to_json(),
-                "notes": plan.notes,
-            }
-        )
-    return found
-
-
-def example_on_ranks(rank: int, ranks: int, name: str, budgets: tuple[int | None, ...]) -> list[tuple[Any, int, bool]]:
-    """An example on several ranks under each budget: its plan, what the meter has seen, whether it has trained."""
-    found = []
-    for budget in budgets:
-        module, batch = make(name)
-        before = [p.detach().clone() for p in module.parameters()]
-        meter = Meter()
-        run = fitted(
-            module,
-            DataLoader(Batches(batch, 8), batch_size=None),
-            AMPStrategy(device_memory=budget, unfit="train"),
-            rank=rank,
-            ranks=ranks,
-            callbacks=[meter],
-        )
-        trained = not all(map(torch.equal, before, module.parameters()))
-        found.append((run["plan"], meter.live.peak, trained))
-    return found

@@ -2,8 +2,6 @@
 run notices nothing of the profile: neither its random numbers nor its data nor its hooks.
 """
 
-import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +26,12 @@ from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.simulation.parse_shape import parse_shape
 from tests.any_module import Meter, make
-from tests.lightning.strategy.strategy_cases import Small, example, example_on_ranks, fitted, same
+from tests.lightning.strategy.strategy_cases import Batches, Small, fitted, same
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 CELLS = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("name", ["gene_transformer", "wide_mlp", "cnn"])
-def test_examples_are_predicted_and_train_as_they_do_on_a_plain_trainer(name: str, tmp_path: Path) -> None:
-    (found,) = run_ranks(example, 1, tmp_path, name, (1.0, 0.75, 0.5), timeout=200)
-    for run in found:
-        assert run["predicted"] == pytest.approx(run["measured"], rel=0.05)
-        assert run["error"] <= 1e-10
-        assert run["steps"] == run["plain steps"] >= 3
-        assert run["fits"] is (run["predicted"] <= run["budget"])
-        plain = json.loads(run["json"])
-        assert plain["diagnosis"]["largest"] == ("parameters" if name == "wide_mlp" else "saved")
-        assert plain["diagnosis"]["measured"] == "fake tensors", plain["diagnosis"]["reason"]
-        assert plain["diagnosis"]["evidence"]
-        assert plain["candidates"]
-        assert Plan.from_json(run["json"]).to_json() == run["json"]
 
 
 class Wide(Small):
@@ -165,40 +147,32 @@ class Two(Small):
         return super().loss(batch["a"]) + F.mse_loss(self.net(batch["b"]), batch["b"][:, :2])
 
 
-def undisturbed(rank: int, ranks: int, names: list[str]) -> dict[str, Any]:
-    found = {}
-    # a rank is a daemon, which may have no loader workers
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    for name in names:
-        kind = Two if name == "two loaders" else Small
-        runs = []
-        for strategy in ("auto", AMPStrategy()):
-            data = DATA[name]()
-            torch.manual_seed(0)
-            run = fitted(kind(), data, strategy)
-            if isinstance(data, Data):
-                run["seen"].append(data.calls)
-            runs.append(run)
-        plain, ours = runs
-        alike = {key: same(plain[key], ours[key]) for key in ("parameters", "seen", "random", "steps")}
-        plan = ours["plan"]
-        found[name] = alike, plan.batch_size, plan.diagnosis, plan.notes, plan_report(plan)
-    return found
+def plain_and_ours(kind: type[Small], make: Any) -> tuple[dict[str, bool], Any]:
+    """Whether a plain run and one of ours leave the same, and the plan."""
+    runs = []
+    for strategy in ("auto", AMPStrategy()):
+        data = make()
+        torch.manual_seed(0)
+        run = fitted(kind(), data, strategy)
+        if isinstance(data, Data):
+            run["seen"].append(data.calls)
+        runs.append(run)
+    plain, ours = runs
+    return {key: same(plain[key], ours[key]) for key in ("parameters", "seen", "random", "steps")}, ours["plan"]
 
 
-def test_the_run_notices_nothing(tmp_path: Path) -> None:
-    (found,) = run_ranks(undisturbed, 1, tmp_path, list(DATA), timeout=200)
-    sizes = {"of a batch sampler": 2, "data module": 8}
-    for name, (alike, size, diagnosis, notes, report) in found.items():
-        assert all(alike.values()), (name, alike)
-        assert max(map(len, report.splitlines())) <= 80
-        if name in UNREAD:
-            assert diagnosis is None, name
-            assert any("was not profiled" in note and UNREAD[name] in note for note in notes), notes
-        else:
-            assert diagnosis is not None, (name, notes)
-            # the data module's hook doubles a batch that is 4 when it is taken
-            assert size == (4 if name == "data module" else sizes.get(name, 4)), name
+@pytest.mark.parametrize("name", DATA)
+def test_the_run_notices_nothing(name: str) -> None:
+    alike, plan = plain_and_ours(Two if name == "two loaders" else Small, DATA[name])
+    assert all(alike.values()), alike
+    assert max(map(len, plan_report(plan).splitlines())) <= 80
+    if name in UNREAD:
+        assert plan.diagnosis is None
+        assert any("was not profiled" in note and UNREAD[name] in note for note in plan.notes), plan.notes
+    else:
+        assert plan.diagnosis is not None, plan.notes
+        # the data module's hook doubles a batch that is 4 when it is taken
+        assert plan.batch_size == (2 if name == "of a batch sampler" else 4)
 
 
 class Manual(Small):
@@ -261,39 +235,23 @@ class Stubborn(Small):
         self.lines = (line for line in "ab")
 
 
-MODULES = (Manual, Branching, Scheduled, Lazy, Stubborn)
-MEASURED = {Branching: "a real step", Stubborn: None}
+MEASURED = {Manual: "fake tensors", Branching: "a real step", Scheduled: "fake tensors", Lazy: "fake tensors"}
 
 
-def hostile(rank: int, ranks: int) -> dict[str, Any]:
-    found = {}
-    for kind in MODULES:
-        runs = []
-        for strategy in ("auto", AMPStrategy()):
-            torch.manual_seed(0)
-            module = kind()
-            runs.append(fitted(module, DataLoader(CELLS, batch_size=4, shuffle=True), strategy))  # type: ignore[arg-type]
-        alike = {key: same(runs[0][key], runs[1][key]) for key in ("parameters", "seen", "random", "steps")}
-        plan = runs[1]["plan"]
-        found[kind.__name__] = alike, plan.diagnosis, plan.notes, plan.to_json(), plan.fits
-    return found
-
-
-def test_hostile_modules_train_as_on_a_plain_trainer(tmp_path: Path) -> None:
-    (found,) = run_ranks(hostile, 1, tmp_path, timeout=200)
-    for kind in MODULES:
-        alike, diagnosis, notes, text, fits = found[kind.__name__]
-        assert all(alike.values()), (kind, alike)
-        assert Plan.from_json(text).to_json() == text
-        expected = MEASURED.get(kind, "fake tensors")
-        if expected is None:
-            assert diagnosis is None
-            assert fits is None
-            assert any("was not profiled" in note for note in notes), notes
-        else:
-            assert diagnosis.measured == expected, (kind, notes, diagnosis.reason)
-            assert fits is True
-            assert any("measured with real values" in note for note in notes) == (expected == "a real step")
+@pytest.mark.parametrize("kind", [*MEASURED, Stubborn])
+def test_hostile_modules_train_as_on_a_plain_trainer(kind: type[Small]) -> None:
+    alike, plan = plain_and_ours(kind, lambda: DataLoader(CELLS, batch_size=4, shuffle=True))  # type: ignore[arg-type]
+    assert all(alike.values()), alike
+    assert Plan.from_json(plan.to_json()) == plan
+    if kind is Stubborn:
+        assert plan.diagnosis is None
+        assert plan.fits is None
+        assert any("was not profiled" in note for note in plan.notes), plan.notes
+    else:
+        assert plan.diagnosis.measured == MEASURED[kind], (plan.notes, plan.diagnosis.reason)
+        assert plan.fits is True
+        real = any("measured with real values" in note for note in plan.notes)
+        assert real == (MEASURED[kind] == "a real step")
 
 
 class Talking(Small):
@@ -327,6 +285,7 @@ def talking(rank: int, ranks: int) -> list[Any]:
     return found
 
 
+@pytest.mark.ranks
 def test_a_profile_waits_for_no_other_rank(tmp_path: Path) -> None:
     for metric, own in run_ranks(talking, 2, tmp_path):
         assert metric[0] is not None, metric
@@ -335,48 +294,34 @@ def test_a_profile_waits_for_no_other_rank(tmp_path: Path) -> None:
         assert any("Default process group has not been initialized" in note for note in own[1]), own
 
 
-def by_name(rank: int, ranks: int, folder: str) -> list[Any]:
-    """Techniques that are named, a plan that is given, and one that cannot be."""
-    found: list[Any] = []
+class Deep(Small):
+    """Blocks that recompute can run again."""
 
-    class Deep(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(
-                *(nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 4)) for _ in range(3)), nn.Linear(4, 2)
-            )
-
-    def run(strategy: Any, kind: Any = Deep) -> Any:
-        torch.manual_seed(0)
-        return fitted(kind(), DataLoader(CELLS, batch_size=4), strategy)  # type: ignore[arg-type]
-
-    plain = run("auto")
-    named = run(AMPStrategy(strategies="recompute"))
-    path = Path(folder) / "plan.json"
-    path.write_text(named["plan"].to_json())
-    given = run(AMPStrategy(plan=path))
-    for one in (named, given):
-        found.append((same(plain["parameters"], one["parameters"]), one["plan"]))
-    for strategies, kind in (("recompute", Stubborn), ("fsdp", Deep)):
-        try:
-            run(AMPStrategy(strategies=strategies), kind)
-        except PlanError as error:
-            found.append(str(error))
-    return found
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 4)) for _ in range(3))
+        self.net = nn.Sequential(*blocks, nn.Linear(4, 2))
 
 
 def test_what_is_named_is_done_or_refused(tmp_path: Path) -> None:
-    ((named, given, stubborn, alone),) = run_ranks(by_name, 1, tmp_path, str(tmp_path))
-    for equal, plan in (named, given):
-        assert equal
+    def run(strategy: Any, kind: type[Small] = Deep) -> Any:
+        torch.manual_seed(0)
+        return fitted(kind(), DataLoader(CELLS, batch_size=4), strategy)  # type: ignore[arg-type]
+
+    plain, named = run("auto"), run(AMPStrategy(strategies="recompute"))
+    (tmp_path / "plan.json").write_text(named["plan"].to_json())
+    given = run(AMPStrategy(plan=tmp_path / "plan.json"))
+    for found in (named, given):
+        plan = found["plan"]
+        assert same(plain["parameters"], found["parameters"])
         assert plan.strategies == ("S1", "recompute")
-        names = [rule.fqn for rule in plan.rules if rule.strategy == "recompute"]
-        assert names == [f"net.{k}" for k in range(4)]
+        assert [rule.fqn for rule in plan.rules if rule.strategy == "recompute"] == [f"net.{k}" for k in range(4)]
         assert plan.diagnosis is not None
-    assert named[1].predicted_peak_bytes == given[1].predicted_peak_bytes
-    assert "recompute is not supported: the step was not profiled" in stubborn
-    assert "cannot be copied" in stubborn
-    assert "fsdp" in alone
+    assert named["plan"].predicted_peak_bytes == given["plan"].predicted_peak_bytes
+    with pytest.raises(PlanError, match="recompute is not supported: the step was not profiled.*cannot be copied"):
+        run(AMPStrategy(strategies="recompute"), Stubborn)
+    with pytest.raises(PlanError, match="fsdp"):
+        run(AMPStrategy(strategies="fsdp"))
 
 
 def test_a_module_without_strata_refuses_the_plan_of_a_decoder() -> None:
@@ -386,6 +331,46 @@ def test_a_module_without_strata_refuses_the_plan_of_a_decoder() -> None:
         fitted(Small(), DataLoader(CELLS, batch_size=4), AMPStrategy(plan=given))
 
 
+class Typed(nn.Module):
+    """It makes a tensor without a type, which Lightning's precision "64-true" gives one during a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.layer(x) * torch.linspace(0.1, 1, 4)).tanh()
+
+
+class TypedStack(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(Typed(), Typed(), nn.Linear(4, 2))
+
+
+def test_a_block_that_is_computed_again_makes_tensors_of_the_type_of_the_step() -> None:
+    data, found = DataLoader(CELLS.double(), batch_size=4), []  # type: ignore[arg-type]
+    for strategies in ("S1", "S1,recompute"):
+        run = fitted(TypedStack(), data, AMPStrategy(strategies=strategies), precision="64-true")
+        assert torch.get_default_dtype() == torch.float32
+        found.append(run["parameters"])
+    assert same(*found)
+
+
+def on_ranks(rank: int, ranks: int, name: str, budgets: tuple[int, ...]) -> list[tuple[Any, int, bool]]:
+    """Under each budget the plan, what the meter has seen, and whether parameters have moved."""
+    found = []
+    for budget in budgets:
+        (module, batch), meter = make(name), Meter()
+        before = [p.detach().clone() for p in module.parameters()]
+        data, strategy = Batches(batch, 8), AMPStrategy(device_memory=budget, unfit="train")
+        run = fitted(module, DataLoader(data, batch_size=None), strategy, rank=rank, ranks=ranks, callbacks=[meter])
+        found.append((run["plan"], meter.live.peak, not all(map(torch.equal, before, module.parameters()))))
+    return found
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "shares", "strategies"),
     [
@@ -396,7 +381,7 @@ def test_a_module_without_strata_refuses_the_plan_of_a_decoder() -> None:
 def test_two_ranks_are_predicted_and_fitted(name: str, shares: Any, strategies: Any, tmp_path: Path) -> None:
     peak = lightning_amp.profile(*make(name)).peak_bytes
     budgets = tuple(int(share * peak) for share in shares)
-    for rank in run_ranks(example_on_ranks, 2, tmp_path, name, budgets, timeout=200):
+    for rank in run_ranks(on_ranks, 2, tmp_path, name, budgets, timeout=200):
         for budget, expected, (plan, measured, trained) in zip(budgets, strategies, rank, strict=True):
             assert trained
             assert plan.strategies == expected

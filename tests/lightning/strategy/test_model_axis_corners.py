@@ -194,10 +194,9 @@ OTHER_CELLS: dict[str, tuple[type[Corner], Callable[[Batch, int], Any]]] = {
 }
 
 
-def fit(kind: type[Corner], rank: int, ranks: int, *, data: Any = None, plan: Plan | None = None) -> dict[str, Tensor]:
+def fit(module: Corner, rank: int, ranks: int, *, data: Any = None, plan: Plan | None = None) -> dict[str, Tensor]:
     """The state after two epochs."""
     seed_everything(7)
-    module = kind()
     options: dict[str, Any] = {"plan": plan} if plan else {"strategies": ALL, "model_parallel_size": ranks}
     strategy = AMPStrategy(**options) if ranks > 1 else None
     loader: DataLoader[Any] = DataLoader(data or BATCHES, batch_size=None)  # type: ignore[arg-type]
@@ -206,9 +205,14 @@ def fit(kind: type[Corner], rank: int, ranks: int, *, data: Any = None, plan: Pl
 
 
 def refusal(kind: type[Corner], rank: int, ranks: int, **options: Any) -> str:
+    """What is said before the first step, with the module as it was."""
+    module, before = kind(), kind().state_dict()
     try:
-        fit(kind, rank, ranks, **options)
+        fit(module, rank, ranks, **options)
     except AmpError as error:
+        after = module.state_dict()
+        assert list(after) == list(before), "the module has changed"
+        assert all(map(torch.equal, after.values(), before.values())), "values have changed"
         return f"{type(error).__name__}: {error}"
     return "trained"
 
@@ -226,7 +230,7 @@ def everything(rank: int, ranks: int) -> dict[str, Any]:
     logging.getLogger("lightning").setLevel(logging.ERROR)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    found: dict[str, Any] = {kind.__name__: fit(kind, rank, ranks) for kind in EXACT}
+    found: dict[str, Any] = {kind.__name__: fit(kind(), rank, ranks) for kind in EXACT}
     if ranks > 1:
         found |= {kind.__name__: refusal(kind, rank, ranks) for kind in REFUSED}
         found["split twice"] = refusal(Corner, rank, ranks, plan=split_twice(ranks))

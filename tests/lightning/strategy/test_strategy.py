@@ -2,8 +2,8 @@
 
 import logging
 import warnings
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,15 +13,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.lightning.strategy import plan_run as planner
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from lightning_amp.planning.plan.plan import Axes, MeshShape, Plan
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.data.batch_norm import is_shared
-from lightning_amp.techniques.data.row import BalanceCells, DataParallel, ShareBatchStatistics
-from tests.any_module import QUIET
 from tests.lightning.strategy.strategy_cases import (
     AGAINST_DDP,
     AGAINST_UNION,
@@ -31,43 +28,23 @@ from tests.lightning.strategy.strategy_cases import (
     Normalised,
     Regression,
     RunningRanks,
+    trainer_of,
 )
 from tests.ranks import CountCollectives, run_ranks
+from tests.techniques.sharded_cases import make_plan
 
 pytestmark = pytest.mark.ranks
 
 
-def a_plan(ranks: int, *, balance_cells: bool = False) -> Plan:
-    return Plan(
-        policy="paper",
-        signals=(),
-        evidence=(),
-        strategies=("S1",),
-        mesh=MeshShape(data=ranks, model=1),
-        axes=Axes(),
-        rules=(
-            Rule(fqn="", spec=DataParallel(), strategy="S1", why="test"),
-            Rule(fqn="*", spec=ShareBatchStatistics(), strategy="S1", why="test"),
-            *([Rule(fqn="", spec=BalanceCells(), strategy="S1", why="test")] if balance_cells else []),
-        ),
-        batch_size=4,
-        predicted_base_bytes=0,
-        predicted_stratum_bytes=0,
-        predicted_peak_bytes=0,
-        strata_bytes=(),
-        budget_bytes=None,
-        balance_cells=balance_cells,
-    )
+def s1(**options: Any) -> AMPStrategy:
+    return AMPStrategy(strategies="S1", **options)
 
 
 def make_trainer(strategy: Any, **options: Any) -> Trainer:
-    defaults: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0}
-    defaults |= QUIET | {"use_distributed_sampler": False}
-    plugins = []
-    if strategy != "auto" and dist.is_initialized():
-        plugins = [RunningRanks(dist.get_rank(), dist.get_world_size())]
-    devices = dist.get_world_size() if plugins else 1
-    return Trainer(**{**defaults, **options}, strategy=strategy, devices=devices, plugins=plugins)
+    """Of this rank among those that run, or plain."""
+    ranks = {} if strategy == "auto" else {"rank": dist.get_rank(), "ranks": dist.get_world_size()}
+    defaults = {"max_epochs": 2, "max_steps": -1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
+    return trainer_of(strategy, **ranks, **defaults | options)
 
 
 def loader(batches: list[Any]) -> DataLoader[Any]:
@@ -106,16 +83,16 @@ def life_cycle(rank: int) -> dict[str, Any]:
     """Two fits and a validation with one Trainer."""
     module = Normalised()
     keys, norm = list(module.state_dict()), module.body[1]
-    strategy, watch = AMPStrategy(plan=a_plan(2, balance_cells=True)), Watch()
+    strategy, watch = s1(balance_cells=True), Watch()
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[watch])
     data = Case(Normalised, cells=EVEN[:2]).batches(rank)
-    before = strategy.balance_cells, strategy.plan
+    before = strategy.plan
     trainer.fit(module, loader(data))
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader(data))
     hooks = [len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()]
     return {
-        "before": before == (False, None),
+        "no plan before": before is None,
         "keys": watch.keys == keys,
         "shared": watch.shared == 1,
         "restored": module.body[1] is norm and module.body[4] is norm and type(norm) is nn.BatchNorm1d,
@@ -150,7 +127,7 @@ def local_statistics(rank: int, **options: Any) -> dict[str, Any]:
     module, watch = Validated(), Watch()
     torch.manual_seed(100 + rank)
     own = torch.rand(()).item()
-    strategy = AMPStrategy(plan=a_plan(2), share_batch_statistics=False)
+    strategy = s1(share_batch_statistics=False)
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[watch], **options)
     data = Case(Validated, cells=UNEVEN[:3]).batches(rank)
     trainer.fit(module, loader(data), loader(data))
@@ -165,16 +142,11 @@ def local_statistics(rank: int, **options: Any) -> dict[str, Any]:
     }
 
 
-def refused(rank: int, *, plan: Any = None, module: Any = None, plan_run: Any = None) -> tuple[str, str]:
-    original = planner.plan_run
-    if plan_run is not None:
-        planner.plan_run = plan_run
+def refused(rank: int, strategy: AMPStrategy, module: LightningModule) -> tuple[str, str]:
     try:
-        make_trainer(AMPStrategy(plan=plan)).fit(module or Regression(), loader(Case(Regression).batches(rank)))
+        make_trainer(strategy).fit(module, loader(Case(Regression).batches(rank)))
     except AmpError as error:
         return type(error).__name__, str(error)
-    finally:
-        planner.plan_run = original
     return "", ""
 
 
@@ -227,8 +199,8 @@ def unknown_cells(rank: int) -> list[str]:
     case = Case(Ambiguous, cells=EVEN)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        case_result = train(case, AMPStrategy(plan=a_plan(2)), rank)
-        raw = train(AGAINST_UNION["raw_backward"], AMPStrategy(plan=a_plan(2)), rank)
+        case_result = train(case, s1(), rank)
+        raw = train(AGAINST_UNION["raw_backward"], s1(), rank)
     assert case_result["norms"], "trained"
     assert raw["state"], "trained"
     return [str(w.message) for w in caught]
@@ -239,22 +211,23 @@ def all_cases(rank: int, world_size: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     seen: dict[str, Any] = {}
     for name, case in AGAINST_UNION.items():
-        seen[name] = train(case, AMPStrategy(plan=a_plan(2), bucket_mb=1e-4), rank)
+        seen[name] = train(case, s1(bucket_mb=1e-4), rank)
         if rank == 0:
             seen["union of " + name] = train(case, "auto", None)
     for name, case in AGAINST_DDP.items():
-        seen["amp " + name] = train(case, AMPStrategy(plan=a_plan(2)), rank)
+        seen["amp " + name] = train(case, s1(), rank)
         seen["ddp " + name] = train(case, DDPStrategy(find_unused_parameters=True), rank)
     seen["life"] = life_cycle(rank)
     seen["local"] = local_statistics(rank)
     seen["flag"] = local_statistics(rank, sync_batchnorm=True)
     seen["refused"] = {
-        "plan": refused(rank, plan_run=cannot_plan),
-        "ranks": refused(rank, plan=a_plan(3)),
-        "differs": refused(rank, plan=a_plan(2), module=PerRank(rank)),
-        "lazy": refused(rank, plan=a_plan(2), module=Lazy()),
-        "file": refused(rank, plan="/nowhere/plan.json"),
+        "ranks": refused(rank, AMPStrategy(plan=make_plan((), 3)), Regression()),
+        "differs": refused(rank, s1(), PerRank(rank)),
+        "lazy": refused(rank, s1(), Lazy()),
+        "file": refused(rank, AMPStrategy(plan="/nowhere/plan.json"), Regression()),
     }
+    with patch.object(planner, "plan_run", cannot_plan):
+        seen["refused"]["plan"] = refused(rank, AMPStrategy(), Regression())
     seen["reductions"] = reductions(rank)
     seen["warnings"] = unknown_cells(rank)
     return seen
@@ -304,33 +277,24 @@ def test_life_cycle(ranks: list[Any]) -> None:
 
 
 def test_local_statistics_stay_local_until_validation_takes_rank_0s(ranks: list[Any]) -> None:
-    local = [rank["local"] for rank in ranks]
+    first, second = local = [rank["local"] for rank in ranks]
     assert [r["shared"] for r in local] == [0, 0]
-    assert not torch.equal(local[0]["before validation"], local[1]["before validation"])
+    assert [rank["flag"]["shared"] for rank in ranks] == [1, 1], "sync_batchnorm of the Trainer shares them"
+    assert not torch.equal(first["before validation"], second["before validation"])
     for rank in local:
-        assert torch.equal(rank["in validation"], local[0]["before validation"])
-    assert local[0]["rules"] == ["DataParallel"]
-
-
-def test_sync_batchnorm_of_the_trainer_shares_statistics(ranks: list[Any]) -> None:
-    assert [rank["flag"]["shared"] for rank in ranks] == [1, 1]
-
-
-def test_unseeded_ranks_draw_the_same(ranks: list[Any]) -> None:
-    first, second = (rank["local"] for rank in ranks)
+        assert torch.equal(rank["in validation"], first["before validation"])
+        assert rank["logged"] == 1.0, "a constant stays that constant"
+    assert first["rules"] == ["DataParallel"]
+    # unseeded ranks draw the same
     assert first["drawn before"] != second["drawn before"]
     assert first["drawn"] == second["drawn"]
-
-
-def test_a_logged_constant_stays_that_constant(ranks: list[Any]) -> None:
-    assert [rank["local"]["logged"] for rank in ranks] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
     ("case", "kind", "text"),
     [
         ("plan", "PlanError", "no plan for you"),
-        ("ranks", "PlanError", "a plan for 3 x 1 ranks (data x model) is not supported, the run has 2 ranks"),
+        ("ranks", "PlanError", "a plan for 1 x 3 ranks (data x model) is not supported, the run has 2 ranks"),
         ("differs", "InstallError", "the model must be the same on every rank"),
         ("lazy", "InstallError", "['spare.weight', 'spare.bias'] have none yet"),
         ("file", "PlanError", "/nowhere/plan.json"),
@@ -364,14 +328,3 @@ def test_rank_0_warns_once_of_uncounted_cells_and_of_raw_backward(ranks: list[An
     for text in ("number of samples in the batch cannot be read", "call self.manual_backward(loss)"):
         assert [sum(text in w for w in rank["warnings"]) >= 1 for rank in ranks] == [True, False]
     assert sum("cannot be read" in w for w in ranks[0]["warnings"]) == 1
-
-
-def alone(rank: int, world_size: int) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    case = AGAINST_UNION["normalised"]
-    return {"amp": train(case, AMPStrategy(plan=a_plan(1)), None), "auto": train(case, "auto", None)}
-
-
-def test_one_rank_trains_as_without_the_strategy(tmp_path: Path) -> None:
-    (found,) = run_ranks(alone, 1, tmp_path)
-    assert all(torch.equal(found["amp"]["state"][k], v) for k, v in found["auto"]["state"].items())

@@ -1,9 +1,16 @@
-"""Claim: a directory of shards cannot run code when it is read, unless its reader says weights_only=False."""
+"""Claim: a directory of shards cannot run code when it is read, unless its reader says weights_only=False; a checkpoint
+that cannot be written leaves the one before, and no other file, wherever it is written.
+"""
 
+import errno
+import fcntl
+import os
 import pickle
+import platform
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lightning_amp.cli.main import main
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.checkpoints.read_directory import open_directory
-from tests.lightning.conformance.cases import QUIET
+from lightning_amp.lightning.checkpoints.write_checkpoint import AtomicCheckpointIO, _aside, _remove_left_over
+from tests.any_module import QUIET
 
 WEIGHT = torch.arange(6.0).reshape(2, 3)
 
@@ -105,3 +113,68 @@ def test_metadata_that_are_none_are_damaged(directory: Path, content: bytes) -> 
     (directory / ".metadata").write_bytes(content)
     with pytest.raises(DataError, match="has no file '.metadata' that can be read"):
         open_directory(directory)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    io, path = AtomicCheckpointIO(), tmp_path / "deep" / "last.ckpt"
+    io.save_checkpoint({"a": torch.ones(3)}, path)
+
+    class Full(FileIO):
+        def write(self, data: Any) -> int:
+            if self.tell() > 100:
+                raise OSError(28, "No space left on device")
+            return super().write(data)
+
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering=-1: Full(path, mode))
+    with pytest.raises(DataError, match=r"cannot be written: .*No space left .* is untouched, .* are free"):
+        io.save_checkpoint({"a": torch.zeros(3)}, path)
+    monkeypatch.undo()
+    assert io.load_checkpoint(path)["a"].tolist() == [1, 1, 1]
+    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
+    io.save_checkpoint({"a": torch.zeros(3)}, path)
+    assert io.load_checkpoint(path)["a"].tolist() == [0, 0, 0]
+
+
+def test_what_is_no_folder_and_what_is_not_pickled_is_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot be written: .*; no file of that name was left"):
+        AtomicCheckpointIO().save_checkpoint({}, tmp_path / "file" / "a.ckpt")
+    with pytest.raises(Exception, match="pickle") as caught:
+        AtomicCheckpointIO().save_checkpoint({"a": lambda: 1}, tmp_path / "b.ckpt")
+    assert not isinstance(caught.value, DataError)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(FileNotFoundError):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "none.ckpt")
+
+
+def test_writers_of_one_name_and_process_do_not_share_a_file(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    left = tmp_path / f".partial-{platform.node()}-{os.getpid()}-dead"
+    left.touch()
+    with _aside(first) as one, _aside(second) as two:
+        one.write(b"1")
+        two.write(b"2")
+        _remove_left_over(tmp_path)
+        assert not left.exists()
+    assert (first.read_bytes(), second.read_bytes()) == (b"1", b"2")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt"]
+
+
+def test_a_file_system_without_locks_and_flushes_has_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = errno.EINVAL
+
+    def without(*_: Any) -> None:
+        raise OSError(number, "not here")
+
+    for module, name in ((os, "fsync"), (fcntl, "flock")):
+        monkeypatch.setattr(module, name, without)
+    AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "a.ckpt")
+    number = errno.EIO
+    with pytest.raises(DataError, match="not here"):
+        AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "b.ckpt")
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
