@@ -17,11 +17,10 @@ from tests.any_module import QUIET
 from tests.each import BEFORE_A_RELEASE
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
-from tests.techniques.tensor3d.odd_modules import KEPT, LAYERS, ROWS, WEIGHTS, Odd
-from tests.techniques.tensor3d.odd_steps import AROUND, LOSSES, VALUES
+from tests.techniques.tensor3d.odd_modules import AROUND, KEPT, LAYERS, ROWS, WEIGHTS, Odd
 
 Grid = tuple[int, int, int]
-TABLES = {"weights": WEIGHTS, "kept": KEPT, "layers": LAYERS, "values": VALUES, "losses": LOSSES, "around": AROUND}
+TABLES = {"weights": WEIGHTS, "kept": KEPT, "layers": LAYERS, "around": AROUND}
 STEPS, BOUND = 3, 1e-10
 UNNAMED = "whose training step fails: "
 """In a message: an error of torch or of Python follows."""

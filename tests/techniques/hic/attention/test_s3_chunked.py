@@ -2,27 +2,12 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_amp.errors import InstallError
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratum_keys import LocalAttention
 from lightning_amp.techniques.hic.attention.install import ChunkedLocalAttention, chunk_attention
-
-DOUBLE = 8
-
-
-def inputs(n: int, dim: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (n, dim)
-    return [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)]
-
-
-def forward_backward(attention: nn.Module, n: int, dim: int) -> tuple[Tensor, list[Tensor]]:
-    leaves = inputs(n, dim)
-    out = attention(*leaves)
-    weight = torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view_as(out)
-    return out.detach(), list(torch.autograd.grad((out * weight).sum(), leaves))
+from tests.techniques.hic.attention.test_fused import DOUBLE, distance, draw, measure, results
 
 
 @pytest.mark.parametrize(
@@ -30,39 +15,32 @@ def forward_backward(attention: nn.Module, n: int, dim: int) -> tuple[Tensor, li
 )
 def test_equals_eager(n: int, buckets: int, retain: bool) -> None:
     eager = LocalAttention(8, 10)
-    out, grads = forward_backward(eager, n, 8)
-    chunked, chunked_grads = forward_backward(chunk_attention(eager, buckets=buckets, retain=retain), n, 8)
+    out, *grads = results(eager, draw(n))
+    chunked, *chunked_grads = results(chunk_attention(eager, buckets=buckets, retain=retain), draw(n))
     assert torch.equal(chunked, out)
     assert torch.equal(chunked_grads[0], grads[0]), "every query lies in one chunk"
-    for found, expected in zip(chunked_grads[1:], grads[1:], strict=True):
-        assert (found - expected).norm() <= 1e-14 * expected.norm(), "only the order of the sums differs"
-
-
-def measure(attention: nn.Module, *, n: int, dim: int) -> tuple[int, int]:
-    """Bytes kept after the forward pass, and the peak of forward and backward."""
-    leaves = inputs(n, dim)
-    with LiveBytes() as live:
-        out = attention(*leaves)
-        kept = live.current
-        out.sum().backward()
-        return kept, live.peak
+    assert distance(chunked_grads[1:], grads[1:]) <= 1e-14, "only the order of the sums differs"
 
 
 def test_keeps_no_probabilities_and_lowers_the_peak() -> None:
     n, dim, w = 1200, 8, 100
-    probabilities = n * 3 * w * DOUBLE
+    probabilities, whole = n * 3 * w * DOUBLE, n * dim * DOUBLE
+
+    def kept_and_peak(attention: nn.Module) -> tuple[int, int]:
+        kept, forward, backward = measure(attention, draw(n), torch.ones(n, dim, dtype=torch.float64))
+        return kept, max(forward, backward)
+
     eager = LocalAttention(dim, w)
-    kept, peak = measure(eager, n=n, dim=dim)
+    kept, peak = kept_and_peak(eager)
     assert kept > probabilities, "eager attention keeps them"
-    kept_retain, peak_retain = measure(chunk_attention(eager, buckets=1, retain=True), n=n, dim=dim)
+    kept_retain, peak_retain = kept_and_peak(chunk_attention(eager, buckets=1, retain=True))
     assert kept_retain > probabilities, "so do chunks without recomputation"
     assert peak_retain < peak, "but their transients are those of one chunk"
-    kept_chunked, peak_chunked = measure(chunk_attention(eager, buckets=1), n=n, dim=dim)
-    state_and_out = 4 * n * dim + 3 * w * dim
-    norms = 2 * n
-    assert kept_chunked <= (state_and_out + norms) * DOUBLE
-    # One of twelve buckets: its scores, probabilities and their gradients, beside the tensors [N, D].
-    assert peak_chunked < state_and_out * DOUBLE + 6 * n * dim * DOUBLE + 6 * probabilities // 12
+    kept_chunked, peak_chunked = kept_and_peak(chunk_attention(eager, buckets=1))
+    state_and_out = 4 * whole + 3 * w * dim * DOUBLE
+    assert kept_chunked <= state_and_out + 2 * n * DOUBLE, "with the norms"
+    # one of twelve buckets: its scores, probabilities and their gradients, with the tensors [N, D]
+    assert peak_chunked < state_and_out + 6 * whole + 6 * probabilities // 12
     assert peak_chunked < peak / 4
 
 
