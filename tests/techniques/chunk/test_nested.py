@@ -48,17 +48,14 @@ def test_a_sample_at_a_time_and_rows_within() -> None:
         close(own, other)
 
 
-def test_a_module_that_mixes_samples_has_simple_chunks_only() -> None:
+def test_mixed_samples_and_rows_that_read_their_neighbours_have_simple_chunks_only() -> None:
     module, x = nn.Sequential(nn.Linear(8, 8), nn.Softmax(0)).double().eval(), torch.randn(3, 40, 8).double()
     with pytest.raises(PlanError) as caught:
         lightning_amp.chunk(module, x, budget=1)
     small = lightning_amp.chunk(module, x, budget=caught.value.least_bytes)
     assert "one chunk of" not in small.plan.code[""]
     close(bytes_of(small, x)[1], module(x))
-
-
-def test_rows_of_one_image_that_read_their_neighbours_are_not_nested() -> None:
-    """The named least can be met: pieces with their neighbours have other sizes at the ends of the image."""
+    # rows of one image that read their neighbours are not nested
     torch.manual_seed(0)
     module, x = (
         nn.Sequential(nn.SiLU(), nn.Conv2d(2, 2, 3, padding=1)).double().eval(),

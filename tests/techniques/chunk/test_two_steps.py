@@ -68,26 +68,20 @@ def test_group_norm_in_two_steps(affine: bool) -> None:
     close(group_norm(x, 2, norm.weight, norm.bias, norm.eps), norm(x))
 
 
-def test_images_have_no_variance_by_its_slow_kernel() -> None:
+def test_what_two_steps_are_made_of() -> None:
     """On a CPU it takes 20 times as long as a mean of squares; that of the means of rows is small."""
     with torch.no_grad():
         split = in_two_steps(Captures().of(nn.GroupNorm(2, 4), (torch.randn(1, 4, 8, 8),), {}), {0})
     assert split.graph is not None
     taken = [n for n in split.graph.graph.nodes if n.target is torch.ops.aten.var.correction]
     assert [n.args[0].meta["val"].dim() for n in taken] == [3]
-
-
-def test_two_steps_for_images_in_32_bits_and_more() -> None:
-    """A kernel in 16 bits rounds once; in two steps it would round more often."""
+    # two steps for images in 32 bits and more
     for norm, x in ((nn.GroupNorm(2, 4).bfloat16(), torch.randn(1, 4, 3, 3).bfloat16()),
                     (nn.GroupNorm(2, 4), torch.randn(1, 4, 3)), (nn.SiLU(), torch.randn(1, 4, 3, 3))):  # fmt: skip
         with torch.no_grad():
             assert not norms_of(Captures().of(norm, (x,), {}))
 
-
-def test_what_costs_nothing_is_made_for_every_reader() -> None:
-    """Readers next to each other share one: mean and distances from it, and what comes after the norm and adds."""
-
+    # what costs nothing is made for every reader
     class Twice(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = torch.cat([F.interpolate(x, scale_factor=2), F.interpolate(x, scale_factor=2)], 1)

@@ -30,7 +30,7 @@ def cut(at: dict[str, int], n_chunks: int) -> Region:
     return Region(first=at["up"], last=at["down"], dims=dims, units=4, n_chunks=n_chunks)
 
 
-def test_bytes_by_hand() -> None:
+def test_bytes_and_seconds_by_hand() -> None:
     new, at = feed_forward()
     table = new.table(at["down"])
     whole = chunk_bytes(table, ())
@@ -42,12 +42,7 @@ def test_bytes_by_hand() -> None:
     # 3 pieces of 4 rows are two of 2 rows
     assert chunk_bytes(table, [cut(at, 3)]).peak_bytes == found.peak_bytes
     assert chunk_bytes(table, [cut(at, 4)]).peak_bytes == 96 + 64
-
-
-def test_seconds_by_hand() -> None:
-    """One operation and one byte take a second, an operator 1000."""
-    new, at = feed_forward()
-    table = new.table(at["down"])
+    # seconds by hand
     seconds = Seconds(table, RATES, train=False)
     up = 1000 + 2 * 4 * 6 * 8 + 96 + 192 + 128
     act = 1000 + 128 + 128
@@ -74,10 +69,7 @@ def test_the_papers_cost_by_hand() -> None:
     assert paper_cost(table, cut(at, 2)) == paper_cost(table, cut(at, 2), WEIGHTS)
     inner = Region(first=y, last=y, dims={at["down"]: 1, y: 1}, units=6, n_chunks=6)
     assert paper_cost(table, inner, weights) == pytest.approx(2 / 4 + 5 * (flops / 4 + 1) + 7 * 4)
-
-
-def test_the_papers_weights_decide_which_region_is_taken() -> None:
-    """The fewest rows in pieces that lower the peak, or all of them, which are the densest."""
+    # the papers weights decide which region is taken
     new, at = feed_forward()
     table = new.table(at["down"])
     plans = {
