@@ -1,19 +1,26 @@
-"""Modules without lists of blocks train under a budget, at the predicted peak, with the numbers of a plain run."""
+"""Steps that are replayed train as plain ones do, bit by bit, wherever segments end, under a budget, at the predicted
+peak."""
 
 import copy
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_amp import AMPStrategy
-from lightning_amp.errors import AmpError
+from lightning_amp.errors import AmpError, ModelError
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.replay.spec import ONE_BY_ONE, ReplayOperators, written
+from lightning_amp.techniques.replay.spec import AT_ONCE, KEPT, ONE_BY_ONE, ReplayOperators, written
+from lightning_amp.techniques.replay.tape import Tape
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
+from tests.techniques.replay.cases import CASES, rows, weight
 from tests.techniques.replay.models import MODELS, Points, difference, fit
 
 
@@ -122,3 +129,141 @@ def test_what_is_not_supported_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(MODELS, "points", (kind, batches))
         with pytest.raises(AmpError, match=why):
             fit("points", AMPStrategy(strategies="replay"), steps=2)
+
+
+ALL = 10**9
+
+
+def trained(make: Callable[[], Any], ends: Sequence[tuple[int, int]] | None) -> tuple[list[Any], int]:
+    """Two steps: losses, gradients, buffers and a random number after them; operators of a step."""
+    torch.manual_seed(0)
+    step, parameters, *modules = make()
+    torch.manual_seed(1)
+    losses, n = list[Tensor](), 0
+    for _ in range(2):
+        if ends is None:
+            loss = step()
+        else:
+            # as in a fit, of which the first step is compared
+            with Tape(ends, compares=not losses) as tape, tape.hooks():
+                loss = step()
+            n = tape.at
+        loss.backward()
+        losses.append(loss.detach().clone())
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    return [*losses, *(p.grad for p in parameters), *buffers, torch.rand(1)], n
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_every_step_is_the_same_wherever_segments_end() -> None:
+    choose, wrong = random.Random(1), list[str]()
+    for name, make in CASES.items():
+        plain, _ = trained(make, None)
+        whole, n = trained(make, [(ALL, True)])
+        tries: list[tuple[tuple[int, int], ...]] = [((ALL, True),)]
+        for k in (1, 2, 4, 8):
+            cuts = sorted(choose.sample(range(1, n + 1), min(k, n)))
+            tries.append((*((cut, choose.choice((KEPT, *2 * (AT_ONCE, ONE_BY_ONE)))) for cut in cuts), (ALL, True)))
+        tries.append(((ALL, ONE_BY_ONE),))
+        found = (whole if ends == tries[0] else trained(make, ends)[0] for ends in tries)
+        wrong += [f"{name} {ends}" for ends, one in zip(tries, found, strict=True) if not equal(plain, one)]
+    assert not wrong
+
+
+def sines() -> Callable[[], Tensor]:
+    """A step that saves 25 tensors of 512 x 64 numbers."""
+    w = weight(64, 64)
+
+    def step() -> Tensor:
+        h = rows(512, 64) @ w
+        for _ in range(8):
+            h = (h.sin() @ w).cos()
+        return h.sum()
+
+    return step
+
+
+def test_a_replayed_stretch_keeps_nothing_that_it_has_made() -> None:
+    step = sines()
+    held = dict[str, int]()
+    with Tape([(ALL, True)]) as tape:
+        step()
+    for name, ends in (("plain", []), ("replayed", [(tape.at // 2, True), (tape.at, True)])):
+        with LiveBytes() as live, Tape(ends) as tape, tape.hooks():
+            loss = step()
+            held[name] = live.current
+        loss.backward()
+    # the rows of the batch, and what lies across the one cut
+    assert held["replayed"] <= 3 * 512 * 64 * 8 < held["plain"] / 5
+
+
+def test_tensors_that_run_again_one_by_one_are_held_one_by_one() -> None:
+    step = sines()
+    held = dict[int, int]()
+    for kind in (AT_ONCE, ONE_BY_ONE):
+        with Tape([(ALL, kind)]) as tape, tape.hooks():
+            loss = step()
+        with LiveBytes() as live:
+            loss.backward()
+            held[kind] = live.peak
+    # what an operator reads and makes, and its gradient, of a step that saves 25 of the kind
+    assert held[ONE_BY_ONE] <= 6 * 512 * 64 * 8 < held[AT_ONCE] / 3
+
+
+def test_what_nobody_can_replay_fails_as_it_does_without() -> None:
+    w = weight(8, 8)
+
+    def written_after_it_was_saved() -> Tensor:
+        h = (rows(4, 8) @ w).exp()
+        y = h.sin()
+        h.mul_(2)
+        return (y @ w).sum()
+
+    def batch_written() -> Tensor:
+        x = rows(4, 8)
+        y = (x @ w).sin()
+        x.mul_(2)
+        return y.sum()
+
+    for step in (written_after_it_was_saved, batch_written):
+        with pytest.raises(RuntimeError, match="inplace"):
+            step().backward()
+        for ends in ([(ALL, True)], [(3, True), (ALL, True)], [(4, True), (ALL, True)], [(ALL, False)]):
+            with Tape(ends) as tape, tape.hooks():
+                loss = step()
+            with pytest.raises(ModelError, match="changed in place"):
+                loss.backward()
+
+
+class Unseen(torch.autograd.Function):
+    """Computes by NumPy, in memory that torch has made: of zeros, or of nothing."""
+
+    make: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = Unseen.make(x)
+        y.numpy()[:] = np.exp(x.detach().numpy())
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * y  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [torch.zeros_like, torch.empty_like])
+def test_writes_that_torch_does_not_see_are_refused(
+    make: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Unseen, "make", staticmethod(make), raising=False)
+    w = weight(8, 8)
+    with Tape([(ALL, True)], compares=True) as tape, tape.hooks():
+        loss = Unseen.apply(rows(4, 8) @ w).sum()  # type: ignore[no-untyped-call]
+    with pytest.raises(ModelError, match="torch does not see"):
+        loss.backward()
+    assert w.grad is None, "nothing was trained"
