@@ -23,6 +23,7 @@ from lightning_amp.installing.install import install_rules
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import rest_bytes, stage_bytes
 from lightning_amp.techniques.pipeline.stage_forms import computed_again
+from lightning_amp.techniques.recompute.choose import choose
 from tests.any_module import NAMES, make
 from tests.footprint.test_profile_module import Small, measured
 from tests.techniques.recompute import nasty
@@ -201,7 +202,7 @@ def test_what_cannot_run_twice_stays_and_says_why() -> None:
 
 
 WIDTH, BLOCKS = 6, 3
-NAMES = tuple(f"net.{k}" for k in range(BLOCKS))
+NETS = tuple(f"net.{k}" for k in range(BLOCKS))
 
 
 class Tied(Small):
@@ -283,7 +284,7 @@ class Wide(Tied):
 
 def passes(kind: type[Small], rows: int = 8) -> Passes | str:
     torch.manual_seed(0)
-    return count_step(kind(), torch.randn(rows, WIDTH), NAMES).passes
+    return count_step(kind(), torch.randn(rows, WIDTH), NETS).passes
 
 
 def found(kind: type[Small], rows: int = 8) -> Passes:
@@ -294,7 +295,7 @@ def found(kind: type[Small], rows: int = 8) -> Passes:
 
 def test_segments_have_their_operators_and_parameters() -> None:
     step = found(Tied)
-    assert (step.rows, step.names) == (8, NAMES)
+    assert (step.rows, step.names) == (8, NETS)
     assert list(step.first) == sorted(step.first)
     assert set(step.segment) == {-1, 0, 1, 2, 3}
     # backward passes run from the last segment to the first
@@ -361,9 +362,9 @@ def test_all_chunks_count_where_some_are_run() -> None:
     torch.manual_seed(0)
     module, batch = Wide(), torch.randn(64, WIDTH)
     rules = [Rule(fqn="net.*", spec=ChunkBlock(budget_bytes=12_000), strategy="chunk", why="")]
-    whole = count_step(module, batch, NAMES, rates=products).passes
+    whole = count_step(module, batch, NETS, rates=products).passes
     installed = install_rules(module, rules)
-    chunked = count_step(module, batch, NAMES, rates=products).passes
+    chunked = count_step(module, batch, NETS, rates=products).passes
     installed.undo()
     # the same products forward; backward once more those of the forward pass
     forward = [one.seconds[one.called[1] : one.first[2]].sum() for one in (whole, chunked)]
@@ -378,27 +379,19 @@ def test_all_chunks_count_where_some_are_run() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_peak_of_a_choice_in_eight_modules(name: str) -> None:
-    """All blocks are computed again, or some at random."""
+    """All blocks are computed again, or those that are chosen for a budget, within which the module trains."""
     chain = chain_of(*make(name))
     assert chain.measured == "fake tensors", chain.reason
     # what follows the blocks, such as a head, cannot be computed again by itself
     assert [block.fixed for block in chain.blocks if block.fixed and not block.after] == []
-    for names in choices(chain)[1::2]:
+    budget = peak_bytes(chain, ()) * 3 // 4
+    chosen = choose(chain, budget)
+    assert (chosen is None) == (name in ("wide_mlp", "gpt2"))
+    for names in [chain.names, *([chosen.recomputed] if chosen else [])]:
         module, batch = make(name)
-        found = peak_bytes(chain, names)
-        assert found == pytest.approx(real_peak(module, batch, names), rel=0.01), names
+        found, real = peak_bytes(chain, names), real_peak(module, batch, names)
+        assert found == pytest.approx(real, rel=0.01), names
+        assert not chosen or names != chosen.recomputed or (names and real <= 1.01 * budget)
         recompute(module, names)
         # 2 kB: what batch norm's statistics need to be put back
         assert found == pytest.approx(profile_module(module, batch).peak_bytes, abs=2000), names
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("wide_mlp", "gpt2")])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_what_is_chosen_trains_within_the_budget(name: str) -> None:
-    module, batch = make(name)
-    chain = chain_of(module, batch)
-    budget = peak_bytes(chain, ()) * 3 // 4
-    found = choose(chain, budget)
-    assert len(found.recomputed) > 0
-    assert real_peak(module, batch, found.recomputed) <= 1.01 * budget
