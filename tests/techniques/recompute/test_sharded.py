@@ -44,12 +44,6 @@ def _whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-@pytest.mark.ranks
-def test_blocks_of_sharded_parameters(tmp_path: Any) -> None:
-    for found in run_ranks(differences, 2, tmp_path, timeout=120):
-        assert max(found) < 1e-12
-
-
 def shared_statistics(rank: int, world: int, by_hand: bool) -> tuple[bool, list[int]]:
     """Whether every bit is that of blocks that do not run again, and the collectives of a forward pass, of a backward
     pass, and of another backward pass through the same graph; `by_hand` a block was given to `lightning_amp.chunk`."""
@@ -73,16 +67,15 @@ def shared_statistics(rank: int, world: int, by_hand: bool) -> tuple[bool, list[
     return same, counts
 
 
-def both(rank: int, world: int) -> list[tuple[bool, list[int]]]:
-    return [shared_statistics(rank, world, by_hand) for by_hand in (False, True)]
+def on_ranks(rank: int, world: int) -> tuple[list[float], list[tuple[bool, list[int]]]]:
+    return differences(rank, world), [shared_statistics(rank, world, by_hand) for by_hand in (False, True)]
 
 
 @pytest.mark.ranks
-def test_statistics_of_all_ranks_are_sent_once(tmp_path: Any) -> None:
-    one, other = run_ranks(both, 2, tmp_path, timeout=120)
-    for same, counts in (*one, *other):
-        assert same
-        assert counts == [2, 2, 2]
+def test_blocks_of_sharded_parameters_and_statistics_that_are_sent_once(tmp_path: Any) -> None:
+    for found, shared in run_ranks(on_ranks, 2, tmp_path, timeout=120):
+        assert max(found) < 1e-12
+        assert shared == [(True, [2, 2, 2])] * 2
 
 
 STEPS = 3

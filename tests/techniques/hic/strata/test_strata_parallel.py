@@ -53,10 +53,20 @@ def compare_all(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
+def on_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
+    return compare_all(rank, world_size), count(rank, world_size), refuse(rank, world_size)
+
+
 @pytest.mark.ranks
-def test_equals_one_device(tmp_path) -> None:
-    for rank, wrong in enumerate(run_ranks(compare_all, 2, tmp_path, timeout=150)):
-        assert not wrong, f"rank {rank}: " + "\n".join(wrong)
+def test_equals_one_device_sends_little_and_refuses_runs_that_do_not_fit(tmp_path) -> None:
+    wrong, counted, messages = zip(*run_ranks(on_ranks, 2, tmp_path, timeout=150), strict=True)
+    assert wrong == ([], [])
+    (counts, sent, first), (_, _, second) = counted
+    assert counts == {"all_reduce": 2}, "the loss, and the gradients of what entered"
+    n_floats = 1 + (FIVE.anchors + FIVE.cells) * FIVE.dim + FIVE.cells * len(FIVE.distances)
+    assert sent == 8 * n_floats
+    assert (first, second) == (["0", "1"], ["2", "3", "4"]), "each rank runs its own strata"
+    assert all("allowed is one past the last stratum of every rank" in m for each in messages for m in each)
 
 
 def count(rank: int, world_size: int) -> tuple[dict[str, int], int, list[str]]:
@@ -73,15 +83,6 @@ def count(rank: int, world_size: int) -> tuple[dict[str, int], int, list[str]]:
     return dict(counted.counts), counted.sent.total(), seen
 
 
-@pytest.mark.ranks
-def test_two_collectives_whatever_the_strata(tmp_path) -> None:
-    (counts, sent, first), (_, _, second) = run_ranks(count, 2, tmp_path)
-    assert counts == {"all_reduce": 2}, "the loss, and the gradients of what entered"
-    n_floats = 1 + (FIVE.anchors + FIVE.cells) * FIVE.dim + FIVE.cells * len(FIVE.distances)
-    assert sent == 8 * n_floats
-    assert (first, second) == (["0", "1"], ["2", "3", "4"]), "each rank runs its own strata"
-
-
 def refuse(rank: int, world_size: int) -> list[str]:
     messages, mesh = [], model_mesh(world_size)
     for ends in ("5", "2,4", "0,5", "2,x", "3,2", ""):
@@ -90,12 +91,6 @@ def refuse(rank: int, world_size: int) -> list[str]:
             install(Model(FIVE), made, mesh)
         messages.append(str(caught.value))
     return messages
-
-
-@pytest.mark.ranks
-def test_runs_that_do_not_fit_are_refused(tmp_path) -> None:
-    for messages in run_ranks(refuse, 2, tmp_path):
-        assert all("allowed is one past the last stratum of every rank" in m for m in messages)
 
 
 def test_a_slow_rank_has_fewer_strata() -> None:
