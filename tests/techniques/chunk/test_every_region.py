@@ -2,7 +2,6 @@
 written over memory that nothing reads later; images are cut by rows through convolutions, pooling and group norm."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +11,15 @@ from torch.nn import functional as F
 
 import lightning_amp
 from lightning_amp.graph.capture import Captures
-from lightning_amp.graph.guards import signature
 from lightning_amp.techniques.chunk.regions.chunk_bytes import chunk_bytes
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.region import written_over
 from lightning_amp.techniques.chunk.run.lower import lower, table_of
-from lightning_amp.techniques.chunk.run.module_chunks import plain
 from lightning_amp.techniques.chunk.run.planned import lower_within, measured_bytes
 from lightning_amp.techniques.chunk.run.smaller_call import lowered_like
 from lightning_amp.techniques.chunk.run.two_steps import group_norm, in_two_steps, norms_of
-from tests.graph.calls import calls_of, difference
-from tests.techniques.chunk.case import Case, case, which
+from tests.graph.calls import difference
+from tests.techniques.chunk.case import case, which
 from tests.techniques.chunk.small_blocks import BLOCKS
 from tests.techniques.chunk.test_chunk_module import bytes_of, close
 
@@ -37,25 +34,6 @@ def test_every_region_of_small_blocks_is_exact(name: str, regions: Any) -> None:
     assert found.regions
     for some in regions(found.regions):
         assert found.error(some) == "", some
-
-
-def distinct_calls(name: str) -> list[Any]:
-    """Of blocks that are alike in all but their values one."""
-    return list({signature(plain(c.block), c.args, c.kwargs): c for c in calls_of(name)}.values())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["gene_transformer", "evoformer"])
-def test_regions_of_the_example_modules_are_exact(name: str) -> None:
-    """The longest region of every last operator and dim, in three chunks; dropout is on, and in none of them."""
-    n_regions = 0
-    for call in distinct_calls(name):
-        found = Case(call.block, call.args, call.kwargs)
-        longest = {(found.table.rows[r.last].op, r.dims.get(r.last)): r for r in found.regions}
-        for region in longest.values():
-            assert found.error(replace(region, n_chunks=min(3, region.units))) == "", (call.fqn, region)
-        n_regions += len(longest)
-    assert n_regions
 
 
 class Does(nn.Module):
