@@ -51,11 +51,14 @@ def test_names_of_devices(name: str, known: str) -> None:
     assert rates_for(name) is DEVICES[known]
 
 
-def test_tf32_is_asked_for() -> None:
+def test_tf32_is_asked_for_and_an_unknown_device_refused() -> None:
     plain, tf32 = rates_for("A100"), rates_for("A100", products="tf32")
     assert tf32 == replace(plain, matmul_flops=8 * plain.matmul_flops)
     assert rates_for("A100", products="half") == replace(plain, matmul_flops=16 * plain.matmul_flops)
     assert rates_for("cpu", products="half") is CPU_CORE
+    # an unknown device is refused
+    with pytest.raises(PlanError, match=r"rates of 'TPU v4'.*one of cpu, RTX 3090, A100, H100, H200: choose the one"):
+        rates_for("TPU v4")
 
 
 def test_a_calibrated_prediction_is_what_was_measured() -> None:
@@ -67,11 +70,6 @@ def test_a_calibrated_prediction_is_what_was_measured() -> None:
     sending = predicted(CPU_CORE, two) - before
     assert predicted(fitted, two) == pytest.approx(3 * before + sending, rel=1e-9)
     assert fitted.links == CPU_CORE.links
-
-
-def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"rates of 'TPU v4'.*one of cpu, RTX 3090, A100, H100, H200: choose the one"):
-        rates_for("TPU v4")
 
 
 @pytest.mark.parametrize(
@@ -136,9 +134,7 @@ def test_ring_collectives() -> None:
     assert collective_seconds("all_reduce", 40, 4, UNIT) == 60
     assert collective_seconds("exchange", 40, 4, UNIT) == 40
     assert [collective_seconds(kind, 40, 1, UNIT) for kind in KINDS] == [0, 0, 0, 0, 0]
-
-
-def test_latency_is_paid_by_the_message() -> None:
+    # latency is paid by the message
     slow = Links(intra_bandwidth=1.0, inter_bandwidth=1.0, latency=5.0, ranks_per_node=8)
     assert [collective_seconds(kind, 0, 4, slow) for kind in KINDS] == [15, 15, 30, 5, 5]
     assert [collective_seconds(kind, 0, 1, slow) for kind in KINDS] == [0, 0, 0, 0, 0]

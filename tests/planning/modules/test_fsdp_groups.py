@@ -90,9 +90,7 @@ def test_the_forward_pass_has_three_of_a_unit_and_the_optimiser_rows() -> None:
     assert found == rows + 450 + 50 + 100 + 400 + 2 * 400, "rows, gradients, activations, root, a's and twice b's"
     step = moment("optimiser", "", *held, 0, 9000)
     assert fsdp_peak_bytes(profile(*steps, step), units, 2) == rows + 450 + 9000 // 2
-
-
-def test_a_number_of_the_optimiser_s_state_is_whole_on_every_rank() -> None:
+    # a number of the optimiser s state is whole on every rank
     step = moment("optimiser", "", 400, 400, 804, 5000, 0)
     taken = TensorBytes(name="w.step", fqn="", kind="optimiser state", shape=(), dtype="float32", n_bytes=4)
     found = fsdp_peak_bytes(replace(profile(step), tensors=(taken,)), (unit("", 400),), 2)
@@ -162,9 +160,7 @@ def test_groups_send_rows_between_nodes_and_the_rest_within_one() -> None:
     assert seconds_of(step, FullyShard(shard_ranks=16), 16) == over_all
     # of eight adapters a ring of all ranks has one, and the eight rings of the groups have them all
     assert seconds_of(heavy(), FullyShard(shard_ranks=8), 16) == 0.0
-
-
-def test_on_a_cpu_every_message_is_handled_by_the_core_that_computes() -> None:
+    # on a cpu every message is handled by the core that computes
     free = replace(CPU_CORE, launches=True)
     here, away = (seconds_of(heavy(rates=rates), FullyShard(), 2) for rates in (CPU_CORE, free))
     assert here - away == pytest.approx(len(NAMES) * MESSAGES * HANDLING_S)
@@ -199,6 +195,10 @@ def test_a_plan_keeps_its_groups_and_is_predicted_with_them() -> None:
     asked = plan_module(given, heavy(FullyShard()), named=("fsdp",))
     assert split_by(asked) == {FullyShard()}
     assert asked.predicted_peak_bytes < found.predicted_peak_bytes
+    # a plan file of before has no groups
+    plan = plan_module(base(None, devices=4), heavy(FullyShard()), named=("fsdp",))
+    before = plan.to_json().replace('"offload": false,', '"offload": false').replace('"shard_ranks": null', "")
+    assert Plan.from_json(before) == plan
 
 
 def test_rows_in_the_hosts_memory_are_not_on_the_device() -> None:
@@ -224,10 +224,7 @@ def test_rows_in_the_hosts_memory_take_its_link_and_its_processor() -> None:
     away, here = made(heavy(asked), 4, None), made(heavy(FullyShard()), 4, None)
     assert away.peak_bytes < here.peak_bytes - 4 * GIB // 4 + GIB // 4
     assert "lie in the host's memory" in away.targets[0].why
-
-
-def test_on_a_cpu_rows_are_in_the_hosts_memory_anyway() -> None:
-    asked = FullyShard(offload=True)
+    # on a cpu rows are in the hosts memory anyway
     away, here = (made(heavy(spec, CPU_CORE), 4, None) for spec in (asked, FullyShard()))
     assert (away.peak_bytes, away.seconds) == (here.peak_bytes, here.seconds)
     plan = base(None, devices=4)
@@ -269,9 +266,3 @@ def test_a_plan_file_that_cannot_be_is_refused(old: str, new: str, text: str) ->
     assert text in str(caught.value)
     with pytest.raises(PlanError, match="rules of fsdp have the specs FullyShard"):
         Plan.from_json(plain.replace('"offload": false', '"offload": true', 1))
-
-
-def test_a_plan_file_of_before_has_no_groups() -> None:
-    plan = plan_module(base(None, devices=4), heavy(FullyShard()), named=("fsdp",))
-    before = plan.to_json().replace('"offload": false,', '"offload": false').replace('"shard_ranks": null', "")
-    assert Plan.from_json(before) == plan

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
 from lightning_amp.techniques.chunk.run.lower import lower, table_of
 from tests.techniques.chunk.case import Case, case
-from tests.techniques.chunk.small_blocks import Attention, FeedForward, NoBias, x_of
+from tests.techniques.chunk.small_blocks import FeedForward, NoBias, x_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -37,33 +36,6 @@ def test_two_regions_and_two_backward_passes_of_one_block() -> None:
 
 def _has(found: Case, region: Region, op: str) -> bool:
     return any(found.table.rows[i].op == f"aten.{op}" for i in region.inside(found.table))
-
-
-def test_what_is_alive_is_one_chunk() -> None:
-    """Forward: scores [2, 1024, 1024] are never whole; backward: they are computed again, and never whole either."""
-    torch.manual_seed(0)
-    found = Case(Attention(), (x_of(1, 1024, 8),))
-    scores = 2 * 1024 * 1024 * 8
-    form = lower(found.capture, found.table, [replace(found.where("softmax.int", 2), n_chunks=16)])
-    for run, least in ((found.block, 3 * scores), (lambda x: form(found.block, x), 0)):
-        with LiveBytes() as live:
-            loss = run(found.args[0]).sum()
-            forward, kept = live.peak, live.current
-            loss.backward()
-        assert live.peak >= least
-    assert forward < scores / 3
-    assert kept < scores / 10
-    assert live.peak < scores / 2
-
-
-def test_fixed_memory_is_written_in_place() -> None:
-    """Two chunks of nothing but views and one operator: the result, one chunk of it, and no copy of all chunks."""
-    found = Case(nn.Sequential(nn.Tanh()), (x_of(64, 1000).detach(),))
-    region = replace(found.where("tanh.default", 0), n_chunks=8)
-    form = lower(found.capture, found.table, [region])
-    with LiveBytes() as live:
-        form(found.block, *found.args)
-    assert live.peak == 64 * 1000 * 8 * 9 // 8
 
 
 def test_gradients_of_a_region_are_those_of_eager_or_refused() -> None:
