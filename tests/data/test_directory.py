@@ -167,7 +167,7 @@ def test_names_alone_give_strata_and_anchors(tmp_path: Path) -> None:
     assert (layout.n_anchors, layout.n_strata, layout.n_features) == (6, 3, 15)
 
 
-def test_categorical_columns_of_anndata_0_7_are_read(tmp_path: Path) -> None:
+def test_columns_of_every_encoding_give_the_layout_of_the_names(tmp_path: Path) -> None:
     names, stratum, anchor = single_resolution()
     path = write_var(tmp_path / "hic.h5ad", names, {"stratum": stratum})
     with h5py.File(path, "a") as file:
@@ -178,15 +178,23 @@ def test_categorical_columns_of_anndata_0_7_are_read(tmp_path: Path) -> None:
         var["anchor"] = np.array([5 - i for i in anchor], dtype=np.int8)
         var["anchor"].attrs["categories"] = var["__categories/anchor"].ref
     same(read_layout(path), read_layout(write_var(tmp_path / "names.h5ad", names)))
-
-
-def test_columns_and_names_give_the_same_layout(tmp_path: Path) -> None:
-    names, stratum, anchor = single_resolution()
+    # columns and names give the same layout
     by_name = read_layout(write_var(tmp_path / "names.h5ad", names))
     same(by_name, read_layout(write_var(tmp_path / "columns.h5ad", names, {"stratum": stratum, "anchor": anchor})))
     text = [names[i] for i in anchor]
     columns = {"stratum": stratum, "anchor": pd.Categorical(text)}
     same(by_name, read_layout(write_var(tmp_path / "text.h5ad", names, columns)))
+    # nullable text columns and indices are read
+    names, stratum, anchor = single_resolution()
+    path = write_var(tmp_path / "hic.h5ad", names, {"stratum": stratum})
+    with h5py.File(path, "a") as file:
+        del file["var/_index"]
+        for name, values in (("anchor", [names[i] for i in anchor]), ("_index", names)):
+            group = file["var"].create_group(name)
+            group.attrs.update({"encoding-type": "nullable-string-array", "encoding-version": "0.1.0"})
+            write_elem(group, "values", np.array(values, dtype=object))
+            write_elem(group, "mask", np.zeros(len(values), dtype=bool))
+    same(read_layout(path), read_layout(write_var(tmp_path / "names.h5ad", names)))
 
 
 @pytest.mark.parametrize("encode", [list, pd.Categorical], ids=["strings", "categorical"])
@@ -230,16 +238,3 @@ def test_header_counts_without_reading_the_matrix(tmp_path: Path) -> None:
     header = read_header(write_table(tmp_path / "layer.h5ad", dense - 0.5, layer=sp.csr_matrix(dense)))
     assert (header.n_nonzero, header.has_counts_layer, header.depth) == (3, True, None)
     assert read_header(write_table(tmp_path / "dense.h5ad", dense)).n_nonzero is None
-
-
-def test_nullable_text_columns_and_indices_are_read(tmp_path: Path) -> None:
-    names, stratum, anchor = single_resolution()
-    path = write_var(tmp_path / "hic.h5ad", names, {"stratum": stratum})
-    with h5py.File(path, "a") as file:
-        del file["var/_index"]
-        for name, values in (("anchor", [names[i] for i in anchor]), ("_index", names)):
-            group = file["var"].create_group(name)
-            group.attrs.update({"encoding-type": "nullable-string-array", "encoding-version": "0.1.0"})
-            write_elem(group, "values", np.array(values, dtype=object))
-            write_elem(group, "mask", np.zeros(len(values), dtype=bool))
-    same(read_layout(path), read_layout(write_var(tmp_path / "names.h5ad", names)))

@@ -77,9 +77,7 @@ def test_two_techniques_that_compute_one_module_are_refused_by_name() -> None:
     with pytest.raises(InstallError, match=r"S6 and S7 are both to compute 'net\.0' \(Linear\)"):
         add_override("net.0", layer, Override("S7", instead))
     assert overrides_of(layer) == (OVERRIDES[0],)
-
-
-def test_a_forward_that_something_else_has_set_is_refused_and_kept() -> None:
+    # a forward that something else has set is refused and kept
     layer = nn.Linear(3, 2)
     layer.forward = theirs = partial(instead, layer)  # type: ignore[method-assign]
     assert overrides_of(layer) is None

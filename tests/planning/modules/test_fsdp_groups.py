@@ -95,6 +95,20 @@ def test_the_forward_pass_has_three_of_a_unit_and_the_optimiser_rows() -> None:
     taken = TensorBytes(name="w.step", fqn="", kind="optimiser state", shape=(), dtype="float32", n_bytes=4)
     found = fsdp_peak_bytes(replace(profile(step), tensors=(taken,)), (unit("", 400),), 2)
     assert found == 200 + 200 + 400 + 4 + 5000
+    # rows in the hosts memory are not on the device
+    units = (unit("a", 400), unit("b", 400), unit("", 100))
+    held = (910, 900, 1800)
+    forward = [moment("forward", "a", *held, 0, 0), moment("forward", "b", *held, 50, 0)]
+    # buffers, activations, the root, what a has received, b twice, and b's rows on their way
+    found = fsdp_peak_bytes(profile(*forward), units, 2, offload=True)
+    assert found == 10 + 50 + 100 + 400 + 2 * 400 + 200
+    optimiser = moment("optimiser", "", *held, 0, 9000)
+    assert fsdp_peak_bytes(profile(*forward, optimiser), units, 2, offload=True) == found
+    backward = [moment("backward", "b", 910, 400, 1800, 70, 0), moment("backward", "a", 910, 800, 1800, 0, 0)]
+    sending = 10 + 70 + 100 + 400 + 2 * 400 + 200
+    assert fsdp_peak_bytes(profile(*forward, *backward), units, 2, offload=True) == sending
+    alone = (unit("", 100),)
+    assert fsdp_peak_bytes(profile(moment("forward", "", 100, 0, 0, 0, 0)), alone, 2, offload=True) == 250
 
 
 def test_the_backward_pass_has_what_is_sent_and_what_is_received() -> None:
@@ -199,22 +213,6 @@ def test_a_plan_keeps_its_groups_and_is_predicted_with_them() -> None:
     plan = plan_module(base(None, devices=4), heavy(FullyShard()), named=("fsdp",))
     before = plan.to_json().replace('"offload": false,', '"offload": false').replace('"shard_ranks": null', "")
     assert Plan.from_json(before) == plan
-
-
-def test_rows_in_the_hosts_memory_are_not_on_the_device() -> None:
-    units = (unit("a", 400), unit("b", 400), unit("", 100))
-    held = (910, 900, 1800)
-    forward = [moment("forward", "a", *held, 0, 0), moment("forward", "b", *held, 50, 0)]
-    # buffers, activations, the root, what a has received, b twice, and b's rows on their way
-    found = fsdp_peak_bytes(profile(*forward), units, 2, offload=True)
-    assert found == 10 + 50 + 100 + 400 + 2 * 400 + 200
-    optimiser = moment("optimiser", "", *held, 0, 9000)
-    assert fsdp_peak_bytes(profile(*forward, optimiser), units, 2, offload=True) == found
-    backward = [moment("backward", "b", 910, 400, 1800, 70, 0), moment("backward", "a", 910, 800, 1800, 0, 0)]
-    sending = 10 + 70 + 100 + 400 + 2 * 400 + 200
-    assert fsdp_peak_bytes(profile(*forward, *backward), units, 2, offload=True) == sending
-    alone = (unit("", 100),)
-    assert fsdp_peak_bytes(profile(moment("forward", "", 100, 0, 0, 0, 0)), alone, 2, offload=True) == 250
 
 
 def test_rows_in_the_hosts_memory_take_its_link_and_its_processor() -> None:

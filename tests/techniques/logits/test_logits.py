@@ -182,9 +182,7 @@ def test_a_write_before_the_product_is_refused() -> None:
     for step in (written_inputs, written_weight):
         with pytest.raises(ModelError, match="had been changed in place"):
             in_chunks(step)(None)
-
-
-def test_a_gradient_of_logits_that_were_not_computed_is_refused() -> None:
+    # a gradient of logits that were not computed is refused
     head, embed, x = nn.Linear(6, WORDS), nn.Embedding(WORDS, 6), torch.randint(WORDS, (4, 9))
 
     def step(module: Any) -> Tensor:

@@ -196,10 +196,7 @@ def test_a_replayed_stretch_keeps_nothing_that_it_has_made() -> None:
         loss.backward()
     # the rows of the batch, and what lies across the one cut
     assert held["replayed"] <= 3 * 512 * 64 * 8 < held["plain"] / 5
-
-
-def test_tensors_that_run_again_one_by_one_are_held_one_by_one() -> None:
-    step = sines()
+    # tensors that run again one by one are held one by one
     held = dict[int, int]()
     for kind in (AT_ONCE, ONE_BY_ONE):
         with Tape([(ALL, kind)]) as tape, tape.hooks():
