@@ -26,8 +26,7 @@ from lightning_amp.techniques.chunk.run import check, function
 from lightning_amp.techniques.chunk.run.chunk_module import chunk_block
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion
 from lightning_amp.techniques.chunk.run.in_chunks import InChunks
-from tests.any_module import make
-from tests.graph.calls import calls_of, difference, forward_of
+from tests.graph.calls import difference
 from tests.graph.test_capture import Custom
 from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.techniques.chunk.small_blocks import Attention, FeedForward, x_of
@@ -88,22 +87,6 @@ def test_a_rule_sets_the_forward_and_takes_it_back() -> None:
     torch.testing.assert_close(copy.deepcopy(model)(x), right)
     installed.undo()
     assert "forward" not in vars(model[0][0])
-
-
-@pytest.mark.long
-def test_a_step_of_an_example_module_with_chunks_in_every_block() -> None:
-    """Loss and all gradients in float64, to 1e-10."""
-    module, batch = make("evoformer")
-    module, batch = module.double().eval(), (batch[0].double(), batch[1])
-    twin = copy.deepcopy(module)
-    (call,) = calls_of("evoformer")
-    whole = step_bytes(call.block.eval(), call.args[0].detach().requires_grad_())
-    install_rules(module, [rule(whole, "blocks.[01]")])
-    for each in (module, twin):
-        forward_of(each, batch)().backward()
-    assert "forward" in vars(module.blocks[1])
-    for own, other in zip(module.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad, rtol=1e-10, atol=1e-14)
 
 
 def test_what_does_not_fit_or_cannot_be_captured_is_refused_or_told() -> None:
