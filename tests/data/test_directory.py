@@ -1,18 +1,23 @@
-"""Data directories, ours and HiGLUE's, are found and read, and written whole or not at all."""
+"""Data directories, ours and HiGLUE's, layouts and headers are read from any of the encodings in use, without the
+matrix, and written whole or not at all."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anndata
+import h5py
 import networkx
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+from anndata.io import write_elem
 
 from lightning_amp.data.files.directory import find, write_aside
 from lightning_amp.data.files.graphml import count_graph, read_graph
 from lightning_amp.data.files.read_h5ad import read_header
-from lightning_amp.data.files.strata_layout import read_layout
+from lightning_amp.data.files.strata_layout import FeatureLayout, feature_name, read_layout
 from lightning_amp.errors import DataError
 
 SETTING = "500kb_raw_0.98_2d_2"
@@ -124,3 +129,112 @@ def test_an_interrupted_directory_leaves_the_old_one(tmp_path: Path, error: type
         work()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "hic" / "old").exists()
+
+
+def write_var(path: Path, names: list[str], columns: dict[str, Any] | None = None) -> Path:
+    """Write an h5ad whose matrix is absent: whoever reads a layout must not miss it."""
+    with h5py.File(path, "w") as file:
+        write_elem(file, "obs", pd.DataFrame(index=["cell"]))
+        write_elem(file, "var", pd.DataFrame(columns or {}, index=names))
+    return path
+
+
+def single_resolution(n: int = 6, strata: int = 3) -> tuple[list[str], list[int], list[int]]:
+    """Return names, strata and anchors as HiGLUE lists them: pairs also run across the chromosome's end."""
+    bins = [("chr1", i) for i in range(n - 2)] + [("chr2", 0), ("chr2", 1)]
+    pairs = [(k, i) for k in range(strata) for i in range(n - k)]
+    names = [feature_name(bins[i][0], bins[i][1] * 5, bins[i][1] * 5 + 5, k) for k, i in pairs]
+    return names, [k for k, _ in pairs], [i for _, i in pairs]
+
+
+def outline(layout: FeatureLayout) -> list[tuple[int, str | None, tuple[int, int]]]:
+    return [(s.k, s.resolution, s.columns) for s in layout.strata]
+
+
+def same(first: FeatureLayout, second: FeatureLayout) -> None:
+    assert list(first.anchor_names) == list(second.anchor_names)
+    assert outline(first) == outline(second)
+    for one, other in zip(first.strata, second.strata, strict=True):
+        np.testing.assert_array_equal(one.anchors, other.anchors)
+
+
+def test_names_alone_give_strata_and_anchors(tmp_path: Path) -> None:
+    names, _, _ = single_resolution()
+    layout = read_layout(write_var(tmp_path / "hic.h5ad", names))
+    assert outline(layout) == [(0, None, (0, 6)), (1, None, (6, 11)), (2, None, (11, 15))]
+    assert [s.anchors.tolist() for s in layout.strata] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 3]]
+    assert list(layout.anchor_names) == names[:6]
+    assert (layout.n_anchors, layout.n_strata, layout.n_features) == (6, 3, 15)
+
+
+def test_columns_of_every_encoding_give_the_layout_of_the_names(tmp_path: Path) -> None:
+    names, stratum, anchor = single_resolution()
+    path = write_var(tmp_path / "hic.h5ad", names, {"stratum": stratum})
+    with h5py.File(path, "a") as file:
+        var = file["var"]
+        var.create_dataset(
+            "__categories/anchor", data=np.array(names[:6][::-1], dtype=object), dtype=h5py.string_dtype()
+        )
+        var["anchor"] = np.array([5 - i for i in anchor], dtype=np.int8)
+        var["anchor"].attrs["categories"] = var["__categories/anchor"].ref
+    same(read_layout(path), read_layout(write_var(tmp_path / "names.h5ad", names)))
+    # columns and names give the same layout
+    by_name = read_layout(write_var(tmp_path / "names.h5ad", names))
+    same(by_name, read_layout(write_var(tmp_path / "columns.h5ad", names, {"stratum": stratum, "anchor": anchor})))
+    text = [names[i] for i in anchor]
+    columns = {"stratum": stratum, "anchor": pd.Categorical(text)}
+    same(by_name, read_layout(write_var(tmp_path / "text.h5ad", names, columns)))
+    # nullable text columns and indices are read
+    names, stratum, anchor = single_resolution()
+    path = write_var(tmp_path / "hic.h5ad", names, {"stratum": stratum})
+    with h5py.File(path, "a") as file:
+        del file["var/_index"]
+        for name, values in (("anchor", [names[i] for i in anchor]), ("_index", names)):
+            group = file["var"].create_group(name)
+            group.attrs.update({"encoding-type": "nullable-string-array", "encoding-version": "0.1.0"})
+            write_elem(group, "values", np.array(values, dtype=object))
+            write_elem(group, "mask", np.zeros(len(values), dtype=bool))
+    same(read_layout(path), read_layout(write_var(tmp_path / "names.h5ad", names)))
+
+
+@pytest.mark.parametrize("encode", [list, pd.Categorical], ids=["strings", "categorical"])
+def test_several_resolutions_are_numbered_one_after_another(tmp_path: Path, encode: Callable[[Any], Any]) -> None:
+    """As HiGLUE writes it: `anchor` is a bin's name, every stratum lists all bins, a name may come at both widths."""
+    rows = [("1mb", k, a) for k in range(2) for a in ("chr1:0-9", "chrM:0-3")]
+    rows += [("500kb", k, a) for k in range(3) for a in ("chr1:0-5", "chr1:5-9", "chrM:0-3")]
+    names = [a if k == 0 else f"{a}-{k}" for _, k, a in rows]
+    columns = {
+        "res": encode([r for r, _, _ in rows]),
+        "stratum": [k for _, k, _ in rows],
+        "anchor": encode([a for *_, a in rows]),
+    }
+    columns["anchor_bin"] = list(range(len(rows)))
+    layout = read_layout(write_var(tmp_path / "hic.h5ad", names, columns))
+    assert [(s.resolution, s.k, s.columns) for s in layout.strata] == [
+        ("1mb", 0, (0, 2)),
+        ("1mb", 1, (2, 4)),
+        ("500kb", 0, (4, 7)),
+        ("500kb", 1, (7, 10)),
+        ("500kb", 2, (10, 13)),
+    ]
+    assert [s.anchors.tolist() for s in layout.strata] == [[0, 1]] * 2 + [[2, 3, 4]] * 3
+    assert list(layout.anchor_names) == ["chr1:0-9", "chrM:0-3", "chr1:0-5", "chr1:5-9", "chrM:0-3"]
+
+
+def write_table(path: Path, counts: Any, *, layer: Any = None, obs: dict[str, Any] | None = None) -> Path:
+    frame = pd.DataFrame(obs or {}, index=[f"c{i}" for i in range(counts.shape[0])])
+    table = anndata.AnnData(counts, obs=frame, var=pd.DataFrame(index=[f"g{i}" for i in range(counts.shape[1])]))
+    if layer is not None:
+        table.layers["counts"] = layer
+    table.write_h5ad(path)
+    return path
+
+
+def test_header_counts_without_reading_the_matrix(tmp_path: Path) -> None:
+    dense = np.array([[0, 1, 2], [3, 0, 0]], dtype=np.float32)
+    header = read_header(write_table(tmp_path / "x.h5ad", sp.csr_matrix(dense), obs={"n_counts": [3, 3]}))
+    assert (header.n_cells, header.n_features, header.n_nonzero, header.has_counts_layer) == (2, 3, 3, False)
+    assert header.depth.tolist() == [3.0, 3.0]
+    header = read_header(write_table(tmp_path / "layer.h5ad", dense - 0.5, layer=sp.csr_matrix(dense)))
+    assert (header.n_nonzero, header.has_counts_layer, header.depth) == (3, True, None)
+    assert read_header(write_table(tmp_path / "dense.h5ad", dense)).n_nonzero is None

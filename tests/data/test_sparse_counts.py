@@ -125,9 +125,7 @@ def test_travels_as_a_tensor_does() -> None:
     assert single.device == x.device
     (loaded,) = DataLoader([{"hic": {"x": found}}], batch_size=None)
     same(loaded["hic"]["x"], x)
-
-
-def test_without_values_entries_are_spread_evenly() -> None:
+    # without values entries are spread evenly
     found = SparseCounts.from_dense(torch.ones(6, 10)).to("meta")
     assert [
         len(part.value) for part in (found[:, 2:7], found[..., torch.arange(4)], found[1:3], found[1:3][:, :5])
@@ -336,17 +334,6 @@ def test_other_uses_are_refused(root: Path) -> None:
         model.decoder(model.u, model.v, **model.batch | {"x": model.batch["x"][:, 1:]})
 
 
-def test_an_entry_is_not_zero() -> None:
-    """The sparse likelihood takes every entry for a count that is not zero."""
-    x = SparseCounts.from_dense(counts())
-    value = x.value.clone()
-    value[2:4] = 0
-    with pytest.raises(DataError, match="has 2 entries whose count is 0"):
-        SparseCounts(x.row, x.column, value, x.shape)[:, 1:4]
-    stored = sparse.csr_matrix((value, (x.row, x.column)), shape=x.shape)
-    assert (SparseCounts.from_csr(stored).value != 0).all()
-
-
 def test_other_data_are_refused(root: Path) -> None:
     x = SparseCounts.from_dense(counts())
     with pytest.raises(DataError, match="give three equally long vectors"):
@@ -364,3 +351,10 @@ def test_other_data_are_refused(root: Path) -> None:
         SingleCellDataModule(root, sparse="yes")  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"sparse=True is for 'hic'; loaded are \['rna'\]"):
         module(root, sparse=True, modalities=["rna"])
+    # an entry is not zero
+    value = x.value.clone()
+    value[2:4] = 0
+    with pytest.raises(DataError, match="has 2 entries whose count is 0"):
+        SparseCounts(x.row, x.column, value, x.shape)[:, 1:4]
+    stored = sparse.csr_matrix((value, (x.row, x.column)), shape=x.shape)
+    assert (SparseCounts.from_csr(stored).value != 0).all()

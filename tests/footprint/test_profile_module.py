@@ -16,6 +16,7 @@ from lightning_amp.errors import ModelError
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import KINDS, PARTS, ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
+from lightning_amp.footprint.target_device import launches_operators, settings_of
 from tests.any_module import NAMES, QUIET, Meter, make
 
 LARGEST = {"gpt2": "head", "wide_mlp": "parameters"}
@@ -323,3 +324,21 @@ def test_an_optimiser_that_looks_at_values_is_measured() -> None:
     assert found.measured == "a real step"
     assert found.peak_bytes == measured(module, batch)
     assert {moment.phase for moment in found.timeline} >= {"forward", "backward", "optimiser"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_cpu_stays_in_its_cache_unless_told_otherwise(device: str) -> None:
+    like = torch.empty(2, device=device)
+    assert not launches_operators(like)
+    with settings_of("cuda"):
+        assert launches_operators(like)
+        with settings_of("cpu"):
+            assert not launches_operators(like)
+        assert launches_operators(like)
+    assert not launches_operators(like)
+
+
+def test_an_error_leaves_no_settings_behind() -> None:
+    with pytest.raises(ZeroDivisionError), settings_of("cuda"):
+        raise ZeroDivisionError
+    assert not launches_operators(torch.empty(2))

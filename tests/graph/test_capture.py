@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.graph.capture import Captures
 from tests.any_module import NAMES, make
-from tests.graph.calls import calls_of
-from tests.graph.same_outcome import difference
+from tests.graph.calls import calls_of, difference
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -1,12 +1,23 @@
-"""Claim: rates survive JSON, name the devices they are for, and after a calibration predict what was measured."""
+"""Claim: rates survive JSON, name their devices, and predict what was measured; a collective takes the seconds of a
+ring."""
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from lightning_amp.costs.device_rates import CPU_CORE, DEVICES, Rates, calibrated, nearest_rates, rates_for
+from lightning_amp.costs.device_rates import (
+    CPU_CORE,
+    DEVICES,
+    Kind,
+    Links,
+    Rates,
+    calibrated,
+    collective_seconds,
+    nearest_rates,
+    rates_for,
+)
 from lightning_amp.costs.model_shape import DecoderShape
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Axes, MeshShape
@@ -40,11 +51,14 @@ def test_names_of_devices(name: str, known: str) -> None:
     assert rates_for(name) is DEVICES[known]
 
 
-def test_tf32_is_asked_for() -> None:
+def test_tf32_is_asked_for_and_an_unknown_device_refused() -> None:
     plain, tf32 = rates_for("A100"), rates_for("A100", products="tf32")
     assert tf32 == replace(plain, matmul_flops=8 * plain.matmul_flops)
     assert rates_for("A100", products="half") == replace(plain, matmul_flops=16 * plain.matmul_flops)
     assert rates_for("cpu", products="half") is CPU_CORE
+    # an unknown device is refused
+    with pytest.raises(PlanError, match=r"rates of 'TPU v4'.*one of cpu, RTX 3090, A100, H100, H200: choose the one"):
+        rates_for("TPU v4")
 
 
 def test_a_calibrated_prediction_is_what_was_measured() -> None:
@@ -56,11 +70,6 @@ def test_a_calibrated_prediction_is_what_was_measured() -> None:
     sending = predicted(CPU_CORE, two) - before
     assert predicted(fitted, two) == pytest.approx(3 * before + sending, rel=1e-9)
     assert fitted.links == CPU_CORE.links
-
-
-def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"rates of 'TPU v4'.*one of cpu, RTX 3090, A100, H100, H200: choose the one"):
-        rates_for("TPU v4")
 
 
 @pytest.mark.parametrize(
@@ -109,3 +118,45 @@ def edited(**changes: Any) -> str:
 def test_json_that_is_refused(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Rates.from_json(text, source="here")
+
+
+GIB = 1e9
+UNIT = Links(intra_bandwidth=1.0, inter_bandwidth=1.0, latency=0.0, ranks_per_node=10**6)
+"""One byte per second, all ranks in one node: seconds are bytes."""
+NODES = Links(intra_bandwidth=200 * GIB, inter_bandwidth=80 * GIB, latency=0.0, ranks_per_node=4)
+
+KINDS = get_args(Kind)
+
+
+def test_ring_collectives() -> None:
+    assert collective_seconds("all_gather", 10, 4, UNIT) == 30
+    assert collective_seconds("reduce_scatter", 40, 4, UNIT) == 30
+    assert collective_seconds("all_reduce", 40, 4, UNIT) == 60
+    assert collective_seconds("exchange", 40, 4, UNIT) == 40
+    assert [collective_seconds(kind, 40, 1, UNIT) for kind in KINDS] == [0, 0, 0, 0, 0]
+    # latency is paid by the message
+    slow = Links(intra_bandwidth=1.0, inter_bandwidth=1.0, latency=5.0, ranks_per_node=8)
+    assert [collective_seconds(kind, 0, 4, slow) for kind in KINDS] == [15, 15, 30, 5, 5]
+    assert [collective_seconds(kind, 0, 1, slow) for kind in KINDS] == [0, 0, 0, 0, 0]
+    # what an all-reduce does in two steps
+    whole = collective_seconds("all_reduce", 40, 4, slow)
+    assert whole == collective_seconds("reduce_scatter", 40, 4, slow) + collective_seconds("all_gather", 10, 4, slow)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inner", "expected"),
+    [
+        (4, 1, 200),  # the group is a node
+        (2, 2, 200),  # two groups in a node
+        (8, 1, 80),  # one ring over two nodes: the paper's Figure 5
+        (2, 4, 20),  # four rings share the link
+        (4, 2, 40),  # two rings: Figure 6
+        (2, 16, 20),  # no more rings than ranks in a node
+        (3, 2, 40),  # three groups of two over two nodes
+    ],
+)
+def test_bandwidth_by_placement(ranks, inner, expected) -> None:
+    assert NODES.bandwidth(ranks, inner=inner) == expected * GIB
+    n_bytes = 6 * GIB
+    seconds = 2 * (ranks - 1) / ranks * n_bytes / (expected * GIB)
+    assert collective_seconds("all_reduce", n_bytes, ranks, NODES, inner=inner) == pytest.approx(seconds, rel=1e-12)

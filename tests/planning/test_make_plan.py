@@ -7,14 +7,18 @@ from functools import partial
 import pytest
 
 from lightning_amp.costs.model_shape import ModelShape, reference_shape
+from lightning_amp.diagnosis import ATTENTION_DECODER, HEAVY_DECOMPOSITION, HIGH_INPUT_DIMENSIONALITY, SIGNALS
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.plan import Axes, MeshShape, Plan
 from lightning_amp.planning.policies.build_rules import with_shared_statistics
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.reports.plan_report import plan_report, profile_report
 from lightning_amp.quantities import parse_bytes
 from lightning_amp.techniques.data.row import ShareBatchStatistics
-from tests.planning.profiles import hic, profile, rna, shape
+from lightning_amp.techniques.hic.rows import CompileStrata, StreamStrata
+from lightning_amp.techniques.table import STRATEGIES
+from tests.planning.profiles import hic, profile, rna, shape, with_full_attention
 
 
 def peak(strategies: str, devices: int) -> int:
@@ -238,3 +242,98 @@ def test_the_model_axis_has_no_more_ranks_than_there_are_buckets() -> None:
     compared = plan(data, devices=8, model_parallel_size=8, shape=ours).candidates
     assert compared
     assert not any("nodes" in c.strategies for c in compared)
+
+
+TABLE_4 = {HIGH_INPUT_DIMENSIONALITY: ["S2", "S4"], ATTENTION_DECODER: ["S3"], HEAVY_DECOMPOSITION: ["S5"]}
+
+
+def test_each_signal_asks_for_the_strategies_of_table_4() -> None:
+    asked = {signal: [s for s, row in STRATEGIES.items() if row.signal == signal] for signal in SIGNALS}
+    assert asked == TABLE_4
+    assert STRATEGIES["S1"].signal is None
+
+
+@pytest.mark.parametrize(("bins", "batch_size"), [(5_400, 256), (27_000, 128)])
+def test_light_configurations_get_data_parallelism_only(bins, batch_size) -> None:
+    made = plan(
+        profile(hic(anchors=bins, strata=10), rna()),
+        devices=4,
+        device_memory="24GiB",
+        policy="paper",
+        batch_size=batch_size,
+    )
+    assert len(made.signals) == 3
+    assert made.strategies == ("S1",)
+    assert made.fits
+
+
+def test_s5_is_added_when_the_epm_under_the_others_exceeds_the_budget() -> None:
+    others = ("S1", "S2", "S3", "S4")
+    for model_parallel_size, ranks in (("auto", 8), (2, 2)):
+        peak = predict(shape(), others, model_ranks=ranks).peak_bytes
+        for budget, expected in ((peak, others), (peak - 1, (*others, "S5"))):
+            made = plan(
+                profile(),
+                devices=8,
+                device_memory=budget,
+                batch_size=256,
+                model_parallel_size=model_parallel_size,
+                policy="paper",
+            )
+            assert made.strategies == expected
+    one = profile(hic(strata=1), rna())
+    flat = plan(one, devices=8, device_memory="1MiB", batch_size=256, policy="paper")
+    assert flat.strategies == others
+
+
+def test_full_attention_has_nothing_in_place_of_s3_and_nodes_in_place_of_s5() -> None:
+    """The paper's two are of local attention; of full attention it names kernels and sequence parallelism."""
+    data = profile(with_full_attention(hic()), rna())
+    others = ("S1", "S2", "S4")
+    peak = predict(reference_shape(data, batch_size=256), others, model_ranks=8).peak_bytes
+    for budget, expected in ((peak, others), (peak - 1, (*others, "nodes"))):
+        made = plan(data, devices=8, device_memory=budget, batch_size=256, policy="paper")
+        assert made.strategies == expected
+
+
+def test_every_spec_belongs_to_one_technique_and_has_an_installer_unless_the_strategy_carries_it_out() -> None:
+    owned = [spec for row in STRATEGIES.values() for spec in row.specs]
+    assert len(owned) == len(set(owned))
+    for name, row in STRATEGIES.items():
+        by_strategy = name == "S1" or row.data_axis or row.steps
+        assert set(row.installers) == (set() if by_strategy else set(row.specs)), name
+        for installer in row.installers.values():
+            assert callable(installer.load())
+
+
+def test_axes_follow_from_the_strategies() -> None:
+    assert Axes.of(()) == Axes.of(("S1",)) == Axes()
+    paper = Axes.of(("S1", "S2", "S3", "S4", "S5"))
+    assert paper == Axes(placement="hidden", features="sharded", attention="chunked", decode="key-first")
+    ours = Axes.of(("S1", "S2", "S4", "fused", "sparse", "stream", "strata"))
+    # S2 is left with the layers outside the decoder
+    assert ours == Axes(
+        placement="strata", attention="fused", decode="key-first", likelihood="sparse", activations="stream"
+    )
+
+
+DATA = profile(hic(anchors=1500, strata=6), rna())
+
+
+def test_a_plan_that_has_it() -> None:
+    made = plan(DATA, strategies="S4,fused,sparse,stream,compile")
+    assert made.axes.kernels == "compiled"
+    assert CompileStrata() in [rule.spec for rule in made.rules]
+    assert [rule.spec.workers for rule in made.rules if isinstance(rule.spec, StreamStrata)] == [1]
+    assert Plan.from_json(made.to_json()) == made
+    text = plan_report(made)
+    assert "compile strata" in text
+    assert "strata that are not compiled" in text
+    as_is = plan(DATA, strategies="S4,fused,sparse,stream")
+    assert made.predicted_peak_bytes == as_is.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("other", ["S2", "S5", "nodes"])
+def test_not_beside_what_sends_inside_a_stratum(other: str) -> None:
+    with pytest.raises(PlanError, match=f"{other} and compile cannot be together: ranks send"):
+        plan(DATA, devices=2, strategies=f"{other},compile")

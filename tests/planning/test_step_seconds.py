@@ -1,5 +1,6 @@
 """Claim: the cost model's parts, collectives and seconds are those of its equations worked out by hand."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -7,13 +8,20 @@ from typing import Any
 
 import pytest
 
-from lightning_amp.costs.device_rates import Links, Rates
-from lightning_amp.costs.model_shape import DecoderShape
+from lightning_amp.costs.device_rates import CPU_CORE, Links, Rates, rates_for
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape, reference_shape, shape_of_decoder
 from lightning_amp.costs.ordered_runs import deal
+from lightning_amp.planning import sizes
+from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.plan import Axes, MeshShape
+from lightning_amp.planning.policies.auto import candidates
+from lightning_amp.planning.policies.make_plan import plan
+from lightning_amp.planning.policies.recommend_devices import recommend_devices
+from lightning_amp.planning.sizes import RankSizes, Strata, Term, same_strata
 from lightning_amp.planning.time.collectives import gradient_numbers, region_traffic
-from lightning_amp.planning.time.step_seconds import step_seconds, stratum_seconds
-from lightning_amp.techniques.hic.rows import block_cells
+from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, step_seconds, stratum_seconds
+from lightning_amp.techniques.hic.rows import StreamStrata, block_cells
+from tests.planning.profiles import hic, profile, rna
 from tests.planning.work_cases import CELLS, shape, stratum_work, work
 
 SLOW = Links(intra_bandwidth=1e3, inter_bandwidth=1e3, latency=1.0, ranks_per_node=8)
@@ -117,3 +125,114 @@ def test_what_a_stratum_sends() -> None:
     assert gradient_numbers(sizes, Axes()) == (0, keys + tables)
     assert gradient_numbers(sizes, Axes(placement="hidden")) == (keys, tables)
     assert gradient_numbers(sizes, Axes(placement="strata")) == (keys + tables, 0)
+
+
+DECODER = DecoderShape(
+    fqn="decoders.hic",
+    anchors=997,
+    dim=16,
+    features=(980, 960, 940, 920, 900),
+    distances=(0, 1, 2, 3, 4),
+    attention=True,
+    window=33,
+)
+
+
+def decoder(**changes: object) -> ModelShape:
+    return shape_of_decoder(replace(DECODER, **changes), batch_size=48)
+
+
+def reference(**sizes: int) -> ModelShape:
+    return reference_shape(profile(hic(**sizes), rna()), batch_size=64)
+
+
+SHAPES = {
+    "reference": reference(anchors=1500, strata=6),
+    "convolution": reference(anchors=1500, strata=6, attention=False),
+    "large": reference(anchors=113_505, strata=4),
+    "chained": decoder(chained=True, variant="paper", n_batches=2),
+    "full attention": decoder(full=True, window=1, chained=True),
+    "chained convolution": decoder(chained=True, attention=False, dim=15),
+    "threads": decoder(threads=4, distances=(0, 1, 0, 1, 2), unsupported=("sparse",)),
+    "copies": decoder(features=(900, 700, 500, 300, 100), n_batches=3),
+}
+RATES = rates_for("A100")
+
+
+@pytest.mark.parametrize("devices", [1, 6])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_plan_has_the_numbers_that_it_has_when_it_is_counted_by_itself(name, devices) -> None:
+    rates = CPU_CORE if name == "threads" else RATES
+    shape = on_device(SHAPES[name], rates)
+    found = candidates(shape, devices=devices, budget=2**30, rates=rates, own=frozenset({"S1"}))
+    for candidate in found:
+        # nothing is remembered of the plans before
+        same_strata.cache_clear()
+        mesh = MeshShape(data=candidate.data, model=candidate.model)
+        seconds = decoder_seconds(shape, Axes.of(candidate.strategies), mesh, rates)
+        peak = predict(shape, candidate.strategies, model_ranks=candidate.model).peak_bytes
+        assert (candidate.step_seconds, candidate.peak_bytes) == (seconds, peak), candidate.strategies
+
+
+def test_a_term_sees_the_axes_that_it_names_and_no_others() -> None:
+    decoder = replace(DECODER)
+    strata = Strata(RankSizes, decoder, cells=4, ranks=1)
+    placed = Term(lambda s: s.axes.placement, "placement")
+    assert strata.column(placed, Axes(placement="nodes")) == ("nodes",) * 5
+    assert strata.column(placed, Axes(placement="strata")) == ("replicated",) * 5, "a stratum is as it is alone"
+    with pytest.raises(AttributeError, match="decode"):
+        strata.column(Term(lambda s: s.axes.decode, "placement"), Axes())
+
+
+DATA = profile(hic(anchors=600, strata=4), rna())
+DEVICES = {"cpu": CPU_CORE, "H100": rates_for("H100")}
+
+
+def shape_of(cells: int = 32) -> ModelShape:
+    return reference_shape(DATA, batch_size=cells)
+
+
+def recommended(rates: Rates) -> Any:
+    return recommend_devices(DATA, shape_of, cells=32, budget=None, rates=rates).scales[0].best
+
+
+def planned(rates: Rates) -> Any:
+    return plan(DATA, batch_size=32, rates=rates).candidates[0]
+
+
+ASKED: dict[str, Callable[[Rates], Any]] = {
+    "plan": planned,
+    "plan of a shape that was on the other device": lambda rates: plan(
+        DATA, batch_size=32, rates=rates, shape=on_device(shape_of(), next(r for r in DEVICES.values() if r != rates))
+    ).candidates[0],
+    "policy paper": lambda rates: plan(DATA, batch_size=32, devices=4, policy="paper", rates=rates),
+    "named strategies": lambda rates: plan(
+        DATA, batch_size=32, devices=4, strategies="S1,strata,fused,sparse,stream", rates=rates
+    ),
+    "recommend_devices": recommended,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ASKED)
+def test_every_count_is_of_the_device(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[bool] = set()
+
+    def launched(sizes: RankSizes) -> bool:
+        seen.add(sizes.decoder.launched)
+        return sizes.decoder.launched
+
+    monkeypatch.setattr(RankSizes, "launched", property(launched))
+    # what was counted for others is remembered
+    sizes.same_strata.cache_clear()
+    ASKED[name](DEVICES[device])
+    assert seen == {device != "cpu"}
+
+
+def test_settings_follow_the_device() -> None:
+    def cells(rates: Rates) -> list[int]:
+        made = plan(DATA, batch_size=512, strategies="S1,stream", rates=rates)
+        return [rule.spec.cells for rule in made.rules if isinstance(rule.spec, StreamStrata)]
+
+    (few,), (many,) = (cells(rates) for rates in DEVICES.values())
+    assert few < many

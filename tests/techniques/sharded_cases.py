@@ -163,15 +163,21 @@ def mean_gradients(case: Case, strategies: Sequence[str] = (), mesh: DeviceMesh 
 def make_plan(strategies: Sequence[str], ranks: int, specs: Mapping[str, Spec] | None = None) -> Plan:
     """A plan for `Model` with one rule per strategy, in their order; `specs` replaces a strategy's usual spec."""
     chosen = {s: (TARGETS[s][0], (specs or {}).get(s, TARGETS[s][1])) for s in strategies}
+    rules = [Rule(fqn=fqn, spec=spec, strategy=s, why="test") for s, (fqn, spec) in chosen.items()]
+    return plan_of(rules, strategies, ranks)
+
+
+def plan_of(rules: Sequence[Rule], strategies: Sequence[str], ranks: int, batch_size: int = 1) -> Plan:
+    """A plan with such rules, which predicts nothing."""
     return Plan(
         policy="strategies",
         signals=(),
         evidence=(),
         strategies=tuple(strategies),
         mesh=MeshShape(data=1, model=ranks),
-        axes=Axes.of(strategies, (spec for _, spec in chosen.values())),
-        rules=tuple(Rule(fqn=fqn, spec=spec, strategy=s, why="test") for s, (fqn, spec) in chosen.items()),
-        batch_size=1,
+        axes=Axes.of(strategies, (rule.spec for rule in rules)),
+        rules=tuple(rules),
+        batch_size=batch_size,
         predicted_base_bytes=0,
         predicted_stratum_bytes=0,
         predicted_peak_bytes=0,

@@ -86,9 +86,7 @@ def test_a_rule_that_matches_nothing_leaves_the_module_as_it_was() -> None:
     with pytest.raises(InstallError, match="S4 cannot change 'decoders.atac.decode', which matches no"):
         install(model, replace(made, rules=(*made.rules[:-1], stray)))
     assert unchanged(model, before)
-
-
-def test_two_rules_on_one_module_are_refused() -> None:
+    # two rules on one module are refused
     model = Model()
     made = planned("S1,S4")
     with pytest.raises(InstallError, match="two rules of the plan change 'decoders.hic.strata.0.decode'"):

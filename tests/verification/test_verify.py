@@ -1,6 +1,7 @@
 """Claim: verify finds clean models equal, and names suspects in those that are not."""
 
 import gc
+import importlib
 import json
 import math
 import os
@@ -32,7 +33,7 @@ from lightning_amp.verification.compare import Precision, Report, errors, find_s
 from lightning_amp.verification.result import Row, Suspect, Verification
 from lightning_amp.verification.verify import run_processes
 from tests.verification import verify_cases as cases
-from tests.verification.verify_cases import cells, verified
+from tests.verification.verify_cases import EXAMPLES, cells, verified
 
 CONFIG = Template("""\
 seed_everything: 0
@@ -337,3 +338,33 @@ def test_a_forked_process_collects_no_garbage_of_its_parent(tmp_path: Path, monk
         assert gc.get_freeze_count() == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.ranks
+@pytest.mark.long
+def test_examples_are_equal_and_random_draws_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    transformer, unet = importlib.import_module("gene_transformer"), importlib.import_module("unet")
+    torch.manual_seed(0)
+    batch = transformer.make_batch(6, 14)
+    equal = {
+        strategies: (transformer.GeneTransformer(dim=16, layers=2, dropout=0.0), batch, {"strategies": strategies})
+        for strategies in ("S1,recompute", "S1,fsdp", "S1,recompute,fsdp")
+    }
+    drawing = {
+        "dropout": (
+            transformer.GeneTransformer(dim=16, layers=2, dropout=0.1),
+            batch,
+            {"strategies": "S1,recompute,fsdp"},
+        ),
+        "manual optimisation with noise": (unet.UNet(channels=8), unet.make_batch(4, 8), {"strategies": "S1,fsdp"}),
+    }
+    for name, found in verified(tmp_path, equal | drawing).items():
+        if name in equal:
+            assert found.ok, str(found)
+            assert found.strategies == tuple(name.split(","))
+            quantities = {row.quantity for row in found.rows}
+            assert {"gradients, step 1", "parameters after 2 steps"} <= quantities
+        else:
+            assert found.suspects[0].suspect == "random draws", name
+            assert name != "dropout" or "blocks.0 (Block)" in found.suspects[0].where

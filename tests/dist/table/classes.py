@@ -1,4 +1,4 @@
-"""Classes of operators of models on images, volumes and point clouds, each in a loop over its sizes and options."""
+"""Classes of operators of models on images, volumes and point clouds, each with all pairs of its sizes and options."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_amp.dist.ops import ShardedTensor
 from lightning_amp.errors import ShardError
 from tests.dist.table.case import Case, case, ints
+from tests.each import all_pairs
 
 SIZES = {1: (13,), 2: (13, 9), 3: (9, 8, 5)}
 """Of images by their number of dims; no number of ranks divides all of them."""
@@ -21,6 +22,11 @@ def _two(n: int) -> Any:
     return {0: (2, 3)} if n > 1 else {0: 2}
 
 
+def _pairs(*choices: Any) -> list[Any]:
+    """Rows with every pair of choices; of a choice with options of a case its first value counts."""
+    return all_pairs(product(*choices), lambda row: tuple(one[0] if isinstance(one, tuple) else one for one in row))
+
+
 def _conv(n: int, kind: str, **options: int) -> Any:
     return lambda x, w, b: getattr(F, f"{kind}{n}d")(x, w, b, **options)
 
@@ -28,17 +34,17 @@ def _conv(n: int, kind: str, **options: int) -> Any:
 CLASSES: list[Case] = [
     case(f"conv{n}d of kernel {k}, padding {p}, stride {s}", _conv(n, "conv", padding=p, stride=s),
          (2, 2, *SIZES[n]), (3, 2, *[k] * n), (3,), at=_two(n))
-    for n, k, p, s in product((1, 2, 3), (2, 3), (0, 1), (1, 2))
+    for n, k, p, s in all_pairs(product((1, 2, 3), (2, 3), (0, 1), (1, 2)))
 ]  # fmt: skip
 CLASSES += [
     case(f"conv_transpose{n}d of kernel {k}, stride {s}", _conv(n, "conv_transpose", stride=s),
          (2, 2, *SIZES[n]), (2, 3, *[k] * n), (3,), at=_two(n))
-    for n, k, s in product((1, 2, 3), (2, 3), (1, 2))
+    for n, k, s in all_pairs(product((1, 2, 3), (2, 3), (1, 2)))
 ]  # fmt: skip
 CLASSES += [
     case(f"{kind}_pool{n}d of kernel {k}, stride {s}",
          lambda x, kind=kind, n=n, k=k, s=s: getattr(F, f"{kind}_pool{n}d")(x, k, s), (2, 3, *SIZES[n]), at=_two(n))
-    for kind, n, k, s in product(("avg", "max"), (1, 2, 3), (2, 4), (2, 4))
+    for kind, n, k, s in all_pairs(product(("avg", "max"), (1, 2, 3), (2, 4), (2, 4)))
 ]  # fmt: skip
 CLASSES += [
     case(f"{mode} of {n} dims by {f}", lambda x, mode=mode, f=f: F.interpolate(x, scale_factor=f, mode=mode),
@@ -144,7 +150,7 @@ CLASSES += [
 CLASSES += [
     case(f"linear of {n} points, {len(lead) + 2} dims, bias {bias}",
          lambda x, w, b, bias=bias: F.linear(x, w, b if bias else None), (*lead, n, 6), (5, 6), (5,), at=len(lead))
-    for n, lead, bias in product((8, 11), ((2,), (2, 3)), (False, True))
+    for n, lead, bias in all_pairs(product((8, 11), ((2,), (2, 3)), (False, True)))
 ]  # fmt: skip
 CLASSES += [
     case(f"group_norm of {g} groups, affine {affine}",
@@ -161,10 +167,9 @@ CLASSES += [
     case(f"attention of {b} samples of {d} features, {what}{', causal' if causal else ''}",
          lambda q, k, causal=causal: F.scaled_dot_product_attention(q, k, k + 1, is_causal=causal, scale=0.4),
          (b, 2, nq, d), (b, 2, nk, d), at=at)
-    for b, d in ((1, 4), (3, 2)) for causal in (False, True)
-    for what, nq, nk, at in (
+    for (b, d), causal, (what, nq, nk, at) in _pairs(((1, 4), (3, 2)), (False, True), (
         ("all split", 9, 9, {0: 2, 1: 2}), ("split queries", 11, 5, {0: 2}), ("split keys", 5, 11, {1: 2}),
-        ("other lengths", 7, 10, {0: 2, 1: 2}))
+        ("other lengths", 7, 10, {0: 2, 1: 2})))
 ]  # fmt: skip
 
 # --- reductions, one after the other too ---
@@ -182,8 +187,6 @@ CLASSES += [
         REDUCE[b](REDUCE[a](x, dim=d), dim=e) for d, e in ((0, 0), (1, 0), (2, 1))], (2, 9, 4))
     for a, b in product(("sum", "mean", "amax", "var"), ("sum", "mean", "norm"))
 ]  # fmt: skip
-
-# --- views and places ---
 
 
 def _spelled(old: Sequence[int], new: Sequence[int]) -> Any:
@@ -238,15 +241,15 @@ CLASSES += [
 CLASSES += [
     case(f"conv{n}d of {g} groups, {name}", lambda x, w, b, n=n, g=g, k=k: getattr(F, f"conv{n}d")(x, w, b, padding="same", groups=g),
          (2, 8, *SIZES[n]), (16, 8 // g, *[k] * n), (16,), at=at)
-    for (n, k), g in product(((1, 2), (2, 3), (3, 1)), (8, 4))
-    for name, at in (("all split", {0: 1, 1: 0, 2: 0}), ("weight whole", {0: 1}), ("input whole", {1: 0}),
-                     ("rows too", {0: (1, 2), 1: 0}))
+    for (n, k), g, (name, at) in _pairs(((1, 2), (2, 3), (3, 1)), (8, 4), (
+        ("all split", {0: 1, 1: 0, 2: 0}), ("weight whole", {0: 1}), ("input whole", {1: 0}),
+        ("rows too", {0: (1, 2), 1: 0})))
 ]  # fmt: skip
 CLASSES += [
     case(f"conv_transpose{n}d of {g} groups, {name}", lambda x, w, b, n=n, g=g: getattr(F, f"conv_transpose{n}d")(x, w, b, 2, groups=g),
          (2, 8, *SIZES[n]), (8, 2, *[3] * n), (2 * g,), at=at)
-    for n, g in product((1, 2), (8, 4))
-    for name, at in (("all split", {0: 1, 1: 0}), ("weight whole", {0: 1}), ("input whole", {1: 0}))
+    for n, g, (name, at) in _pairs((1, 2), (8, 4), (
+        ("all split", {0: 1, 1: 0}), ("weight whole", {0: 1}), ("input whole", {1: 0})))
 ]  # fmt: skip
 
 
@@ -289,9 +292,6 @@ def _fails(call: Any) -> bool:
     return False
 
 
-# --- how a tensor is split, changed by hand ---
-
-
 def _split(x: Any, **how: Any) -> Any:
     return x.redistribute(**how) if isinstance(x, ShardedTensor) else x
 
@@ -301,9 +301,6 @@ CLASSES += [
     case("split in sizes that do not add up", lambda x: _split(x, dim=1, sizes=[1]), (2, 9, 4), refused="redistribute"),
     case("whole by hand", lambda x: (x.full_tensor() if isinstance(x, ShardedTensor) else x).sum(1) + x.mean(), (2, 9, 4)),
 ]  # fmt: skip
-
-
-# --- small models ---
 
 
 class _Slices(nn.Module):

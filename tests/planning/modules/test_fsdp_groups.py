@@ -1,4 +1,5 @@
-"""Claim: how fsdp splits, in groups or with rows in the host's memory, is planned by its bytes and its time."""
+"""Claim: fsdp, in groups or with rows in the host's memory, is planned by its bytes, which follow from shapes, and its
+time."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,13 +7,15 @@ from typing import Any
 import pytest
 
 from lightning_amp.costs.device_rates import CPU_CORE, rates_for
-from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.model_shape import DecoderShape, ModelShape, profile_of_module, shape_of_decoder
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.errors import PlanError
+from lightning_amp.footprint.module_profile import KINDS, ModuleProfile, Moment, TensorBytes
 from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.planning.modules.plan_module import plan_again, plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import remarks, with_requested
+from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.techniques.fsdp.bytes_of_ranks import ParameterShape, ParameterUnit, fsdp_peak_bytes
 from lightning_amp.techniques.fsdp.row import (
     HANDLING_S,
@@ -25,8 +28,99 @@ from lightning_amp.techniques.fsdp.row import (
     variants,
 )
 from tests.planning.modules.facts import with_units
-from tests.planning.modules.test_fsdp_bytes import moment, profile, unit
 from tests.planning.modules.test_plan_of_a_module import NAMES, base, chain, profiled, seen
+
+NET = ModelShape(batch_size=4, parameter_bytes=1000, base_activation_bytes=0, blocks=("net.0", "net.2"))
+
+
+def test_a_plan_names_the_units_and_the_root() -> None:
+    made = plan(profile_of_module(NET), devices=4, strategies="fsdp", shape=NET)
+    assert made.strategies == ("S1", "fsdp")
+    assert (made.mesh.data, made.mesh.model) == (4, 1)
+    assert [rule.fqn for rule in made.rules if rule.spec == FullyShard()] == ["net.0", "net.2", ""]
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_one_device_is_refused() -> None:
+    with pytest.raises(PlanError, match="over which it splits parameters, found one: devices=1, of which"):
+        plan(profile_of_module(NET), devices=1, strategies="fsdp", shape=NET)
+
+
+@pytest.mark.parametrize(("beside", "model"), [("", 1), (",S2", 2), (",stream", 1), (",nodes", 2)])
+def test_a_decomposed_decoder_is_refused(beside: str, model: int) -> None:
+    decoder = DecoderShape(
+        fqn="decoder", anchors=40, dim=8, features=(9, 9), distances=(0, 1), attention=True, window=4
+    )
+    shape = replace(shape_of_decoder(decoder, batch_size=4), blocks=("decoder.strata.0",))
+    with pytest.raises(PlanError, match="the strata of a decomposed decoder|a decomposed decoder's strata"):
+        plan(profile_of_module(shape), devices=4, strategies=f"fsdp{beside}", shape=shape, model_parallel_size=model)
+
+
+def moment(phase: str, fqn: str, *n_bytes: int) -> Moment:
+    return Moment(phase=phase, fqn=fqn, by_kind=dict(zip(KINDS, n_bytes, strict=True)))
+
+
+def profile(*timeline: Moment) -> ModuleProfile:
+    return ModuleProfile(
+        peak_bytes=0,
+        largest="parameters",
+        parts={},
+        by_kind={},
+        peak_phase="forward",
+        peak_module="",
+        modules=(),
+        tensors=(),
+        timeline=timeline,
+        measured="by hand",
+    )
+
+
+def unit(fqn: str, rows: int, *, trained: bool = True) -> ParameterUnit:
+    name = f"{fqn}.weight" if fqn else "weight"
+    return ParameterUnit(fqn=fqn, parameters=(ParameterShape(name=name, shape=(rows,), item_bytes=1, trained=trained),))
+
+
+def test_the_forward_pass_has_three_of_a_unit_and_the_optimiser_rows() -> None:
+    units = (unit("a", 400), unit("b", 400), unit("", 100))
+    # 10 bytes are of buffers
+    held = (910, 900, 1800)
+    steps = [moment("forward", "a", *held, 0, 0), moment("forward", "b.0", *held, 50, 0)]
+    rows = 450 + 10 + 900
+    found = fsdp_peak_bytes(profile(*steps), units, 2)
+    assert found == rows + 450 + 50 + 100 + 400 + 2 * 400, "rows, gradients, activations, root, a's and twice b's"
+    step = moment("optimiser", "", *held, 0, 9000)
+    assert fsdp_peak_bytes(profile(*steps, step), units, 2) == rows + 450 + 9000 // 2
+    # a number of the optimiser s state is whole on every rank
+    step = moment("optimiser", "", 400, 400, 804, 5000, 0)
+    taken = TensorBytes(name="w.step", fqn="", kind="optimiser state", shape=(), dtype="float32", n_bytes=4)
+    found = fsdp_peak_bytes(replace(profile(step), tensors=(taken,)), (unit("", 400),), 2)
+    assert found == 200 + 200 + 400 + 4 + 5000
+    # rows in the hosts memory are not on the device
+    units = (unit("a", 400), unit("b", 400), unit("", 100))
+    held = (910, 900, 1800)
+    forward = [moment("forward", "a", *held, 0, 0), moment("forward", "b", *held, 50, 0)]
+    # buffers, activations, the root, what a has received, b twice, and b's rows on their way
+    found = fsdp_peak_bytes(profile(*forward), units, 2, offload=True)
+    assert found == 10 + 50 + 100 + 400 + 2 * 400 + 200
+    optimiser = moment("optimiser", "", *held, 0, 9000)
+    assert fsdp_peak_bytes(profile(*forward, optimiser), units, 2, offload=True) == found
+    backward = [moment("backward", "b", 910, 400, 1800, 70, 0), moment("backward", "a", 910, 800, 1800, 0, 0)]
+    sending = 10 + 70 + 100 + 400 + 2 * 400 + 200
+    assert fsdp_peak_bytes(profile(*forward, *backward), units, 2, offload=True) == sending
+    alone = (unit("", 100),)
+    assert fsdp_peak_bytes(profile(moment("forward", "", 100, 0, 0, 0, 0)), alone, 2, offload=True) == 250
+
+
+def test_the_backward_pass_has_what_is_sent_and_what_is_received() -> None:
+    units = (unit("a", 400), unit("b", 400), unit("", 100, trained=False))
+    forward = [moment("forward", fqn, 900, 0, 0, 0, 0) for fqn in ("a", "b")]
+    backward = [moment("backward", "b", 900, 400, 0, 70, 0), moment("backward", "a", 900, 800, 0, 0, 0)]
+    assert fsdp_peak_bytes(profile(*forward), units, 2) == 450 + 100 + 400 + 2 * 400
+    working = 450 + 100 + 200 + 400 + 400 + 400
+    found = fsdp_peak_bytes(profile(*forward, *backward), units, 2)
+    sending = 450 + 70 + 100 + 400 + 2 * 400 + 200
+    assert found == max(working, sending) == sending
+
 
 GIB = 2**30
 A100 = rates_for("A100").on_nodes_of(8)
@@ -80,9 +174,7 @@ def test_groups_send_rows_between_nodes_and_the_rest_within_one() -> None:
     assert seconds_of(step, FullyShard(shard_ranks=16), 16) == over_all
     # of eight adapters a ring of all ranks has one, and the eight rings of the groups have them all
     assert seconds_of(heavy(), FullyShard(shard_ranks=8), 16) == 0.0
-
-
-def test_on_a_cpu_every_message_is_handled_by_the_core_that_computes() -> None:
+    # on a cpu every message is handled by the core that computes
     free = replace(CPU_CORE, launches=True)
     here, away = (seconds_of(heavy(rates=rates), FullyShard(), 2) for rates in (CPU_CORE, free))
     assert here - away == pytest.approx(len(NAMES) * MESSAGES * HANDLING_S)
@@ -117,22 +209,10 @@ def test_a_plan_keeps_its_groups_and_is_predicted_with_them() -> None:
     asked = plan_module(given, heavy(FullyShard()), named=("fsdp",))
     assert split_by(asked) == {FullyShard()}
     assert asked.predicted_peak_bytes < found.predicted_peak_bytes
-
-
-def test_rows_in_the_hosts_memory_are_not_on_the_device() -> None:
-    units = (unit("a", 400), unit("b", 400), unit("", 100))
-    held = (910, 900, 1800)
-    forward = [moment("forward", "a", *held, 0, 0), moment("forward", "b", *held, 50, 0)]
-    # buffers, activations, the root, what a has received, b twice, and b's rows on their way
-    found = fsdp_peak_bytes(profile(*forward), units, 2, offload=True)
-    assert found == 10 + 50 + 100 + 400 + 2 * 400 + 200
-    optimiser = moment("optimiser", "", *held, 0, 9000)
-    assert fsdp_peak_bytes(profile(*forward, optimiser), units, 2, offload=True) == found
-    backward = [moment("backward", "b", 910, 400, 1800, 70, 0), moment("backward", "a", 910, 800, 1800, 0, 0)]
-    sending = 10 + 70 + 100 + 400 + 2 * 400 + 200
-    assert fsdp_peak_bytes(profile(*forward, *backward), units, 2, offload=True) == sending
-    alone = (unit("", 100),)
-    assert fsdp_peak_bytes(profile(moment("forward", "", 100, 0, 0, 0, 0)), alone, 2, offload=True) == 250
+    # a plan file of before has no groups
+    plan = plan_module(base(None, devices=4), heavy(FullyShard()), named=("fsdp",))
+    before = plan.to_json().replace('"offload": false,', '"offload": false').replace('"shard_ranks": null', "")
+    assert Plan.from_json(before) == plan
 
 
 def test_rows_in_the_hosts_memory_take_its_link_and_its_processor() -> None:
@@ -142,10 +222,7 @@ def test_rows_in_the_hosts_memory_take_its_link_and_its_processor() -> None:
     away, here = made(heavy(asked), 4, None), made(heavy(FullyShard()), 4, None)
     assert away.peak_bytes < here.peak_bytes - 4 * GIB // 4 + GIB // 4
     assert "lie in the host's memory" in away.targets[0].why
-
-
-def test_on_a_cpu_rows_are_in_the_hosts_memory_anyway() -> None:
-    asked = FullyShard(offload=True)
+    # on a cpu rows are in the hosts memory anyway
     away, here = (made(heavy(spec, CPU_CORE), 4, None) for spec in (asked, FullyShard()))
     assert (away.peak_bytes, away.seconds) == (here.peak_bytes, here.seconds)
     plan = base(None, devices=4)
@@ -187,9 +264,3 @@ def test_a_plan_file_that_cannot_be_is_refused(old: str, new: str, text: str) ->
     assert text in str(caught.value)
     with pytest.raises(PlanError, match="rules of fsdp have the specs FullyShard"):
         Plan.from_json(plain.replace('"offload": false', '"offload": true', 1))
-
-
-def test_a_plan_file_of_before_has_no_groups() -> None:
-    plan = plan_module(base(None, devices=4), heavy(FullyShard()), named=("fsdp",))
-    before = plan.to_json().replace('"offload": false,', '"offload": false').replace('"shard_ranks": null', "")
-    assert Plan.from_json(before) == plan

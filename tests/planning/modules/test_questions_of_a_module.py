@@ -37,10 +37,7 @@ def test_a_pipeline_may_be_the_leanest() -> None:
     # blocks that cannot be computed again are stages all the same
     kept = replace(heavy, chain=replace(heavy.chain, blocks=()))
     assert over_stages(kept, 2)[0].strategies == ("pipeline",)
-
-
-def test_the_fewest_ranks_may_be_stages() -> None:
-    heavy = at(ROWS)
+    # the fewest ranks may be stages
     budget = leanest(heavy, 3).peak_bytes
     found = fewest_ranks(heavy, budget)
     assert (found.ranks, found.model) == (1, 3)

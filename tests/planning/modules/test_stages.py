@@ -145,9 +145,7 @@ def test_less_memory_asks_for_another_cut_and_more_micro_batches() -> None:
     chosen = made(staged(step(**options), 2, data=1, budget=None, asked=PipelineOptions()))
     assert spec_of(chosen).micro_batches == 8
     assert chosen.seconds < free.seconds
-
-
-def test_stages_that_take_turns_on_a_rank_keep_to_the_budget_too() -> None:
+    # stages that take turns on a rank keep to the budget too
     # the fastest cut gives three blocks to the first stage, which shares a rank with the third
     options = {"seconds": (1.0, 1.0, 1.0, 5.0, 5.0, 5.0)}
     asked = PipelineOptions(micro_batches=2, schedule="interleaved", again=())
@@ -260,9 +258,7 @@ def test_a_model_axis_that_is_asked_for_is_a_pipeline_or_refused() -> None:
             with_stages(step(), passes=None, reason="it has hooks"),
             asked=PipelineOptions(model=2),
         )
-
-
-def test_a_plan_that_was_given_keeps_its_cut_and_is_predicted_anew() -> None:
+    # a plan that was given keeps its cut and is predicted anew
     given = plan_module(base(10_000, devices=2), step(), asked=PipelineOptions(model=2, micro_batches=4))
     again = plan_again(replace(given, stages=()), step(saved=2 * SAVED))
     assert again.rules == given.rules
@@ -341,9 +337,7 @@ def test_ranks_of_unlike_memory_have_blocks_for_it() -> None:
     assert wide.peak_bytes + wide.more_bytes == first
     # of two pipelines the smallest device of every place
     assert spec_of(cut(first, second + 250, first - 1, 2 * second)).ends == "2,6"
-
-
-def test_a_plan_of_unlike_memory_fits_by_that_of_each_rank() -> None:
+    # a plan of unlike memory fits by that of each rank
     asked = PipelineOptions(model=2, micro_batches=4, schedule="1f1b", again=(), chunks={})
     first, second = (s.peak_bytes for s in plan_module(base(None, devices=2), step(), asked=asked).stages)
     least, memory = second + 10, (first, second + 10)

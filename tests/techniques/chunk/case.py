@@ -15,7 +15,7 @@ from lightning_amp.graph.table import Table
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.chunk.run.lower import lower, table_of
-from tests.graph.same_outcome import difference
+from tests.graph.calls import difference
 from tests.techniques.chunk.small_blocks import BLOCKS
 
 

@@ -301,9 +301,7 @@ def test_without_gradients_it_computes_the_same() -> None:
         found, own = AfterBlocksInChunks(100_000, LAYERS)(model, words, labels)
     torch.testing.assert_close(found, loss)
     assert torch.equal(own, guess)
-
-
-def test_other_lengths_are_planned_again_and_the_same_ones_are_not() -> None:
+    # other lengths are planned again and the same ones are not
     torch.manual_seed(0)
     model, run = Words(), AfterBlocksInChunks(200_000, LAYERS)
     for length in (16, 16, 9):

@@ -1,6 +1,7 @@
-"""Claim: the bytes of a chunked module are those of its plan, and never above its budget."""
+"""Claim: the bytes of a chunked module are those of its plan, never above its budget, fewer with chunks in chunks."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch.nn import functional as F
 import lightning_amp
 from benchmarks.chunks.models import GPT, Fused, Language
 from benchmarks.chunks.paper_models import KINDS
+from lightning_amp._torch import make_fx
 from lightning_amp.errors import PlanError
 from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.choose_chunks import choose_chunks
-from lightning_amp.techniques.chunk.run.lower import table_of
+from lightning_amp.techniques.chunk.run.lower import BINDINGS, binding, table_of
 from tests.any_module import load
 from tests.graph.calls import calls_of
 from tests.techniques.chunk.test_chunk_module import bytes_of, close
@@ -101,3 +103,87 @@ def test_of_two_budgets_the_larger_is_no_slower() -> None:
     seconds = [plan.seconds for plan in plans]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
+
+
+class Mixed(nn.Module):
+    """Within a sample everything meets everything, twice along different dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.wide(x)
+        weight = torch.softmax(x @ x.transpose(1, 2), dim=-1)
+        return x.amax(1), (weight @ x.cumsum(1)).tanh()
+
+
+def test_a_sample_at_a_time_and_rows_within() -> None:
+    """Held by the meter, exact, and with gradients too; one byte less is refused."""
+    torch.manual_seed(0)
+    module, x = Mixed().double().eval(), torch.randn(3, 40, 8).double()
+    whole, right = bytes_of(module, x)
+    with pytest.raises(PlanError) as caught:
+        lightning_amp.chunk(module, x, budget=1)
+    least = caught.value.least_bytes
+    assert least < whole // 4
+    small = lightning_amp.chunk(module, x, budget=least)
+    ((region,),) = small.plan.regions.values()
+    assert region.n_chunks == 3
+    assert "# one chunk of region_0" in small.plan.code[""]
+    found, y = bytes_of(small, x)
+    assert found == small.plan.peak_bytes == least
+    close(y, right)
+    with pytest.raises(PlanError, match="requires at least"):
+        lightning_amp.chunk(module, x, budget=least - 1)
+    x.requires_grad_()
+    grads = [torch.autograd.grad(sum(t.sum() for t in run(x)), [x, *module.parameters()]) for run in (small, module)]
+    for own, other in zip(*grads, strict=True):
+        close(own, other)
+
+
+def test_mixed_samples_and_rows_that_read_their_neighbours_have_simple_chunks_only() -> None:
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.Softmax(0)).double().eval(), torch.randn(3, 40, 8).double()
+    with pytest.raises(PlanError) as caught:
+        lightning_amp.chunk(module, x, budget=1)
+    small = lightning_amp.chunk(module, x, budget=caught.value.least_bytes)
+    assert "one chunk of" not in small.plan.code[""]
+    close(bytes_of(small, x)[1], module(x))
+    # rows of one image that read their neighbours are not nested
+    torch.manual_seed(0)
+    module, x = (
+        nn.Sequential(nn.SiLU(), nn.Conv2d(2, 2, 3, padding=1)).double().eval(),
+        torch.randn(1, 2, 24, 24).double(),
+    )
+    with pytest.raises(PlanError) as caught:
+        lightning_amp.chunk(module, x, budget=1)
+    small = lightning_amp.chunk(module, x, budget=caught.value.least_bytes)
+    found, y = bytes_of(small, x)
+    assert found == small.plan.peak_bytes == caught.value.least_bytes
+    close(y, module(x))
+
+
+X, IMAGE = torch.rand(4, 4), torch.rand(1, 4, 6, 6)
+ARGS: dict[str, tuple[Any, ...]] = {
+    "add": (X, 2), "addcmul": (X, X, X), "avg_pool2d": (IMAGE, [2, 2]), "bmm": (IMAGE[0], IMAGE[0]),
+    "cat": ([X, X], 1), "conv2d": (IMAGE, torch.rand(2, 4, 3, 3), None, [1, 1], [1, 1]),
+    "elu": (X, 1.0), "expand": (X, [2, 4, 4]), "flatten": (IMAGE, 2), "group_norm": (IMAGE, 2, X[0], X[1], 1e-5),
+    "layer_norm": (X, [4], X[0], X[1], 1e-5), "linear": (X, X, X[0]), "matmul": (X, X), "mean": (X, [-1], True),
+    "mul": (X, 0.5), "permute": (IMAGE, [0, 2, 3, 1]), "reshape": (X, [2, -1]),
+    "scaled_dot_product_attention": (IMAGE, IMAGE, IMAGE), "select": (X, 0, 1), "softmax": (X, -1), "sub": (X, X),
+    "transpose": (X, 0, 1), "unflatten": (X, -1, [2, 2]), "unsqueeze": (X, 0),
+    "upsample_nearest2d": (IMAGE, None, [2.0, 2.0]), "view": (X, [2, -1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BINDINGS)
+def test_a_binding_starts_the_same_operator(name: str) -> None:
+    op, _, overload = name.partition(".")
+    target = getattr(getattr(torch.ops.aten, op), overload)
+    args, source = ARGS.get(op, (X,)), binding(target)
+    assert source
+    out = {"out": torch.empty(4, 4)} if overload == "out" else {}
+    function = eval(source)
+    traced = make_fx(lambda *given: function(*given, **out), pre_dispatch=True)(*args)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [target]
+    assert torch.equal(function(*args, **out), target(*args, **out))

@@ -165,6 +165,15 @@ def test_parameters_names_and_state_are_the_modules_own() -> None:
     assert small.offset is module.offset
     assert "forward" not in vars(module)
     assert small.layers[0] is not module.layers[0]
+    # an attribute that would be hidden is refused
+    module, x = net()
+    module.plan = "mine"  # type: ignore[assignment]
+    with pytest.raises(ModelError, match="an attribute 'plan', a name that the chunked module uses"):
+        lightning_amp.chunk(module, x)
+    again, x = net()
+    small = lightning_amp.chunk(again, x)
+    with pytest.raises(ModelError, match="an attribute 'forward', a name that the chunked module uses"):
+        lightning_amp.chunk(small, x)
 
 
 def test_gradients_are_the_modules_own() -> None:
@@ -215,14 +224,7 @@ def test_another_signature_is_planned_anew(mode: str) -> None:
     assert len(known) == 2
 
 
-def test_a_longer_input_that_does_not_fit_is_refused_when_it_comes() -> None:
-    module, x = net()
-    small = lightning_amp.chunk(module, x, budget="100KiB")
-    with torch.no_grad(), pytest.raises(PlanError, match="at least"):
-        small(torch.randn(20, 48, 16, dtype=x.dtype))
-
-
-def test_copies_run_their_own_parameters_and_travel() -> None:
+def test_copies_code_and_longer_inputs_of_a_chunked_module() -> None:
     module, x = net()
     small = lightning_amp.chunk(module, x, budget="100KiB")
     for twin in (copy.deepcopy(small), pickle.loads(pickle.dumps(small))):
@@ -231,11 +233,7 @@ def test_copies_run_their_own_parameters_and_travel() -> None:
                 parameter.mul_(0)
             assert torch.equal(twin(x), x)
     assert not torch.equal(small(x), x)
-
-
-def test_the_code_is_python_that_one_can_read() -> None:
-    module, x = net()
-    small = lightning_amp.chunk(module, x, budget="100KiB")
+    # the code is python that one can read
     code = show_code(small)
     assert code == show_code(small.plan)
     assert code.startswith("# the whole module\n# ")
@@ -245,6 +243,9 @@ def test_the_code_is_python_that_one_can_read() -> None:
     assert "def forward(layers_0_0_norm_weight, " in code
     with pytest.raises(ModelError, match="'Net' has no generated code"):
         show_code(module)
+    # a longer input that does not fit is refused when it comes
+    with torch.no_grad(), pytest.raises(PlanError, match="at least"):
+        small(torch.randn(20, 48, 16, dtype=x.dtype))
 
 
 @pytest.mark.parametrize("kind", [Buffer, Nested, Shared])
@@ -313,10 +314,7 @@ def test_where_the_whole_is_no_graph_its_blocks_are() -> None:
     close(y, right)
     assert small.seen == 2 * [(2, 48, 16)]
     assert all("forward" not in vars(child) for child in small.layers)
-
-
-def test_blocks_have_exact_gradients() -> None:
-    module, x = outer()
+    # blocks have exact gradients
     small = lightning_amp.chunk(module, x, budget=bytes_of(module, x)[0] // 2)
     x.requires_grad_()
     named = [x, *module.parameters()]
@@ -354,17 +352,6 @@ def test_a_block_that_is_called_otherwise_than_planned_is_an_error() -> None:
     close(small(x), module(x))
     with torch.no_grad(), pytest.raises(ModelError, match="the block 'layers.1' .* was called with other shapes"):
         small(x + 1e9)
-
-
-def test_an_attribute_that_would_be_hidden_is_refused() -> None:
-    module, x = net()
-    module.plan = "mine"  # type: ignore[assignment]
-    with pytest.raises(ModelError, match="an attribute 'plan', a name that the chunked module uses"):
-        lightning_amp.chunk(module, x)
-    again, x = net()
-    small = lightning_amp.chunk(again, x)
-    with pytest.raises(ModelError, match="an attribute 'forward', a name that the chunked module uses"):
-        lightning_amp.chunk(small, x)
 
 
 class Dropping(nn.Module):

@@ -10,58 +10,35 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_amp.errors import ModelError
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.graph.capture import Captures
 from lightning_amp.techniques.chunk.regions.find_regions import find_regions
 from lightning_amp.techniques.chunk.regions.region import Region
 from lightning_amp.techniques.chunk.run.function import ChunkedRegion, Output
 from lightning_amp.techniques.chunk.run.lower import lower, table_of
 from tests.techniques.chunk.case import Case, case
-from tests.techniques.chunk.small_blocks import Attention, FeedForward, NoBias, x_of
+from tests.techniques.chunk.small_blocks import FeedForward, NoBias, x_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-def test_two_regions_of_one_block() -> None:
+def test_two_regions_and_two_backward_passes_of_one_block() -> None:
     found = case("attention")
     softmax = min((r for r in found.regions if _has(found, r, "softmax.int")), key=lambda r: r.last - r.first)
     later = [r for r in found.regions if r.first > softmax.last]
     both = [replace(softmax, n_chunks=2), replace(max(later, key=lambda r: r.last - r.first), n_chunks=2)]
     assert found.error(*both) == ""
+    # a second backward pass gives the same
+    form, x = lower(found.capture, found.table, [found.where("softmax.int", 2)]), found.args[0]
+    loss = form(found.block, x).sum()
+    first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
 
 
 def _has(found: Case, region: Region, op: str) -> bool:
     return any(found.table.rows[i].op == f"aten.{op}" for i in region.inside(found.table))
 
 
-def test_what_is_alive_is_one_chunk() -> None:
-    """Forward: scores [2, 1024, 1024] are never whole; backward: they are computed again, and never whole either."""
-    torch.manual_seed(0)
-    found = Case(Attention(), (x_of(1, 1024, 8),))
-    scores = 2 * 1024 * 1024 * 8
-    form = lower(found.capture, found.table, [replace(found.where("softmax.int", 2), n_chunks=16)])
-    for run, least in ((found.block, 3 * scores), (lambda x: form(found.block, x), 0)):
-        with LiveBytes() as live:
-            loss = run(found.args[0]).sum()
-            forward, kept = live.peak, live.current
-            loss.backward()
-        assert live.peak >= least
-    assert forward < scores / 3
-    assert kept < scores / 10
-    assert live.peak < scores / 2
-
-
-def test_fixed_memory_is_written_in_place() -> None:
-    """Two chunks of nothing but views and one operator: the result, one chunk of it, and no copy of all chunks."""
-    found = Case(nn.Sequential(nn.Tanh()), (x_of(64, 1000).detach(),))
-    region = replace(found.where("tanh.default", 0), n_chunks=8)
-    form = lower(found.capture, found.table, [region])
-    with LiveBytes() as live:
-        form(found.block, *found.args)
-    assert live.peak == 64 * 1000 * 8 * 9 // 8
-
-
-def test_without_gradients_there_is_no_function() -> None:
+def test_gradients_of_a_region_are_those_of_eager_or_refused() -> None:
     found = case("feed-forward")
     form = lower(found.capture, found.table, [found.where("gelu.default", 1)])
     with torch.no_grad():
@@ -69,6 +46,16 @@ def test_without_gradients_there_is_no_function() -> None:
     with torch.inference_mode():
         torch.testing.assert_close(form(found.block, *found.args), found.block(*found.args), rtol=1e-14, atol=0)
     assert "Chunked" in str(form(found.block, *found.args).grad_fn)
+    # a second derivative is refused
+    x = found.args[0]
+    with pytest.raises(ModelError, match="a second derivative is not supported .create_graph=True. in a region"):
+        torch.autograd.grad(form(found.block, x).sum(), x, create_graph=True)
+    # a changed input is noticed in the backward pass
+    y = form(found.block, *found.args)
+    with torch.no_grad():
+        found.block.wide.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_frozen_parameters_and_inputs_without_gradients() -> None:
@@ -102,33 +89,6 @@ def test_an_input_that_no_chunk_reaches_has_no_gradient() -> None:
     assert found.block.b.weight.grad is None
     assert found.block.a.weight.grad is not None
     assert x.grad is not None
-
-
-def test_a_second_derivative_is_refused() -> None:
-    found = case("feed-forward")
-    form = lower(found.capture, found.table, [found.where("gelu.default", 1)])
-    x = found.args[0]
-    with pytest.raises(ModelError, match="a second derivative is not supported .create_graph=True. in a region"):
-        torch.autograd.grad(form(found.block, x).sum(), x, create_graph=True)
-
-
-def test_a_second_backward_pass_gives_the_same() -> None:
-    found = case("attention")
-    form, x = lower(found.capture, found.table, [found.where("softmax.int", 2)]), found.args[0]
-    loss = form(found.block, x).sum()
-    first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
-
-
-def test_a_changed_input_is_noticed_in_the_backward_pass() -> None:
-    """As eager's saved tensors are."""
-    found = case("feed-forward")
-    form = lower(found.capture, found.table, [found.where("gelu.default", 1)])
-    y = form(found.block, *found.args)
-    with torch.no_grad():
-        found.block.wide.weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
 
 
 class Tied(nn.Module):

@@ -197,11 +197,6 @@ def all_cases(rank: int, world_size: int) -> dict[str, Any]:
     return {case.__name__: case(rank) for case in CASES}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(all_cases, 2, tmp_path_factory.mktemp("gradients"))
-
-
 def values(found: Grads) -> list[float | None]:
     """Each gradient as its one number, which all its entries must have."""
     for grad in found:
@@ -219,26 +214,20 @@ MEANS: dict[str, list[float | None]] = {
 }
 
 
-def test_every_rank_holds_the_mean_of_what_was_reached(results: list[Any]) -> None:
-    for rank, found in enumerate(results):
+def test_every_rank_holds_the_mean_of_what_was_reached(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(all_cases, 2, tmp_path)):
         assert {case: values(found[case]) for case in MEANS} == MEANS
         local, reduced = found["accumulated_while_blocked"]
         assert (values(local), values(reduced)) == ([rank + 1.0], [11.5]), "averaged once, as a sum"
         assert values(found["untouched_is_left_alone"]) == [1.0, float(rank)]
         assert (found["removed"][0], values(found["removed"][1])) == (False, [rank + 1.0])
-        for case in ("other_layout",):
-            first, second = found[case]
-            assert torch.equal(first, 1.5 * torch.arange(120.0).view(2, 3, 4, 5)), "entries keep their places"
-            assert values([second]) == [1.5]
+        first, second = found["other_layout"]
+        assert torch.equal(first, 1.5 * torch.arange(120.0).view(2, 3, 4, 5)), "entries keep their places"
+        assert values([second]) == [1.5]
         assert "parameter of shape (5, 2) has a sparse one" in found["sparse"]
-
-
-def test_collectives_are_one_for_the_agreement_and_one_per_bucket(results: list[Any]) -> None:
-    for result in results:
-        assert result["counted"] == {"nothing": 1, "full": 1 + 3, "again": 1, "rest": 1, "blocked": 0}
-        n_collectives, found = result["given_twice"]
-        assert n_collectives == 2
-        assert values(found) == [1.5]
+        # one for the agreement, and one for each bucket
+        assert found["counted"] == {"nothing": 1, "full": 1 + 3, "again": 1, "rest": 1, "blocked": 0}
+        assert (found["given_twice"][0], values(found["given_twice"][1])) == (2, [1.5])
 
 
 def one_of_each(rank: int, model: int) -> list[nn.Parameter]:
@@ -316,48 +305,24 @@ def mesh_cases(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def on_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(mesh_cases, 4, tmp_path_factory.mktemp("mesh"))
-
-
-def test_parts_are_summed_over_the_model_axis_and_all_is_averaged_over_the_data_axis(on_four: list[Any]) -> None:
-    for rank, result in enumerate(on_four):
+def test_parts_are_summed_over_the_model_axis_and_all_is_averaged_over_the_data_axis(tmp_path: Path) -> None:
+    for rank, result in enumerate(run_ranks(mesh_cases, 4, tmp_path)):
         found, counts = result["2 x 2"]
         assert values(found) == [1.5, (1 + 10 + 100 + 1000) / 2, 1.5 * (rank % 2 + 1)]
         assert len(found[2]) == 2 + rank % 2
         # the agreement, and one bucket of each kind
         assert counts == {"allreduce_": 4}
-
-
-def test_without_a_data_axis_only_parts_are_sent(on_four: list[Any]) -> None:
-    for rank, result in enumerate(on_four):
         found, counts = result["1 x 4"]
         assert values(found) == [1.0, 1111.0, rank + 1.0]
-        assert counts == {"allreduce_": 2}
-
-
-@pytest.mark.parametrize(
-    ("mesh", "mean", "part"), [("2 x 2", 1.5 + 2.0**-21, 2.0), ("1 x 4", 1.0 + 1.5 * 2.0**-20, 4.0)]
-)
-def test_copies_that_were_rounded_differently_become_alike(
-    mesh: str, mean: float, part: float, on_four: list[Any]
-) -> None:
-    for result in on_four:
-        found, counts = result[f"rounding, {mesh}"]
-        assert values(found) == [2 * mean, 2 * part, 2.0]
-        # as many as without, where there is a data axis
-        assert counts == {"allreduce_": 4 if mesh == "2 x 2" else 3}
-
-
-def test_parts_added_to_a_whole_gradient_count_once(on_four: list[Any]) -> None:
-    for result in on_four:
+        assert counts == {"allreduce_": 2}, "without a data axis only parts are sent"
+        for mesh, mean, part, n in (("2 x 2", 1.5 + 2.0**-21, 2.0, 4), ("1 x 4", 1.0 + 1.5 * 2.0**-20, 4.0, 3)):
+            found, counts = result[f"rounding, {mesh}"]
+            assert values(found) == [2 * mean, 2 * part, 2.0], "copies that were rounded differently become alike"
+            # as many as without, where there is a data axis
+            assert counts == {"allreduce_": n}
+        # parts added to a whole gradient count once
         assert result["whole"] == [pytest.approx(4 * 1111 / 2, rel=1e-15)]
         assert result["whole on one"] == [pytest.approx((1111 + 1) / 2, rel=1e-15)]
-
-
-def test_what_one_rank_of_the_mesh_has_reached_is_reduced_by_all_that_share_it(on_four: list[Any]) -> None:
-    for rank, result in enumerate(on_four):
         # rank 3 alone reached the part, rank 1 alone the shard, which ranks 1 and 3 share
         assert values(result["one each"]) == [None, 0.5, 0.5 if rank % 2 else 0.0]
 

@@ -1,31 +1,40 @@
-"""Claim: the predicted peak of a rank under fsdp is that of the meter on a real second step, within 5 %."""
+"""Claim: the predicted peak of a rank under fsdp is that of the meter; what is gathered together is every parameter
+once; what is not supported is refused."""
 
+import copy
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from lightning_amp.costs.profiled_step import HELD
+from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.find_blocks import blocks_with_own_parameters
 from lightning_amp.footprint.inner_run import Around
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.lightning.callbacks.memory_monitor import StratumMemoryMonitor
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.techniques.fsdp.bytes_of_ranks import fsdp_peak_bytes
-from lightning_amp.techniques.fsdp.look import units_of
+from lightning_amp.techniques.fsdp.fully_sharded import FullySharded, refuse_swapped
+from lightning_amp.techniques.fsdp.look import refuse, units_of
 from tests.any_module import QUIET, Meter, make
+from tests.lightning.strategy.fsdp_features import Blocks, Several
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 from tests.techniques.chunk.small_blocks import Attention
 
-pytestmark = pytest.mark.ranks
 NAMES = ("wide_mlp", "gene_transformer", "stack")
 ADDED_UP = {1: NAMES, 2: ("wide_mlp", "stack")}
 
@@ -109,6 +118,7 @@ def measured_both(rank: int, ranks: int) -> dict[int, dict[str, int]]:
     return {n: measured(rank, ranks, names, added_up=n) for n, names in ADDED_UP.items()}
 
 
+@pytest.mark.ranks
 def test_the_predicted_peak_is_the_measured_one(tmp_path: Path) -> None:
     peaks = run_ranks(measured_both, 2, tmp_path, timeout=240)
     for added_up, name in ((n, name) for n, names in ADDED_UP.items() for name in names):
@@ -136,6 +146,7 @@ def within(rank: int, ranks: int) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.full
 def test_what_all_techniques_need_together_is_predicted_and_enough(tmp_path: Path) -> None:
     """The second run may have what was predicted, and no byte more."""
@@ -143,3 +154,80 @@ def test_what_all_techniques_need_together_is_predicted_and_enough(tmp_path: Pat
         assert predicted == pytest.approx(metered, rel=0.05)
         assert metered <= predicted
         assert metered == monitored
+
+
+def test_a_step_by_hand_is_refused_where_its_gradients_are_elsewhere() -> None:
+    refuse(Several(), {})
+    refuse(Blocks(), {}, by_hand=False)
+    with pytest.raises(InstallError, match="fsdp_offload=True is not supported: 'Several' has"):
+        refuse(Several(), {}, by_hand=False)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x.square().mean()
+
+
+def steps(module: Any, x: torch.Tensor, sharded: FullySharded | None = None) -> None:
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = module.training_step(x)
+        if sharded is None:
+            loss.backward()
+        else:
+            with sharded.backward(loss):
+                loss.backward()
+            sharded.before_update()
+        optimizer.step()
+
+
+def as_an_accelerator(rank: int, ranks: int) -> float:
+    torch.manual_seed(0)
+    module, x = Net().double(), torch.randn(4, 6, dtype=torch.float64)
+    plain = copy.deepcopy(module)
+    steps(plain, x)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("data",))
+    sharded = FullySharded(module, ["blocks.*", ""], mesh)
+    # torch moves the arguments of a forward where the device has this name
+    named = mock.patch("torch._C._get_privateuse1_backend_name", mock.Mock(return_value="cpu"))
+    vars(module)["training_step"] = named(module.training_step)
+    steps(module, x, sharded)
+    for parameter in sharded.parameters:
+        parameter.restore()
+    sharded.undo()
+    pairs = zip(module.parameters(), plain.parameters(), strict=True)
+    return max(float((p.detach() - q.detach()).abs().max()) for p, q in pairs)
+
+
+@pytest.mark.ranks
+def test_a_step_without_arguments_runs_where_torch_moves_them(tmp_path: Path) -> None:
+    assert max(run_ranks(as_an_accelerator, 2, tmp_path)) < 1e-12
+
+
+def test_a_block_that_shares_a_parameter_is_left_to_the_root() -> None:
+    module = nn.Module()
+    module.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)])
+    module.head = nn.Linear(3, 3)
+    module.head.weight = module.blocks[1].weight  # type: ignore[union-attr,assignment]
+    assert list(blocks_with_own_parameters(module)) == ["blocks.0", "blocks.3"]
+    names = {unit.fqn: [parameter.name for parameter in unit.parameters] for unit in units_of(module)}
+    assert names == {
+        "blocks.0": ["blocks.0.weight", "blocks.0.bias"],
+        "blocks.3": ["blocks.3.weight", "blocks.3.bias"],
+        "": ["blocks.1.weight", "blocks.1.bias", "head.bias"],
+    }
+
+
+def test_a_block_that_is_called_with_other_parameters_is_refused() -> None:
+    block, x = nn.Sequential(nn.Linear(3, 3)), torch.ones(2, 3)
+    block.register_forward_pre_hook(partial(refuse_swapped, "blocks.0"), prepend=True)
+    block(x)
+    with pytest.raises(ModelError, match=r"'blocks.0' is called with other parameters than its own"):
+        functional_call(block, {name: 2 * p for name, p in block.named_parameters()}, (x,))

@@ -1,21 +1,26 @@
 """Claim: a stage runs its own blocks of a step on what it receives, computes from the batch what it needs, and nothing
-that another stage should have computed is ever taken for a number: it is refused with the reason.
-"""
+that another stage should have computed is ever taken for a number: it is refused with the reason."""
 
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
 
 from lightning_amp._torch import has_no_values
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.forward_overrides import Override, add_override
 from lightning_amp.techniques.pipeline.run.block_walk import BlockWalk, Span, StageBlock, spans
-from lightning_amp.techniques.pipeline.run.run_stages import joined
+from lightning_amp.techniques.pipeline.run.placeholders import Absent, AbsentParameter, Placeholders, absent_parameter
+from lightning_amp.techniques.pipeline.run.run_stages import Rest, Stages, Work, joined
+from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 
 CPU = torch.device("cpu")
 X = torch.arange(6.0).view(3, 2)
@@ -184,3 +189,118 @@ def test_results_of_micro_batches_are_joined_where_they_differ_from_the_batch() 
     assert found["n"] == 1
     with pytest.raises(ModelError, match="one dimension"):
         joined([torch.ones(2, 2), torch.ones(2, 2)], torch.empty(2, 5))
+
+
+CELLS, P = torch.arange(12.0).view(6, 2) / 9, 3
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> DeviceMesh:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("model",))
+
+
+class Hides(nn.Module):
+    """Dropout of the inputs before the blocks; the loss is of what was hidden, or of all."""
+
+    def __init__(self, of_hidden: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.of_hidden = of_hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.rand(x.shape) < 0.5
+        h = x.masked_fill(hidden, 0)
+        for block in self.blocks:
+            h = block(h)
+        squares = (h - x).square()
+        return (squares * hidden).sum() / hidden.sum() if self.of_hidden else squares.mean()
+
+
+def run(net: Hides, mesh: DeviceMesh) -> Any:
+    walk = BlockWalk("blocks", 2)
+    for i, block in enumerate(net.blocks):
+        add_override(str(i), block, Override("pipeline", StageBlock(walk, i), StageBlock.position))
+    stages = Stages(walk, spans([2]), mesh, torch.device("cpu"))
+    parts = CELLS.chunk(P)
+    rest = Rest(step=lambda: net(CELLS), silently=lambda: net(CELLS), seed=7)
+    work = Work(step=lambda j: net(parts[j]), seeds=range(P), weights=[1 / P] * P, rest=rest)
+    return stages.run(schedule("gpipe", 1, P)[0], work)
+
+
+def test_a_loss_of_what_is_drawn_before_the_blocks_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(ModelError, match="drawn before the blocks"):
+        run(Hides(of_hidden=True), mesh)
+
+
+def test_draws_of_the_inputs_alone_are_each_micro_batch_s_own(mesh: DeviceMesh) -> None:
+    net, plain = Hides(of_hidden=False), Hides(of_hidden=False)
+    run(net, mesh)
+    losses = []
+    for j, part in enumerate(CELLS.chunk(P)):
+        torch.manual_seed(j)
+        losses.append(plain(part) / P)
+    torch.stack(losses).sum().backward()
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.allclose(ours.grad, theirs.grad)
+
+
+SQUARE = torch.randn(3, 3)
+
+
+def added_in_place(p: Tensor) -> Tensor:
+    loss = SQUARE.clone()
+    loss += p
+    return loss
+
+
+OPERATORS: dict[str, Callable[[Tensor], object]] = {
+    "product": lambda p: SQUARE @ p,
+    "layer": lambda p: F.linear(SQUARE, p),
+    "table": lambda p: F.embedding(torch.tensor([0, 2]), p),
+    "added in place": added_in_place,
+    "a sum of it": lambda p: SQUARE.sum().add_(p.square().sum()),
+    "list": lambda p: torch._foreach_add_([SQUARE.clone()], [p]),
+    "copy": lambda p: SQUARE.clone().copy_(p),
+    "cat": lambda p: torch.cat([SQUARE, p]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_no_operator_reads_it_beside_values(name: str) -> None:
+    absent = absent_parameter(nn.Parameter(SQUARE))
+    with pytest.raises(InstallError, match="a parameter that another rank holds"):
+        OPERATORS[name](absent)
+
+
+def test_what_is_computed_from_it_alone_is_absent_too() -> None:
+    absent = absent_parameter(nn.Parameter(SQUARE))
+    penalty = absent.square().sum() * 2
+    assert isinstance(penalty, Absent)
+    assert has_no_values(penalty)
+    assert isinstance(absent.shape, torch.Size)
+    with pytest.raises(InstallError, match="another rank holds"):
+        SQUARE.sum() + penalty
+    with Placeholders(torch.device("cpu")):
+        assert has_no_values(SQUARE @ absent)
+
+
+def test_a_module_with_it_is_a_module() -> None:
+    layer = nn.Linear(3, 3)
+    layer._parameters["weight"] = absent = absent_parameter(layer.weight)
+    assert isinstance(absent, nn.Parameter)
+    assert absent.is_meta
+    assert absent.requires_grad
+    layer.load_state_dict({"weight": absent, "bias": SQUARE[0]})
+    nn.init.normal_(layer.weight)
+    layer.requires_grad_(False).requires_grad_(True)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer.bias.sum().backward()
+    optimizer.step()
+    assert list(optimizer.state_dict()["state"]) == [1]
+    assert isinstance(layer.double().weight, AbsentParameter)
+    assert has_no_values(copy.deepcopy(layer).weight)
+    assert torch.empty_like(absent, device="cpu", requires_grad=False).sum().device.type == "cpu"

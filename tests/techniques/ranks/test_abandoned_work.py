@@ -1,6 +1,7 @@
 """A collective that is on its way holds the memory that it writes to, also where nobody waits for it any more."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,21 +67,11 @@ def on_each(rank: int, ranks: int) -> dict[str, Any]:
     return {"left alone": left_alone(rank), "weights": weights(rank), "owned": owned(rank)}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(on_each, 2, tmp_path_factory.mktemp("abandoned"))
-
-
 @pytest.mark.ranks
-def test_sums_that_nobody_waits_for_write_to_nobody_elses_memory(results: list[dict[str, Any]]) -> None:
+def test_sums_that_nobody_waits_for_write_to_nobody_elses_memory(tmp_path: Path) -> None:
+    results = run_ranks(on_each, 2, tmp_path)
     assert [result["left alone"] for result in results] == [0.0, 0.0]
-
-
-@pytest.mark.ranks
-def test_a_step_waits_for_the_sum_of_the_one_before(results: list[dict[str, Any]]) -> None:
+    # a step waits for the sum of the one before
     assert [result["weights"] for result in results] == [(True, 3 * 2 / 8), (True, 5 * 2 / 8)]
-
-
-@pytest.mark.ranks
-def test_what_is_sent_is_memory_of_torchs_own(results: list[dict[str, Any]]) -> None:
+    # what is sent is memory of torch's own
     assert all(result["owned"] == [True, True] for result in results)

@@ -166,6 +166,12 @@ class OfNested(Net):
 
 def test_arguments_by_name_and_nested_results() -> None:
     same(OfNested(Nested(), Nested()))
+    # a number that is none is the same number
+    net = Net(nasty.Plain()).double()
+    recompute(net)
+    loss = mean(net, torch.full((5, nasty.DIM), float("nan"), dtype=torch.float64))
+    loss.backward()
+    assert net.blocks[0].a.weight.grad.isnan().all()
 
 
 def penalty(net: nn.Module, x: Tensor) -> Tensor:
@@ -328,9 +334,7 @@ def test_what_the_first_step_writes_into_an_object_is_judged_by_the_results() ->
     recompute(net)
     with pytest.raises(InstallError, match=r"support blocks.0 \(Configured\), which cannot .*: its second"):
         train(net, rescale)
-
-
-def test_what_a_later_step_writes_into_an_object_is_refused() -> None:
+    # what a later step writes into an object is refused
     net = Net(Configured(), nasty.Plain()).double()
     recompute(net)
     x = torch.randn(5, nasty.DIM, dtype=torch.float64)
@@ -339,11 +343,3 @@ def test_what_a_later_step_writes_into_an_object_is_refused() -> None:
     net.blocks[0].config.scale = 2.0
     with pytest.raises(InstallError, match="'config' has been changed in place since the forward pass"):
         loss.backward()
-
-
-def test_a_number_that_is_none_is_the_same_number() -> None:
-    net = Net(nasty.Plain()).double()
-    recompute(net)
-    loss = mean(net, torch.full((5, nasty.DIM), float("nan"), dtype=torch.float64))
-    loss.backward()
-    assert net.blocks[0].a.weight.grad.isnan().all()

@@ -1,6 +1,7 @@
 """Modules without lists of blocks: parts are attributes, lists of layers, functions, and the head is in the step."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -203,6 +204,13 @@ def fit(name: str, strategy: Any, *, steps: int, double: bool = False, **options
     torch.manual_seed(1)
     trainer.fit(module, DataLoader(data, len(data) // steps))
     return module, meter, getattr(trainer.strategy, "plan", None)
+
+
+@cache
+def plain(name: str, *, double: bool = False) -> tuple[Trained, int]:
+    """The module after two steps without a technique, and its peak."""
+    module, meter, _ = fit(name, "auto", steps=2, double=double)
+    return module, meter.live.peak
 
 
 def difference(one: Trained, other: Trained) -> float:

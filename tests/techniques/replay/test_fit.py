@@ -1,41 +1,46 @@
-"""Modules without lists of blocks train under a budget, at the predicted peak, with the numbers of a plain run."""
+"""Steps that are replayed train as plain ones do, bit by bit, wherever segments end, under a budget, at the predicted
+peak."""
 
 import copy
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_amp import AMPStrategy
-from lightning_amp.errors import AmpError
+from lightning_amp.errors import AmpError, ModelError
+from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.replay.row import ONE_BY_ONE, ReplayOperators, written
+from lightning_amp.techniques.replay.row import AT_ONCE, KEPT, ONE_BY_ONE, ReplayOperators, written
+from lightning_amp.techniques.replay.tape import Tape
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
-from tests.techniques.replay.models import MODELS, Points, difference, fit
+from tests.techniques.replay.cases import CASES, rows, weight
+from tests.techniques.replay.models import MODELS, Points, difference, fit, plain
 
 
 def test_any_module_trains_within_a_budget_at_the_predicted_peak() -> None:
     for name, share in (("U-Net", 0.7), ("WaveNet", 0.5), ("points", 0.5)):
-        before, meter, _ = fit(name, "auto", steps=3)
-        budget = int(share * meter.live.peak)
-        after, metered, plan = fit(name, AMPStrategy(device_memory=budget), steps=3)
+        before, peak = plain(name)
+        after, metered, plan = fit(name, AMPStrategy(device_memory=int(share * peak)), steps=2)
         assert [rule.strategy for rule in plan.rules] == ["replay"], name
-        assert metered.live.peak <= budget, name
+        assert metered.live.peak <= int(share * peak), name
         assert metered.live.peak == pytest.approx(plan.predicted_peak_bytes, rel=0.01), name
         # the same operators on the same values
         assert difference(before, after) == 0.0, name
 
 
 def test_a_tight_budget_runs_stretches_again_for_one_tensor_after_the_other() -> None:
-    before, meter, _ = fit("ResNet", "auto", steps=3)
-    budget = int(0.52 * meter.live.peak)
-    after, metered, plan = fit("ResNet", AMPStrategy(device_memory=budget), steps=3)
+    before, peak = plain("ResNet")
+    after, metered, plan = fit("ResNet", AMPStrategy(device_memory=int(0.52 * peak)), steps=2)
     (spec,) = (rule.spec for rule in plan.rules)
     assert ONE_BY_ONE in {kind for _, kind in spec.segments}
-    assert metered.live.peak == plan.predicted_peak_bytes <= budget
+    assert metered.live.peak == plan.predicted_peak_bytes <= int(0.52 * peak)
     assert difference(before, after) == 0.0
     # without a budget nothing asks for the time that this takes
     free = fit("ResNet", AMPStrategy(strategies="replay"), steps=1)[2]
@@ -45,29 +50,29 @@ def test_a_tight_budget_runs_stretches_again_for_one_tensor_after_the_other() ->
 
 
 def test_a_plan_is_kept_as_json_and_carried_out_again(tmp_path: Path) -> None:
-    before, _, plan = fit("points", AMPStrategy(strategies="replay"), steps=3)
+    _, _, plan = fit("points", AMPStrategy(strategies="replay"), steps=1)
     (tmp_path / "plan.json").write_text(plan.to_json())
-    again, _, given = fit("points", AMPStrategy(plan=tmp_path / "plan.json"), steps=3)
+    again, _, given = fit("points", AMPStrategy(plan=tmp_path / "plan.json"), steps=2)
     assert [rule.spec for rule in given.rules] == [rule.spec for rule in plan.rules]
     assert given.predicted_peak_bytes == plan.predicted_peak_bytes
-    assert difference(before, again) == 0.0
+    assert difference(plain("points")[0], again) == 0.0
     assert isinstance(copy.deepcopy(given), Plan)
     assert written(ReplayOperators(ends="12,30-,47+").segments) == "12,30-,47+"
 
 
-def on_ranks(
-    rank: int, ranks: int, model: str, strategies: str, double: bool = False
-) -> tuple[dict[str, Tensor], int, list[str]]:
-    # each rank has half of the batches
+def on_ranks(rank: int, ranks: int, model: str, technique: str, double: bool = False) -> list[Any]:
+    """The state, the peak and the rules without a technique and with it; each rank has half of the batches."""
     options: dict[str, Any] = {"devices": ranks, "plugins": [RunningRanks(rank, ranks)], "double": double}
-    module, meter, plan = fit(model, AMPStrategy(strategies=strategies), steps=4, **options)
-    return module.state_dict(), meter.live.peak, [rule.strategy for rule in plan.rules]
+    found = []
+    for names in ("S1", f"S1,{technique}"):
+        module, meter, plan = fit(model, AMPStrategy(strategies=names), steps=4, **options)
+        found.append((module.state_dict(), meter.live.peak, [rule.strategy for rule in plan.rules]))
+    return found
 
 
 @pytest.mark.ranks
 def test_ranks_average_gradients_of_replayed_steps(tmp_path: Path) -> None:
-    plain, replayed = (run_ranks(on_ranks, 2, tmp_path, "U-Net", names) for names in ("S1", "S1,replay"))
-    for (right, whole, _), (state, peak, rules) in zip(plain, replayed, strict=True):
+    for (right, whole, _), (state, peak, rules) in run_ranks(on_ranks, 2, tmp_path, "U-Net", "replay"):
         assert "replay" in rules
         assert peak < 0.75 * whole
         torch.testing.assert_close(state, right, rtol=0, atol=0)
@@ -96,8 +101,8 @@ def by_hand(kind: Any) -> Any:
 
 def test_manual_optimisation_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "points", (by_hand(Points), MODELS["points"][1]))
-    before, meter, _ = fit("points", "auto", steps=3)
-    after, metered, plan = fit("points", AMPStrategy(strategies="replay"), steps=3)
+    before, meter, _ = fit("points", "auto", steps=2)
+    after, metered, plan = fit("points", AMPStrategy(strategies="replay"), steps=2)
     assert metered.live.peak < 0.5 * meter.live.peak
     assert metered.live.peak <= plan.predicted_peak_bytes
     assert difference(before, after) == 0.0
@@ -122,3 +127,138 @@ def test_what_is_not_supported_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(MODELS, "points", (kind, batches))
         with pytest.raises(AmpError, match=why):
             fit("points", AMPStrategy(strategies="replay"), steps=2)
+
+
+ALL = 10**9
+
+
+def trained(make: Callable[[], Any], ends: Sequence[tuple[int, int]] | None) -> tuple[list[Any], int]:
+    """Two steps: losses, gradients, buffers and a random number after them; operators of a step."""
+    torch.manual_seed(0)
+    step, parameters, *modules = make()
+    torch.manual_seed(1)
+    losses, n = list[Tensor](), 0
+    for _ in range(2):
+        if ends is None:
+            loss = step()
+        else:
+            # as in a fit, of which the first step is compared
+            with Tape(ends, compares=not losses) as tape, tape.hooks():
+                loss = step()
+            n = tape.at
+        loss.backward()
+        losses.append(loss.detach().clone())
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    return [*losses, *(p.grad for p in parameters), *buffers, torch.rand(1)], n
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_every_step_is_the_same_wherever_segments_end() -> None:
+    choose, wrong = random.Random(1), list[str]()
+    for name, make in CASES.items():
+        plain, _ = trained(make, None)
+        whole, n = trained(make, [(ALL, True)])
+        tries: list[tuple[tuple[int, int], ...]] = [((ALL, True),)]
+        for k in (1, 2, 4, 8):
+            cuts = sorted(choose.sample(range(1, n + 1), min(k, n)))
+            tries.append((*((cut, choose.choice((KEPT, *2 * (AT_ONCE, ONE_BY_ONE)))) for cut in cuts), (ALL, True)))
+        tries.append(((ALL, ONE_BY_ONE),))
+        found = (whole if ends == tries[0] else trained(make, ends)[0] for ends in tries)
+        wrong += [f"{name} {ends}" for ends, one in zip(tries, found, strict=True) if not equal(plain, one)]
+    assert not wrong
+
+
+def sines() -> Callable[[], Tensor]:
+    """A step that saves 25 tensors of 512 x 64 numbers."""
+    w = weight(64, 64)
+
+    def step() -> Tensor:
+        h = rows(512, 64) @ w
+        for _ in range(8):
+            h = (h.sin() @ w).cos()
+        return h.sum()
+
+    return step
+
+
+def test_a_replayed_stretch_keeps_nothing_that_it_has_made() -> None:
+    step = sines()
+    held = dict[str, int]()
+    with Tape([(ALL, True)]) as tape:
+        step()
+    for name, ends in (("plain", []), ("replayed", [(tape.at // 2, True), (tape.at, True)])):
+        with LiveBytes() as live, Tape(ends) as tape, tape.hooks():
+            loss = step()
+            held[name] = live.current
+        loss.backward()
+    # the rows of the batch, and what lies across the one cut
+    assert held["replayed"] <= 3 * 512 * 64 * 8 < held["plain"] / 5
+    # tensors that run again one by one are held one by one
+    held = dict[int, int]()
+    for kind in (AT_ONCE, ONE_BY_ONE):
+        with Tape([(ALL, kind)]) as tape, tape.hooks():
+            loss = step()
+        with LiveBytes() as live:
+            loss.backward()
+            held[kind] = live.peak
+    # what an operator reads and makes, and its gradient, of a step that saves 25 of the kind
+    assert held[ONE_BY_ONE] <= 6 * 512 * 64 * 8 < held[AT_ONCE] / 3
+
+
+def test_what_nobody_can_replay_fails_as_it_does_without() -> None:
+    w = weight(8, 8)
+
+    def written_after_it_was_saved() -> Tensor:
+        h = (rows(4, 8) @ w).exp()
+        y = h.sin()
+        h.mul_(2)
+        return (y @ w).sum()
+
+    def batch_written() -> Tensor:
+        x = rows(4, 8)
+        y = (x @ w).sin()
+        x.mul_(2)
+        return y.sum()
+
+    for step in (written_after_it_was_saved, batch_written):
+        with pytest.raises(RuntimeError, match="inplace"):
+            step().backward()
+        for ends in ([(ALL, True)], [(3, True), (ALL, True)], [(4, True), (ALL, True)], [(ALL, False)]):
+            with Tape(ends) as tape, tape.hooks():
+                loss = step()
+            with pytest.raises(ModelError, match="changed in place"):
+                loss.backward()
+
+
+class Unseen(torch.autograd.Function):
+    """Computes by NumPy, in memory that torch has made: of zeros, or of nothing."""
+
+    make: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = Unseen.make(x)
+        y.numpy()[:] = np.exp(x.detach().numpy())
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * y  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [torch.zeros_like, torch.empty_like])
+def test_writes_that_torch_does_not_see_are_refused(
+    make: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Unseen, "make", staticmethod(make), raising=False)
+    w = weight(8, 8)
+    with Tape([(ALL, True)], compares=True) as tape, tape.hooks():
+        loss = Unseen.apply(rows(4, 8) @ w).sum()  # type: ignore[no-untyped-call]
+    with pytest.raises(ModelError, match="torch does not see"):
+        loss.backward()
+    assert w.grad is None, "nothing was trained"

@@ -1,4 +1,6 @@
-"""Small modules with unusual code, which say nothing of ranks: one or two of every kind that tensor3d has to notice.
+"""Small modules with unusual code, which say nothing of ranks: one of every kind that tensor3d has to notice.
+
+Operators on split features, one by one, are those of tests/dist.
 
 A row of a table has parts, which become attributes, and a function of the module and the batch. Commit 89df923b has
 279 of them in benchmarks/tensor3d.
@@ -10,8 +12,10 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 ROWS = 4
 """Rows of a batch, over all ranks."""
@@ -194,38 +198,6 @@ KEPT = {
 }  # fmt: skip
 
 
-def _rotary(x: Tensor) -> Tensor:
-    n, d = x.shape[-2:]
-    at = torch.arange(n, dtype=x.dtype)[:, None] * 0.3 ** torch.arange(d // 2, dtype=x.dtype)
-    turn = torch.polar(torch.ones_like(at), at)
-    return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], d // 2, 2)) * turn).flatten(-2)
-
-
-def _heads(m: Any, x: Tensor) -> Tensor:
-    q, k, v = m.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-    score = (_rotary(q) @ _rotary(k).mT) / 2 + m.bias[:, : x.shape[1], : x.shape[1]]
-    return m.out((score.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-def _cells(m: Any, x: Tensor) -> Tensor:
-    h = x.new_zeros(len(x), 6)
-    for row in x.unbind(1):
-        h = m.cell(row, h)
-    return m.out(h)
-
-
-def _message(m: Any, x: Tensor) -> Tensor:
-    """A step of a graph net with edges between the tokens of each row."""
-    source, target = torch.tensor([0, 1, 2, 3, 4, 0]), torch.tensor([1, 2, 3, 4, 0, 2])
-    sent = m.edge(torch.cat([x[:, source], x[:, target]], -1)).relu()
-    return m.node(torch.zeros_like(sent[:, :5]).index_add(1, target, sent))
-
-
-def _skips(m: Any, x: Tensor) -> Tensor:
-    top = F.silu(m.norm(m.one(x)))
-    return m.out(torch.cat([top, m.up(m.two(F.max_pool2d(top, 2)))], 1))
-
-
 def _attends(drawn: bool = False, given: Mapping[str, Any] | None = None, **of: Any) -> Odd:
     """Attention of two heads; `given` is made of the batch."""
 
@@ -236,13 +208,8 @@ def _attends(drawn: bool = False, given: Mapping[str, Any] | None = None, **of: 
 
 
 LAYERS = {
-    "layer norm over split features": odd(SEQ, lambda m, x: m.c(m.n(m.b(m.a(x)))), a=lin(8, 8), b=lin(8, 7),
-        n=lambda: nn.LayerNorm(7), c=lin(7, 3)),
     "LSTM": odd(SEQ, lambda m, x: m.net(x)[0], net=lambda: nn.LSTM(8, 6, batch_first=True)),
-    "GRU cells": odd(SEQ, _cells, cell=lambda: nn.GRUCell(8, 6), out=lin(6, 3)),
     "attention with a mask": _attends(given={"attn_mask": lambda x: torch.ones(5, 5, dtype=torch.bool).triu(1)}),
-    "attention dropout": _attends(drawn=True, dropout=0.4),
-    "attention with rotation and a trained bias": odd(SEQ, _heads, qkv=lin(8, 24), bias=par(2, 7, 7), out=lin(8, 8)),
     "embedding of bounded norm": odd(TOKENS, lambda m, x: m.out(m.net(x)), net=lambda: nn.Embedding(9, 6, max_norm=1.0),
         out=lin(6, 3)),
     "bag of embeddings": odd(TOKENS, lambda m, x: m.out(m.net(x)), net=lambda: nn.EmbeddingBag(9, 6, padding_idx=0),
@@ -250,8 +217,90 @@ LAYERS = {
     "circular and transposed convolutions": odd(IMAGE, lambda m, x: m.b(m.a(x)),
         a=conv(4, 6, 3, dilation=2, padding=2, padding_mode="circular"),
         b=lambda: nn.ConvTranspose2d(6, 4, 2, groups=2)),
-    "a U-Net's skips": odd(IMAGE, _skips, one=conv(4, 6, 3, padding=1), norm=lambda: nn.GroupNorm(3, 6),
-        two=conv(6, 9, 3, padding=1), up=lambda: nn.ConvTranspose2d(9, 5, 2, 2), out=conv(11, 2, 1)),
-    "messages on a graph": odd(SEQ, _message, edge=lin(16, 8), node=lin(8, 3)),
-    "dropout of features": odd(SEQ, lambda m, x: m.b(F.dropout(m.a(x), 0.3)), drawn=True, a=lin(8, 10), b=lin(10, 3)),
+}  # fmt: skip
+
+
+def _hooked(m: Any, x: Tensor) -> Tensor:
+    x = m.a(x)
+    x.register_hook(lambda g: g / (g.norm() + 1))
+    return m.c(m.b(x.tanh()).tanh() + x)
+
+
+def _vq(m: Any, x: Tensor) -> Tensor:
+    z = m.a(x)
+    q = m.book(torch.cdist(z, m.book.weight).argmin(-1))
+    loss = (q - z.detach()).square().mean() + 0.25 * (q.detach() - z).square().mean()
+    return (m.b(z + (q - z).detach()) - x).square().mean() + loss
+
+
+def _info_nce(m: Any, x: Tensor) -> Tensor:
+    """A loss over pairs of rows."""
+    return F.cross_entropy(F.normalize(m.net(x)) @ F.normalize(m.net(-x)).T / 0.1, torch.arange(len(x)))
+
+
+def _penalty(m: Any, x: Tensor) -> Tensor:
+    x = x.requires_grad_()
+    (grad,) = torch.autograd.grad(m.b(m.a(x).tanh()).sum(), x, create_graph=True)
+    return (grad.norm(dim=-1) - 1).square().mean()
+
+
+def _clamped_backward() -> nn.Module:
+    net = two()()
+    net[2].register_full_backward_pre_hook(lambda module, outer: (outer[0].clamp(-0.01, 0.01),))
+    return net
+
+
+def _measured(m: Any, batch: Any) -> Tensor:
+    x, y = batch
+    logits = m.net(x)
+    m.accuracy(logits, y)
+    m.log("accuracy", m.accuracy, on_step=False, on_epoch=True)
+    m.log_dict({"confidence": logits.softmax(-1).amax(-1).mean(), "weight": m.net[0].weight.norm()})
+    return F.cross_entropy(logits, y)
+
+
+def _adversary(m: Any, x: Tensor) -> Tensor:
+    """The discriminator's weights are held fixed by functional_call."""
+    fixed = {name: value.detach() for name, value in m.judge.named_parameters()}
+    fooled = torch.func.functional_call(m.judge, fixed, m.net(x)).mean()
+    return fooled + m.judge(m.net(x).detach()).square().mean()
+
+
+def _dictionary(m: Any, batch: Any, batch_idx: int) -> Any:
+    found = m.net(batch)
+    loss = (found - 1).square().mean()
+    m.losses.append(loss.detach().clone())
+    return {"loss": loss, "hidden": found, "weight": m.net[0].weight.detach().clone()}
+
+
+def _look(m: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    m.log("hidden", outputs["hidden"].square().sum(), sync_dist=True, reduce_fx="mean")
+    m.log("seen", outputs["weight"].square().sum())
+
+
+def _groups(m: Any) -> Any:
+    head, rest = m.net[2].parameters(), m.net[0].parameters()
+    opt = torch.optim.SGD([{"params": head, "lr": 0.1}, {"params": rest}], 0.05, 0.9, nesterov=True)
+    return [opt], [torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)]
+
+
+AROUND = {
+    "a gradient penalty": odd(X, _penalty, a=lin(6, 8), b=lin(8, 3)),
+    "a hook that normalises a gradient": odd(X, _hooked, True, a=lin(6, 8), b=lin(8, 8), c=lin(8, 3)),
+    "a branch on values": odd(X, lambda m, x: m.b(m.a(x)) if m.a(x).mean() > 0 else m.b(-m.a(x)), True, a=lin(6, 8),
+        b=lin(8, 3)),
+    "pairs of rows": odd(X, _info_nce, True, net=two(6, 8, 5)),
+    "vector quantisation": odd(X, _vq, a=lin(6, 4), b=lin(4, 6), book=lambda: nn.Embedding(7, 4)),
+    "a backward hook that clamps": odd(X, lambda m, x: m.net(x), True, net=_clamped_backward),
+    "metrics and logs": odd(both(X, words(most=3)), _measured, True, net=two(),
+        accuracy=lambda: torchmetrics.Accuracy("multiclass", num_classes=3)),
+    "a checkpointed block": around({}, lambda m, x: m.last(checkpoint(m.net, x, use_reentrant=False)), last=lin(3, 2)),
+    "a reentrant checkpoint": around({}, lambda m, x: m.last(checkpoint(m.net, x.requires_grad_(), use_reentrant=True)),
+        last=lin(3, 2)),
+    "an adversary held fixed": around({}, _adversary, judge=lin(3, 1)),
+    "a step that returns a dictionary": odd(X, lambda m, x: x, True,
+        hooks={"training_step": _dictionary, "on_train_batch_end": _look}, net=two()),
+    "groups of an optimiser and a schedule": around({"configure_optimizers": _groups}),
+    "a layer made in configure_model": around({"configure_model": lambda m: setattr(m, "extra",
+        nn.Linear(3, 3).double())}, lambda m, x: m.extra(m.net(x))),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from lightning_amp import AMPStrategy
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 from tests.techniques.tensor3d.cases import CASES, GPT
-from tests.techniques.tensor3d.test_tensor3d import QUIET, Grid
+from tests.techniques.tensor3d.test_tensor3d import QUIET, Grid, close
 
 
 class Other(GPT):
@@ -112,11 +112,6 @@ def on_ranks(rank: int, ranks: int, folder: str) -> dict[Any, Any]:
     found["resumed"] = trained((1, 1, 2), rank, ranks, ckpt=f"{folder}/grid.ckpt", epochs=2)
     found["from one"] = trained((1, 2, 1), rank, ranks, ckpt=f"{folder}/one.ckpt", epochs=2)
     return found
-
-
-def close(found: dict[str, Tensor], right: dict[str, Tensor], what: object) -> None:
-    for name, value in right.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{what} {n}: {m}")
 
 
 @pytest.mark.ranks

@@ -1,28 +1,19 @@
-"""S3 computes what eager local attention computes and keeps nothing of size [N, 3w] for the backward pass."""
+"""Claim: S3 and the kernel "sdpa" compute what LocalAttention computes, output and gradients, keep what their
+docstrings say, and refuse what they do not know."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_amp._torch import attend_on_cuda, attend_on_cuda_back
 from lightning_amp.errors import InstallError
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratum_keys import LocalAttention
-from lightning_amp.techniques.hic.attention.install import ChunkedLocalAttention, chunk_attention
-
-DOUBLE = 8
-
-
-def inputs(n: int, dim: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (n, dim)
-    return [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)]
-
-
-def forward_backward(attention: nn.Module, n: int, dim: int) -> tuple[Tensor, list[Tensor]]:
-    leaves = inputs(n, dim)
-    out = attention(*leaves)
-    weight = torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view_as(out)
-    return out.detach(), list(torch.autograd.grad((out * weight).sum(), leaves))
+from lightning_amp.techniques.hic.attention import sdpa
+from lightning_amp.techniques.hic.attention.install import ChunkedLocalAttention, FusedLocalAttention, chunk_attention
+from tests.techniques.hic.attention.test_fused import DIM, WINDOW, distance, draw, measure, operators, results
 
 
 @pytest.mark.parametrize(
@@ -30,40 +21,11 @@ def forward_backward(attention: nn.Module, n: int, dim: int) -> tuple[Tensor, li
 )
 def test_equals_eager(n: int, buckets: int, retain: bool) -> None:
     eager = LocalAttention(8, 10)
-    out, grads = forward_backward(eager, n, 8)
-    chunked, chunked_grads = forward_backward(chunk_attention(eager, buckets=buckets, retain=retain), n, 8)
+    out, *grads = results(eager, draw(n))
+    chunked, *chunked_grads = results(chunk_attention(eager, buckets=buckets, retain=retain), draw(n))
     assert torch.equal(chunked, out)
     assert torch.equal(chunked_grads[0], grads[0]), "every query lies in one chunk"
-    for found, expected in zip(chunked_grads[1:], grads[1:], strict=True):
-        assert (found - expected).norm() <= 1e-14 * expected.norm(), "only the order of the sums differs"
-
-
-def measure(attention: nn.Module, *, n: int, dim: int) -> tuple[int, int]:
-    """Bytes kept after the forward pass, and the peak of forward and backward."""
-    leaves = inputs(n, dim)
-    with LiveBytes() as live:
-        out = attention(*leaves)
-        kept = live.current
-        out.sum().backward()
-        return kept, live.peak
-
-
-def test_keeps_no_probabilities_and_lowers_the_peak() -> None:
-    n, dim, w = 1200, 8, 100
-    probabilities = n * 3 * w * DOUBLE
-    eager = LocalAttention(dim, w)
-    kept, peak = measure(eager, n=n, dim=dim)
-    assert kept > probabilities, "eager attention keeps them"
-    kept_retain, peak_retain = measure(chunk_attention(eager, buckets=1, retain=True), n=n, dim=dim)
-    assert kept_retain > probabilities, "so do chunks without recomputation"
-    assert peak_retain < peak, "but their transients are those of one chunk"
-    kept_chunked, peak_chunked = measure(chunk_attention(eager, buckets=1), n=n, dim=dim)
-    state_and_out = 4 * n * dim + 3 * w * dim
-    norms = 2 * n
-    assert kept_chunked <= (state_and_out + norms) * DOUBLE
-    # One of twelve buckets: its scores, probabilities and their gradients, beside the tensors [N, D].
-    assert peak_chunked < state_and_out * DOUBLE + 6 * n * dim * DOUBLE + 6 * probabilities // 12
-    assert peak_chunked < peak / 4
+    assert distance(chunked_grads[1:], grads[1:]) <= 1e-14, "only the order of the sums differs"
 
 
 def with_state() -> LocalAttention:
@@ -80,3 +42,96 @@ def with_state() -> LocalAttention:
 def test_refuses_other_modules(attention: nn.Module, message: str) -> None:
     with pytest.raises(InstallError, match=message):
         chunk_attention(attention, buckets=1)
+
+
+FLOAT = 4
+
+
+def fused(dim: int = DIM, window: int = WINDOW) -> FusedLocalAttention:
+    return FusedLocalAttention(dim, window, kernel="sdpa")
+
+
+@pytest.mark.parametrize(("length", "same"), [(4.8e4, True), (5.01e4, False)])
+def test_scores_as_low_as_that_of_oneself(length: float, same: bool) -> None:
+    leaves = [x.detach() for x in draw(2, 2)]
+    # a turn by one position multiplies this inner product by cos(1)
+    far = -length * 2**0.5 / torch.tensor(1.0, dtype=torch.float64).cos()
+    leaves[0][0], leaves[1][1] = torch.tensor([far, 0.0]), torch.tensor([1.0, 0.0])
+    leaves = [x.requires_grad_() for x in leaves]
+    # a bucket of two: no row that fills it has the score 0
+    found, expected = results(fused(2, 2), leaves), results(LocalAttention(2, 2), leaves)
+    assert (distance(found[:1], expected[:1]) <= 1e-12) == same
+
+
+@pytest.mark.parametrize("n", [600, 620])
+def test_autocast_to_bfloat16(n: int) -> None:
+    leaves, single = draw(n, 16), draw(n, 16, dtype=torch.float32)
+    expected = results(LocalAttention(16, 40), leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, eager = (results(a, single) for a in (fused(16, 40), LocalAttention(16, 40)))
+        names = operators(fused(16, 40), single)
+    assert all(x.dtype == torch.float32 for x in found)
+    errors = [(distance([a], [e]), distance([b], [e])) for a, b, e in zip(found, eager, expected, strict=True)]
+    # gradients of a value are rounded in three parts before they are added, the reference's in one
+    assert all(1e-5 < ours <= 1.5 * theirs for ours, theirs in errors), errors
+    assert distance(found, expected) <= distance(eager, expected)
+    assert not any("bmm" in name for name in names)
+    with torch.autocast("cpu", torch.float16):
+        assert distance(results(fused(16, 40), single), expected) <= 1e-6, "float16 is left alone"
+
+
+def test_memory_is_as_documented() -> None:
+    n, dim, w = 2350, 32, 100
+    # torch 2.11 takes the logarithms of float64 without values for float32
+    leaves, grad = draw(n, dim, dtype=torch.float32), torch.randn(n, dim)
+    fused(dim, w)(*leaves)
+    kept, forward, backward = measure(fused(dim, w), leaves, grad)
+    whole, rows = 2400 * dim * FLOAT, 2400 * FLOAT
+    # turned rows and keys, filled values, output in both forms; a logarithm and the norm of a row
+    assert kept == 5 * whole + 2 * rows
+    assert forward <= kept + 2 * rows
+    # gradients: of three slots of keys and values, twice; of rows; of everything, one after the other
+    assert abs(backward - kept - (6 + 6 + 1 + 3 + 1) * whole) <= 2 * whole
+    meta = [x.detach().to("meta").requires_grad_() for x in leaves]
+    fused(dim, w)(*meta)
+    assert measure(fused(dim, w), meta, grad.to("meta")) == (kept, forward, backward)
+
+
+@pytest.mark.parametrize("n", [58, 12, 5])
+def test_cuda_s_kernels_are_called_as_they_are_declared(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU their shapes are all that can be tested."""
+    called = []
+
+    def there(q: Tensor, k: Tensor, values: Tensor, own: Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert own.stride()[:2] in ((0, 0), (sdpa._aligned(2 * WINDOW), 0)), "one mask for all buckets"
+        assert all(stride * 4 % sdpa.ALIGNED_BYTES == 0 for stride in own.stride()[:3])
+        assert own.storage_offset() * 4 % sdpa.ALIGNED_BYTES == 0
+        called.append("there")
+        return attend_on_cuda(q, k, values, own, *args, **kwargs)
+
+    def back(*args: Any, **kwargs: Any) -> Any:
+        called.append("back")
+        return attend_on_cuda_back(*args, **kwargs)
+
+    monkeypatch.setattr(sdpa, "attend_on_cuda", there)
+    monkeypatch.setattr(sdpa, "attend_on_cuda_back", back)
+    monkeypatch.setattr(sdpa, "_is_cuda", lambda x: True)
+    leaves = [x.detach().to("meta").requires_grad_() for x in draw(n, dtype=torch.float32)]
+    out = fused()(*leaves)
+    grads = torch.autograd.grad(out, leaves, torch.empty_like(out))
+    assert [x.shape for x in (out, *grads)] == [(n, DIM)] * 4
+    assert called == ["there"] * (len(called) // 2) + ["back"] * (len(called) // 2)
+
+
+@pytest.mark.parametrize(("kind", "dim", "dtype"), [
+    ("cuda", 8, torch.float64),
+    ("cuda", 6, torch.float32),
+    ("cuda", 12, torch.bfloat16),
+    ("mps", 8, torch.float32),
+])  # fmt: skip
+def test_refuses_what_has_no_kernel(kind: str, dim: int, dtype: torch.dtype) -> None:
+    device: Any = SimpleNamespace(device=SimpleNamespace(type=kind), shape=(3, dim))
+    with pytest.raises(InstallError, match=f"support {dim} channels .* on '{kind}'.*choose 'fused'"):
+        sdpa._check(device, dtype)
+    if kind == "cuda":
+        sdpa._check(SimpleNamespace(device=device.device, shape=(3, 8)), torch.float32)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 """Claim: S2 trains what one device trains, whatever the strata, their sizes and the other strategies; it counts what
-it sends, keeps a part of the scores, and refuses what it would not compute."""
+it sends, and refuses what it would not compute. What it keeps is in tests/simulation."""
 
 from collections import Counter
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.installing.install import install
 from lightning_amp.techniques.hic.features import log_softmax
 from tests.ranks import CountCollectives, run_ranks
@@ -44,7 +43,6 @@ def body(rank: int, world_size: int, expected: dict[str, Results]) -> dict[str, 
         the_mean_has_gradients(mesh)
         what_is_not_used_has_no_gradient(mesh)
         collectives_are_counted(mesh)
-        scores_are_kept_in_part(mesh)
     return {name: differences(sharded(*CASES[name], mesh), results) for name, results in expected.items()}
 
 
@@ -94,26 +92,6 @@ def count(case: Case, strategies: tuple[str, ...], mesh: DeviceMesh) -> tuple[Co
     with CountCollectives() as backward:
         loss.backward()
     return forward.counts, backward.counts
-
-
-def scores_are_kept_in_part(mesh: DeviceMesh) -> None:
-    case = Case(distances=(0,), dim=2, anchors=402, cells=50)
-    features = case.cells * 401
-
-    def kept(strategies: tuple[str, ...]) -> float:
-        model = Model(case)
-        if strategies:
-            install(model, make_plan(strategies, mesh["model"].size()), mesh)
-        model()
-        with LiveBytes() as live:
-            loss = model()
-            bytes_kept = live.current
-        assert loss.requires_grad
-        return bytes_kept / (8 * features)
-
-    alone, own = kept(("S4",)), kept(("S2", "S4"))
-    assert alone > 10, "tensors of the size of the scores"
-    assert own < 1.02 * alone / mesh["model"].size()
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -17,11 +17,11 @@ from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import Installed, install
 from lightning_amp.models.glue import GLUE
 from lightning_amp.models.inputs import GraphInputs, ModalityInputs, ModelInputs, StrataInputs
-from lightning_amp.planning.plan.plan import Axes, MeshShape, Plan
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.hic.rows import FeatureParallel
 from lightning_amp.techniques.ranks.sharded_region import check_region
 from lightning_amp.techniques.table import targets_of
-from tests.techniques.sharded_cases import Results
+from tests.techniques.sharded_cases import Results, plan_of
 
 N, G, DIM, WINDOW = 23, 9, 6, 5
 V = N + G + 1
@@ -102,21 +102,7 @@ def plan_for(model: GLUE, strategies: Sequence[str], ranks: int) -> Plan:
         # a decoder whose anchors are split has its features split by them
         if not isinstance(spec, FeatureParallel)
     ]
-    return Plan(
-        policy="strategies",
-        signals=(),
-        evidence=(),
-        strategies=tuple(strategies),
-        mesh=MeshShape(data=1, model=ranks),
-        axes=Axes.of(strategies, (rule.spec for rule in rules)),
-        rules=tuple(rules),
-        batch_size=CELLS,
-        predicted_base_bytes=0,
-        predicted_stratum_bytes=0,
-        predicted_peak_bytes=0,
-        strata_bytes=(),
-        budget_bytes=None,
-    )
+    return plan_of(rules, strategies, ranks, CELLS)
 
 
 def train(case: Graph, mesh: DeviceMesh | None = None, strategies: Sequence[str] = (), steps: int = 2) -> Results:

@@ -8,6 +8,7 @@ from torch._subclasses import FakeTensorMode
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.models.decoders.stratified import Decode
 from lightning_amp.techniques.hic.scores.s4_key_first import KeyFirst, key_first
+from tests.techniques.hic.attention.test_fused import results
 
 NODES = {
     "all": torch.arange(50),
@@ -26,20 +27,12 @@ def inputs() -> tuple[Tensor, Tensor]:
     return u.requires_grad_(), key.requires_grad_()
 
 
-def forward_backward(decode: nn.Module, nodes: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    u, key = inputs()
-    out = decode(u, key, nodes)
-    weight = torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view_as(out)
-    return out.detach(), torch.autograd.grad((out * weight).sum(), [u, key])
-
-
 @pytest.mark.parametrize("name", NODES)
 def test_equals_the_full_product(name: str) -> None:
-    out, grads = forward_backward(Decode(), NODES[name])
-    found, found_grads = forward_backward(key_first(Decode()), NODES[name])
-    assert found.shape == out.shape
-    torch.testing.assert_close(found, out, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found_grads, grads, rtol=1e-12, atol=1e-12)
+    expected, found = (
+        results(lambda *t, d=d: d(*t, NODES[name]), [*inputs()]) for d in (Decode(), key_first(Decode()))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_makes_no_product_with_all_anchors() -> None:

@@ -93,10 +93,17 @@ def test_settings_of_an_accelerator_compute_the_same(name: str, rows: int) -> No
     assert computed.n == 3 * int((x != 0).sum())
 
 
-def test_a_count_that_is_no_number_is_seen_in_the_loss() -> None:
+def test_a_count_that_is_no_number_is_seen_and_other_shapes_and_gradients_are_refused() -> None:
     x, given = counts(), arguments(CELLS, FEATURES, 1)
     x[2, 3] = torch.nan
     assert SparseZINB()(x, *given).isnan()
+    # refuses other shapes and gradients of counts
+    x, given = counts(), arguments(CELLS, FEATURES, 1)
+    for form in (x[:, 1:], SparseCounts.from_dense(x)[:, 1:]):
+        with pytest.raises(ModelError, match=r"counts of the shape \(7, 149\) for means of the shape \(7"):
+            SparseZINB()(form, *given)
+    with pytest.raises(InstallError, match="counts that need a gradient, which it does not compute; detach"):
+        SparseZINB()(x.requires_grad_(), *given)
 
 
 def test_columns_of_a_wider_matrix_and_whole_chunks() -> None:
@@ -288,15 +295,6 @@ def test_refuses_what_differs_for_small_and_large_numbers(leaf: nn.Module) -> No
 def test_refuses_what_is_no_plain_likelihood(leaf: nn.Module, message: str) -> None:
     with pytest.raises(InstallError, match=f"(?s){message}"):
         sparse_likelihood(leaf)
-
-
-def test_refuses_other_shapes_and_gradients_of_counts() -> None:
-    x, given = counts(), arguments(CELLS, FEATURES, 1)
-    for form in (x[:, 1:], SparseCounts.from_dense(x)[:, 1:]):
-        with pytest.raises(ModelError, match=r"counts of the shape \(7, 149\) for means of the shape \(7"):
-            SparseZINB()(form, *given)
-    with pytest.raises(InstallError, match="counts that need a gradient, which it does not compute; detach"):
-        SparseZINB()(x.requires_grad_(), *given)
 
 
 SUBSETS = [("sparse",), ("sparse", "recompute"), ("S3", "S4", "sparse", "stream")]

@@ -163,6 +163,14 @@ def test_second_derivatives_and_second_backward_passes_are_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(InstallError, match="second backward pass .* compute the loss again"):
         loss.backward()
+    # a gradient that would be lost is refused
+    stratum = model.decoder.strata[1]
+    stratum.likelihood = Outsider(stratum.likelihood, nn.Parameter(torch.ones(7, dtype=torch.float64)))
+    with pytest.raises(InstallError, match=r"shapes \[\(7,\)\] .* their gradients would be lost"):
+        model()
+    model.batch["x"].requires_grad_()
+    with pytest.raises(InstallError, match="gradients would be lost"):
+        installed(FIVE, "stream").decoder(model.u, model.v, **model.batch)
 
 
 class Outsider(nn.Module):
@@ -175,17 +183,6 @@ class Outsider(nn.Module):
     def forward(self, *args: Tensor) -> Tensor:
         result: Tensor = self.inner(*args)
         return result * self.others[0].sum()
-
-
-def test_a_gradient_that_would_be_lost_is_refused() -> None:
-    model = installed(FIVE, "stream")
-    stratum = model.decoder.strata[1]
-    stratum.likelihood = Outsider(stratum.likelihood, nn.Parameter(torch.ones(7, dtype=torch.float64)))
-    with pytest.raises(InstallError, match=r"shapes \[\(7,\)\] .* their gradients would be lost"):
-        model()
-    model.batch["x"].requires_grad_()
-    with pytest.raises(InstallError, match="gradients would be lost"):
-        installed(FIVE, "stream").decoder(model.u, model.v, **model.batch)
 
 
 def anchors(model: Model, kept: list[Tensor]) -> None:

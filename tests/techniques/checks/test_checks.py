@@ -1,10 +1,11 @@
-"""Claim: S5 and nodes take keys of any class that keep to the protocol, and refuse those that mix channels or rows
-beside their children, by hooks or by their own forward; trying leaves a key as it was."""
+"""Claim: the checks of decoders' parts take rounding for rounding, say what attention reaches, and refuse keys that mix
+channels or rows, by hooks or by their own forward; trying leaves a key as it was."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,13 +13,99 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_amp.errors import InstallError
-from lightning_amp.installing.describe_module import _needed
+from lightning_amp.installing.describe_module import _needed, describe
 from lightning_amp.installing.install import install
-from lightning_amp.models.decoders.stratum_keys import AttentionKey
+from lightning_amp.models.decoders.stratum_keys import AttentionKey, FullAttention, LocalAttention
+from lightning_amp.techniques.checks.key import reach_of
+from lightning_amp.techniques.checks.same_function import close, difference, largest
+from lightning_amp.techniques.hic.attention.install import FusedLocalAttention, chunk_attention
 from lightning_amp.techniques.hic.hidden import share_hidden
 from lightning_amp.techniques.hic.nodes.decoder import share_anchors
 from lightning_amp.techniques.hic.rows import DomainParallel, HiddenParallel
 from tests.techniques.sharded_cases import Case, Model, make_plan, model_mesh
+
+ONE = torch.tensor([1.0, 100.0], dtype=torch.float64)
+NAN, INF = torch.tensor([torch.nan, 1.0]), torch.tensor([torch.inf, 1.0])
+
+
+def test_what_is_the_same_and_what_is_not() -> None:
+    same: list[tuple[Tensor, Tensor]] = [
+        (ONE * (1 + 1e-10), ONE),
+        (ONE + 5e-8, ONE),  # as a share of the largest number
+        (INF, INF),
+        (torch.tensor([True]), torch.tensor([True])),
+        (torch.ones(0), torch.ones(0)),
+    ]
+    other = [
+        (ONE + 5e-7, ONE),
+        (ONE.float(), ONE),
+        (ONE[:, None], ONE),
+        (NAN, NAN),
+        (NAN, torch.ones(2)),
+        (torch.ones(2), NAN),
+        (torch.ones(2), INF),
+        (-INF, INF),
+        (INF, torch.ones(2)),
+        (torch.tensor([1]), torch.tensor([2])),
+    ]
+    assert all(close(found, right, rtol=1e-9) for found, right in same)
+    assert not any(close(found, right, rtol=1e-9) for found, right in other)
+    assert close(NAN, NAN, rtol=1e-9, equal_nan=True)
+    assert not close(NAN, INF, rtol=1e-9, equal_nan=True)
+    assert not close(ONE + 5e-8, ONE, rtol=1e-9, scale=1.0)
+
+
+def test_the_difference_is_named() -> None:
+    for found, right, said in (
+        ({"y": ONE + 1}, {"y": ONE}, "y tensor"),
+        ({"y": torch.ones(20)}, {"y": torch.zeros(20)}, "y that differs by up to 1.0e+00, where the largest"),
+        ({"y": torch.ones(20) > 0}, {"y": torch.ones(20) < 0}, "y that differs by up to 1.0e+00"),
+        ({"y": ONE[:1]}, {"y": ONE}, "y of the shape (1,) and torch.float64 and not of the shape (2,)"),
+        ({"y": None}, {"y": ONE}, "y None and not of the shape"),
+        ({"y": ONE}, {"y": None}, "and torch.float64 and not None"),
+        ({"y": 1.0}, {"y": 2.0}, "y 1.0 and not 2.0"),
+    ):
+        assert said in difference(found, right, rtol=1e-9)
+    assert difference({"a": None, "b": 1, "y": ONE}, {"y": ONE, "a": None, "b": 1}) == ""
+    assert largest(torch.tensor([True])) == largest(torch.tensor([-1.0, torch.inf])) == 1
+
+
+class Undeclared(nn.Module):
+    """Full attention written elsewhere."""
+
+    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, values)
+
+
+class Causal(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, values: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, values, is_causal=True)
+
+
+def test_reach_of_attention() -> None:
+    for attention, full, known_from in (
+        (LocalAttention(4, 3), False, "declared by LocalAttention"),
+        (FullAttention(), True, "declared by FullAttention"),
+        (chunk_attention(LocalAttention(4, 3), buckets=1), False, "declared by LocalAttention"),
+        (FusedLocalAttention(4, 3), False, "detected: FusedLocalAttention has buckets of anchors"),
+        (Undeclared(), True, "detected: Undeclared computes softmax(q k^T D^-0.5) values on an example"),
+        (Causal(), False, "taken as local: Causal declares no `reach`, has no buckets and is no full attention"),
+    ):
+        assert reach_of(attention) == (full, known_from)
+
+
+def test_the_shape_of_a_decoder_says_it() -> None:
+    model = Model(Case(key="full_attention"))
+    shape = describe(model, batch_size=4).decoder
+    assert shape is not None
+    assert (shape.attention, shape.full, shape.window) == (True, True, 1)
+    assert shape.known_from == "declared by FullAttention"
+    # one key that is local needs the techniques of local attention
+    model.decoder.strata[1].key.attention = LocalAttention(12, 5)  # type: ignore[union-attr]
+    mixed = describe(model, batch_size=4).decoder
+    assert mixed is not None
+    assert (mixed.full, mixed.known_from) == (False, "declared by LocalAttention")
+
 
 Keys = tuple[Tensor, Tensor]
 CASE = Case(dim=8)

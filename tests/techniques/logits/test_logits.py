@@ -1,6 +1,7 @@
-"""Expressions of logits have the values and gradients that they have without `logits`, in chunks or whole."""
+"""Logits in chunks: expressions have the values and gradients that they have without; language models train alike."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -10,9 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp.errors import ModelError
+import lightning_amp
+from benchmarks.gpu.language_model import LanguageModel
+from lightning_amp import AMPStrategy
+from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.techniques.logits import loss, pending
 from lightning_amp.techniques.logits.install import in_chunks
+from tests.ranks import run_ranks
+from tests.techniques.replay.models import MODELS, Llama, difference, fit, plain
+from tests.techniques.replay.test_fit import by_hand, on_ranks
 
 WORDS = 100
 Step = Callable[[Any, Tensor, Tensor], Tensor]
@@ -175,9 +182,7 @@ def test_a_write_before_the_product_is_refused() -> None:
     for step in (written_inputs, written_weight):
         with pytest.raises(ModelError, match="had been changed in place"):
             in_chunks(step)(None)
-
-
-def test_a_gradient_of_logits_that_were_not_computed_is_refused() -> None:
+    # a gradient of logits that were not computed is refused
     head, embed, x = nn.Linear(6, WORDS), nn.Embedding(WORDS, 6), torch.randint(WORDS, (4, 9))
 
     def step(module: Any) -> Tensor:
@@ -188,3 +193,78 @@ def test_a_gradient_of_logits_that_were_not_computed_is_refused() -> None:
 
     with pytest.raises(ModelError, match=r"as by torch\.autograd\.grad"):
         in_chunks(step)(None)
+
+
+def test_logits_are_never_whole_and_the_peak_is_the_predicted_one() -> None:
+    """By name, and where the policy takes it because the step does not fit."""
+    exact, peak = plain("Llama", double=True)
+    for share, names, by_name in (
+        (0.5, ["logits"], True), (0.25, ["logits", "replay"], True),
+        (0.6, ["logits"], False), (0.3, ["logits", "replay"], False),
+    ):  # fmt: skip
+        options: Any = {"strategies": names} if by_name else {"device_memory": int(share * peak)}
+        after, metered, plan = fit("Llama", AMPStrategy(**options), steps=2, double=True)
+        assert [rule.strategy for rule in plan.rules if rule.strategy != "S1"] == names
+        assert metered.live.peak <= int(share * peak), names
+        assert metered.live.peak == pytest.approx(plan.predicted_peak_bytes, rel=0.01), names
+        assert difference(exact, after) < 1e-12, names
+
+
+def test_the_policy_recomputes_no_more_blocks_beside_it_than_needed() -> None:
+    with torch.device("meta"):
+        module = LanguageModel(width=64, heads=2, depth=6, words=4000, positions=64)
+    batch = torch.zeros(8, 65, dtype=torch.int64)
+    plain = lightning_amp.plan(module, batch, strategies="S1").profile.peak_bytes
+    found = lightning_amp.plan(module, batch, device_memory=int(0.45 * plain), rates="H100").plan
+    assert [rule.strategy for rule in found.rules] == ["recompute"] * 3 + ["logits"]
+    assert 0.4 * plain < found.predicted_peak_bytes <= 0.45 * plain
+    assert found.candidates[0].step_seconds == min(
+        one.step_seconds for one in found.candidates if one.peak_bytes <= 0.45 * plain
+    )
+
+
+def test_a_step_without_such_a_loss_is_refused_and_says_so() -> None:
+    with pytest.raises(PlanError, match="no cross-entropy of a linear layer"):
+        fit("points", AMPStrategy(strategies="logits"), steps=1)
+
+
+class Keeps(Llama):
+    """Returns logits, keeps them, and reads them after the step, when the parameters are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = list[Tensor]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = self.embed(batch[:, :-1]), batch[:, 1:]
+        self.logits = self.head(self.norm(x))
+        loss = F.cross_entropy(self.logits.flatten(0, 1), y.flatten())
+        return {"loss": loss, "logits": self.logits.detach()[..., :3]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.read += [self.logits.detach().sum(), outputs["logits"].sum()]
+
+
+def test_logits_that_outlive_the_step_and_steps_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = MODELS["Llama"][1]
+    for kind in (Keeps, by_hand(Llama)):
+
+        class InChunks(kind):  # type: ignore[misc, valid-type]
+            # whatever a plan would say of it
+            training_step = in_chunks(kind.training_step)
+
+        monkeypatch.setitem(MODELS, "Llama", (kind, batches))
+        before, _, _ = fit("Llama", "auto", steps=2, double=True)
+        monkeypatch.setitem(MODELS, "Llama", (InChunks, batches))
+        after, _, _ = fit("Llama", "auto", steps=2, double=True)
+        assert difference(before, after) < 1e-12, kind
+        if kind is Keeps:
+            torch.testing.assert_close(after.read, before.read, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks
+def test_ranks_average_gradients(tmp_path: Path) -> None:
+    for (right, whole, _), (state, peak, rules) in run_ranks(on_ranks, 2, tmp_path, "Llama", "logits", True):
+        assert "logits" in rules
+        assert peak < 0.6 * whole
+        torch.testing.assert_close(state, right, rtol=1e-12, atol=1e-12)
