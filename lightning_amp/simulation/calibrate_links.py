@@ -78,7 +78,7 @@ def measure_links(links: Links, device: str | None = None) -> MeasuredLinks | No
 
     Args:
         links: As they are known.
-        device: "cpu" or "cuda"; None for CUDA where every rank can have a GPU.
+        device: "cpu" or "cuda"; None for CUDA where there is a GPU.
 
     Raises:
         PlanError: There is one rank only, or one GPU.
@@ -88,7 +88,7 @@ def measure_links(links: Links, device: str | None = None) -> MeasuredLinks | No
         rank, ranks, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://"
         found = _measured(rank, ranks, store, device or ("cuda" if there else "cpu"))
     else:
-        rank, kind = 0, device or ("cuda" if there > 1 else "cpu")
+        rank, kind = 0, device or ("cuda" if there else "cpu")
         if kind == "cuda" and there < 2:
             raise PlanError(
                 f"cannot measure links of GPUs: torch finds {there} of them here; use --device cpu, or "

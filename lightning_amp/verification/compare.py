@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.consistency.same_parameters import SHARE_STATISTIC, common_buffers, differing
-from lightning_amp.lightning.steps.cells import count_cells
+from lightning_amp.lightning.steps.cells import cells_to_weigh
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.verification.result import Row, Suspect
 
@@ -78,7 +78,7 @@ class Recorder(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """A step begins."""
         self.record.losses.append([])
-        self.record.cells.append(count_cells(batch))
+        self.record.cells.append(cells_to_weigh(batch))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Note the loss."""

@@ -197,6 +197,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "genes alone": (lambda p: p.given(hic=None), "genes build a graph between rna and hic, which needs both"),
     "no object": (lambda p: p.given(rna=p.rna.to_df()), "rna: an AnnData is needed, found 'DataFrame'"),
     "no counts": (lambda p: p.given(hic=without_counts(p.hic)), r"hic: neither layers\['counts'\] nor X"),
+    "no cells": (lambda p: p.given(rna=p.rna[:0]), "rna: it has no cells; give an AnnData with one or more"),
     "no place of bins": (lambda p: p.given(hic=with_var(p.hic, lambda var: var.drop(columns=["chromStart"]))),
         r"hic\.var: \['chrom', 'chromStart', 'chromEnd'\] say .* missing are \['chromStart'\]"),
     "other bins": (lambda p: p.given(hic=with_var(p.hic, lambda var: var.assign(chromStart=var["chromStart"] + 5))),

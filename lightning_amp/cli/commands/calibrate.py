@@ -1,4 +1,4 @@
-"""`lightning-amp calibrate`: rates of a device by a step measured on it, and links; torch is loaded late."""
+"""Measure a training step, and with --links the links between ranks, and write a file for --rates."""
 
 import argparse
 import json
@@ -13,8 +13,8 @@ from lightning_amp.errors import PlanError
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("--out", required=True, metavar="FILE.json", help="file to write, for --rates")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--device-index", type=int, default=0, help="of several GPUs, which (default: 0)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    parser.add_argument("--device-index", type=int, default=0, help="number of the GPU (default: 0)")
     parser.add_argument(
         "--links",
         action="store_true",
@@ -37,12 +37,13 @@ def _run(arguments: argparse.Namespace) -> None:
 
         links = measure_links(known_links(arguments.device), arguments.device)
         if links is None:
-            # another rank than the first
+            # only rank 0 writes the file
             return
     found = calibrate(arguments.device, index=arguments.device_index)
-    after = found.after if links is None else replace(found.after, links=links.links)
+    if links is not None:
+        found = replace(found, after=replace(found.after, links=links.links))
     with written_aside(Path(arguments.out)) as aside:
-        aside.write_text(after.to_json() + "\n")
+        aside.write_text(found.after.to_json() + "\n")
     as_json = arguments.format == "json"
     of_links = {} if links is None else {"links": asdict(links)}
     print(json.dumps(found.to_dict() | of_links, indent=2) if as_json else calibration_report(found))
@@ -53,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def check_target(option: str, name: str, example: str, *, overwrite: bool) -> None:
-    """Refuse a file that cannot be written, before the work that it would show."""
+    """Refuse a file that cannot be written, before what it is to hold is computed."""
     path, asked, suffix = Path(name), f"{option} {name!r}", Path(example).suffix
     if path.is_dir() or path.suffix.lower() != suffix:
         kind = suffix[1:].upper()

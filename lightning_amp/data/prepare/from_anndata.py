@@ -88,6 +88,8 @@ def _raw_counts(name: str, data: Any) -> Any:
     values = data.layers.get("counts", data.X)
     if values is None:
         raise DataError(f"{name}: neither layers['counts'] nor X found; put raw counts into one of them")
+    if not len(data.obs_names):
+        raise DataError(f"{name}: it has no cells; give an AnnData with one or more")
     counts = sp.csr_array(values)
     check_raw(counts, data.obs_names, data.var_names, where=name, place=place, feature=FEATURE[name])
     return counts.astype(np.float32)

@@ -195,18 +195,26 @@ def count_cells(batch: object) -> int | None:
     Returns:
         None where no tensor is found, or tensors disagree on their first axis.
     """
-    if isinstance(batch, Mapping) and batch and all(isinstance(part, Mapping) for part in batch.values()):
-        counts = [_one_size(part) for part in batch.values()]
-        known = [n for n in counts if n is not None]
-        if len(known) < len(counts):
-            return None
-        return known[0] if len(set(known)) == 1 else sum(known)
-    return _one_size(batch)
+    counts = _cells_by_modality(batch)
+    return None if counts is None else counts[0] if len(set(counts)) == 1 else sum(counts)
+
+
+def cells_to_weigh(batch: object) -> int | None:
+    """Cells of all modalities together: one measure on all ranks, where modalities may agree on some ranks only."""
+    counts = _cells_by_modality(batch)
+    return None if counts is None else sum(counts)
+
+
+def _cells_by_modality(batch: object) -> list[int] | None:
+    several = isinstance(batch, Mapping) and batch and all(isinstance(part, Mapping) for part in batch.values())
+    counts = [_one_size(part) for part in (batch.values() if several else (batch,))]  # type: ignore[attr-defined]
+    known = [n for n in counts if n is not None]
+    return known if len(known) == len(counts) else None
 
 
 def _one_size(batch: object) -> int | None:
     parts = list(parts_in(batch))
-    # not its shape: nested tensors have none
+    # `size(0)`, for nested tensors have no shape
     sizes = {part.size(0) for part in parts if isinstance(part, Tensor) and part.dim()}
     sizes |= {len(part) for part in parts if isinstance(part, SparseCounts)}
     return sizes.pop() if len(sizes) == 1 else None
@@ -228,9 +236,9 @@ class CellWeight:
     def start(self, batch: object) -> None:
         """A new training step begins: a collective, which is not waited for before the weight is requested."""
         if self._mesh.size() > 1:
-            # a step without a backward pass, such as one that returns None, has not asked
+            # the last step, if it had no backward pass, has not waited for its collective
             self.value()
-            n = self._cells = count_cells(batch)
+            n = self._cells = cells_to_weigh(batch)
             self._counts = torch.tensor([n or 0, n is None], dtype=torch.int64, device=self._device)
             self._travelling = all_reduce(self._counts, group=self._mesh.get_group(), async_op=True)
 
@@ -285,7 +293,7 @@ def _metrics(module: nn.Module) -> Iterator[Metric]:
 
 
 def _take_back(module: nn.Module) -> None:
-    """Of copies that were made meanwhile, too."""
+    """Also of copies that were made since."""
     for metric in _metrics(module):
         if isinstance(metric.dist_sync_fn, GatherOver):
             metric.dist_sync_fn = None
@@ -302,4 +310,6 @@ def counted_once(value: Tensor, reduce_op: str, *, model_ranks: int) -> Tensor:
     """After a reduction over all ranks: every rank of a model group has added the same cells."""
     if reduce_op.lower() != "sum" or model_ranks == 1:
         return value
-    return (value / model_ranks).to(value.dtype)
+    # a quotient of integers would be rounded to the default type
+    integer = not (value.is_floating_point() or value.is_complex())
+    return value // model_ranks if integer else value / model_ranks

@@ -164,7 +164,7 @@ class _RowLosses(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, rows: Rows, loss: Any
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, target)
-        # without its tensors, which autograd keeps
+        # not `rows` itself: autograd keeps its tensors already
         ctx.loss, ctx.given = loss, (rows.dtype, rows.after)
         ctx.autocast = _autocast_of(x.device.type, _autocast_now(x.device.type))
         of_weight, of_bias = _computed_in(rows)
@@ -197,7 +197,7 @@ class _RowLosses(torch.autograd.Function):
                 for_x[at : at + len(part)] = of_product @ of_weight
             if for_weight is not None:
                 if for_weight.dtype == dtype:
-                    for_weight.addmm_(of_product.T, part)
+                    for_weight.addmm_(of_product.T, part.to(dtype))
                 else:
                     for_weight += of_product.T @ part.to(dtype)
             if for_bias is not None:

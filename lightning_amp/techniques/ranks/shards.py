@@ -54,7 +54,8 @@ def run_of(index: Int[Tensor, " some"]) -> slice | None:
     if has_no_values(index):
         return None
     first = int(index[0]) if len(index) else 0
-    return slice(first, first + len(index)) if bool((index.diff() == 1).all()) else None
+    run = torch.arange(first, first + len(index), dtype=index.dtype, device=index.device)
+    return slice(first, first + len(index)) if torch.equal(index, run) else None
 
 
 def own_run(n: int, mesh: DeviceMesh) -> slice:

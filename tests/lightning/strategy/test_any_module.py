@@ -358,13 +358,13 @@ def test_a_block_that_is_computed_again_makes_tensors_of_the_type_of_the_step() 
     assert same(*found)
 
 
-def on_ranks(rank: int, ranks: int, name: str, budgets: tuple[int, ...]) -> list[tuple[Any, int, bool]]:
+def on_ranks(rank: int, ranks: int, name: str, budgets: tuple[int, ...], named: str | None) -> list[Any]:
     """Under each budget the plan, what the meter has seen, and whether parameters have moved."""
     found = []
     for budget in budgets:
         (module, batch), meter = make(name), Meter()
         before = [p.detach().clone() for p in module.parameters()]
-        data, strategy = Batches(batch, 8), AMPStrategy(device_memory=budget, unfit="train")
+        data, strategy = Batches(batch, 8), AMPStrategy(device_memory=budget, strategies=named, unfit="train")
         run = fitted(module, DataLoader(data, batch_size=None), strategy, rank=rank, ranks=ranks, callbacks=[meter])
         found.append((run["plan"], meter.live.peak, not all(map(torch.equal, before, module.parameters()))))
     return found
@@ -372,16 +372,19 @@ def on_ranks(rank: int, ranks: int, name: str, budgets: tuple[int, ...]) -> list
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("name", "shares", "strategies"),
+    ("name", "shares", "strategies", "named"),
     [
-        ("wide_mlp", (1.1, 0.75), (("S1",), ("S1", "fsdp"))),
-        ("gene_transformer", (0.32,), (("S1", "recompute", "fsdp", "chunk"),)),
+        ("wide_mlp", (1.1, 0.75), (("S1",), ("S1", "fsdp")), None),
+        ("gene_transformer", (0.32,), (("S1", "replay"),), None),
+        ("gene_transformer", (0.32,), (("S1", "recompute", "fsdp", "chunk"),), "S1,recompute,fsdp,chunk"),
     ],
 )
-def test_two_ranks_are_predicted_and_fitted(name: str, shares: Any, strategies: Any, tmp_path: Path) -> None:
+def test_two_ranks_are_predicted_and_fitted(
+    name: str, shares: Any, strategies: Any, named: str | None, tmp_path: Path
+) -> None:
     peak = lightning_amp.profile(*make(name)).peak_bytes
     budgets = tuple(int(share * peak) for share in shares)
-    for rank in run_ranks(on_ranks, 2, tmp_path, name, budgets, timeout=200):
+    for rank in run_ranks(on_ranks, 2, tmp_path, name, budgets, named, timeout=200):
         for budget, expected, (plan, measured, trained) in zip(budgets, strategies, rank, strict=True):
             assert trained
             assert plan.strategies == expected

@@ -29,7 +29,7 @@ from lightning_amp.errors import AmpError, InstallError, PlanError
 from lightning_amp.lightning._compat import MultiProcessingLauncher
 from lightning_amp.lightning.consistency.replicas import check_replicas, decide_on_rank_zero
 from lightning_amp.lightning.faults.launchers import end_as_ours
-from lightning_amp.lightning.steps.cells import count_cells
+from lightning_amp.lightning.steps.cells import cells_to_weigh, count_cells, counted_once
 from lightning_amp.lightning.strategy.registration import refuse
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from tests.lightning.strategy.strategy_cases import Small, trainer_of
@@ -133,6 +133,16 @@ def tensors(*sizes: int) -> dict[str, torch.Tensor]:
 )
 def test_cells_are_counted_or_said_to_be_unknown(batch: Any, cells: int | None) -> None:
     assert count_cells(batch) == cells
+
+
+def test_ranks_weigh_by_one_measure_and_sum_integers_exactly() -> None:
+    # modalities agree on one rank and not on the other
+    batches = [{"rna": tensors(4), "hic": tensors(4)}, {"rna": tensors(4), "hic": tensors(3)}]
+    assert [cells_to_weigh(batch) for batch in batches] == [8, 7]
+    assert cells_to_weigh(torch.zeros(4, 2)) == 4
+    assert cells_to_weigh({"rna": tensors(5), "hic": {}}) is None
+    total = torch.tensor(2 * (2**24 + 1))
+    assert counted_once(total, "sum", model_ranks=2) == 2**24 + 1
 
 
 def test_workers_are_seeded_by_the_data_coordinate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,9 +128,16 @@ def no_grad(call: Callable[[], Tensor]) -> Tensor:
         return call()
 
 
-def trained(step: Step, *, put_off: bool, dtype: torch.dtype = torch.float64, autocast: bool = False) -> list[Tensor]:
+def trained(
+    step: Step,
+    *,
+    put_off: bool,
+    dtype: torch.dtype = torch.float64,
+    of_head: torch.dtype | None = None,
+    autocast: bool = False,
+) -> list[Tensor]:
     torch.manual_seed(0)
-    embed, head = nn.Embedding(WORDS, 6).to(dtype), nn.Linear(6, WORDS).to(dtype)
+    embed, head = nn.Embedding(WORDS, 6).to(dtype), nn.Linear(6, WORDS).to(of_head or dtype)
     x = torch.randint(WORDS, (4, 9))
 
     def run(module: Any) -> Tensor:
@@ -155,11 +162,13 @@ def test_expressions_are_exact_and_those_of_cross_entropy_run_in_chunks() -> Non
 def test_mixed_precision_is_as_near_as_without() -> None:
     for name in ("flatten", "next words", "smoothed", "ignored", "capped"):
         right = trained(IN_CHUNKS[name], put_off=False, dtype=torch.float32)
-        plain = trained(IN_CHUNKS[name], put_off=False, dtype=torch.float32, autocast=True)
-        found = trained(IN_CHUNKS[name], put_off=True, dtype=torch.float32, autocast=True)
-        for r, p, f in zip(right, plain, found, strict=True):
-            assert f.dtype == p.dtype, name
-            assert (f - r).norm() <= 1.2 * (p - r).norm() + 1e-3 * r.norm(), name
+        for of_head in (torch.float32, torch.bfloat16):
+            # a head in half precision after a norm in single is cast by autocast only
+            given = {"dtype": torch.float32, "of_head": of_head, "autocast": True}
+            plain, found = (trained(IN_CHUNKS[name], put_off=put_off, **given) for put_off in (False, True))  # type: ignore[arg-type]
+            for r, p, f in zip(right, plain, found, strict=True):
+                assert f.dtype == p.dtype, name
+                assert (f - r).norm() <= 1.2 * (p - r).norm() + 4e-3 * r.norm(), name
 
 
 def test_a_write_before_the_product_is_refused() -> None:
