@@ -64,7 +64,7 @@ def below_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
 def taken_apart() -> Iterator[None]:
     """Autograd and the dispatch modes are off: modes, such as a fake mode, see only what is computed on parts."""
     call = STATE.calls[-1]
-    # a call inside of a call, as of an operator that is decomposed, finds the door open and leaves it so
+    # inside another call, as of an operator that is decomposed, dispatch is allowed already and stays so
     before, STATE.open = STATE.open, True
     call.modes = [pop_dispatch_mode() for _ in range(n_dispatch_modes())]
     try:
@@ -89,6 +89,6 @@ def above_autograd() -> Iterator[OnItsWay]:
             yield call
     finally:
         call.modes, STATE.open = modes, True
-        # the caller's block goes on without modes, and puts them back itself
+        # the enclosing block expects no modes, and restores them when it ends
         for _ in modes:
             pop_dispatch_mode()

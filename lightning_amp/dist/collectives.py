@@ -12,7 +12,7 @@ the ranks, as data-parallel gradients are, it is right. No operator has to know 
 An axis without a process group is that of a dry run: results have the right shapes, and no values. So have those of
 fake tensors, by which a block's operators are written down.
 
-Legend: R ranks of the axis. `rows` are the indices along the dim that is sent, which is the first then.
+Legend: R ranks of the axis. `rows` is the tensor with the dim that is communicated in the first place.
 """
 
 import math
@@ -41,7 +41,7 @@ LATER: list[Callable[[], None]] = []
 
 
 class _Linear(Function):
-    """A linear map of parts, whose backward is its adjoint, which is one too."""
+    """A linear map of parts. Its backward is the adjoint, which is linear too, so that double backward works."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Map, back: Map, to: tuple[Any, ...]) -> Tensor:
@@ -103,7 +103,7 @@ def ring(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: MeshA
         given, taken = [0] * axis.size, [0] * axis.size
         given[(axis.rank + 1) % axis.size], taken[axis.rank - 1] = tensor.numel(), math.prod(shape)
         under_way = functional.all_to_all_single(tensor.view(-1), taken, given, axis.group)
-        # the wrapper would wait wherever it is looked at
+        # an AsyncCollectiveTensor waits at its first use: the raw tensor does not
         found.append(getattr(under_way, "elem", under_way))
 
     def arrive() -> list[Tensor]:
@@ -178,7 +178,7 @@ def start_reduce_scatter(rows: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
 
 @torch.no_grad()
 def start_adding_rows(rows: Tensor, group: Any, out: Tensor | None = None) -> Callable[[], Tensor]:
-    """Begin to add up rows [R, ...] over a group, rank r the r-th; the returned function waits for the sum.
+    """Begin to add up rows [R, ...] over a group: rank r receives the sum of row r. The returned function waits for it.
 
     gloo has no reduce-scatter that sends less than an all-reduce. There every rank sends each other one its row, and
     adds up what it gets: as many bytes as a ring sends, in one collective that goes on by itself.
@@ -242,7 +242,7 @@ def _exchange(x: Tensor, axis: MeshAxis, dim: int, owners: Owners, wanted: Wante
     rows = x.movedim(dim, 0)
     got = _all_to_all([pick(rows, 0, ranges) for ranges in send], take, axis)
     if order == [range(sum(take))]:
-        # as of a halo: along the dim itself, for to copy the own rows in another order takes several times as long
+        # as of a halo: concatenated along `dim`, for permuting the own rows takes several times as long
         found = [piece.movedim(0, dim) for piece in got if len(piece)]
         return found[0] if len(found) == 1 else torch.cat(found, dim)
     return pick(torch.cat(got), 0, order).movedim(0, dim)
@@ -354,7 +354,7 @@ def _sendable(x: Tensor) -> Tensor:
 
 
 def periods_first(x: Tensor, dim: int, owners: Owners) -> Tensor:
-    """A dim as the first one; its periods, which are all treated in the same way, as a further dim."""
+    """Move a dim to the front; of owners that repeat, the repeats become a further dim."""
     if owners.repeat == 1:
         return x.movedim(dim, 0)
     return x.unflatten(dim, (owners.repeat, -1)).movedim(dim + 1, 0)

@@ -6,11 +6,11 @@
 The gradients are handed out once and scaled in place: a second backward pass is refused, and so is a second derivative.
 So is the backward pass of anything else that was made of what is computed inside (`leaf`).
 
-Known limits: torch.autograd.grad does not say so, and leaves out what such a term adds to the gradients; where the term
-starts from something in between, not from a leaf, it is torch that refuses it ("a second time").
+Known limits: torch.autograd.grad does not run that check, and omits what such a term adds to the gradients; where the
+term starts from something in between, not from a leaf, torch refuses it ("a second time").
 
-`call_with` calls a module with other tensors in place of its parameters and buffers. A tensor in two places has both
-replaced by what is given for each; a module that is a child in two places counts once. torch.func.functional_call goes
+`call_with` calls a module with other tensors in place of its parameters and buffers. A tied tensor is replaced under
+each of its names; a module that is a child in two places counts once. torch.func.functional_call goes
 by all names of such a child, and leaves the other tensors in it when it is done.
 """
 
@@ -38,7 +38,7 @@ def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, home: Iterable
         compute: Which inputs need gradients -> the total, detached, and the gradients of all inputs, None for those
             that need none or are not used. Called once, with gradients enabled.
         inputs: What the gradients are of.
-        home: Inputs that are read where they belong, inside or outside of what ranks share (ranks/sharded_region.py).
+        home: Inputs that are used on their own side of a region that ranks share; ranks/sharded_region.py reads this.
 
     Raises:
         InstallError: In the backward pass, when it is run twice or for a second derivative.
@@ -55,7 +55,7 @@ def leaf(tensor: Tensor, needed: bool) -> Tensor:
     """The same values as an input of a new graph, whose gradients only `gradients` takes."""
     own = tensor.detach().requires_grad_(needed)
     if needed:
-        # torch.autograd.grad adds nothing up in a leaf: who does is a term outside, of a tensor that was kept
+        # torch.autograd.grad does not accumulate into leaves: the hook runs only if a term outside reaches a kept one
         own.register_post_accumulate_grad_hook(_refuse)  # type: ignore[no-untyped-call]
     return own
 
@@ -122,14 +122,14 @@ class GradientSum:
             self.value[:, columns].add_(grad)
 
     def take(self, grad: Tensor) -> Tensor | None:
-        """Where a first gradient is still to be copied to; None if it is the sum itself from now on."""
+        """The memory to copy a first gradient to; None if `grad` itself becomes the sum."""
         assert self.value is None, "a first gradient comes once"
         self.value = grad if self._room is None else self._room
         return self._room
 
 
 def add_up(found: Iterable[tuple[GradientSum, Tensor | None]]) -> None:
-    """Add gradients, those that there are, to their sums: all of them in two operators, each sum once."""
+    """Add the gradients that are not None to their sums, in two operators; a sum may occur once."""
     copied: list[tuple[Tensor, Tensor]] = []
     added: list[tuple[Tensor, Tensor]] = []
     for total, grad in found:

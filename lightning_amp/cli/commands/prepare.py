@@ -29,7 +29,7 @@ def add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-depth", type=int, default=0, help="drop cells with fewer contacts (default: 0)")
     parser.add_argument("--n-genes", type=int, default=2000, help="most variable genes to keep (default: 2000)")
     parser.add_argument(
-        "--trans", dest="cis_only", action="store_false", help="keep pairs that cross a chromosome's end"
+        "--trans", dest="cis_only", action="store_false", help="also keep pairs of bins on two chromosomes"
     )
     parser.add_argument(
         "--chromosomes",
@@ -78,7 +78,7 @@ def prepared_report(directory: "DataDirectory") -> str:
     ]
     text = table(["", "read", "kept", "left out"], rows)
     if celltypes == {"Unknown"}:
-        # one of another name is kept as it is, and is no type
+        # a column of another name is copied, and not used as the cell type
         names = f"{', '.join(CELLTYPES[:-1])} or {CELLTYPES[-1]}"
         text += f"\nno cell has a type: --labels has it in a column {names}"
     return text

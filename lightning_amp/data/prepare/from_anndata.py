@@ -1,8 +1,8 @@
 """Write AnnData objects as a data directory, for a data module of objects in memory.
 
 Cells stay in the order of the objects, and none is left out. Genes are chosen and the guidance graph is built by the
-functions of `prepare`. One difference: an object has the contacts of its strata only, so that only these become edges,
-where `prepare` also sees the contacts further apart.
+functions of `prepare`. One difference: only contacts within the strata of an object can become edges, where `prepare`
+also sees the contacts further apart.
 """
 
 from pathlib import Path
@@ -112,7 +112,7 @@ def _write_hic(root: Path, hic: Any, counts: Any) -> FeatureLayout:
     """Write the Hi-C modality; the plan balances cells by their depth, which is added where it is missing."""
     known = any(name in hic.obs for name in DEPTH_COLUMNS)
     obs = hic.obs if known else hic.obs.assign(depth=counts.sum(axis=1, dtype=np.float64))
-    # what `prepare` has written, for the imputed maps
+    # the assembly that `prepare` has recorded, which files of imputed maps name
     assembly = hic.uns.get("amp", {}).get("genome_assembly", UNKNOWN_ASSEMBLY)
     path = _write_matrix(root, "hic", counts, obs, hic.var, {"amp": {"genome_assembly": str(assembly)}})
     try:
@@ -149,7 +149,7 @@ def _bins(var: pd.DataFrame, layout: FeatureLayout) -> pd.DataFrame:
 def _bulk(counts: Any, layout: FeatureLayout, bins: pd.DataFrame) -> Any:
     """Sum the contacts within chromosomes over the cells, as `write_hic` does, to a COO array [anchor, anchor]."""
     bulk = Pseudobulk(len(bins))
-    # if a file pads its strata, the partner can be beyond the last bin
+    # strata may have features beyond a chromosome's end, whose partner is no bin
     chrom = np.pad(pd.factorize(bins["chrom"])[0], (0, layout.n_strata), constant_values=-1)
     total = np.asarray(counts.sum(axis=0, dtype=np.float64)).ravel()
     for stratum in layout.strata:
@@ -160,7 +160,7 @@ def _bulk(counts: Any, layout: FeatureLayout, bins: pd.DataFrame) -> Any:
 
 
 def _write_networkx(root: Path, graph: Any, names: dict[str, Any]) -> None:
-    """Write the graph, once it is known to have the features of all modalities as vertices."""
+    """Write the graph, after a check that the features of all modalities are vertices."""
     import networkx
 
     if not isinstance(graph, networkx.Graph):

@@ -52,19 +52,19 @@ def rule_plan(
 ) -> CallPlan | None:
     """The plan of an operator; None where no rule says what it does.
 
-    The caller, not the plan, splits the dims `but` of the first tensor. `tensors` are those among the arguments.
+    The dims `but` of the first tensor are split by the caller, not by the plan. `tensors` are among the arguments.
     """
     call, results = call_of(func, args, kwargs, tensors)
     if call is None:
         return None
-    # by dim of an argument the dim of the result that follows it, or a negative number where it is summed over; dims
-    # with the same label are split together, and a dim without one has to be whole
+    # labels[tensor, dim] is the dim of the result that follows it, or -1 - i if it is in the i-th group that is summed
+    # over; dims with one label are split together, and a dim without a label has to be whole
     labels: dict[Place, int] = {}
     for j, places in [*enumerate(dims_of(call) or ()), *((-1 - i, group) for i, group in enumerate(sums_of(call)))]:
         # two dims of one tensor, as of a diagonal, cannot be split in the same way
         if len({k for k, _ in places}) == len(places):
             labels |= {place: j for place in places if not (place[0] == 0 and place[1] in but)}
-    # what is split over each axis, in turn
+    # label -> the axis over which its dims are split
     taken: dict[int, MeshAxis] = {}
     targets: list[list[Split]] = [[] for _ in tensors]
     result, sums = list[Split](), list[MeshAxis]()
@@ -131,7 +131,7 @@ _LAYOUTS: dict[Any, PartLayout | None] = {}
 
 
 def layout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartLayout | None:
-    """What an operator returns on whole tensors; None where torch cannot say so: a new contiguous tensor."""
+    """What an operator returns on whole tensors; None if meta tensors cannot say, which means new and contiguous."""
     try:
         key = key_of(func, args, kwargs, [])
         if key in _LAYOUTS:
@@ -204,8 +204,8 @@ def _chosen(
     follows, size, other = max(free, default=(False, 0, 0))
     even = -other, Owners.even(size, axis.size)
     if label is not None and label not in taken:
-        # all operands that have this label are split alike, so that nothing but the sum is sent
-        # a sum leaves the result whole on every rank; if it is large, another dim is split instead
+        # operands with this label are split in the same way, so that only the sum of a summed dim is sent. That sum
+        # leaves the result whole on every rank: if it is large, another dim is split instead
         large = prod(result) * axis.size > prod(shape_of(tensors[k]))
         return even if label < 0 and large and follows and axis.unknown == "error" else (label, lead.owners)
     if free:

@@ -1,13 +1,13 @@
 """Give every rank its cells, weigh its loss by them, and count metrics once for ranks that have the same ones.
 
 Order: Lightning puts a distributed sampler, which shuffles in training, into every loader of a strategy of several
-ranks, also where there is one. Here a single data rank reads the loader as it is. Of one that does not shuffle, rank r
-of R reads
+ranks, even if the data axis has one rank. Here a single data rank reads the loader as it is. If the loader does not
+shuffle, rank r of R reads
 
     cells[r::R],        cells = the loader's next R batches, of b cells each
 
 so that together they read the batch of a plain run with a batch size of R b, at uneven ends and with drop_last too.
-A loader with torch's RandomSampler has Lightning's sampler, as under ddp, and so have all in prediction.
+A loader with torch's RandomSampler has Lightning's sampler, as under ddp. In prediction every loader has it.
 
 Weight: of n_r cells on rank r
 

@@ -27,7 +27,7 @@ WRITTEN = (
 )
 After = Callable[[Tensor], Tensor]
 linear: Any = torch.ops.aten.linear.default
-"""Not `F.linear`, which is put off while the step runs."""
+"""Not `F.linear`, whose calls are put off while the step runs."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,7 +38,7 @@ class Rows:
         x: [..., d].
         weight, bias: [v, d], and [v] or None.
         dtype: In which the product is computed.
-        casts: Whether autocast has requested it.
+        casts: Whether the type is that of autocast.
         after: What is computed value by value from the product.
         moved: Whether classes are dim 1 of the outputs.
         given: What the layer was called with, and autograd's counts of writes to it.
@@ -61,7 +61,7 @@ class Rows:
         return cls(x=x, weight=weight, bias=bias, dtype=to or x.dtype, casts=to is not None, given=given)
 
     def check(self) -> None:
-        """Refuse, with a ModelError, to compute with values that are others than when the layer was called."""
+        """Refuse, with a ModelError, inputs that were changed in place since the layer was called."""
         if any(t._version != version for t, version in self.given):
             raise ModelError(WRITTEN)
 
@@ -72,7 +72,7 @@ class Rows:
 
     @property
     def n_outputs(self) -> int:
-        """Of a row."""
+        """Outputs of a row."""
         return int(self.weight.shape[0])
 
     @property
@@ -82,7 +82,7 @@ class Rows:
 
     @property
     def requires_grad(self) -> bool:
-        """Of the product."""
+        """Whether the product requires gradients."""
         return any(t is not None and t.requires_grad for t in (self.x, self.weight, self.bias))
 
     def product(self) -> Tensor:
