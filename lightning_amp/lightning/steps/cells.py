@@ -27,6 +27,7 @@ no children of the module are not found; `metric.sync()` called by hand without 
 import copy
 import os
 import random
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 from torch.distributed import Work, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -66,10 +67,15 @@ class CellOrder(DataConnector):
             or _permutes(dataloader)
         ):
             return super()._prepare_dataloader(dataloader, shuffle, mode)
-        own = OwnCells(dataloader, **self._share())
+        own = OwnCells(dataloader, same=self._same_on_ranks, **self._share())
         read = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
         # as `sampler` it receives the epoch
         return _with(dataloader, **{"sampler": own, read: own})
+
+    def _same_on_ranks(self, value: int) -> bool:
+        """Whether all ranks have called this with one value; a collective."""
+        strategy = self.trainer.strategy
+        return strategy.reduce_boolean_decision(strategy.broadcast(value) == value, all=True)
 
     def _share(self) -> dict[str, int]:
         kwargs = self.trainer.distributed_sampler_kwargs
@@ -80,8 +86,13 @@ class CellOrder(DataConnector):
 class OwnCells(DistributedSampler[Any]):
     """This rank's part of every batch, or of every R items where the loader makes no batches."""
 
-    def __init__(self, loader: DataLoader[Any], *, num_replicas: int, rank: int) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], *, num_replicas: int, rank: int, same: Callable[[int], bool] | None = None
+    ) -> None:
         """Share what `loader` reads.
+
+        Args:
+            same: A collective of all ranks: whether they all have one value.
 
         Raises:
             DataError: The loader's order has no length, so that nobody knows which step is the last.
@@ -98,13 +109,35 @@ class OwnCells(DistributedSampler[Any]):
             ) from None
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         super().__init__(order, num_replicas=num_replicas, rank=rank, shuffle=False, seed=seed)
-        self.order = order
+        self.order, self._same = order, same
+        self._next: tuple[int, list[Any]] | None = None
+        """The epoch and what is read in it, from `set_epoch` until it is read."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell it to the user's own sampler as well."""
+        """Tell it to the user's own sampler as well, and draw the epoch's order; Lightning calls it on all ranks.
+
+        Raises:
+            DataError: The ranks have drawn different orders, of which shares would miss samples and repeat others.
+        """
         super().set_epoch(epoch)
         _tell_epoch(self.order, epoch)
         _tell_epoch(getattr(self.order, "sampler", None), epoch)
+        # a batch sampler of another class may draw by itself
+        drawing = self.order.sampler if type(self.order) is BatchSampler else self.order
+        if self._same is None or isinstance(drawing, SequentialSampler):
+            return
+        if self._next is not None and self._next[0] == epoch:
+            return
+        self._next = epoch, self._drawn()
+        text = repr(self._next[1])
+        # the text of an object without a __repr__ has its address, which differs
+        if not self._same(0 if " at 0x" in text else zlib.crc32(text.encode())):
+            raise DataError(
+                f"the ranks draw different orders from {type(drawing).__name__!r}, so that some samples would be read"
+                " by several of them and others by none; let it draw from the random numbers of torch, numpy or random,"
+                " or seed its generator in set_epoch(epoch); one that makes the shares itself requires"
+                " Trainer(use_distributed_sampler=False)"
+            )
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.order), self.num_replicas)
@@ -112,7 +145,8 @@ class OwnCells(DistributedSampler[Any]):
         return whole + bool(rest and not drops)
 
     def __iter__(self) -> Iterator[Any]:
-        found = iter(self._drawn())
+        known, self._next = self._next, None
+        found = iter(known[1] if known is not None and known[0] == self.epoch else self._drawn())
         for _ in range(len(self)):
             group = [*islice(found, self.num_replicas)]
             cells = [*chain.from_iterable(group)] if self.batched else group

@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from torch.utils.data import DataLoader, Sampler
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from lightning_amp import AMPStrategy
 from lightning_amp.errors import DataError
 from lightning_amp.lightning.steps.cells import OwnCells
 from tests.lightning.conformance.cases import CELLS, STRATA, Site
@@ -22,6 +25,7 @@ from tests.lightning.steps.order_cases import (
     some,
     union,
 )
+from tests.lightning.strategy.strategy_cases import Small, fitted
 from tests.ranks import run_ranks
 
 STAGES = ("fit", "validate", "test", "predict")
@@ -96,6 +100,32 @@ def test_one_cell_for_two_ranks_is_read_by_both_with_a_warning() -> None:
         first, second = map(list, shares)
     assert len(first) == len(second) == len(shares[0]) == 4
     assert first[-1] == second[-1] == [24]
+
+
+class Apart(Sampler[int]):
+    """Draws from numbers that nobody seeds."""
+
+    def __iter__(self) -> Any:
+        return iter(np.random.default_rng().permutation(16).tolist())
+
+    def __len__(self) -> int:
+        return 16
+
+
+def apart(rank: int, ranks: int, batched: bool) -> str:
+    given = {"batch_sampler": BatchSampler(Apart(), 4, False)} if batched else {"sampler": Apart(), "batch_size": 4}
+    try:
+        fitted(Small(), DataLoader(torch.randn(16, 4), **given), AMPStrategy(), rank=rank, ranks=ranks)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("batched", [False, True])
+def test_orders_that_differ_between_ranks_are_refused(batched: bool, tmp_path: Path) -> None:
+    for said in run_ranks(apart, 2, tmp_path, batched, timeout=120):
+        assert said.startswith("the ranks draw different orders from 'Apart', so that some samples would be read by")
 
 
 def test_an_order_without_a_length_is_refused() -> None:
