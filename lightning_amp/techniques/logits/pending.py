@@ -151,6 +151,9 @@ class PutOff(TorchFunctionMode):
         if weight.shape[0] < LEAST_CHUNKS * weight.shape[1] or x.numel() < LEAST_CHUNKS * x.shape[-1]:
             return None
         rows = Rows.of(x, weight, bias)
+        if not rows.casts and any(t is not None and t.dtype != rows.dtype for t in (weight, bias)):
+            # torch refuses types that differ, where no autocast makes them one
+            return None
         found = Pending.of(rows, (*x.shape[:-1], weight.shape[0]), rows.dtype)
         self._alive.append(weakref.ref(found))
         return found

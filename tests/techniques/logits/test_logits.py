@@ -171,6 +171,12 @@ def test_mixed_precision_is_as_near_as_without() -> None:
                 assert (f - r).norm() <= 1.2 * (p - r).norm() + 4e-3 * r.norm(), name
 
 
+def test_types_that_torch_refuses_are_refused() -> None:
+    for put_off in (False, True):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            trained(IN_CHUNKS["flatten"], put_off=put_off, dtype=torch.float32, of_head=torch.bfloat16)
+
+
 def test_a_write_before_the_product_is_refused() -> None:
     head, embed, x = nn.Linear(6, WORDS), nn.Embedding(WORDS, 6), torch.randint(WORDS, (4, 9))
     head.requires_grad_(False)
