@@ -16,6 +16,7 @@ Known limits: what lies in global variables, in closures or behind an iterator i
 way of `.data`.
 """
 
+import os
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -269,7 +270,18 @@ def _held(value: Any, seen: dict[int, Any], depth: int) -> Any:
         return repr(value.bit_generator.state)
     if isinstance(value, torch.Generator):
         return value.initial_seed(), bytes(value.get_state().tolist())
-    return mark_of(vars(value), seen, depth - 1) if hasattr(value, "__dict__") else None
+    if isinstance(value, os.PathLike):
+        # its slots are filled when they are first read
+        return os.fspath(value)
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
+    held = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
+    return mark_of(held, seen, depth - 1) if held else None
+
+
+def _slots(kind: type) -> Sequence[str]:
+    found = vars(kind).get("__slots__", ())
+    names = (found,) if isinstance(found, str) else found
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def _name(place: Place) -> str:

@@ -288,17 +288,33 @@ def rows_of(reports: Sequence[Report]) -> tuple[Row, ...]:
 
 def errors(found: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> dict[str, float]:
     """Relative error of every tensor that either side has; infinite where one side lacks it, or its shape differs."""
-    norms = {name: float(value.double().norm()) for name, value in one.items()}
+    norms = {name: _norm(value) for name, value in one.items()}
     floor = FLOOR * sum(norm**2 for norm in norms.values() if norm == norm) ** 0.5
     result = {}
     for name in [*one, *sorted(found.keys() - one.keys())]:
         if name not in one or name not in found or found[name].shape != one[name].shape:
             result[name] = float("inf")
             continue
-        difference = float((found[name].double() - one[name].double()).norm())
+        mine, its = found[name], one[name]
+        # infinities that are equal, as of a mask, have no difference either
+        difference = float(torch.where(mine == its, 0, mine - its).to(_wide(its)).norm())
         # equal values have no error, nor have values that are all zero
         result[name] = difference and difference / max(norms[name], floor, torch.finfo().tiny)
     return result
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.complex128 if value.is_complex() else torch.float64
+
+
+def _flat(value: Tensor) -> Tensor:
+    return (torch.view_as_real(value) if value.is_complex() else value).double().flatten()
+
+
+def _norm(value: Tensor) -> float:
+    """Of the finite elements."""
+    wide = value.to(_wide(value))
+    return float(torch.where(wide.isfinite(), wide, 0).norm())
 
 
 def loss_errors(found: list[list[float]], one: list[list[float]]) -> dict[str, float]:
@@ -314,7 +330,7 @@ def loss_errors(found: list[list[float]], one: list[list[float]]) -> dict[str, f
 
 def common_factor(found: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> float | None:
     """What all tensors of `one` are those of `found` times, None where it is not one number."""
-    pairs = [(found[k].double().flatten(), one[k].double().flatten()) for k in one if k in found]
+    pairs = [(_flat(found[k]), _flat(one[k])) for k in one if k in found]
     pairs = [(a, b) for a, b in pairs if a.shape == b.shape]
     # least squares: one number fits where the two are parallel, so where their cosine is 1
     mixed, own, ones = (sum(float(p[i] @ p[j]) for p in pairs) for i, j in ((0, 1), (0, 0), (1, 1)))

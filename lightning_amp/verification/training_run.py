@@ -190,7 +190,11 @@ def _fit(
     seed_everything(0, verbose=False)
     module, data = torch.load(folder / "subject.pt", map_location="cpu", weights_only=False)
     dtype = DTYPES[precision]
-    module = module.to(dtype)
+    # `to` would make complex parameters real
+    module = module.double() if dtype == torch.float64 else module.float()
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_complex():
+            tensor.data = tensor.data.to(torch.promote_types(dtype, torch.complex64))
     used: list[Any] = []
 
     def place() -> tuple[int, int]:

@@ -271,6 +271,9 @@ def test_errors_are_relative_and_nothing_is_passed_over() -> None:
     assert errors(one, {"a": one["a"]})["tiny"] == math.inf
     assert errors({"a": one["a"][:1]}, {"a": one["a"]})["a"] == math.inf
     assert math.isnan(errors({"a": one["a"] / 0 * 0}, {"a": one["a"]})["a"])
+    mask = torch.full((2, 2), -math.inf).triu(1)
+    assert errors({"mask": mask, "a": 2 * one["a"]}, {"mask": mask, "a": one["a"]}) == {"mask": 0.0, "a": 1.0}
+    assert errors({"z": torch.tensor([3j])}, {"z": torch.tensor([2j])}) == {"z": 0.5}
     assert loss_errors([[1.0], [3.0]], [[1.0], [2.0]]) == {"step 1": 0.0, "step 2": 0.5}
     assert math.isnan(loss_errors([[1.0]], [[1.0, 2.0]])["step 1, backward 2"])
     assert math.isnan(loss_errors([[math.inf]], [[math.inf]])["step 1"])

@@ -172,7 +172,9 @@ def _memory(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> to
 def _made(recipe: Recipe, known: dict[int, torch.UntypedStorage | None]) -> torch.UntypedStorage | None:
     if recipe.given is not None:
         recipe.was_read = True
-        return recipe.given.cpu().untyped_storage()
+        # the storage, for views of it have places in it
+        found: torch.UntypedStorage = recipe.given.untyped_storage().cpu()  # type: ignore[no-untyped-call]
+        return found
     if recipe.like is not None and recipe.like.dtype.itemsize * math.prod(recipe.like.shape) > MOST_BYTES:
         return None
     into = None

@@ -9,12 +9,14 @@ from torch.optim import Optimizer
 
 STEPS = 3
 SHAPE = (4, 6)
+LR = 0.01
 
 
 def mixes_elements(optimizer: Optimizer, *, flat: bool) -> bool | None:
     """Whether two parts of a parameter are trained otherwise than the whole; None where it cannot be tried.
 
-    An optimiser of the same kind, with the same options, takes three steps on the CPU; the run's is left as it is.
+    An optimiser of the same kind, with the options of each group in turn, takes three steps on the CPU; the run's is
+    left as it is. The learning rate is `LR`, for that of a schedule may begin at zero, where nothing moves.
 
     Args:
         optimizer: Of any class.
@@ -22,21 +24,31 @@ def mixes_elements(optimizer: Optimizer, *, flat: bool) -> bool | None:
     """
     draw = torch.Generator().manual_seed(0)
     values, *gradients = (torch.randn(SHAPE, generator=draw, dtype=torch.float64) for _ in range(STEPS + 1))
-    try:
-        with torch.random.fork_rng(devices=[]):
-            whole = _trained(optimizer, [values], [[grad] for grad in gradients])
-            halves = [_halves(value, flat) for value in (values, *gradients)]
-            parts = _trained(optimizer, halves[0], halves[1:])
-    except Exception:
+    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+        # the steps of one that wraps another would be the other's, on the run's parameters
         return None
-    return not torch.allclose(parts, whole, rtol=1e-9, atol=1e-12)
+    mixes = False
+    for group in optimizer.param_groups:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                whole = _trained(optimizer, group, [values], [[grad] for grad in gradients])
+                halves = [_halves(value, flat) for value in (values, *gradients)]
+                parts = _trained(optimizer, group, halves[0], halves[1:])
+        except Exception:
+            return None
+        if torch.equal(whole, values.flatten()):
+            return None
+        mixes |= not torch.allclose(parts, whole, rtol=1e-9, atol=1e-12)
+    return mixes
 
 
 def _halves(x: Tensor, flat: bool) -> list[Tensor]:
     return list((x.flatten() if flat else x).chunk(2))
 
 
-def _trained(optimizer: Optimizer, values: list[Tensor], gradients: list[list[Tensor]]) -> Tensor:
+def _trained(
+    optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]
+) -> Tensor:
     """All elements after a few steps."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     other: Any = object.__new__(type(optimizer))
@@ -45,7 +57,7 @@ def _trained(optimizer: Optimizer, values: list[Tensor], gradients: list[list[Te
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(other, name, OrderedDict())
     other.state = defaultdict(dict)
-    other.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
+    other.param_groups = [{**group, **({"lr": LR} if "lr" in group else {}), "params": parameters}]
     for step in gradients:
         for parameter, grad in zip(parameters, step, strict=True):
             parameter.grad = grad.clone()

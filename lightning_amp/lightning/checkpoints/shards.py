@@ -203,8 +203,10 @@ class Shards:
         if among:
             # shards are parts of one vector: squares are summed over the ranks, and the root is taken of the sum
             own = get_total_norm([grad for grad in self._gradients(among) if grad.numel()])
-            own = own.to(device=among[0].mesh.device_type, dtype=among[0].whole.dtype)
-            over_ranks = collectives.all_reduce(among[0].mesh, own**2) ** 0.5
+            dtype = among[0].whole.dtype
+            # in half precision the square of a norm above 256 is infinite
+            own = own.to(device=among[0].mesh.device_type, dtype=torch.promote_types(dtype, torch.float32))
+            over_ranks = (collectives.all_reduce(among[0].mesh, own**2) ** 0.5).to(dtype)
             norms.append(over_ranks.to(norms[0].dtype) if norms else over_ranks)
         # an empty list of gradients has a norm on the host
         return get_total_norm([value.to(norms[-1].device) for value in norms])
@@ -289,7 +291,11 @@ class Shards:
         self, optimizer: Any, state: Mapping[str, Any], convert: Callable[[Any, dict[str, Any]], Any]
     ) -> dict[str, Any]:
         """An optimiser's state with that of each of these parameters changed."""
-        kept, held = dict(state["state"]), self._held()
+        held, groups = self._held(), getattr(optimizer, "optimizer", optimizer).param_groups
+        if not any(id(p) in held for group in groups for p in group["params"]):
+            # of another form perhaps, or empty on this rank
+            return dict(state)
+        kept = dict(state["state"])
         for parameter, index in numbered(optimizer, state):
             if id(parameter) in held and index in kept:
                 kept[index] = convert(held[id(parameter)], kept[index])

@@ -61,8 +61,9 @@ def cells_per_step(trainer: "pl.Trainer") -> Cells:
     nothing, and the profile of its step counts them itself.
     """
     source = trainer.fit_loop._data_source
-    # a data module may be given for its plan in addition to loaders
-    for owner in (getattr(trainer, "datamodule", None), source.instance):
+    # a data module may be given for its plan in addition to loaders; it may also be that of an earlier run
+    owners = [getattr(trainer, "datamodule", None), source.instance]
+    for owner in owners if source.is_module() else reversed(owners):
         if sizes := _sizes(owner):
             return max(sizes), ""
     if not source.is_module() or not trainer.training or not find_decoders(trainer.lightning_module):
@@ -103,6 +104,13 @@ def loaders_of(trainer: "pl.Trainer", loop: Any = None) -> tuple[object, str]:
 
         source.dataloader = dataloader
     return loaders, ""
+
+
+def forget_loaders(trainer: "pl.Trainer") -> None:
+    """Drop loaders that the Trainer was to take and has not: the run has ended before, and another may read others."""
+    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+    for loop in (*loops, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        vars(loop._data_source).pop("dataloader", None)
 
 
 def _loaders(source: Any) -> tuple[object, bool]:
@@ -150,7 +158,9 @@ def example_batch(loaders: object, why: str = "") -> Any:
     if isinstance(loaders, dict):
         return {name: example_batch(loader) for name, loader in loaders.items()}
     if isinstance(loaders, list | tuple):
-        return type(loaders)([example_batch(loader) for loader in loaders])
+        batches = [example_batch(loader) for loader in loaders]
+        # of named tuples the fields are arguments
+        return type(loaders)(*batches) if hasattr(loaders, "_fields") else type(loaders)(batches)
     if hasattr(loaders, "amp_example_batch"):
         return loaders.amp_example_batch()
     kind = type(loaders).__name__

@@ -54,10 +54,8 @@ class FiniteCheck:
         for name, child in module.named_modules():
             if name:
                 self._handles.append(child.register_forward_hook(self._look_at(name), with_kwargs=True))
-        for name, parameter in module.named_parameters() if gradients else ():
-            if parameter.requires_grad:
-                look = self._look_at_gradient(name)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(look))  # type: ignore[no-untyped-call]
+        self._unwatched = dict(module.named_parameters()) if gradients else {}
+        self._watch_gradients()
 
     def remove(self) -> None:
         """Stop watching."""
@@ -67,6 +65,15 @@ class FiniteCheck:
     def start(self) -> None:
         """A training step begins."""
         self._first = self._reader = self._gradient = ""
+        # a callback may have unfrozen some
+        self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        for name, parameter in list(self._unwatched.items()):
+            if parameter.requires_grad:
+                del self._unwatched[name]
+                look = self._look_at_gradient(name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(look))  # type: ignore[no-untyped-call]
 
     def check_loss(self, output: Any) -> None:
         """Refuse, with a ModelError, a loss that is not finite, as the step returned it or a manual backward got it."""

@@ -257,13 +257,17 @@ class AMPStrategy(MeshStrategy):
                 over_model=bool(with_steps(plan.strategies)),
             )
             self.setup_optimizers(trainer)
-            self._undo += [self._shards.watch(trainer), time_steps(trainer, self.plan), rescue(self._step)]
+            # one after the other: each may refuse the run
+            self._undo.append(self._shards.watch(trainer))
+            self._undo.append(time_steps(trainer, self.plan))
+            self._undo.append(rescue(self._step))
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self._shards.on_host:
             optimizers_to_device(self.optimizers, self.root_device)
 
     def _plan_and_install(self, trainer: Trainer, model: nn.Module) -> Callable[..., Callable[[], None]]:
         # late, for it reaches the reference model and every technique, which a Trainer does not need
+        from lightning_amp.lightning.profiling.loaders import forget_loaders
         from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 
         named = ExitStack()
@@ -271,6 +275,7 @@ class AMPStrategy(MeshStrategy):
         self._undo.append(named.close)
         trained, self.plan = self.plan, None
         planned = InstalledPlan(self, trainer, model, trained=trained)
+        self._undo.append(partial(forget_loaders, trainer))
         # before it is installed: a refusal after that is undone too
         self._undo.append(planned.undo)
         # what is counted are tensors on the host, and stands for those on the device

@@ -148,6 +148,13 @@ class PutOff(TorchFunctionMode):
         # what is checkpointed runs again in the backward pass, and has to compute in the same order
         if not plain or x.dim() < 2 or weight.dim() != 2 or top_saving_hooks(False) != self._saving:
             return None
+        given = [t for t in (x, weight, bias) if t is not None]
+        if any(t.is_inference() for t in given):
+            # made in inference mode, they do not say either when they are written to
+            return None
+        if not torch.is_grad_enabled() and any(t.requires_grad for t in given):
+            # of an autograd Function, perhaps, whose output gets its gradient
+            return None
         if weight.shape[0] < LEAST_CHUNKS * weight.shape[1] or x.numel() < LEAST_CHUNKS * x.shape[-1]:
             return None
         rows = Rows.of(x, weight, bias)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import OpOverload
+from lightning_amp._torch import OpOverload, version_of
 from lightning_amp.dist._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, tensors_of
@@ -137,6 +137,9 @@ class Outside:
 
     tensor: Tensor
     copied: bool = False
+    source: "weakref.ref[Tensor] | None" = None
+    """The tensor that was read, whose version says of later writes; `tensor`, which is detached, has its own."""
+    version: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -311,6 +314,10 @@ class Segment:
     def _run(self, operator: Operator, values: dict[tuple[int, torch.dtype], Tensor]) -> None:
         def tensor(one: StorageRef | Outside) -> Tensor:
             if type(one) is Outside:
+                read = None if one.copied or one.source is None else one.source()
+                if read is not None and version_of(read) != one.version:
+                    # after the step, as by a hook before the backward pass
+                    raise ModelError(CHANGED)
                 # what an operator writes to has to be there for the next replay
                 return copied(one.tensor) if one.copied and self.kind == ONE_BY_ONE else one.tensor
             return _tensor(cast(StorageRef, one), values)

@@ -129,6 +129,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *args: Any) -> None:
         """End the step."""
         super().__exit__(*args)  # type: ignore[no-untyped-call]
+        self._note_versions()
         self._digest_saved()
 
     def _note_versions(self) -> None:
@@ -243,7 +244,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         one = segment.outside.get(key)
         # not every write counts the version up
         if one is None or one.copied:
-            one = segment.outside[key] = Outside(leaf.detach())
+            one = segment.outside[key] = Outside(leaf.detach(), source=weakref.ref(leaf), version=version_of(leaf))
             self._alive.setdefault(key[0], []).append(weakref.ref(one))
         return one
 

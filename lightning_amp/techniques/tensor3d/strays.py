@@ -26,7 +26,9 @@ from lightning_amp.techniques.tensor3d.parameters import GridParameter
 HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end"),
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"),
-    *("on_after_backward", "on_before_optimizer_step", "on_validation_start", "on_validation_end"),
+    *("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "lr_scheduler_step"),
+    *("on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end"),
+    *("on_validation_batch_start", "on_validation_batch_end"),
 )
 """Of a LightningModule, which are called while its parameters are parts."""
 READ_ELSEWHERE = (

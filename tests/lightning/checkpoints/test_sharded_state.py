@@ -194,6 +194,30 @@ class ByNorm(torch.optim.Optimizer):
                 p.sub_(group["lr"] * p.grad * p.norm() / p.grad.norm())
 
 
+class ByNormLater(ByNorm):
+    """A schedule begins at zero, and elements are mixed in the second group only."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__([{"params": parameters, "lr": 0.0}, {"params": [nn.Parameter(torch.randn(2))], "mixed": 1}])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad * (p.norm() / p.grad.norm() if group.get("mixed") else 1))
+
+
+class Wraps(torch.optim.AdamW):
+    """Its step would be that of the run's optimiser."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.inner = torch.optim.SGD(parameters, 0.1)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
 class Plain(torch.optim.AdamW):
     pass
 
@@ -204,7 +228,7 @@ class Fails(Plain):
 
 
 def test_an_optimiser_that_mixes_elements_is_known() -> None:
-    for kind, right in ((ByNorm, True), (Plain, False), (Fails, None)):
+    for kind, right in ((ByNorm, True), (ByNormLater, True), (Plain, False), (Fails, None), (Wraps, None)):
         optimizer: Any = kind([nn.Parameter(torch.randn(3))])
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
         before = torch.random.get_rng_state()

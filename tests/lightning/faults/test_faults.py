@@ -206,6 +206,17 @@ def watched() -> Iterator[tuple[Strata, FiniteCheck]]:
     check.remove()
 
 
+def test_parameters_that_are_unfrozen_later_are_watched() -> None:
+    module = Strata().requires_grad_(False)
+    check = FiniteCheck(module, rank=3, gradients=True)
+    module.requires_grad_(True)
+    check.start()
+    (module(torch.ones(1, 2)).sum() * torch.inf).backward()
+    with pytest.raises(ModelError, match="a gradient that is not finite"):
+        check.check_gradients()
+    check.remove()
+
+
 def test_the_first_module_and_stratum_are_named(watched: tuple[Strata, FiniteCheck]) -> None:
     module, check = watched
     check.check_loss(module(torch.ones(1, 2)).sum())

@@ -128,6 +128,26 @@ def test_what_collates_a_batch_does_not_remember_the_one_of_the_profile(of_data:
     assert trainer.strategy.plan.diagnosis is not None, "the step was profiled"  # type: ignore[union-attr]
 
 
+def test_loaders_of_a_fit_that_failed_are_not_those_of_the_next() -> None:
+    class Hooked(Profiled):
+        def train_dataloader(self) -> Any:
+            return DataLoader(torch.zeros(4, 3), batch_size=2)
+
+        def on_fit_start(self) -> None:
+            raise ValueError("before it reads its loader")
+
+    trainer, seen = trainer_of(), list[float]()
+    with pytest.raises(ValueError, match="before it reads"):
+        trainer.fit(Hooked(int))
+
+    class Reads(Profiled):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.append(float(batch.sum()))
+
+    trainer.fit(Reads(int), DataLoader(CELLS, batch_size=2))
+    assert seen == [6.0, 6.0]
+
+
 def test_hooks_that_are_set_on_a_data_module_get_no_fake_tensors() -> None:
     batches: list[Any] = []
 

@@ -171,6 +171,45 @@ def test_mixed_precision_is_as_near_as_without() -> None:
                 assert (f - r).norm() <= 1.2 * (p - r).norm() + 4e-3 * r.norm(), name
 
 
+class Signs(torch.autograd.Function):
+    """A linear layer by the signs of its weight, with a gradient by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight.sign())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.sign(), grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def of_a_teacher(head: Any, h: Tensor, x: Tensor) -> Tensor:
+    """What was made in inference mode goes through the head outside of it."""
+    with torch.inference_mode():
+        features = h.sin()
+    with torch.no_grad():
+        aim = head(features)
+    return entropy(head(h), x) + (head(h).mean() - aim.mean()).square()
+
+
+def test_functions_with_their_own_gradients_and_tensors_of_inference_mode_are_as_without() -> None:
+    steps: list[Step] = [lambda head, h, x: entropy(Signs.apply(h, head.weight), x) + h.square().mean(), of_a_teacher]
+    for step in steps:
+        for right, found in zip(trained(step, put_off=False), trained(step, put_off=True), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_half_precision_are_summed_in_single() -> None:
+    step = IN_CHUNKS["flatten"]
+    right = trained(step, put_off=False)
+    plain, found = (trained(step, put_off=put_off, dtype=torch.bfloat16) for put_off in (False, True))
+    for r, p, f in zip(right, plain, found, strict=True):
+        assert f.dtype is torch.bfloat16
+        assert (f.double() - r).norm() <= 1.1 * (p.double() - r).norm() + 1e-3 * r.norm()
+
+
 def test_types_that_torch_refuses_are_refused() -> None:
     for put_off in (False, True):
         with pytest.raises(RuntimeError, match="same dtype"):

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -205,6 +206,14 @@ class Memory(Plain):
         return super().forward(x) * self.store.n
 
 
+class SlottedMemory(Memory):
+    """Of an object without a dictionary."""
+
+    @dataclass(slots=True)
+    class Store:  # type: ignore[misc]
+        n: int = 0
+
+
 class OwnGenerator(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -258,6 +267,7 @@ REFUSED_IN_FIRST_PASS = {
     InPlaceInput: "it changes its argument 0 in place",
     Remembers: "it changes what 'seen' holds",
     Memory: "it changes what 'store' holds",
+    SlottedMemory: "it changes what 'store' holds",
     OwnGenerator: "it changes what 'generator' holds",
     ChangesParameter: "it changes 'a.weight' in place",
 }

@@ -233,6 +233,29 @@ def test_what_nobody_can_replay_fails_as_it_does_without() -> None:
                 loss.backward()
 
 
+def test_a_write_between_the_step_and_its_backward_pass_is_refused() -> None:
+    w, target = weight(8, 8), weight(8, 8, seed=4).detach()
+    with Tape([(ALL, AT_ONCE)]) as tape, tape.hooks():
+        with torch.no_grad():
+            aim = rows(4, 8) @ target
+        loss = ((rows(4, 8) @ w).sin() - aim).square().sum()
+    # a target network that follows, in a hook
+    target.lerp_(w.detach(), 0.5)
+    del aim
+    with pytest.raises(ModelError, match="changed in place"):
+        loss.backward()
+
+
+def test_a_write_at_the_end_of_a_step_is_refused() -> None:
+    w = weight(8, 8)
+    with Tape([(ALL, AT_ONCE)]) as tape, tape.hooks():
+        h = (rows(4, 8) @ w).exp()
+        loss = h.sum()
+        h.detach().mul_(2)
+    with pytest.raises(ModelError, match="changed in place"):
+        loss.backward()
+
+
 class Unseen(torch.autograd.Function):
     """Computes by NumPy, in memory that torch has made: of zeros, or of nothing."""
 

@@ -163,7 +163,9 @@ def _outcome(
     """
     values, spec = tree_flatten(call)
     changed = made.capture.changed
-    state = {name: _leaf(tensor, copied=name in changed) for name, tensor in state_of(block).items()}
+    # of buffers always: kernels of a BatchNorm write to its statistics without a new version
+    buffers = {name for name, _ in block.named_buffers()}
+    state = {name: _leaf(x, copied=name in changed or name in buffers) for name, x in state_of(block).items()}
     for name in without:
         state[name].requires_grad_(False)
     inputs = any(name.startswith("input ") for name in changed)
