@@ -138,7 +138,10 @@ def _is_ours() -> bool:
         if name.partition(".")[0] != "torch" and not frame.f_code.co_name.startswith("__torch_"):
             break
         frame = frame.f_back
-    return bool(frame.f_globals.get("__name__", "").startswith("lightning_amp."))
+    # Lightning's clipping, which a run does by whole norms, runs as it is where a step is counted
+    return bool(
+        frame.f_globals.get("__name__", "").startswith(("lightning_amp.", "lightning.pytorch.plugins.precision"))
+    )
 
 
 class _ByValue(TorchDispatchMode):  # type: ignore[no-untyped-call]

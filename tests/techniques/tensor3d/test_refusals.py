@@ -210,6 +210,7 @@ ODD_REFUSED = {
     "a lazy layer": "must have its shape before training starts",
     "a teacher that sees other features": "calls 'add_' on the parameter",
     "a weight of norm 1 after a step": "calls 'linalg_vector_norm' on the parameter",
+    "gradients clipped by hand": "'configure_gradient_clipping' calls",
     "a running mean, assigned": "a file would hold one rank's part",
     "embedding of bounded norm": "it writes into a copy",
     "a gradient penalty": "a backward pass was begun by",
