@@ -274,8 +274,10 @@ def _held(value: Any, seen: dict[int, Any], depth: int) -> Any:
         # its slots are filled when they are first read
         return os.fspath(value)
     slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
-    held = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
-    return mark_of(held, seen, depth - 1) if held else None
+    # what slots hold is not looked into: it may be of others, such as a mesh with its groups
+    own = [(name, _outline(getattr(value, name))) for name in slots]
+    inside = mark_of(vars(value), seen, depth - 1) if hasattr(value, "__dict__") else None
+    return (own, inside) if own else inside
 
 
 def _slots(kind: type) -> Sequence[str]:

@@ -295,9 +295,9 @@ def errors(found: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> dict[str, 
         if name not in one or name not in found or found[name].shape != one[name].shape:
             result[name] = float("inf")
             continue
-        mine, its = found[name], one[name]
+        mine, its = (value.to(_wide(one[name])) for value in (found[name], one[name]))
         # infinities that are equal, as of a mask, have no difference either
-        difference = float(torch.where(mine == its, 0, mine - its).to(_wide(its)).norm())
+        difference = float(torch.where(mine == its, 0, mine - its).norm())
         # equal values have no error, nor have values that are all zero
         result[name] = difference and difference / max(norms[name], floor, torch.finfo().tiny)
     return result
