@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 STEPS = 3
 SHAPE = (4, 6)
 LR = 0.01
+NOT_TRIED = ("params", "param_names", "lr", "initial_lr", "max_lr", "min_lr")
+"""Options of a group that say nothing of how an update is computed."""
 
 
 def mixes_elements(optimizer: Optimizer, *, flat: bool) -> bool | None:
@@ -27,16 +29,18 @@ def mixes_elements(optimizer: Optimizer, *, flat: bool) -> bool | None:
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         # the steps of one that wraps another would be the other's, on the run's parameters
         return None
-    mixes = False
-    for group in optimizer.param_groups:
+    halves, mixes = [_halves(value, flat) for value in (values, *gradients)], False
+    # of hundreds of groups most differ in nothing but the learning rate
+    options = [{k: v for k, v in group.items() if k not in NOT_TRIED} for group in optimizer.param_groups]
+    for group in {repr(one): one for one in options}.values():
         try:
             with torch.random.fork_rng(devices=[]):
                 whole = _trained(optimizer, group, [values], [[grad] for grad in gradients])
-                halves = [_halves(value, flat) for value in (values, *gradients)]
                 parts = _trained(optimizer, group, halves[0], halves[1:])
         except Exception:
             return None
         if torch.equal(whole, values.flatten()):
+            # nothing moves, from which nothing can be seen
             return None
         mixes |= not torch.allclose(parts, whole, rtol=1e-9, atol=1e-12)
     return mixes
@@ -57,7 +61,7 @@ def _trained(
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(other, name, OrderedDict())
     other.state = defaultdict(dict)
-    other.param_groups = [{**group, **({"lr": LR} if "lr" in group else {}), "params": parameters}]
+    other.param_groups = [{**group, "lr": LR, "params": parameters}]
     for step in gradients:
         for parameter, grad in zip(parameters, step, strict=True):
             parameter.grad = grad.clone()

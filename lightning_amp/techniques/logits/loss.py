@@ -181,8 +181,9 @@ class _RowLosses(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         for_x = torch.empty(rows.n_rows, x.shape[-1], dtype=x.dtype, device=x.device) if wants_x else None
         # sums of many chunks in half precision would lose what small ones add
-        for_weight = torch.zeros_like(weight, dtype=_of_sums(weight)) if wants_weight else None
-        for_bias = torch.zeros_like(bias, dtype=_of_sums(bias)) if wants_bias and bias is not None else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        for_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        for_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
         at = 0
         for part, t, of_rows in rows.chunks(target, grad):
             product = linear(part.to(dtype), of_weight, of_bias).requires_grad_()
@@ -198,7 +199,7 @@ class _RowLosses(torch.autograd.Function):
                 for_x[at : at + len(part)] = of_product @ of_weight
             if for_weight is not None:
                 if for_weight.dtype == dtype:
-                    for_weight.addmm_(of_product.T, part.to(dtype))
+                    for_weight.addmm_(of_product.T, part)
                 else:
                     for_weight += of_product.T @ part.to(dtype)
             if for_bias is not None:
@@ -207,10 +208,6 @@ class _RowLosses(torch.autograd.Function):
         for_weight = None if for_weight is None else for_weight.to(weight.dtype)
         for_bias = None if for_bias is None or bias is None else for_bias.to(bias.dtype)
         return None if for_x is None else for_x.view(x.shape), for_weight, for_bias, None, None, None
-
-
-def _of_sums(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
 def _autocast_of(kind: str, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -141,16 +141,14 @@ class PutOff(TorchFunctionMode):
         return func(*args, **kwargs) if found is None else found
 
     def _put_off(self, input: Any, weight: Any, bias: Any = None) -> Pending | None:
-        x, plain = input, all(has_storage(t) for t in (input, weight, bias) if t is not None)
-        if torch.is_inference_mode_enabled():
-            # its tensors do not say when they are written to
+        x, given = input, [t for t in (input, weight, bias) if t is not None]
+        if not all(map(has_storage, given)) or x.dim() < 2 or weight.dim() != 2:
             return None
-        # what is checkpointed runs again in the backward pass, and has to compute in the same order
-        if not plain or x.dim() < 2 or weight.dim() != 2 or top_saving_hooks(False) != self._saving:
+        if top_saving_hooks(False) != self._saving:
+            # what is checkpointed runs again in the backward pass, and has to compute in the same order
             return None
-        given = [t for t in (x, weight, bias) if t is not None]
-        if any(t.is_inference() for t in given):
-            # made in inference mode, they do not say either when they are written to
+        if torch.is_inference_mode_enabled() or any(t.is_inference() for t in given):
+            # tensors of inference mode do not say when they are written to
             return None
         if not torch.is_grad_enabled() and any(t.requires_grad for t in given):
             # of an autograd Function, perhaps, whose output gets its gradient
@@ -158,7 +156,7 @@ class PutOff(TorchFunctionMode):
         if weight.shape[0] < LEAST_CHUNKS * weight.shape[1] or x.numel() < LEAST_CHUNKS * x.shape[-1]:
             return None
         rows = Rows.of(x, weight, bias)
-        if not rows.casts and any(t is not None and t.dtype != rows.dtype for t in (weight, bias)):
+        if not rows.casts and any(t.dtype != rows.dtype for t in given):
             # torch refuses types that differ, where no autocast makes them one
             return None
         found = Pending.of(rows, (*x.shape[:-1], weight.shape[0]), rows.dtype)
