@@ -122,7 +122,11 @@ def take_buffers_of_first(module: nn.Module, group: ProcessGroup) -> None:
     for child in module.modules():
         if not is_shared(child):
             for buffer in child.buffers(recurse=False):
-                dist.broadcast(buffer, group=group, group_src=0)
+                # NCCL sends contiguous tensors only
+                sent = buffer.contiguous()
+                dist.broadcast(sent, group=group, group_src=0)
+                if sent is not buffer:
+                    buffer.copy_(sent)
 
 
 def check_replicas(module: nn.Module, *, rank: int, broadcast: Broadcast, any_rank: Callable[[bool], bool]) -> None:

@@ -301,11 +301,14 @@ class AMPStrategy(MeshStrategy):
         try:
             if trainer is not None:
                 self._shards.give_back(self.optimizers, complete=not trainer.interrupted)
-            self._remove_installed()
         finally:
-            self._deferred = None
-            with self._failures.teardown():
-                super().teardown()
+            # also where parameters could not be given back: the module's own methods must not stay replaced
+            try:
+                self._remove_installed()
+            finally:
+                self._deferred = None
+                with self._failures.teardown():
+                    super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
         """Add to an error of memory what was predicted; then say whose fault it is, here and to the other ranks."""

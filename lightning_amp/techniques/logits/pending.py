@@ -42,6 +42,8 @@ METADATA = {
     Tensor.__hash__,
 }
 """What the wrapper says of itself."""
+DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
+"""Ways to a tensor's memory whose writes autograd does not count."""
 
 
 class Pending(Tensor):
@@ -137,6 +139,9 @@ class PutOff(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Put off a linear layer, or call the function."""
         kwargs = kwargs or {}
+        if func in DATA:
+            # before the write: no version would show that a product comes after it
+            self._compute(of=args[0])
         found = self._put_off(*args, **kwargs) if func is F.linear else None
         return func(*args, **kwargs) if found is None else found
 
@@ -165,9 +170,12 @@ class PutOff(TorchFunctionMode):
 
     def finish(self) -> None:
         """Compute what something still has, with the parameters of now."""
-        for ref in self._alive:
-            found = ref()
-            if found is not None:
+        self._compute()
+
+    def _compute(self, of: Tensor | None = None) -> None:
+        """Compute products that are put off: all of them, or those of one tensor."""
+        for found in (ref() for ref in self._alive):
+            if found is not None and (of is None or any(t is of for t, _ in found.rows.given)):
                 found.made()
 
 

@@ -162,6 +162,21 @@ def test_writers_of_one_name_and_process_do_not_share_a_file(tmp_path: Path) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt"]
 
 
+def test_a_file_removed_before_its_lock_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, calls = fcntl.flock, list[int]()
+
+    def late(file: Any, kind: int) -> None:
+        calls.append(kind)
+        if len(calls) == 1:
+            _remove_left_over(tmp_path)
+        lock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "a.ckpt")
+    assert AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt") == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+
+
 def test_a_file_system_without_locks_and_flushes_has_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

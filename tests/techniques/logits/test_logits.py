@@ -236,6 +236,17 @@ def test_a_write_before_the_product_is_refused() -> None:
     for step in (written_inputs, written_weight):
         with pytest.raises(ModelError, match="had been changed in place"):
             in_chunks(step)(None)
+
+    # no version counts what is written by `data`: the product comes before it, as without `logits`
+    def written_data(module: Any) -> Tensor:
+        logits = head(embed(x))
+        head.weight.data.mul_(0.5)
+        return entropy(logits, x)
+
+    weight = head.weight.detach().clone()
+    plain = written_data(None)
+    head.weight.data = weight
+    assert torch.equal(in_chunks(written_data)(None), plain)
     # a gradient of logits that were not computed is refused
     head, embed, x = nn.Linear(6, WORDS), nn.Embedding(WORDS, 6), torch.randint(WORDS, (4, 9))
 
