@@ -78,6 +78,7 @@ class ProfiledStep:
         facts: By technique, what the `look` of its row has found in the step.
         requested: By technique, the spec that a request or a given plan has for it; else the policy decides.
         refused: Techniques that this module was found to refuse, and why.
+        beyond: Sets of techniques -> bytes by which counts with them installed have exceeded the prediction.
         statistics_bytes: What batch norms allocate in addition where several ranks share statistics.
         notes: What else a person should know of the count, one sentence each.
         sent_seconds: Time of a technique's collectives, without those of gradients that ranks average.
@@ -92,6 +93,7 @@ class ProfiledStep:
     facts: Mapping[str, Any] = field(default_factory=dict)
     requested: Mapping[str, Spec] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    beyond: Mapping[frozenset[str], tuple[int, ...]] = field(default_factory=dict)
     statistics_bytes: int = 0
     notes: tuple[str, ...] = ()
     sent_seconds: float = 0.0
@@ -101,6 +103,10 @@ class ProfiledStep:
     def requesting(self, specs: Mapping[str, Spec]) -> "ProfiledStep":
         """The same step with these specs requested in addition."""
         return replace(self, requested={**self.requested, **specs})
+
+    def exceeding(self, names: frozenset[str], n_bytes: int) -> "ProfiledStep":
+        """The same step, where a count has exceeded the prediction for these techniques by so many bytes more."""
+        return replace(self, beyond={**self.beyond, names: (*self.beyond.get(names, ()), n_bytes)})
 
     @property
     def seconds(self) -> float:

@@ -38,9 +38,6 @@ TRIES = 4
 MOSTLY = 0.6
 """Of the peak: what stands in the way of a technique that leaves as much as it is."""
 STAGED = ("pipeline",)
-Beyond = Mapping[frozenset[str], Sequence[int]]
-"""Techniques -> bytes by which counts of plans with them have exceeded the predicted peak."""
-NOTHING: Beyond = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +70,6 @@ def compare(
     base: tuple[str, ...] = (),
     batch_size: int = 1,
     refused: Mapping[tuple[str, ...], str] = MappingProxyType({}),
-    beyond: Beyond = NOTHING,
     asked: PipelineOptions = OPEN,
 ) -> Compared:
     """Draft every plan, and choose.
@@ -85,14 +81,13 @@ def compare(
         base: Strategies that every plan has.
         batch_size: Of one rank, for the time of a sample.
         refused: Sets that the module was found to refuse, and why; no set with one of them is drafted.
-        beyond: By which predictions were too low.
         asked: Of a pipeline.
     """
     found, dropped = list[Draft](), dict(refused)
     for names in sets_of_techniques():
         if any(set(names) >= set(one) for one in refused) or _is_needless(seen, names, ranks=ranks, budget=budget):
             continue
-        made = _draft_within(seen, names, ranks=ranks, budget=budget, beyond=beyond)
+        made = draft(seen, names, ranks=ranks, budget=budget)
         if isinstance(made, str):
             dropped[names] = made
         else:
@@ -114,14 +109,14 @@ def compare(
     )
 
 
-def asked_for(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None, beyond: Beyond) -> Draft:
+def asked_for(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> Draft:
     """The plan with techniques that a person has named.
 
     Raises:
         PlanError: One of them cannot be added.
     """
     ordered = tuple(name for name in PREDICTIONS if name in names)
-    made = _draft_within(seen, ordered, ranks=ranks, budget=budget, beyond=beyond)
+    made = draft(seen, ordered, ranks=ranks, budget=budget)
     if isinstance(made, str):
         raise PlanError(f"strategies={','.join(names)!r}: {made}; leave that one out, or let policy 'auto' choose")
     return made
@@ -129,28 +124,22 @@ def asked_for(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget:
 
 def draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:
     """The plan with these techniques, or why one of them cannot be added; of a technique's variants the fastest that
-    fits, and with None that which saves most.
+    fits, and with None that which saves most. What counts have found beyond the prediction is part of the peak.
     """
+    found = seen.beyond.get(frozenset(names), ())
+    if budget is not None and found:
+        # by as much as counts have exceeded the prediction, less is allowed; at last all that can be is done
+        budget = 0 if len(found) >= TRIES - 1 else max(0, budget - sum(found))
     ways = [seen]
     for name in names:
         if variants := PREDICTIONS[name].variants:
             ways = [one for way in ways for one in variants(way, ranks)]
     made = [_draft(way, names, ranks=ranks, budget=budget) for way in ways]
-    found = [one for one in made if isinstance(one, Draft)]
-    return _chosen(found, 0 if budget is None else budget) if found else made[0]
-
-
-def _draft_within(
-    seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None, beyond: Beyond
-) -> Draft | str:
-    """The same, with what counts have found beyond the prediction, for which there is room in the budget."""
-    found = beyond.get(frozenset(names), ())
-    if budget is None or not found:
-        return draft(seen, names, ranks=ranks, budget=budget)
-    # by as much as counts have exceeded the prediction, less is allowed; at last all that can be is done
-    room = 0 if len(found) >= TRIES - 1 else max(0, budget - sum(found))
-    made = draft(seen, names, ranks=ranks, budget=room)
-    return made if isinstance(made, str) else replace(made, peak_bytes=made.peak_bytes + sum(found))
+    drafts = [one for one in made if isinstance(one, Draft)]
+    if not drafts:
+        return made[0]
+    best = _chosen(drafts, 0 if budget is None else budget)
+    return replace(best, peak_bytes=best.peak_bytes + sum(found))
 
 
 def _draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> Draft | str:

@@ -6,7 +6,6 @@ modules is then counted again with them installed, which is nearly exact. Where 
 plans are compared once more, with as many bytes added to the prediction for its techniques.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,6 +40,8 @@ from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.pipeline.options import OPEN, PipelineOptions
 from lightning_amp.techniques.table import PREDICTIONS, parse_strategies
 
+SLIGHTLY = 1.01
+"""Times a predicted peak: a count that exceeds it by no more confirms it."""
 Count = Callable[[tuple[Rule, ...]], ModuleProfile]
 """Rules -> the step's profile with them installed; raises an AmpError where a technique refuses the module."""
 
@@ -105,7 +106,6 @@ def plan_module(
         return with_stages(on_model_axis(base, asked.model), seen, asked, must=True)
     budget, refused = base.budget_bytes, dict[tuple[str, ...], str]()
     limit = None if named is not None and not budget_named else budget
-    beyond = defaultdict[frozenset[str], list[int]](list)
     while True:
         if named is None:
             compared = compare(
@@ -115,11 +115,10 @@ def plan_module(
                 base=base.strategies,
                 batch_size=base.batch_size,
                 refused=refused,
-                beyond=beyond,
                 asked=asked,
             )
         else:
-            best = asked_for(seen, named, ranks=base.gradient_ranks, budget=limit, beyond=beyond)
+            best = asked_for(seen, named, ranks=base.gradient_ranks, budget=limit)
             compared = Compared(best=best, candidates=(), dropped={})
         best = compared.best
         rules = rules_of(best, named=named is not None)
@@ -137,13 +136,15 @@ def plan_module(
             seen = _without_refused(seen, counted, refused[counted], ranks=best.ranks, count=count)
             continue
         compared = replaced_peak(compared, peak)
-        found = beyond[frozenset(best.strategies)]
-        # where the prediction itself is above the limit no other choice is tried; of techniques that a person has named
-        # there is more to be had, until as much as can be
-        hopeless = limit is not None and best.peak_bytes > limit and (named is None or len(found) >= TRIES - 1)
-        if not rules or limit is None or peak <= limit or hopeless:
+        if not rules or limit is None or peak <= limit:
             break
-        found.append(max(peak - best.peak_bytes, 1) if best.peak_bytes <= limit else peak - limit)
+        chosen = frozenset(best.strategies)
+        over, last = best.peak_bytes > limit, len(seen.beyond.get(chosen, ())) >= TRIES - 1
+        # of techniques that a person has named there is more to be had, until as much as can be; else, where nothing
+        # is predicted to fit, another choice may be the leanest if a count has shown this one to take more
+        if over and (last or (named is None and peak <= SLIGHTLY * best.peak_bytes)):
+            break
+        seen = seen.exceeding(chosen, peak - limit if over and named is not None else max(peak - best.peak_bytes, 1))
     return finished(base, seen, compared, rules)
 
 

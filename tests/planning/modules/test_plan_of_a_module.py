@@ -220,6 +220,14 @@ def test_at_last_all_that_can_be_is_done_and_what_was_counted_is_the_least(monke
     assert any("requires at least 3.22 KiB with recompute" in note for note in found.notes)
 
 
+def test_where_nothing_fits_the_least_is_that_of_counts() -> None:
+    """Recomputation is predicted to be the leanest, and counted to take more than the step as it is."""
+    found = plan_module(base(1000), seen(), count=lambda rules: profiled(saved=6000))
+    assert (found.strategies, found.predicted_peak_bytes, found.fits) == ((), 4200, False)
+    assert any("requires at least 4.10 KiB on 1 rank" in note for note in found.notes)
+    assert {row.strategies: row.peak_bytes for row in found.candidates}["recompute",] >= 6000
+
+
 def test_a_module_that_refuses_a_technique_is_planned_without() -> None:
     def count(rules: Any) -> ModuleProfile:
         raise InstallError("its forward was set by other code")
