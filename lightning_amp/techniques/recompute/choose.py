@@ -10,6 +10,11 @@ The frontier has at most as many points as there are choices, and in practice fe
 Where it exceeds `MOST_POINTS`, points whose times differ by less than 1 / MOST_POINTS of the time of all forward passes
 become one, with the least bytes of them; the result then still fits, and takes that much longer per block at most.
 
+Blocks that are called again later multiply what has to be told apart: an encoder of 12 blocks that two views of a batch
+pass has 2^12 combinations of decisions after the first view. Where there are more than `MOST_KEYS`, those are followed
+whose choices are the best in bytes and seconds once the later calls of the decided blocks are added. The result still
+fits; it may take longer than the best one, and the least peak may be missed.
+
 Source of the pruning: G. L. Nemhauser, Z. Ullmann: Discrete dynamic programming and capital allocation, 1969.
 """
 
@@ -21,10 +26,12 @@ from typing import Any
 import numpy as np
 
 from lightning_amp.errors import PlanError
-from lightning_amp.footprint.chain.chain import CHUNKED, KEPT, RECOMPUTED, Chain, ChainMoment, extra_seconds
+from lightning_amp.footprint.chain.chain import CHUNKED, KEPT, RECOMPUTED, BlockCost, Chain, ChainMoment, extra_seconds
 from lightning_amp.footprint.chain.chain import peak_bytes as peak_bytes
 
 MOST_POINTS = 10_000
+MOST_KEYS = 256
+"""Combinations that are followed side by side."""
 CLOSE = 0.002
 """Part of the peak to which the least is found."""
 Key = frozenset[int | tuple[str, int]]
@@ -194,6 +201,8 @@ class _FormSearch:
             alike[later].append(points)
         merged = {key: self._frontier(points) for key, points in alike.items()}
         merged = {key: points for key, points in merged.items() if len(points.n_bytes)}
+        if len(merged) > MOST_KEYS:
+            merged = self._promising(merged, i)
         if merged:
             before = np.concatenate([points.before for points in merged.values()])
             form = np.concatenate([points.form for points in merged.values()])
@@ -203,9 +212,7 @@ class _FormSearch:
     def _frontier(self, parts: Sequence[_Points]) -> _Points:
         n_bytes = np.concatenate([p.n_bytes for p in parts])
         seconds = np.concatenate([p.seconds for p in parts])
-        order = np.lexsort((seconds, n_bytes))
-        least = np.minimum.accumulate(seconds[order])
-        order = order[np.concatenate([[True], least[1:] < least[:-1]])[: len(order)]]
+        order = _best(n_bytes, seconds)
         if len(order) > MOST_POINTS:
             total = sum(block.forward_seconds for block in self._chain.blocks)
             coarse = np.ceil(seconds[order] * (MOST_POINTS / total))
@@ -214,6 +221,34 @@ class _FormSearch:
         form = np.concatenate([p.form for p in parts])
         return _Points(n_bytes[order], seconds[order], before[order], form[order])
 
+    def _promising(self, found: dict[Key, _Points], i: int) -> dict[Key, _Points]:
+        """About `MOST_KEYS` of the combinations: of the frontier of all points, then of what is left without these."""
+        later = {k: self._later(*k, i) for k in set().union(*found) if not isinstance(k, int)}
+        more = [np.array([later[k] for k in key if k in later]).reshape(-1, 2).sum(0) for key in found]
+        n_bytes = np.concatenate([p.n_bytes + n for p, (n, _) in zip(found.values(), more, strict=True)])
+        seconds = np.concatenate([p.seconds + n for p, (_, n) in zip(found.values(), more, strict=True)])
+        owner = np.repeat(np.arange(len(found)), [len(points.n_bytes) for points in found.values()])
+        kept, left = set[int](), np.arange(len(owner))
+        while (room := MOST_KEYS - len(kept)) > 0:
+            front = left[_best(n_bytes[left], seconds[left])]
+            # of ranges of bytes the fastest choice, and the leanest of all: a budget may need any of them
+            place = (n_bytes[front] - n_bytes[front[0]]) * room // (np.ptp(n_bytes[front]) + 1)
+            fastest = np.append(place[1:] != place[:-1], True)
+            fastest[0] = True
+            kept.update(owner[front[fastest]].tolist())
+            left = left[~np.isin(owner[left], list(kept))]
+        return {key: points for n, (key, points) in enumerate(found.items()) if n in kept}
+
+    def _later(self, fqn: str, form: int, i: int) -> tuple[int, float]:
+        """Bytes and seconds that a decided form adds to the later calls of its block."""
+        blocks = [block for block in self._chain.blocks[i + 1 :] if block.fqn == fqn]
+        n_bytes = sum(self._alone(block, form) - self._alone(block, KEPT) for block in blocks)
+        return n_bytes, sum(block.extra_seconds(form) for block in blocks)
+
+    def _alone(self, block: BlockCost, form: int) -> int:
+        saved, tensors = block.held(form)
+        return saved + sum(self._chain.tensors[k] for k in tensors)
+
     def _trace(self, place: int) -> dict[str, int]:
         """The decisions that led to a point, in the order of the blocks."""
         forms: dict[str, int] = {}
@@ -221,6 +256,13 @@ class _FormSearch:
             forms[block.fqn] = int(form[place])
             place = int(before[place])
         return {fqn: form for fqn, form in reversed(forms.items()) if form != KEPT}
+
+
+def _best(n_bytes: Any, seconds: Any) -> Any:
+    """Places of the points that no other one is better than, from the fewest bytes on."""
+    order = np.lexsort((seconds, n_bytes))
+    least = np.minimum.accumulate(seconds[order])
+    return order[np.concatenate([[True], least[1:] < least[:-1]])[: len(order)]]
 
 
 def _decided(fqn: str, key: Key) -> int:

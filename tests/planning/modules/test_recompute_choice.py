@@ -20,6 +20,7 @@ from lightning_amp.footprint.chain.chain import (
     extra_seconds,
     peak_bytes,
 )
+from lightning_amp.techniques.recompute import choose as choose_module
 from lightning_amp.techniques.recompute.choose import CLOSE, choose, leanest
 from tests.each import each
 
@@ -124,6 +125,37 @@ def plain_chain(n: int, draw: random.Random | None = None) -> Chain:
         moments.append(ChainMoment(n_bytes=saved, after=i, alive=keeps, block=i))
         moments.append(ChainMoment(n_bytes=saved + 5, after=i, alive=keeps, block=i, form=RECOMPUTED))
     return Chain(blocks=tuple(blocks), tensors=(10,) * n, moments=(*moments, ChainMoment(n_bytes=0, after=n)))
+
+
+@pytest.mark.parametrize("calls", [2, 3])
+def test_an_encoder_that_several_views_pass_is_planned(calls: int) -> None:
+    """2^24 combinations of decisions are open between the first and the last view: not all are followed."""
+    blocks = tuple(cost(f"b.{k}", 1 + k / 100, 1000 + k) for _ in range(calls) for k in range(24))
+    works = (ChainMoment(n_bytes=1250, after=i, block=i, form=RECOMPUTED) for i in range(len(blocks)))
+    chain = Chain(blocks=blocks, moments=(ChainMoment(n_bytes=200, after=len(blocks)), *works))
+    whole = peak_bytes(chain, ())
+    for share in (0.9, 0.6, 0.25):
+        found = choose(chain, int(share * whole))
+        assert found is not None
+        assert found.peak_bytes <= share * whole
+        # the first blocks save most bytes for their time
+        firsts = (tuple(f"b.{k}" for k in range(n)) for n in range(25))
+        best = next(names for names in firsts if peak_bytes(chain, names) <= share * whole)
+        assert found.extra_seconds <= 1.03 * extra_seconds(chain, best)
+    assert len(leanest(chain).forms) == 24
+
+
+def test_what_was_not_followed_makes_no_choice_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose_module, "MOST_KEYS", 2)
+    for seed in range(30):
+        draw = random.Random(seed)
+        chain = random_chain(draw, 9)
+        rows = [(peak_bytes(chain, c), extra_seconds(chain, c)) for c in every_choice(chain)]
+        for budget in {min(rows)[0], (min(rows)[0] + max(rows)[0]) // 2, max(rows)[0]}:
+            found = choose(chain, budget)
+            if found is not None:
+                assert (found.peak_bytes, found.extra_seconds) in rows
+                assert found.peak_bytes <= budget
 
 
 @pytest.mark.parametrize("hard", [False, True])
