@@ -30,7 +30,7 @@ from lightning_amp.footprint.chain.chain import CHUNKED, KEPT, RECOMPUTED, Block
 from lightning_amp.footprint.chain.chain import peak_bytes as peak_bytes
 
 MOST_POINTS = 10_000
-MOST_KEYS = 256
+MOST_KEYS = 64
 """Combinations that are followed side by side."""
 CLOSE = 0.002
 """Part of the peak to which the least is found."""
