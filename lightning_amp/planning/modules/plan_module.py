@@ -106,6 +106,7 @@ def plan_module(
         return with_stages(on_model_axis(base, asked.model), seen, asked, must=True)
     budget, refused = base.budget_bytes, dict[tuple[str, ...], str]()
     limit = None if named is not None and not budget_named else budget
+    tried = list[tuple[int, Compared, tuple[Rule, ...]]]()
     while True:
         if named is None:
             compared = compare(
@@ -136,13 +137,15 @@ def plan_module(
             seen = _without_refused(seen, counted, refused[counted], ranks=best.ranks, count=count)
             continue
         compared = replaced_peak(compared, peak)
-        if not rules or limit is None or peak <= limit:
+        tried.append((peak, compared, rules))
+        if limit is None or peak <= limit:
             break
         chosen = frozenset(best.strategies)
         over, last = best.peak_bytes > limit, len(seen.beyond.get(chosen, ())) >= TRIES - 1
         # of techniques that a person has named there is more to be had, until as much as can be; else, where nothing
         # is predicted to fit, another choice may be the leanest if a count has shown this one to take more
-        if over and (last or (named is None and peak <= SLIGHTLY * best.peak_bytes)):
+        if not rules or (over and (last or (named is None and peak <= SLIGHTLY * best.peak_bytes))):
+            _, compared, rules = min(tried, key=lambda one: one[0])
             break
         seen = seen.exceeding(chosen, peak - limit if over and named is not None else max(peak - best.peak_bytes, 1))
     return finished(base, seen, compared, rules)
