@@ -105,7 +105,7 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
     asked, named = split_by_planner(request.strategies if strategies is None else strategies, policy=request.policy)
     if asked is not None:
         asked += _without_profile(named or (), facts)
-    size, stages = model_axis_size(request.model_parallel_size, asked, seen)
+    size, stages = model_axis_size(request.model_parallel_size, asked, seen, policy=request.policy)
     size = facts.grid_ranks or size if model_ranks is None else model_ranks
     base = _without_step(facts, asked, size, steps=facts.steps)
     if seen is None:
@@ -122,7 +122,8 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
     # to profile a technique with steps takes seconds: only where nothing fits, or where a plan with more than data
     # parallelism takes much longer than computation
     slow = set(found.strategies) > {"S1"} and _pace(found) - seen.seconds > max(seen.seconds, SLOW_SECONDS)
-    if request.chooses and strategies is None and (found.fits is False or slow):
+    free = request.chooses and strategies is None and request.model_parallel_size == "auto"
+    if free and (found.fits is False or slow):
         return in_parts(found, facts)
     return found
 

@@ -36,6 +36,7 @@ from lightning_amp.planning.modules.finish_plan import (
 from lightning_amp.planning.modules.plan_stages import options_of_named, pipeline_of, predicted_again, with_stages
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_memory, with_requested
+from lightning_amp.planning.policies.make_plan import check_divides
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.pipeline.options import OPEN, PipelineOptions
@@ -62,14 +63,15 @@ def split_by_planner(
 
 
 def model_axis_size(
-    size: int | str, strategies: str | Sequence[str] | None, seen: ProfiledStep | None
+    size: int | str, strategies: str | Sequence[str] | None, seen: ProfiledStep | None, *, policy: str
 ) -> tuple[int | str, PipelineOptions]:
     """Ranks of the model axis that were requested: those of a plan without a profile, and those of a pipeline that
     `plan_module` adds where a policy chooses.
     """
-    if seen is None or strategies is not None or not isinstance(size, int):
+    # policy "paper" has no pipeline, and a size that is not allowed is refused where all are checked
+    if seen is None or strategies is not None or policy == "paper" or type(size) is not int or size < 1:
         return size, OPEN
-    return "auto", PipelineOptions(model=size if size > 1 else None)
+    return "auto", PipelineOptions(model=size)
 
 
 def plan_module(
@@ -89,7 +91,7 @@ def plan_module(
         named: Those techniques that a person has requested; None leaves the choice to the policy.
         budget_named: Whether a person has named the budget; else as much of what was requested is done as can be.
         count: Counts the step again with rules installed; None leaves it at the prediction.
-        asked: Of a pipeline; with ranks of the model axis, one is required.
+        asked: Of a pipeline; with several ranks of the model axis one is required, with one rank there is none.
 
     Raises:
         PlanError: A technique that was named cannot be had.
@@ -101,7 +103,8 @@ def plan_module(
             return made
         # none is needed, and yet it was requested
         return with_stages(base, seen, options_of_named(asked, named, budget_named=False))
-    if asked.model is not None and named is None:
+    if asked.model not in (None, 1) and named is None:
+        check_divides(asked.model, base.mesh.data)
         return with_stages(on_model_axis(base, asked.model), seen, asked, must=True)
     budget, refused = base.budget_bytes, dict[tuple[str, ...], str]()
     limit = None if named is not None and not budget_named else budget
@@ -248,7 +251,7 @@ def plan_step(
             " planned by its data; plan their folder: lightning_amp.plan(lightning_amp.profile(DIR))"
         )
     asked, named = split_by_planner(strategies, policy=policy)
-    size, stages = model_axis_size(model_parallel_size, asked, seen)
+    size, stages = model_axis_size(model_parallel_size, asked, seen, policy=policy)
     memory = () if device_memory is None else memory_of_ranks(device_memory, devices)
     base = make_plan(
         profile_of_module(shape),
