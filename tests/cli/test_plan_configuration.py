@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from lightning_amp.cli.main import main
-from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.costs.device_rates import CPU_CORE, rates_for
 from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.techniques.fsdp.row import ON_HOST, FullyShard
@@ -211,6 +212,35 @@ def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None
     ):
         assert main(["plan", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+@IGNORED
+def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(config: str, monkeypatch: Any) -> None:
+    """Where a sequence is split, a grid and its cache had been left out; rates were those of single precision."""
+    seen = dict[str, Any]()
+
+    def look(*_: Any, **given: Any) -> Any:
+        seen.update(given)
+        raise PlanError("seen")
+
+    monkeypatch.setattr("lightning_amp.lightning.profiling.plan_of_module.plan_of_module", look)
+    asked = "{strategies: tensor3d, tensor_grid: [2, 1, 2], tensor_cache: 1MiB, unfit: train}"
+    strategy = f"{{class_path: lightning_amp.AMPStrategy, init_args: {asked}}}"
+    text = f"{Path(config).read_text()}trainer: {{precision: bf16-true, strategy: {strategy}}}\n"
+    Path(config).write_text(text)
+    words = ["plan", "--config", config, "--devices", "4", "--device", "A100"]
+    assert main(words) == 2
+    assert seen["rates"] == rates_for("A100", products="half")
+    assert (seen["options"]["tensor_grid"], seen["options"]["tensor_cache"]) == ((2, 1, 2), "1MiB")
+    assert (seen["options"]["unfit"], seen["request"]["model_parallel_size"]) == ("train", 2)
+    assert main([*words, "--strategies", "tensor3d", "--tensor-grid", "1,2,1"]) == 2
+    assert (seen["options"]["tensor_grid"], seen["request"]["model_parallel_size"]) == ((1, 2, 1), "auto")
+    assert main([*words, "--strategies", "tensor3d", "--tensor-grid", "auto"]) == 2
+    assert (seen["options"]["tensor_grid"], seen["request"]["model_parallel_size"]) == (None, "auto")
+    text = text.replace("tensor3d, tensor_grid: [2, 1, 2], tensor_cache: 1MiB", "sequence, sequence_dim: {batch: 1}")
+    Path(config).write_text(text)
+    assert main(words) == 2
+    assert seen["options"]["sequence_dim"] == {"batch": 1}
 
 
 @IGNORED
