@@ -72,7 +72,8 @@ def plan(
         budget=min(memory, default=None),
         rates=rates.on_nodes_of(node_devices),
         model_parallel_size=model_parallel_size,
-        node_devices=node_devices,
+        # a node that is not full is all there is
+        node_devices=None if node_devices is None or node_devices >= devices else node_devices,
     )
     asked, notes, compared = policy, list[str](), tuple[Candidate, ...]()
     if strategies is not None:
