@@ -79,7 +79,8 @@ class RankResult:
 
     Attributes:
         peak_bytes: Most bytes alive at once; where the budget was exceeded, with the request that did.
-        strata_bytes: Bytes alive after each stratum of the forward pass, as far as it came.
+        strata: The rank's strata, as far as the forward pass came.
+        strata_bytes: Bytes alive after each of them.
         comm_bytes: Bytes given to collectives, by kind.
         failed_at: What was running when the budget was exceeded, None where it was not.
     """
@@ -87,6 +88,7 @@ class RankResult:
     rank: int
     peak_bytes: int
     breakdown: dict[str, int]
+    strata: tuple[int, ...]
     strata_bytes: tuple[int, ...]
     comm_bytes: dict[str, int]
     failed_at: str | None = None
@@ -104,6 +106,7 @@ def measure_step(
         rank=rank,
         peak_bytes=step.meter.peak,
         breakdown=step.meter.breakdown,
+        strata=tuple(sorted(step.strata_bytes)),
         strata_bytes=tuple(held for _, held in sorted(step.strata_bytes.items())),
         comm_bytes=dict(step.meter.sent),
         failed_at=None if requested_bytes is None else step.meter.phase,

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterable
-from itertools import groupby, zip_longest
+from itertools import groupby
+from math import nan
 from pathlib import Path
 from textwrap import wrap
 
@@ -47,11 +48,13 @@ def simulation_report(simulation: Simulation) -> str:
 def draw(path: Path, simulation: Simulation) -> None:
     """Write a PNG of memory after each stratum of the rank that needs most."""
     plan, worst = simulation.plan, simulation.worst
+    held = dict(zip(worst.strata, worst.strata_bytes, strict=True))
     names = ", ".join(plan.strategies)
     what = f"{names}, {plan.mesh.data} x {plan.mesh.model} ranks (data x model)" if names else "one device"
     simulated_memory(
         path,
-        simulated_bytes=worst.strata_bytes,
+        # those before a rank's own are on other ranks
+        simulated_bytes=[held.get(k, nan) for k in range(max(held, default=-1) + 1)],
         predicted_bytes=plan.strata_bytes,
         peak_bytes=worst.peak_bytes,
         failed_at=worst.failed_at,
@@ -102,11 +105,11 @@ def _prediction(simulation: Simulation) -> str:
 
 def _strata(simulation: Simulation) -> str:
     """Some strata to a line: their numbers, simulated and predicted bytes; those that read the same are one."""
-    lines = [f"rank {simulation.worst.rank} after each stratum of the forward pass"]
-    both = zip_longest(simulation.worst.strata_bytes, simulation.plan.strata_bytes)
-    read = [["" if n is None else format_bytes(n) for n in row] for row in both]
-    del read[len(simulation.worst.strata_bytes) :]
-    groups = [list(group) for _, group in groupby(range(len(read)), key=lambda k: read[k])]
+    worst, predicted = simulation.worst, simulation.plan.strata_bytes
+    lines = [f"rank {worst.rank} after each stratum of the forward pass"]
+    both = {k: (held, *predicted[k : k + 1]) for k, held in zip(worst.strata, worst.strata_bytes, strict=True)}
+    read = {k: [*map(format_bytes, row), ""][:2] for k, row in both.items()}
+    groups = [list(group) for _, group in groupby(read, key=lambda k: read[k])]
     for first in range(0, len(groups), STRATA_PER_LINE):
         shown = groups[first : first + STRATA_PER_LINE]
         rows = {"stratum  ": [_runs(group) for group in shown]}
