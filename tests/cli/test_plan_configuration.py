@@ -346,6 +346,20 @@ def test_one_of_both_is_asked_for(config: str, capsys: Any) -> None:
     for words in (["profile"], ["profile", "data", "--config", config]):
         assert main(words) == 2
         assert "give one of them: a data directory, or a configuration" in capsys.readouterr().err
+    assert main(["profile"]) == 2
+    assert "profile got neither DIR nor --config" in capsys.readouterr().err
+
+
+def test_an_option_of_the_other_kind_is_refused(config: str, capsys: Any) -> None:
+    """It had been ignored."""
+    for words, said in (
+        (["profile", "data", "--batch-size", "4"], "DIR='data' cannot be used with --batch-size"),
+        (["profile", "--config", config, "--keys", "attention"], "a training step cannot be used with --keys"),
+        (["profile", "deep_model:Deep", "--batch", "4x64", "--setting", "x"], "step cannot be used with --setting"),
+        (["simulate", "data", "--tensor-grid", "1,1,1"], "--shape cannot be used with --tensor-grid"),
+    ):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_class_is_profiled_without_a_configuration(

@@ -21,6 +21,7 @@ from lightning_amp.techniques.chunk.look import block_tables
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.graph.test_capture import Custom
+from tests.planning import profiles as sizes
 from tests.techniques.chunk.small_blocks import Attention, FeedForward
 
 
@@ -71,6 +72,16 @@ def test_what_cannot_be_profiled_or_planned_is_refused(profile: Any) -> None:
         lightning_amp.plan(Deep())  # type: ignore[call-overload]
     with pytest.raises(PlanError, match="batch_size was given with the profile of a module's step"):
         lightning_amp.plan(profile, batch_size=4)
+    data, lengthy = sizes.profile(), sizes.shape(32)
+    assert lightning_amp.plan(data, shape=lengthy).batch_size == 32
+    for call, said in (
+        (lambda: lightning_amp.plan(data, shape=lengthy, batch_size=64), "batch_size=64 .* a shape of 32 cells"),
+        (lambda: lightning_amp.plan(data, torch.zeros(2)), "batch was given with a directory's profile"),
+        (lambda: lightning_amp.profile("data", batch_size=4), "batch_size was given with a directory"),
+        (lambda: lightning_amp.profile(Deep(), torch.zeros(2, 32), setting="x"), "setting was given with a module"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            call()  # type: ignore[no-untyped-call]
     with pytest.raises(PlanError, match="chunk is not possible: the blocks were not looked at"):
         lightning_amp.plan(profile, strategies="chunk", device_memory="1MiB")
 
