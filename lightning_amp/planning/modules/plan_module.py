@@ -184,10 +184,7 @@ def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None, m
         predicted_stratum_bytes=0,
         predicted_peak_bytes=made.peak_bytes,
         diagnosis=diagnose_module(seen, ranks=ranks, budget=given.budget_bytes),
-        notes=(
-            *kept_notes(given, seen),
-            *missing_bytes(seen, replace(as_it_is(seen, ranks), peak_bytes=made.peak_bytes), given.budget_bytes),
-        ),
+        notes=(*kept_notes(given, seen), *missing_bytes(seen, replace(made, targets=rules), given.budget_bytes)),
     )
 
 
