@@ -11,7 +11,7 @@ from lightning_amp.diagnosis import ATTENTION_DECODER
 from lightning_amp.figures import simulated_memory
 from lightning_amp.footprint.module_profile import KINDS
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.auto import NEEDS_ATTENTION
+from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, NEEDS_ATTENTION
 from lightning_amp.planning.reports.plan_report import batch_text, sample_word
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
@@ -133,12 +133,15 @@ def _remedies(plan: Plan) -> str:
     choices = {s: row.choice[0] for s, row in STRATEGIES.items() if row.choice is not None}
     of_decoder = [s for s, axis in choices.items() if axis != "kernels" and plan.strata_bytes]
     attends = ATTENTION_DECODER in plan.signals
+    # only the evidence of a plan knows how far attention reaches
+    full = any("by full attention" in said for said in plan.evidence)
     left = [
         s
         for s in of_decoder
         if s not in plan.strategies
         and not any(conflicts({*plan.strategies, s}))
         and (attends or s not in NEEDS_ATTENTION)
+        and not (full and s in LOCAL_ATTENTION_ONLY)
     ]
     names = {s: label(s) for s in left}
     alone = [name for s, name in names.items() if not STRATEGIES[s].model_axis]

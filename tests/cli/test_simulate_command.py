@@ -82,6 +82,20 @@ def test_out_of_memory_is_an_answer_with_a_picture(capsys, tmp_path) -> None:
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_may_help_is_what_the_attention_can_have(capsys) -> None:
+    """Techniques of local attention had been advised for full attention, which refuses them."""
+    words = ["--shape", "anchors=120,dim=8,strata=3,batch=2", "--device-memory", "90KiB"]
+    local, full = (
+        " ".join(run(capsys, "--shape", f"{words[1]}{key}", *words[2:], "--policy", "paper").split())
+        for key in ("", ",key=full_attention")
+    )
+    assert "S3 chunked attention" in local
+    assert "what may help" in full
+    for name in ("S3 ", "S5 ", "fused attention", "sdpa"):
+        assert name not in full
+    assert "node" in full
+
+
 @pytest.mark.long
 def test_a_folder_of_data_is_simulated_with_the_reference_model(capsys, tmp_path) -> None:
     synthesize(tmp_path / "data", cells=24, bins=30, strata=3, genes=20, seed=1)
