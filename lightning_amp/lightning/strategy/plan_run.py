@@ -19,6 +19,7 @@ from lightning_amp.planning.modules.candidates import TIE
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Axes, Explanation, Plan
 from lightning_amp.planning.policies.build_rules import (
+    ends_of,
     remarks,
     too_few_cells,
     with_balance,
@@ -242,7 +243,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     if shape.batch_norms:
         # the plan may be of a model without
         plan = with_shared_statistics(plan)
-    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=axes)
+    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=axes, ends=ends_of(plan))
     again = replace(
         plan,
         batch_size=shape.batch_size,

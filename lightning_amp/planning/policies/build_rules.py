@@ -180,7 +180,17 @@ def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Pla
         ends = strata_ends(shape, plan.axes, ranks=plan.mesh.model, speeds=own)
         return replace(rule, spec=replace(rule.spec, ends=",".join(map(str, ends))))
 
-    return replace(plan, rules=tuple(map(dealt, plan.rules)), notes=(*plan.notes, note))
+    made = replace(plan, rules=tuple(map(dealt, plan.rules)), notes=(*plan.notes, note))
+    # the fastest rank has more strata than its share, and needs their memory
+    found = predict(shape, made.strategies, model_ranks=made.mesh.model, axes=made.axes, ends=ends_of(made))
+    peaks = {"predicted_peak_bytes": found.peak_bytes, "strata_bytes": found.strata_bytes}
+    return replace(made, **peaks) if ends_of(made) else made
+
+
+def ends_of(plan: Plan) -> tuple[int, ...]:
+    """One past the last stratum of every rank, as a rule of strata parallelism has it; none without one."""
+    spec = next((rule.spec for rule in plan.rules if isinstance(rule.spec, StrataParallel)), None)
+    return () if spec is None else tuple(int(end) for end in spec.ends.split(",") if end.isdecimal())
 
 
 def without_shared_statistics(plan: Plan) -> Plan:
