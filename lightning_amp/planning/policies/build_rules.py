@@ -177,14 +177,16 @@ def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Pla
     def dealt(rule: Rule) -> Rule:
         if not isinstance(rule.spec, StrataParallel):
             return rule
-        ends = strata_ends(shape, plan.axes, ranks=plan.mesh.model, speeds=own)
-        return replace(rule, spec=replace(rule.spec, ends=",".join(map(str, ends))))
+        cut = strata_ends(shape, plan.axes, ranks=plan.mesh.model, speeds=own)
+        return replace(rule, spec=replace(rule.spec, ends=",".join(map(str, cut))))
 
     made = replace(plan, rules=tuple(map(dealt, plan.rules)), notes=(*plan.notes, note))
+    ends = ends_of(made)
+    if not ends:
+        return made
     # the fastest rank has more strata than its share, and needs their memory
-    found = predict(shape, made.strategies, model_ranks=made.mesh.model, axes=made.axes, ends=ends_of(made))
-    peaks = {"predicted_peak_bytes": found.peak_bytes, "strata_bytes": found.strata_bytes}
-    return replace(made, **peaks) if ends_of(made) else made
+    found = predict(shape, made.strategies, model_ranks=made.mesh.model, axes=made.axes, ends=ends)
+    return replace(made, predicted_peak_bytes=found.peak_bytes, strata_bytes=found.strata_bytes)
 
 
 def ends_of(plan: Plan) -> tuple[int, ...]:
