@@ -127,7 +127,7 @@ def test_compiled_strata_are_simulated_as_they_are() -> None:
         for strategies in ("S4,fused,sparse", "S4,fused,sparse,compile")
     )
     assert compiled.peak_bytes == as_it_is.peak_bytes
-    assert compiled.strata_bytes == as_it_is.strata_bytes
+    assert compiled.bytes_of_strata == as_it_is.bytes_of_strata
 
 
 @pytest.mark.full
