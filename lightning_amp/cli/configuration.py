@@ -106,6 +106,7 @@ def _grid(text: str, strategies: Any) -> tuple[int, ...]:
 def _asked(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:
     """What is requested on the command line, else by the configuration's AMPStrategy."""
     asked = argparse.Namespace(**vars(arguments))
+    # one of the two takes the place of the file's plan as a whole: with its strategies a policy would choose nothing
     chosen = arguments.policy is not None or arguments.strategies is not None
     others = {"policy", "strategies"} if chosen else set()
     others |= {"rates"} if arguments.device is not None else set()

@@ -224,6 +224,7 @@ def _measure(steps: list[Callable[[], None]], place: torch.device) -> list[list[
     rounds = [found[WARM_UP:] for found in seconds]
     best = [min(found) for found in rounds]
     apart = max(median(found) / least for found, least in zip(rounds, best, strict=True))
+    # processor time of all threads: a step that waits for a processor has less of it than seconds have passed
     share = min(
         at_work[found.index(least)] / least for at_work, found, least in zip(worked, seconds, best, strict=True)
     )

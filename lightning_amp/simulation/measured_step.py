@@ -133,6 +133,8 @@ class _Step:
             optimizer.step()
         self._hook()
         failure = self._measure()
+        # the next step begins with the gradients of this one: where these are not as those that it began with, its peak
+        # is not that of a run
         if failure is None and not all(map(_has_gradient_of_its_own, trained)):
             # the optimiser has no state of what no step reaches
             for parameter in (parameter for parameter in trained if parameter.grad is None):
@@ -201,6 +203,7 @@ class _Step:
         def after_strata(_: Tensor) -> None:
             self._enter("the backward pass of the encoders and the graph", TEMPORARIES)
 
+        # the gradient of a latent is whole once all strata have had their backward pass
         for latent in latents:
             if latent.requires_grad:
                 latent.register_hook(after_strata)  # type: ignore[no-untyped-call]

@@ -121,6 +121,7 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str =
     # a rank of the data axis has other cells, but as many
     ranks = range(plan.mesh.model)
     sizes = [_sizes(make, plan, rank) for rank in track(ranks, description="building", total=len(ranks))]
+    # from the last rank on, so that of ranks of equal sizes the first one is kept
     firsts = {size: rank for rank, size in reversed(list(enumerate(sizes)))}
     n_strata = 2 * len(plan.strata_bytes) * len(firsts)
     ticks = track(range(n_strata), description="simulating", total=n_strata)

@@ -108,6 +108,7 @@ class Estimate:
     def peak_bytes(self) -> int:
         """Peak of the step, of the rank that has most."""
         before, left = self._before(), self.stratum_bytes
+        # what comes after the strata is the same on all ranks, so that the one whose strata leave most is the highest
         after = max((sum(left[slice(*run)]) for run in self.runs), default=0)
         base = self.base_bytes + self.tables_bytes
         end = base + after + self.entered_bytes

@@ -162,6 +162,8 @@ def rules_of(best: Draft, *, named: bool) -> tuple[Rule, ...]:
 
 def of_fullest(plan: Plan, made: Draft) -> tuple[Plan, Draft]:
     """A plan with the memory of the fullest rank as its budget, and a draft with all bytes of that rank."""
+    # drafts are compared with the least memory of all ranks, less what each rank has more; shown is the rank with the
+    # least room and its own memory, which need not be the least
     whole = replace(made, peak_bytes=made.peak_bytes + made.more_bytes, more_bytes=0)
     budget = plan.budget_bytes
     return (plan if budget is None else replace(plan, budget_bytes=budget + made.more_bytes)), whole

@@ -106,6 +106,9 @@ def plan_module(
     if asked.model not in (None, 1) and named is None:
         check_divides(asked.model, base.mesh.data)
         return with_stages(on_model_axis(base, asked.model), seen, asked, must=True)
+    # Each turn drafts by the prediction, counts the step with what was chosen, and goes on with what the count has
+    # shown. It ends: a refusal leaves fewer sets, and what is found beyond a prediction grows by a byte or more, until
+    # another set is chosen, the count fits, or nothing can.
     budget, refused = base.budget_bytes, dict[tuple[str, ...], str]()
     limit = None if named is not None and not budget_named else budget
     beyond = defaultdict[frozenset[str], list[int]](list)
@@ -135,6 +138,7 @@ def plan_module(
         except AmpError as error:
             if named is not None:
                 raise
+            # bytes of the others were added up, and cannot have failed in the count
             counted = tuple(name for name in best.strategies if PREDICTIONS[name].counted)
             refused[counted] = _why(error)
             seen = _without_refused(seen, counted, refused[counted], ranks=best.ranks, count=count)
@@ -146,6 +150,8 @@ def plan_module(
         hopeless = limit is not None and best.peak_bytes > limit and (named is None or len(found) >= TRIES - 1)
         if not rules or limit is None or peak <= limit or hopeless:
             break
+        # a prediction that fits was too low by the difference; one that does not fit either, of techniques that a
+        # person has named, has less room by what the count is above the limit
         found.append(max(peak - best.peak_bytes, 1) if best.peak_bytes <= limit else peak - limit)
     return finished(base, seen, compared, rules)
 
@@ -154,6 +160,8 @@ def _without_refused(
     seen: ProfiledStep, names: tuple[str, ...], why: str, *, ranks: int, count: Count | None
 ) -> ProfiledStep:
     """The step, of which it is known what of some techniques it refuses by itself."""
+    # of several that were refused together any may be the reason: asked one by one, only those that are refused alone
+    # are out, and the others stay for sets without them
     found = {names[0]: why} if len(names) == 1 else {}
     for name in names if len(names) > 1 else ():
         alone = draft(seen, (name,), ranks=ranks, budget=None)
