@@ -297,6 +297,14 @@ def test_what_is_missing_is_said() -> None:
     assert "enough: split a sample over several ranks with strategies='sequence' or 'tensor3d'" in said
 
 
+def test_a_batch_without_a_length_is_said_to_count_as_one_sample() -> None:
+    said = "all of it counts as one sample"
+    assert said not in plan_report(plan_module(base(10_000), seen()))
+    made = plan_module(base(10_000), seen(profiled(batch_size=None)))
+    assert said in " ".join(plan_report(made).split())
+    assert [said in note for note in plan_again(made, seen(profiled(batch_size=None))).notes].count(True) == 1
+
+
 def test_a_given_plan_that_does_not_fit_says_what_it_was_counted_to_need() -> None:
     """What is missing was that of the prediction, which a plan can be counted to exceed, and less than its budget."""
     step = seen()
