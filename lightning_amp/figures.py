@@ -77,7 +77,7 @@ def simulated_memory(
     """Draw memory after each stratum of a simulated step with the prediction, its peak, and the budget.
 
     Args:
-        simulated_bytes: [stratum], as far as the step came
+        simulated_bytes: [stratum], as far as the step came; NaN of those that other ranks run
         predicted_bytes: [stratum]
         peak_bytes: most bytes alive at once; what was alive or asked for where the budget was exceeded
         failed_at: where the budget was exceeded, None where it was not
@@ -304,7 +304,7 @@ def _draw_strata(
     also_bytes: float = 1.0,
 ) -> tuple[Figure, Axes]:
     """Draw memory against the stratum: values, label, line, colour and width of each curve, and the budget."""
-    top = max([also_bytes, *(max(values) for values, *_ in curves if values is not None and len(values))])
+    top = max([also_bytes, *(float(np.nanmax(values)) for values, *_ in curves if values is not None and len(values))])
     unit, size = _unit(top)
     figure = new_figure(7.0, 4.2)
     axes = figure.add_subplot()

@@ -64,14 +64,17 @@ def profile(
     Raises:
         DataError: The directory or one of its files cannot be read.
         ModelError: The module's step fails, there is no batch, or `what` is neither a path nor a LightningModule.
+        PlanError: An argument of a directory for a module, or one of a module for a directory.
     """
     if isinstance(what, str | Path):
+        _refuse("a directory, which has no training step", batch=batch, batch_size=batch_size)
         return profile_data(what, setting=setting, attention=attention)
     if batch is None:
         raise ModelError(
             f"profiling {type(what).__name__!r} requires a batch, an example of what its training_step receives:"
             " lightning_amp.profile(module, batch)"
         )
+    _refuse("a module, which is not read from a directory", setting=setting, attention=attention)
     # torch is loaded here: a directory is profiled without it
     from lightning_amp.data.batch import batch_of_shapes
     from lightning_amp.footprint.chain.chain_of import count_step
@@ -192,15 +195,14 @@ def plan(
     if blocks is not None and batch is None:
         raise PlanError(f"blocks={blocks!r} requires a module and a batch; leave it out")
     if isinstance(what, Profile):
-        _refuse("a directory's profile, whose plan is one of float32", precision=precision)
-        return plan_data(
-            what,
-            **request,
-            batch_size=64 if batch_size is None else batch_size,
-            shape=shape,
-            rates=reached,
-            node_devices=node_devices,
-        )
+        _refuse("a directory's profile, whose plan is one of float32", batch=batch, precision=precision)
+        if batch_size is None:
+            batch_size = 64 if shape is None else shape.batch_size
+        if shape is not None and batch_size != shape.batch_size:
+            raise PlanError(
+                f"batch_size={batch_size!r} was given with a shape of {shape.batch_size!r} cells; leave batch_size out"
+            )
+        return plan_data(what, **request, batch_size=batch_size, shape=shape, rates=reached, node_devices=node_devices)
     if batch is not None:
         _refuse("a module and a batch, whose structure is the module's", shape=shape, node_devices=node_devices)
         from lightning_amp.data.batch import batch_of_shapes

@@ -43,7 +43,7 @@ def strata_gib(strategies: str) -> list[float]:
         batch_size=64,
         model_parallel_size="auto",
     )
-    return [size / GIB for size in simulate_plan(*made).strata_bytes]
+    return [size / GIB for size in simulate_plan(*made).bytes_of_strata.values()]
 
 
 def draw(path: Path, curves: dict[str, list[float]], ground: str, ink: str, colours: Sequence[str]) -> None:

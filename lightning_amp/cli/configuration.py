@@ -31,7 +31,8 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensor-grid",
         metavar="X,Y,Z",
-        help="with --config and --strategies tensor3d: its grid of ranks (default: the fastest that fits)",
+        help="with --config and --strategies tensor3d: its grid of ranks, or auto for the fastest that fits (default:"
+        " the configuration's, else auto)",
     )
 
 
@@ -78,13 +79,13 @@ def plan_of_configuration(
         )
     grid = getattr(arguments, "tensor_grid", None)
     if grid is not None:
-        options["tensor_grid"] = _grid(grid, request["strategies"])
+        options["tensor_grid"] = None if grid == "auto" else _grid(grid, request["strategies"])
     del request["batch_size"]
     made = plan_of_module(
         module,
         batch,
         around=around,
-        rates=rates_asked(told),
+        rates=rates_asked(told, around.precision),
         request=request,
         options=options,
         batch_size=arguments.batch_size,
@@ -105,9 +106,12 @@ def _grid(text: str, strategies: Any) -> tuple[int, ...]:
 def _asked(arguments: argparse.Namespace, options: dict[str, Any]) -> argparse.Namespace:
     """What is requested on the command line, else by the configuration's AMPStrategy."""
     asked = argparse.Namespace(**vars(arguments))
+    # one of the two takes the place of the file's plan as a whole: with its strategies a policy would choose nothing
     chosen = arguments.policy is not None or arguments.strategies is not None
     others = {"policy", "strategies"} if chosen else set()
     others |= {"rates"} if arguments.device is not None else set()
+    # a grid of the configuration has said the model axis, and another grid says another one
+    others |= {"model_parallel_size"} if getattr(arguments, "tensor_grid", None) is not None else set()
     asked.plan = None if chosen else options.get("plan")
     for name in {"device_memory", "policy", "strategies", "model_parallel_size", "rates"} - others:
         if getattr(asked, name) is None:

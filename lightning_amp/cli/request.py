@@ -71,9 +71,9 @@ def latent_dim(arguments: argparse.Namespace) -> int:
     return LATENT_DIM if arguments.latent_dim is None else int(arguments.latent_dim)
 
 
-def rates_asked(arguments: argparse.Namespace) -> "Rates":
-    """Of the device or the file that was requested, else of one CPU core."""
-    from lightning_amp.costs.device_rates import CPU_CORE, Rates, rates_for
+def rates_asked(arguments: argparse.Namespace, precision: str = "32-true") -> "Rates":
+    """Of the device, under a Trainer's precision, or the file that was requested, else of one CPU core."""
+    from lightning_amp.costs.device_rates import CPU_CORE, Rates, products_under, rates_for
 
     if arguments.rates is not None and arguments.device is not None:
         raise PlanError(
@@ -81,7 +81,9 @@ def rates_asked(arguments: argparse.Namespace) -> "Rates":
         )
     if arguments.rates is not None:
         return Rates.read(arguments.rates)
-    return CPU_CORE if arguments.device is None else rates_for(arguments.device)
+    if arguments.device is None:
+        return CPU_CORE
+    return rates_for(arguments.device, products=products_under(precision))
 
 
 def read(arguments: argparse.Namespace) -> "Profile":

@@ -269,6 +269,8 @@ class RankSizes:
         w, n_buckets, sizes = self.decoder.window, self.padded // self.decoder.window, self.run_sizes
         if not self.neighbours:
             return (Band(self.anchors, self.anchors, w, 0, sizes),)
+        # an outer bucket meets keys of another rank, which are under way while the inner ones are computed: each is a
+        # call by itself, with three buckets of keys
         outer = min(n_buckets, self.neighbours)
         # of ranks between two others, or of the first of two
         before = w if outer == 2 else 0
@@ -371,6 +373,8 @@ class Strata(Generic[Sizes]):
 
         if term.of_features:
             return tuple(map(count, range(len(distances))))
+        # without its features a stratum differs from others only in whether it makes a key, so that one of either kind
+        # is counted, however many there are
         alike = {keyed: count(k) for keyed, k in {k > 0: n for n, k in enumerate(distances)}.items()}
         return tuple(alike[k > 0] for k in distances)
 
@@ -380,5 +384,6 @@ same_strata = lru_cache(maxsize=KEPT)(Strata)
 
 def strata_of(kind: type[Sizes], decoder: DecoderShape, axes: Axes, *, ranks: int, **sizes: Any) -> Strata[Sizes]:
     """The strata of a decoder under the choices of a plan, as `Strata`: the same object for the same sizes."""
+    # a decoder that nothing splits has the same terms for every length of the model axis: one entry for all of them
     split = axes.placement not in ("replicated", "strata") or axes.features == "sharded"
     return cast(Strata[Sizes], same_strata(cast(Any, kind), decoder, ranks=ranks if split else 1, **sizes))

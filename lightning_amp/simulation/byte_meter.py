@@ -123,6 +123,8 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
         aliasing = self._aliasing.get(func)
         if aliasing is None:
             aliasing = self._aliasing[func] = _only_aliases(func)
+        # a view has to be of the argument itself, whose bytes are counted already; what an argument is written from may
+        # be a stand-in
         if aliasing:
             return func(*(_on_one_device(args) if func._schema.is_mutable else args), **kwargs)
         key = _key(func, args, kwargs)
@@ -130,6 +132,7 @@ class SimulatedMeter(LiveBytes):  # type: ignore[no-untyped-call]
             result = _make(self.answers[key])
             self.made(func, result)
             return result
+        # collectives have no key, so that each call comes here and is counted
         if (sent := sent_bytes(func, args)) is not None:
             self.sent[sent[0]] += sent[1]
         given = {id(storage) for _, storage in storages_of(tensors_of((args, kwargs)))}
@@ -230,6 +233,7 @@ def _answer(result: Any, given: Collection[int]) -> Any:
         storage = _storage(result)
         fresh = result.is_meta and id(storage) not in given
         spec = (result.shape, result.stride(), result.dtype)
+        # a result may lie in a larger storage than its shape says, which would be made too small the next time
         return spec if fresh and _storage(_make(spec)).nbytes() == storage.nbytes() else None
     if isinstance(result, tuple) and all(isinstance(part, Tensor) for part in result):
         parts = [_answer(part, given) for part in result]

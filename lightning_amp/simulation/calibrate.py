@@ -149,9 +149,12 @@ def calibration_report(found: Calibration) -> str:
 
 def _device(device: str | None, index: int) -> torch.device:
     there = torch.cuda.device_count()
-    kind = device or ("cuda" if there else "cpu")
+    # whoever names an index means a GPU, and not the processor of a machine without
+    kind = device or ("cuda" if there or index else "cpu")
     if kind not in SIZES:
         raise PlanError(f"device={device!r} is not supported; allowed are 'cpu' and 'cuda'")
+    if kind == "cpu" and index:
+        raise PlanError(f"index {index!r} was given with device 'cpu', which is a GPU's; leave one of them out")
     if kind == "cuda" and not 0 <= index < there:
         raise PlanError(
             f"GPU {index!r} is not supported: torch finds {there} of them here; allowed are indices below"
@@ -221,6 +224,7 @@ def _measure(steps: list[Callable[[], None]], place: torch.device) -> list[list[
     rounds = [found[WARM_UP:] for found in seconds]
     best = [min(found) for found in rounds]
     apart = max(median(found) / least for found, least in zip(rounds, best, strict=True))
+    # processor time of all threads: a step that waits for a processor has less of it than seconds have passed
     share = min(
         at_work[found.index(least)] / least for at_work, found, least in zip(worked, seconds, best, strict=True)
     )

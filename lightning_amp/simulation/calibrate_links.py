@@ -238,6 +238,7 @@ def links_of(links: Links, found: Mapping[str, Any]) -> MeasuredLinks:
     if WITHIN in found:
         links = replace(links, intra_bandwidth=bandwidth(found[WITHIN][0]))
     if BETWEEN in found:
+        # pairs that share one adapter are together no faster than one of them alone
         alone, together = bandwidth(found[BETWEEN][0]), sum(map(bandwidth, found[ALL]))
         adapters = max(1, round(together / alone))
         links = replace(links, inter_bandwidth=max(alone, together), adapters=adapters)
@@ -247,6 +248,8 @@ def links_of(links: Links, found: Mapping[str, Any]) -> MeasuredLinks:
         inner = 1 if axis == WITHIN else found["node"]
         for kind, (ranks, by_size) in kinds.items():
             seconds[f"{kind} of {ranks} {axis}"] = by_size
+            # a round passes on `part` of what a rank contributes, so that contributed bytes per second times rounds and
+            # part are those of the wire; the share is of the links just measured, which plans multiply it with
             times, part = rounds(kind, ranks)
             start = min(by_size) / times
             reached = bandwidth(by_size) * times * part / links.bandwidth(ranks, inner=inner)

@@ -79,7 +79,8 @@ class RankResult:
 
     Attributes:
         peak_bytes: Most bytes alive at once; where the budget was exceeded, with the request that did.
-        strata_bytes: Bytes alive after each stratum of the forward pass, as far as it came.
+        strata: The rank's strata, as far as the forward pass came.
+        strata_bytes: Bytes alive after each of them.
         comm_bytes: Bytes given to collectives, by kind.
         failed_at: What was running when the budget was exceeded, None where it was not.
     """
@@ -87,6 +88,7 @@ class RankResult:
     rank: int
     peak_bytes: int
     breakdown: dict[str, int]
+    strata: tuple[int, ...]
     strata_bytes: tuple[int, ...]
     comm_bytes: dict[str, int]
     failed_at: str | None = None
@@ -104,6 +106,7 @@ def measure_step(
         rank=rank,
         peak_bytes=step.meter.peak,
         breakdown=step.meter.breakdown,
+        strata=tuple(sorted(step.strata_bytes)),
         strata_bytes=tuple(held for _, held in sorted(step.strata_bytes.items())),
         comm_bytes=dict(step.meter.sent),
         failed_at=None if requested_bytes is None else step.meter.phase,
@@ -130,6 +133,8 @@ class _Step:
             optimizer.step()
         self._hook()
         failure = self._measure()
+        # the next step begins with the gradients of this one: where these are not as those that it began with, its peak
+        # is not that of a run
         if failure is None and not all(map(_has_gradient_of_its_own, trained)):
             # the optimiser has no state of what no step reaches
             for parameter in (parameter for parameter in trained if parameter.grad is None):
@@ -198,6 +203,7 @@ class _Step:
         def after_strata(_: Tensor) -> None:
             self._enter("the backward pass of the encoders and the graph", TEMPORARIES)
 
+        # the gradient of a latent is whole once all strata have had their backward pass
         for latent in latents:
             if latent.requires_grad:
                 latent.register_hook(after_strata)  # type: ignore[no-untyped-call]

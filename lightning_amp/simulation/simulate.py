@@ -49,11 +49,11 @@ class Simulation:
         return "ok" if failed_at is None else f"out of memory at {failed_at}"
 
     @property
-    def strata_bytes(self) -> tuple[int, ...]:
+    def bytes_of_strata(self) -> dict[int, int]:
         """Bytes alive after each stratum of the forward pass: of the worst rank, or of those that run the strata."""
-        if self.plan.axes.placement != "strata":
-            return self.worst.strata_bytes
-        return tuple(held for result in self.ranks[: self.plan.mesh.model] for held in result.strata_bytes)
+        split = self.plan.axes.placement == "strata"
+        own = self.ranks[: self.plan.mesh.model] if split else (self.worst,)
+        return {k: held for one in own for k, held in zip(one.strata, one.strata_bytes, strict=True)}
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -71,7 +71,8 @@ class Simulation:
             "peak_bytes": list(self.peak_bytes),
             "rank": worst.rank,
             "breakdown": worst.breakdown,
-            "strata_bytes": list(self.strata_bytes),
+            "strata": list(self.bytes_of_strata),
+            "strata_bytes": list(self.bytes_of_strata.values()),
             "comm_bytes": worst.comm_bytes,
             "budget_bytes": plan.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
@@ -120,6 +121,7 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str =
     # a rank of the data axis has other cells, but as many
     ranks = range(plan.mesh.model)
     sizes = [_sizes(make, plan, rank) for rank in track(ranks, description="building", total=len(ranks))]
+    # from the last rank on, so that of ranks of equal sizes the first one is kept
     firsts = {size: rank for rank, size in reversed(list(enumerate(sizes)))}
     n_strata = 2 * len(plan.strata_bytes) * len(firsts)
     ticks = track(range(n_strata), description="simulating", total=n_strata)

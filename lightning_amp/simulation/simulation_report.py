@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterable
-from itertools import groupby, zip_longest
+from itertools import groupby
+from math import nan
 from pathlib import Path
 from textwrap import wrap
 
@@ -10,7 +11,7 @@ from lightning_amp.diagnosis import ATTENTION_DECODER
 from lightning_amp.figures import simulated_memory
 from lightning_amp.footprint.module_profile import KINDS
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.planning.policies.auto import NEEDS_ATTENTION
+from lightning_amp.planning.policies.auto import LOCAL_ATTENTION_ONLY, NEEDS_ATTENTION
 from lightning_amp.planning.reports.plan_report import batch_text, sample_word
 from lightning_amp.planning.reports.table import WIDTH, table
 from lightning_amp.quantities import format_bytes
@@ -47,11 +48,13 @@ def simulation_report(simulation: Simulation) -> str:
 def draw(path: Path, simulation: Simulation) -> None:
     """Write a PNG of memory after each stratum of the rank that needs most."""
     plan, worst = simulation.plan, simulation.worst
+    held = dict(zip(worst.strata, worst.strata_bytes, strict=True))
     names = ", ".join(plan.strategies)
     what = f"{names}, {plan.mesh.data} x {plan.mesh.model} ranks (data x model)" if names else "one device"
     simulated_memory(
         path,
-        simulated_bytes=worst.strata_bytes,
+        # those before a rank's own are on other ranks
+        simulated_bytes=[held.get(k, nan) for k in range(max(held, default=-1) + 1)],
         predicted_bytes=plan.strata_bytes,
         peak_bytes=worst.peak_bytes,
         failed_at=worst.failed_at,
@@ -102,11 +105,11 @@ def _prediction(simulation: Simulation) -> str:
 
 def _strata(simulation: Simulation) -> str:
     """Some strata to a line: their numbers, simulated and predicted bytes; those that read the same are one."""
-    lines = [f"rank {simulation.worst.rank} after each stratum of the forward pass"]
-    both = zip_longest(simulation.worst.strata_bytes, simulation.plan.strata_bytes)
-    read = [["" if n is None else format_bytes(n) for n in row] for row in both]
-    del read[len(simulation.worst.strata_bytes) :]
-    groups = [list(group) for _, group in groupby(range(len(read)), key=lambda k: read[k])]
+    worst, predicted = simulation.worst, simulation.plan.strata_bytes
+    lines = [f"rank {worst.rank} after each stratum of the forward pass"]
+    both = {k: (held, *predicted[k : k + 1]) for k, held in zip(worst.strata, worst.strata_bytes, strict=True)}
+    read = {k: [*map(format_bytes, row), ""][:2] for k, row in both.items()}
+    groups = [list(group) for _, group in groupby(read, key=lambda k: read[k])]
     for first in range(0, len(groups), STRATA_PER_LINE):
         shown = groups[first : first + STRATA_PER_LINE]
         rows = {"stratum  ": [_runs(group) for group in shown]}
@@ -130,12 +133,15 @@ def _remedies(plan: Plan) -> str:
     choices = {s: row.choice[0] for s, row in STRATEGIES.items() if row.choice is not None}
     of_decoder = [s for s, axis in choices.items() if axis != "kernels" and plan.strata_bytes]
     attends = ATTENTION_DECODER in plan.signals
+    # only the evidence of a plan knows how far attention reaches
+    full = any("by full attention" in said for said in plan.evidence)
     left = [
         s
         for s in of_decoder
         if s not in plan.strategies
         and not any(conflicts({*plan.strategies, s}))
         and (attends or s not in NEEDS_ATTENTION)
+        and not (full and s in LOCAL_ATTENTION_ONLY)
     ]
     names = {s: label(s) for s in left}
     alone = [name for s, name in names.items() if not STRATEGIES[s].model_axis]

@@ -250,6 +250,7 @@ def rows_of(reports: Sequence[Report]) -> tuple[Row, ...]:
     first = reports[0]
     precision, steps = first.precision, len(first.one_losses)
     after = f"after {steps} step{'s' if steps > 1 else ''}"
+    # ranks of a model axis read the same cells and have the same loss: one of each data rank counts
     ranks = {report.place[0]: report for report in reversed(reports)}.values()
 
     def of_all(step: int, backward: int) -> float:

@@ -16,6 +16,7 @@ from lightning_amp.lightning.command_line import CommandLine
 from lightning_amp.lightning.profiling.loaders import example_batch
 from lightning_amp.lightning.strategy.context import COMPARED
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
+from lightning_amp.techniques.table import options_of_techniques
 
 HERE = ("accelerator=cpu", "devices=1", "num_nodes=1", "logger=false", "fast_dev_run=false")
 """Settings of the Trainer that are another machine's, or open connections."""
@@ -100,5 +101,5 @@ def _read(path: str, settings: Sequence[str]) -> tuple[LightningModule, Lightnin
 def _options(strategy: object) -> dict[str, Any]:
     if not isinstance(strategy, AMPStrategy):
         return {}
-    names = [*COMPARED, "plan", "device_memory", "rates", "data_dir", "micro_batches", "schedule"]
+    names = {*COMPARED, *options_of_techniques(), "plan", "device_memory", "unfit", "rates", "data_dir"}
     return {name: getattr(strategy.request, name) for name in names}

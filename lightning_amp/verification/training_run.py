@@ -197,6 +197,7 @@ def _fit(
             tensor.data = tensor.data.to(torch.promote_types(dtype, torch.complex64))
     used: list[Any] = []
 
+    # asked for when a loader is read: the plan says who shares a batch, and is made after the loaders are
     def place() -> tuple[int, int]:
         if strategy is None:
             return 0, 1

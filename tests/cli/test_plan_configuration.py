@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from lightning_amp.cli.main import main
-from lightning_amp.costs.device_rates import CPU_CORE
+from lightning_amp.costs.device_rates import CPU_CORE, rates_for
 from lightning_amp.data.prepare.synthetic import synthesize
+from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.reports.plan_report import plan_report
 from lightning_amp.techniques.fsdp.row import ON_HOST, FullyShard
@@ -214,6 +215,35 @@ def test_the_code_of_blocks_in_chunks_is_shown(config: str, capsys: Any) -> None
 
 
 @IGNORED
+def test_all_options_of_a_strategy_and_the_precision_of_products_are_followed(config: str, monkeypatch: Any) -> None:
+    """Where a sequence is split, a grid and its cache had been left out; rates were those of single precision."""
+    seen = dict[str, Any]()
+
+    def look(*_: Any, **given: Any) -> Any:
+        seen.update(given)
+        raise PlanError("seen")
+
+    monkeypatch.setattr("lightning_amp.lightning.profiling.plan_of_module.plan_of_module", look)
+    asked = "{strategies: tensor3d, tensor_grid: [2, 1, 2], tensor_cache: 1MiB, unfit: train}"
+    strategy = f"{{class_path: lightning_amp.AMPStrategy, init_args: {asked}}}"
+    text = f"{Path(config).read_text()}trainer: {{precision: bf16-true, strategy: {strategy}}}\n"
+    Path(config).write_text(text)
+    words = ["plan", "--config", config, "--devices", "4", "--device", "A100"]
+    assert main(words) == 2
+    assert seen["rates"] == rates_for("A100", products="half")
+    assert (seen["options"]["tensor_grid"], seen["options"]["tensor_cache"]) == ((2, 1, 2), "1MiB")
+    assert (seen["options"]["unfit"], seen["request"]["model_parallel_size"]) == ("train", 2)
+    assert main([*words, "--strategies", "tensor3d", "--tensor-grid", "1,2,1"]) == 2
+    assert (seen["options"]["tensor_grid"], seen["request"]["model_parallel_size"]) == ((1, 2, 1), "auto")
+    assert main([*words, "--strategies", "tensor3d", "--tensor-grid", "auto"]) == 2
+    assert (seen["options"]["tensor_grid"], seen["request"]["model_parallel_size"]) == (None, "auto")
+    text = text.replace("tensor3d, tensor_grid: [2, 1, 2], tensor_cache: 1MiB", "sequence, sequence_dim: {batch: 1}")
+    Path(config).write_text(text)
+    assert main(words) == 2
+    assert seen["options"]["sequence_dim"] == {"batch": 1}
+
+
+@IGNORED
 @pytest.mark.exhaustive
 @pytest.mark.release
 def test_trainer_and_strategy_of_the_configuration_are_followed(config: str, capsys: Any) -> None:
@@ -316,6 +346,20 @@ def test_one_of_both_is_asked_for(config: str, capsys: Any) -> None:
     for words in (["profile"], ["profile", "data", "--config", config]):
         assert main(words) == 2
         assert "give one of them: a data directory, or a configuration" in capsys.readouterr().err
+    assert main(["profile"]) == 2
+    assert "profile got neither DIR nor --config" in capsys.readouterr().err
+
+
+def test_an_option_of_the_other_kind_is_refused(config: str, capsys: Any) -> None:
+    """It had been ignored."""
+    for words, said in (
+        (["profile", "data", "--batch-size", "4"], "DIR='data' cannot be used with --batch-size"),
+        (["profile", "--config", config, "--keys", "attention"], "a training step cannot be used with --keys"),
+        (["profile", "deep_model:Deep", "--batch", "4x64", "--setting", "x"], "step cannot be used with --setting"),
+        (["simulate", "data", "--tensor-grid", "1,1,1"], "--shape cannot be used with --tensor-grid"),
+    ):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_class_is_profiled_without_a_configuration(

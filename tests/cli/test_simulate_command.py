@@ -54,6 +54,23 @@ def test_memory_is_that_of_the_device_whose_times_are_predicted(capsys, device) 
     assert peak == pytest.approx(found["predicted_peak_bytes"], rel=0.03)
 
 
+@pytest.mark.long
+def test_strata_of_the_rank_that_needs_most_are_compared_with_their_own_prediction(capsys, tmp_path) -> None:
+    """Those of a rank that has the last ones were numbered from 0, next to what is predicted of the first ones."""
+    words = ["--shape", "anchors=400,dim=16,strata=6,batch=2,window=20", "--devices", "2", "--strategies", "strata"]
+    text = run(capsys, *words, "--plot", str(tmp_path / "memory.png"))
+    numbers, *rows = text.partition("rank 1 after each stratum of the forward pass\n")[2].splitlines()[:3]
+    assert numbers.split() == ["stratum", "3", "4", "5"]
+    simulated, predicted = ([float(word) for word in row.split()[1::2]] for row in rows)
+    assert predicted == pytest.approx(simulated, rel=0.05)
+    # memory ends on both ranks: what the second one has is not that of the strata which the first one did not reach
+    found = json.loads(run(capsys, *words, "--device-memory", "1100KiB", "--format", "json"))
+    assert found["failed_at"] == "stratum 4"
+    assert found["strata"] == [0, 1, 3]
+    expected = [found["predicted_strata_bytes"][k] for k in found["strata"]]
+    assert found["strata_bytes"] == pytest.approx(expected, rel=0.05)
+
+
 def test_out_of_memory_is_an_answer_with_a_picture(capsys, tmp_path) -> None:
     words = ["--shape", SHAPE, "--device-memory", "90KiB", "--policy", "paper"]
     found = json.loads(run(capsys, *words, "--format", "json"))
@@ -63,6 +80,20 @@ def test_out_of_memory_is_an_answer_with_a_picture(capsys, tmp_path) -> None:
     text = run(capsys, *words, "--plot", str(tmp_path / "memory.png"))
     assert "out of memory at stratum 1" in text
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_may_help_is_what_the_attention_can_have(capsys) -> None:
+    """Techniques of local attention had been advised for full attention, which refuses them."""
+    words = ["--shape", "anchors=120,dim=8,strata=3,batch=2", "--device-memory", "90KiB"]
+    local, full = (
+        " ".join(run(capsys, "--shape", f"{words[1]}{key}", *words[2:], "--policy", "paper").split())
+        for key in ("", ",key=full_attention")
+    )
+    assert "S3 chunked attention" in local
+    assert "what may help" in full
+    for name in ("S3 ", "S5 ", "fused attention", "sdpa"):
+        assert name not in full
+    assert "node" in full
 
 
 @pytest.mark.long

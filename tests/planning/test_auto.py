@@ -170,6 +170,13 @@ def test_the_model_axis_is_as_long_as_asked_for() -> None:
         plan(CONVOLUTION, devices=64, model_parallel_size=64, shape=shape_of_convolution())
 
 
+def test_a_node_may_have_more_devices_than_are_used() -> None:
+    for request in ({"strategies": "S5"}, {"policy": "paper"}, {}):
+        whole, part = (auto(devices=6, device_memory="60MiB", node_devices=n, **request) for n in (None, 8))
+        assert part.mesh == whole.mesh
+        assert part.strategies == whole.strategies
+
+
 def shape_of_convolution() -> ModelShape:
     whole = reference_shape(CONVOLUTION, batch_size=64, latent_dim=8)
     return replace(whole, decoder=replace(whole.decoder, unsupported=("S2",)))

@@ -98,6 +98,9 @@ def test_a_busy_machine_is_not_calibrated(monkeypatch, seconds, worked, found) -
         ("tpu", 0, "device='tpu' is not supported; allowed are 'cpu' and 'cuda'"),
         ("cuda", 99, "GPU 99 is not supported: torch finds"),
         ("cuda", -1, "GPU -1 is not supported"),
+        # it had been calibrated as a processor where there are no GPUs
+        (None, 99, "GPU 99 is not supported: torch finds"),
+        ("cpu", 1, "index 1 was given with device 'cpu'"),
     ],
 )
 def test_devices_that_are_not_there(device, index, message) -> None:

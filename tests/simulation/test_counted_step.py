@@ -264,7 +264,7 @@ def compare(decoder: DecoderShape, asked: str, *, ranks: int, batch_size: int) -
     predicted = predict(known, made.strategies, model_ranks=made.mesh.model, axes=made.axes)
     step = simulate_plan(lambda: decoder_subject(decoder, batch_size=batch_size), made)
     held = known.parameter_bytes * (2 + known.optimizer_slots) + known.buffer_bytes + batch_bytes
-    pairs = zip(predicted.strata_bytes, step.strata_bytes, strict=True)
+    pairs = zip(predicted.strata_bytes, step.bytes_of_strata.values(), strict=True)
     strata = [(ours - held) / (theirs - held) for ours, theirs in pairs]
     return predicted.peak_bytes / max(step.peak_bytes), strata
 

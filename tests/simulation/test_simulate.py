@@ -21,6 +21,7 @@ from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.installing.install import install
 from lightning_amp.planning.plan.plan import MeshShape, Plan
+from lightning_amp.planning.policies.build_rules import with_speeds
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.read_profile import profile
 from lightning_amp.simulation.byte_meter import SimulatedMeter
@@ -126,7 +127,7 @@ def test_compiled_strata_are_simulated_as_they_are() -> None:
         for strategies in ("S4,fused,sparse", "S4,fused,sparse,compile")
     )
     assert compiled.peak_bytes == as_it_is.peak_bytes
-    assert compiled.strata_bytes == as_it_is.strata_bytes
+    assert compiled.bytes_of_strata == as_it_is.bytes_of_strata
 
 
 @pytest.mark.full
@@ -185,6 +186,21 @@ def test_a_step_ends_where_the_budget_does() -> None:
     assert simulated("S1", ranks=1, budget=max(free.peak_bytes)) == replace(
         free, plan=planned(CASES["S1"][0], "S1", ranks=1, budget=max(free.peak_bytes))
     )
+
+
+@pytest.mark.long
+def test_a_fast_rank_is_predicted_to_need_the_memory_of_its_strata() -> None:
+    """It had been that of ranks of one speed, of which each has two."""
+    decoder, known = shape(), describe(decoder_subject(shape(), batch_size=BATCH).module, batch_size=BATCH)
+    equal = planned(decoder, "S1,strata", ranks=2)
+    made = with_speeds(equal, known, (1.0, 0.3))
+    (spec,) = [rule.spec for rule in made.rules if rule.strategy == "strata"]
+    assert spec.ends == "3,4"
+    step = simulate_plan(lambda: decoder_subject(decoder, batch_size=BATCH), made)
+    # the batch is not in the shape
+    batch = sum(t.nbytes for t in decoder_subject(decoder, batch_size=BATCH).batch.values())
+    assert max(step.peak_bytes) == pytest.approx(made.predicted_peak_bytes + batch, rel=0.02)
+    assert made.predicted_peak_bytes > 1.05 * equal.predicted_peak_bytes
 
 
 def test_communication_of_s2_by_hand() -> None:

@@ -218,7 +218,10 @@ def test_another_plan_than_the_configurations_leaves_out_how_that_is_done() -> N
     options = {"strategies": "fsdp", "fsdp_ranks": 2, "micro_batches": None, "device_memory": "1GiB"}
     asked = Namespace(policy=None, strategies=None, plan=None, model_parallel_size=None)
     assert _decided(options, asked) == options
-    asked.strategies = "S1"
+    # another size is one of the same techniques: they had been left out, and the policy's plan was verified
+    asked.model_parallel_size = 2
+    assert _decided(options, asked) == {**options, "model_parallel_size": 2}
+    asked.model_parallel_size, asked.strategies = None, "S1"
     assert _decided(options, asked) == {"device_memory": "1GiB", "strategies": "S1"}
 
 

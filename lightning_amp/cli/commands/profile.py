@@ -7,9 +7,12 @@ from typing import Any
 
 from lightning_amp.cli.commands.calibrate import check_target
 from lightning_amp.cli.configuration import add_named_class, named_step, of_shapes
-from lightning_amp.cli.request import add_data, read
+from lightning_amp.cli.request import add_data, read, refuse
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import PlanError
+
+OF_STEP, OF_FOLDER = {"--batch-size": "batch_size"}, {"--setting": "setting", "--keys": "keys"}
+"""Options of one of both alone."""
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
@@ -30,12 +33,16 @@ def _run(arguments: argparse.Namespace) -> None:
 
     named = named_step(arguments)
     if named is None and (arguments.config is None) == (arguments.data_dir is None):
+        both = f"both DIR={arguments.data_dir!r} and --config {arguments.config!r}"
         raise PlanError(
-            f"profile got both DIR={arguments.data_dir!r} and --config {arguments.config!r}; give one of"
-            " them: a data directory, or a configuration of `lightning-amp fit`; or MODULE:CLASS with"
-            " --batch"
+            f"profile got {'neither DIR nor --config' if arguments.config is None else both}; give one of them: a data"
+            " directory, or a configuration of `lightning-amp fit`; or MODULE:CLASS with --batch"
         )
     of_data = named is None and arguments.config is None
+    if of_data:
+        refuse(arguments, f"DIR={arguments.data_dir!r}", OF_STEP, "which is of a training step")
+    else:
+        refuse(arguments, "a training step", OF_FOLDER, "which are of a data directory")
     if arguments.plot is not None and of_data:
         raise PlanError(
             f"--plot {arguments.plot!r} does not support a data directory, which has no training step to"

@@ -40,6 +40,7 @@ def _run(arguments: argparse.Namespace) -> None:
             _draw_schedule(arguments, made)
         print(made.to_json() if arguments.format == "json" else plan_report(made))
         return
+    refuse(arguments, "a data directory or --shape", {"--tensor-grid": "tensor_grid"}, "which is of --config FILE.yaml")
     request = request_of(arguments)
     check_request(**request)
     asked, rates = decoder_asked(arguments), rates_asked(arguments)

@@ -43,7 +43,8 @@ def _run(arguments: argparse.Namespace) -> None:
     for name in ("device_memory", "rates"):
         if getattr(arguments, name) is not None:
             words += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
-    listed = [re.match(r"tensor_grid=\((\d+), (\d+), (\d+)\): ", note) for note in _planned(words).notes]
+    notes = _planned([*words, "--tensor-grid", "auto"]).notes
+    listed = [re.match(r"tensor_grid=\((\d+), (\d+), (\d+)\): ", note) for note in notes]
     grids = [found.groups() for found in listed if found][: arguments.grids]
     if not grids or arguments.steps < 3:
         raise PlanError(

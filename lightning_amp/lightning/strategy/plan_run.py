@@ -19,6 +19,7 @@ from lightning_amp.planning.modules.candidates import TIE
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_again, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Axes, Explanation, Plan
 from lightning_amp.planning.policies.build_rules import (
+    ends_of,
     remarks,
     too_few_cells,
     with_balance,
@@ -105,7 +106,7 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
     asked, named = split_by_planner(request.strategies if strategies is None else strategies, policy=request.policy)
     if asked is not None:
         asked += _without_profile(named or (), facts)
-    size, stages = model_axis_size(request.model_parallel_size, asked, seen)
+    size, stages = model_axis_size(request.model_parallel_size, asked, seen, policy=request.policy)
     size = facts.grid_ranks or size if model_ranks is None else model_ranks
     base = _without_step(facts, asked, size, steps=facts.steps)
     if seen is None:
@@ -122,7 +123,8 @@ def _plan_of_module(facts: PlanningContext, strategies: Sequence[str] | None, mo
     # to profile a technique with steps takes seconds: only where nothing fits, or where a plan with more than data
     # parallelism takes much longer than computation
     slow = set(found.strategies) > {"S1"} and _pace(found) - seen.seconds > max(seen.seconds, SLOW_SECONDS)
-    if request.chooses and strategies is None and (found.fits is False or slow):
+    free = request.chooses and strategies is None and request.model_parallel_size == "auto"
+    if free and (found.fits is False or slow):
         return in_parts(found, facts)
     return found
 
@@ -241,7 +243,7 @@ def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     if shape.batch_norms:
         # the plan may be of a model without
         plan = with_shared_statistics(plan)
-    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=axes)
+    predicted = predict(shape, plan.strategies, model_ranks=plan.mesh.model, axes=axes, ends=ends_of(plan))
     again = replace(
         plan,
         batch_size=shape.batch_size,

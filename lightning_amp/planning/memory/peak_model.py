@@ -108,6 +108,7 @@ class Estimate:
     def peak_bytes(self) -> int:
         """Peak of the step, of the rank that has most."""
         before, left = self._before(), self.stratum_bytes
+        # what comes after the strata is the same on all ranks, so that the one whose strata leave most is the highest
         after = max((sum(left[slice(*run)]) for run in self.runs), default=0)
         base = self.base_bytes + self.tables_bytes
         end = base + after + self.entered_bytes
@@ -157,7 +158,12 @@ class Estimate:
 
 
 def predict(
-    shape: ModelShape, strategies: Iterable[str], *, model_ranks: int = 1, axes: Axes | None = None
+    shape: ModelShape,
+    strategies: Iterable[str],
+    *,
+    model_ranks: int = 1,
+    axes: Axes | None = None,
+    ends: tuple[int, ...] = (),
 ) -> Estimate:
     """Predict the memory of a training step on one rank.
 
@@ -165,6 +171,7 @@ def predict(
         shape: The model, with the cells of one rank's batch.
         model_ranks: R.
         axes: The decoder's choices; None for those of the strategies' usual rules.
+        ends: One past the last stratum of every rank under strata parallelism; none: as ranks of one speed have them.
 
     Raises:
         PlanError: `shape_after` of a strategy from outside returned something else than a shape.
@@ -178,22 +185,25 @@ def predict(
                 f"shape_after of {strategy} returned {shape!r}; allowed is a ModelShape: return"
                 " dataclasses.replace(shape, ...) with the sizes that it changes"
             )
-    return estimate(shape, axes or Axes.of(chosen), model_ranks=model_ranks, wide_layers="S2" in chosen)
+    return estimate(shape, axes or Axes.of(chosen), model_ranks=model_ranks, wide_layers="S2" in chosen, ends=ends)
 
 
-def estimate(shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers: bool = False) -> Estimate:
+def estimate(
+    shape: ModelShape, axes: Axes, *, model_ranks: int = 1, wide_layers: bool = False, ends: tuple[int, ...] = ()
+) -> Estimate:
     """Predict the memory of a training step on one rank; `predict` knows strategies from outside too.
 
     Args:
         shape: The model, with the cells of one rank's batch.
         wide_layers: Whether S2 splits the wide layers where it leaves the decoder's features as they are.
+        ends: As of `predict`.
     """
     # of the first stratum, for all that the strata share
     sizes = RankSizes(
         decoder=shape.decoder, axes=axes, k=0, cells=shape.batch_size, ranks=model_ranks, element=shape.element_bytes
     )
     entered, region = _region(shape, sizes)
-    runs = _runs(shape, sizes)
+    runs = _runs(shape, sizes, ends)
     parameters, buffers, inputs = shape.parameter_bytes, shape.buffer_bytes, shape.base_activation_bytes
     if (vertices := shape.vertices) is not None and sizes.by_nodes:
         # of the rows of other ranks there are no embedding, gradient and state, and nothing is kept; which rows are
@@ -285,11 +295,14 @@ def _strata(s: RankSizes, runs: tuple[tuple[int, int], ...]) -> tuple[StratumByt
     return tuple(found)
 
 
-def _runs(shape: ModelShape, s: RankSizes) -> tuple[tuple[int, int], ...]:
+def _runs(shape: ModelShape, s: RankSizes, ends: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """The strata of every rank, where ranks have their own strata; else all of them."""
+    strata = len(s.decoder.features)
     if s.axes.placement != "strata":
-        return ((0, len(s.decoder.features)),)
-    return tuple(pairwise((0, *strata_ends(shape, s.axes, ranks=s.ranks))))
+        return ((0, strata),)
+    # those of a given plan may be of another decoder, which is refused where they are installed
+    usable = len(ends) == s.ranks and list(ends) == sorted({*ends}) and ends[0] > 0 and ends[-1] == strata
+    return tuple(pairwise((0, *(ends if usable else strata_ends(shape, s.axes, ranks=s.ranks)))))
 
 
 def _region(shape: ModelShape, sizes: RankSizes) -> tuple[int, int]:

@@ -93,6 +93,8 @@ def compare(
         else:
             found.append(made)
     if STAGED not in refused and not _stages_are_needless(seen, ranks=ranks, budget=budget):
+        # stages are taken where nothing else fits: where something does, blocks of them in chunks are not looked for,
+        # which takes seconds
         if any(budget is None or one.peak_bytes <= budget for one in found):
             asked = replace(asked, chunks={})
         made = best_pipeline(seen, ranks=ranks, budget=budget, asked=asked)
@@ -134,10 +136,12 @@ def draft(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int
     for name in names:
         if variants := PREDICTIONS[name].variants:
             ways = [one for way in ways for one in variants(way, ranks)]
+    # each way is drafted with all techniques: that which is cheapest alone may leave the others too little room
     made = [_draft(way, names, ranks=ranks, budget=budget) for way in ways]
     drafts = [one for one in made if isinstance(one, Draft)]
     if not drafts:
         return made[0]
+    # nothing fits in 0 bytes, of which the least is taken
     best = _chosen(drafts, 0 if budget is None else budget)
     return replace(best, peak_bytes=best.peak_bytes + sum(found))
 

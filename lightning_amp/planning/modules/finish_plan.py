@@ -147,7 +147,13 @@ def missing_bytes(seen: ProfiledStep, best: Draft, budget: int | None) -> list[s
 def kept_notes(given: Plan, seen: ProfiledStep) -> list[str]:
     """What was said of a plan that was given, with notes on this step."""
     before = [note for note in given.notes if not note.startswith(LEAST)]
-    return [*before, *(note for note in seen.notes if note not in before)]
+    return [*before, *(note for note in notes_of(seen) if note not in before)]
+
+
+def notes_of(seen: ProfiledStep) -> list[str]:
+    """What a person should know of a step's count; of a batch whose length is not known, what reports call a sample."""
+    one = "the tensors of the batch have no length in common, so that all of it counts as one sample"
+    return [*seen.notes, *[one] * (seen.profile.batch_size is None)]
 
 
 def held_bytes(seen: ProfiledStep, made: Draft) -> int:
@@ -162,6 +168,8 @@ def rules_of(best: Draft, *, named: bool) -> tuple[Rule, ...]:
 
 def of_fullest(plan: Plan, made: Draft) -> tuple[Plan, Draft]:
     """A plan with the memory of the fullest rank as its budget, and a draft with all bytes of that rank."""
+    # drafts are compared with the least memory of all ranks, less what each rank has more; shown is the rank with the
+    # least room and its own memory, which need not be the least
     whole = replace(made, peak_bytes=made.peak_bytes + made.more_bytes, more_bytes=0)
     budget = plan.budget_bytes
     return (plan if budget is None else replace(plan, budget_bytes=budget + made.more_bytes)), whole
@@ -171,7 +179,7 @@ def finished(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Ru
     """The plan of the best draft, on top of the rules that `base` has."""
     order = list(STRATEGIES)
     base, best = of_fullest(base, compared.best)
-    notes = [*seen.notes]
+    notes = notes_of(seen)
     if best.model not in (1, base.mesh.model):
         notes.append(_shared(base.mesh.data, best.model))
         base = on_model_axis(base, best.model)

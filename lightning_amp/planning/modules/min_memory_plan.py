@@ -92,6 +92,7 @@ def with_techniques_of(plan: Plan, seen: ProfiledStep) -> Draft:
 def fewest_ranks(seen: ProfiledStep, budget: int, *, above: int = 0) -> Draft | None:
     """The leanest plan for the fewest ranks on which it fits; None where it does on none up to `MOST_RANKS`."""
     found = _fewest_over_data(seen, budget, above)
+    # stages of no more ranks than `above` are among what did not fit, and as many as a data axis needs are no gain
     most = _blocks(seen) if found is None else min(_blocks(seen), found.ranks - 1)
     # a stage more takes memory from all others, if little
     for stages in range(max(2, above + 1), most + 1):
@@ -102,7 +103,8 @@ def fewest_ranks(seen: ProfiledStep, budget: int, *, above: int = 0) -> Draft | 
 
 
 def _fewest_over_data(seen: ProfiledStep, budget: int, above: int) -> Draft | None:
-    # peaks do not grow with the ranks: doubled until it fits, then halved
+    # from two ranks on peaks do not grow with them: doubled until it fits, then halved; one rank averages nothing, may
+    # need less than two, and is tried first
     low, high = above, above + 1
     while over_data(seen, high).peak_bytes > budget:
         if high >= MOST_RANKS:

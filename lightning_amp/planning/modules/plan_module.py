@@ -35,6 +35,7 @@ from lightning_amp.planning.modules.finish_plan import (
 from lightning_amp.planning.modules.plan_stages import options_of_named, pipeline_of, predicted_again, with_stages
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_memory, with_requested
+from lightning_amp.planning.policies.make_plan import check_divides
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.pipeline.options import OPEN, PipelineOptions
@@ -63,14 +64,15 @@ def split_by_planner(
 
 
 def model_axis_size(
-    size: int | str, strategies: str | Sequence[str] | None, seen: ProfiledStep | None
+    size: int | str, strategies: str | Sequence[str] | None, seen: ProfiledStep | None, *, policy: str
 ) -> tuple[int | str, PipelineOptions]:
     """Ranks of the model axis that were requested: those of a plan without a profile, and those of a pipeline that
     `plan_module` adds where a policy chooses.
     """
-    if seen is None or strategies is not None or not isinstance(size, int):
+    # policy "paper" has no pipeline, and a size that is not allowed is refused where all are checked
+    if seen is None or strategies is not None or policy == "paper" or type(size) is not int or size < 1:
         return size, OPEN
-    return "auto", PipelineOptions(model=size if size > 1 else None)
+    return "auto", PipelineOptions(model=size)
 
 
 def plan_module(
@@ -90,7 +92,7 @@ def plan_module(
         named: Those techniques that a person has requested; None leaves the choice to the policy.
         budget_named: Whether a person has named the budget; else as much of what was requested is done as can be.
         count: Counts the step again with rules installed; None leaves it at the prediction.
-        asked: Of a pipeline; with ranks of the model axis, one is required.
+        asked: Of a pipeline; with several ranks of the model axis one is required, with one rank there is none.
 
     Raises:
         PlanError: A technique that was named cannot be had.
@@ -102,8 +104,12 @@ def plan_module(
             return made
         # none is needed, and yet it was requested
         return with_stages(base, seen, options_of_named(asked, named, budget_named=False))
-    if asked.model is not None and named is None:
+    if asked.model not in (None, 1) and named is None:
+        check_divides(asked.model, base.mesh.data)
         return with_stages(on_model_axis(base, asked.model), seen, asked, must=True)
+    # Each turn drafts by the prediction, counts the step with what was chosen, and goes on with what the count has
+    # shown. It ends: a refusal leaves fewer sets, and what is found beyond a prediction grows by a byte or more, until
+    # another set is chosen, the count fits, or nothing can.
     budget, refused = base.budget_bytes, dict[tuple[str, ...], str]()
     limit = None if named is not None and not budget_named else budget
     tried = list[tuple[int, Compared, tuple[Rule, ...]]]()
@@ -132,6 +138,7 @@ def plan_module(
         except AmpError as error:
             if named is not None:
                 raise
+            # bytes of the others were added up, and cannot have failed in the count
             counted = tuple(name for name in best.strategies if PREDICTIONS[name].counted)
             refused[counted] = _why(error)
             seen = _without_refused(seen, counted, refused[counted], ranks=best.ranks, count=count)
@@ -147,6 +154,8 @@ def plan_module(
         if not rules or (over and (last or (named is None and peak <= SLIGHTLY * best.peak_bytes))):
             _, compared, rules = min(tried, key=lambda one: one[0])
             break
+        # a prediction that fits was too low by the difference; one that does not fit either, of techniques that a
+        # person has named, has less room by what the count is above the limit
         seen = seen.exceeding(chosen, peak - limit if over and named is not None else max(peak - best.peak_bytes, 1))
     return finished(base, seen, compared, rules)
 
@@ -155,6 +164,8 @@ def _without_refused(
     seen: ProfiledStep, names: tuple[str, ...], why: str, *, ranks: int, count: Count | None
 ) -> ProfiledStep:
     """The step, of which it is known what of some techniques it refuses by itself."""
+    # of several that were refused together any may be the reason: asked one by one, only those that are refused alone
+    # are out, and the others stay for sets without them
     found = {names[0]: why} if len(names) == 1 else {}
     for name in names if len(names) > 1 else ():
         alone = draft(seen, (name,), ranks=ranks, budget=None)
@@ -185,10 +196,7 @@ def plan_again(given: Plan, seen: ProfiledStep, *, count: Count | None = None, m
         predicted_stratum_bytes=0,
         predicted_peak_bytes=made.peak_bytes,
         diagnosis=diagnose_module(seen, ranks=ranks, budget=given.budget_bytes),
-        notes=(
-            *kept_notes(given, seen),
-            *missing_bytes(seen, replace(as_it_is(seen, ranks), peak_bytes=made.peak_bytes), given.budget_bytes),
-        ),
+        notes=(*kept_notes(given, seen), *missing_bytes(seen, replace(made, targets=rules), given.budget_bytes)),
     )
 
 
@@ -252,7 +260,7 @@ def plan_step(
             " planned by its data; plan their folder: lightning_amp.plan(lightning_amp.profile(DIR))"
         )
     asked, named = split_by_planner(strategies, policy=policy)
-    size, stages = model_axis_size(model_parallel_size, asked, seen)
+    size, stages = model_axis_size(model_parallel_size, asked, seen, policy=policy)
     memory = () if device_memory is None else memory_of_ranks(device_memory, devices)
     base = make_plan(
         profile_of_module(shape),

@@ -92,6 +92,7 @@ def options_of_named(asked: PipelineOptions, named: tuple[str, ...], *, budget_n
 
 def predicted_again(given: Plan, seen: ProfiledStep, spec: PipelineStages, memory: tuple[int, ...] = ()) -> Plan:
     """A given plan with the prediction of its stages for this step, on ranks of so much memory."""
+    # all that the plan has decided is requested again, or this step would be given stages and blocks of another plan
     ends = tuple(int(end) for end in spec.ends.split(","))
     asked = PipelineOptions(
         model=given.mesh.model,

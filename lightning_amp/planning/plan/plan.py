@@ -252,11 +252,11 @@ class Plan:
                 " `lightning-amp plan ... --format json`"
             )
         plain.pop("fits", None)
-        # of plans that were measured in the first steps of a fit, which earlier versions did
-        for one in (plain, *plain.get("candidates", ())):
-            for name in ("measured_seconds", "measured_step_seconds"):
-                one.pop(name, None)
         try:
+            # of plans that were measured in the first steps of a fit, which earlier versions did
+            for one in (plain, *plain.get("candidates", ())):
+                for name in ("measured_seconds", "measured_step_seconds"):
+                    one.pop(name, None)
             return cls(**_typed(plain))
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             names = sorted(f.name for f in fields(cls))

@@ -177,10 +177,22 @@ def with_speeds(plan: Plan, shape: ModelShape, speeds: tuple[float, ...]) -> Pla
     def dealt(rule: Rule) -> Rule:
         if not isinstance(rule.spec, StrataParallel):
             return rule
-        ends = strata_ends(shape, plan.axes, ranks=plan.mesh.model, speeds=own)
-        return replace(rule, spec=replace(rule.spec, ends=",".join(map(str, ends))))
+        cut = strata_ends(shape, plan.axes, ranks=plan.mesh.model, speeds=own)
+        return replace(rule, spec=replace(rule.spec, ends=",".join(map(str, cut))))
 
-    return replace(plan, rules=tuple(map(dealt, plan.rules)), notes=(*plan.notes, note))
+    made = replace(plan, rules=tuple(map(dealt, plan.rules)), notes=(*plan.notes, note))
+    ends = ends_of(made)
+    if not ends:
+        return made
+    # the fastest rank has more strata than its share, and needs their memory
+    found = predict(shape, made.strategies, model_ranks=made.mesh.model, axes=made.axes, ends=ends)
+    return replace(made, predicted_peak_bytes=found.peak_bytes, strata_bytes=found.strata_bytes)
+
+
+def ends_of(plan: Plan) -> tuple[int, ...]:
+    """One past the last stratum of every rank, as a rule of strata parallelism has it; none without one."""
+    spec = next((rule.spec for rule in plan.rules if isinstance(rule.spec, StrataParallel)), None)
+    return () if spec is None else tuple(int(end) for end in spec.ends.split(",") if end.isdecimal())
 
 
 def without_shared_statistics(plan: Plan) -> Plan:

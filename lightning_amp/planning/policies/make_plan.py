@@ -72,7 +72,8 @@ def plan(
         budget=min(memory, default=None),
         rates=rates.on_nodes_of(node_devices),
         model_parallel_size=model_parallel_size,
-        node_devices=node_devices,
+        # a node that is not full is all there is
+        node_devices=None if node_devices is None or node_devices >= devices else node_devices,
     )
     asked, notes, compared = policy, list[str](), tuple[Candidate, ...]()
     if strategies is not None:
@@ -171,7 +172,7 @@ def _carried_out(
 
 def _compare(request: PlanRequest, *, own: frozenset[str]) -> tuple[Candidate, ...]:
     asked = request.model_parallel_size
-    _check_divides(asked, request.devices)
+    check_divides(asked, request.devices)
     found = candidates(
         request.shape,
         devices=request.devices,
@@ -209,7 +210,8 @@ def _of_paper(best: Candidate, request: PlanRequest) -> list[str]:
     ]
 
 
-def _check_divides(model_parallel_size: int | str, devices: int) -> None:
+def check_divides(model_parallel_size: int | str | None, devices: int) -> None:
+    """Refuse, with a PlanError, a model axis whose ranks do not divide all of them."""
     if isinstance(model_parallel_size, int) and devices % model_parallel_size:
         raise PlanError(
             f"model_parallel_size={model_parallel_size!r} is not supported with {devices} devices; it must divide"
@@ -224,7 +226,7 @@ def _mesh(chosen: tuple[str, ...], request: PlanRequest) -> MeshShape:
     # one that has a grid over both axes may have one rank here
     must = [s for s in sharding if not STRATEGIES[s].data_axis]
     model = model_ranks_of(chosen, request)
-    _check_divides(model, devices)
+    check_divides(model, devices)
     if must and model < 2 <= devices and node_devices == 1 and request.model_parallel_size == "auto":
         raise PlanError(
             f"{', '.join(sharding)} split a module over the model axis, which stays inside a node, and a node has"

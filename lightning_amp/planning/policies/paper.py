@@ -45,6 +45,7 @@ def mapped(request: PlanRequest) -> tuple[tuple[str, ...], list[str]]:
 
     def peak(chosen: set[str]) -> int:
         ranks = model_ranks_of(chosen, request)
+        # with the ranks that these strategies would have: a mesh is not decided before they are
         return predict(shape, in_order(chosen), model_ranks=ranks).peak_bytes
 
     own, notes = registered(request.diagnosis, shape, devices=request.devices)

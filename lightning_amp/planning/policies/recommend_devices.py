@@ -120,6 +120,7 @@ def recommend_devices(
             found = replace(found, worth="the fewest", speed_up=1.0, efficiency=1.0)
         else:
             speed_up = first.step_seconds / found.step_seconds
+            # the last one has half as many devices: from the first number that fits on, all larger ones do
             gain = scales[-1].step_seconds / found.step_seconds
             lost += gain < WORTH
             found = replace(

@@ -89,6 +89,7 @@ def gradient_numbers(decoder: DecoderShape, axes: Axes) -> tuple[int, int]:
     keys, tables = decoder.strata_weights
     if axes.features == "sharded" or axes.placement in ("strata", "nodes"):
         return keys + tables, 0
+    # S5 splits channels, of which tables have none: without S2 every rank computes their gradients whole
     return (0, keys + tables) if axes.placement == "replicated" else (keys, tables)
 
 
@@ -107,6 +108,8 @@ def _halo(s: RankSizes) -> tuple[Traffic, Traffic]:
 
 def _ring(s: RankSizes) -> tuple[Traffic, Traffic]:
     steps = s.ranks - 1
+    # keys and values are two tensors, passed on R - 1 times in either direction; their gradients travel with them and
+    # need one step more, home to the rank whose rows they are of (dist/ring_attention.py)
     there, back = (
         (Collective(kind="exchange", numbers=calls * s.latents, calls=calls),) for calls in (2 * steps, 4 * steps + 2)
     )
@@ -139,5 +142,6 @@ def _hidden_key(s: RankSizes) -> tuple[Traffic, Traffic]:
         lengths = Collective(kind="all_reduce", numbers=s.anchors)
         scores = Collective(kind="all_reduce", numbers=s.pairs, calls=s.chunks)
         forward += [lengths, scores]
+        # chunks keep no scores, so that their backward pass computes and sums them once more
         backward += [lengths, scores, *([scores] if s.axes.attention == "chunked" else [])]
     return tuple(forward), tuple(backward)

@@ -129,7 +129,8 @@ def _elapsed(costs: Sequence[float], workers: int, alone: Sequence[float], own: 
         return sum(costs[own])
     free = [0.0] * workers
     for cost, one_at_a_time in zip(costs[own], alone[own], strict=True):
-        # whoever is free first takes the next one, with its share of the device
+        # whoever is free first takes the next one, with its share of the device: a W-th of its rate, so that what it
+        # computes takes W times as long; what passes between operators is not shared, and is added up below
         heapreplace(free, free[0] + workers * (cost - one_at_a_time))
     return max(free) + sum(alone[own])
 
@@ -184,6 +185,8 @@ SENDING = Term(_sending_seconds, "placement", "features", "attention", "activati
 
 def _gradient_seconds(decoder: DecoderShape, axes: Axes, mesh: MeshShape, *, rates: Rates, element_bytes: int) -> float:
     partial, whole = gradient_numbers(decoder, axes)
+    # parts are summed over all ranks at once, a group with nothing nested in it; whole ones over the data axis alone,
+    # whose neighbours are as many ranks apart as the model axis has
     groups = ((partial, mesh.data * mesh.model, 1), (whole, mesh.data, mesh.model))
     return sum(
         Collective(kind="all_reduce", numbers=numbers).seconds(

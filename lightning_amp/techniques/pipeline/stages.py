@@ -142,7 +142,8 @@ def best_pipeline(seen: ProfiledStep, *, ranks: int, budget: int | None, asked: 
     """
     lengths = [n for n in range(2, ranks + 1) if ranks % n == 0 and asked.model in (None, n)]
     if not lengths:
-        return f"it needs two ranks or more, of the {ranks} there are"
+        there = f"of the {ranks} there are" if asked.model is None else f"and model_parallel_size={asked.model!r}"
+        return f"it needs two ranks or more, {there}"
     made = list[Draft]()
     # chunks take seconds to look for, and are left where some number of stages fits without
     for way in (asked,) if asked.chunks is not None else (replace(asked, chunks={}), asked):

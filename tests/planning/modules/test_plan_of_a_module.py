@@ -21,7 +21,7 @@ from lightning_amp.lightning.steps.out_of_memory import advice_on_memory
 from lightning_amp.planning.modules import candidates
 from lightning_amp.planning.modules.candidates import compare
 from lightning_amp.planning.modules.min_memory_plan import fewest_ranks
-from lightning_amp.planning.modules.plan_module import diagnose_module, plan_module, split_by_planner
+from lightning_amp.planning.modules.plan_module import diagnose_module, plan_again, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.make_plan import plan as make_plan
 from lightning_amp.planning.reports.plan_report import plan_report, shortfall
@@ -303,6 +303,23 @@ def test_what_is_missing_is_said() -> None:
     one = replace(heavy, profile=replace(heavy.profile, batch_size=1))
     said = shortfall(plan_module(base(10), one))
     assert "enough: split a sample over several ranks with strategies='sequence' or 'tensor3d'" in said
+
+
+def test_a_batch_without_a_length_is_said_to_count_as_one_sample() -> None:
+    said = "all of it counts as one sample"
+    assert said not in plan_report(plan_module(base(10_000), seen()))
+    made = plan_module(base(10_000), seen(profiled(batch_size=None)))
+    assert said in " ".join(plan_report(made).split())
+    assert [said in note for note in plan_again(made, seen(profiled(batch_size=None))).notes].count(True) == 1
+
+
+def test_a_given_plan_that_does_not_fit_says_what_it_was_counted_to_need() -> None:
+    """What is missing was that of the prediction, which a plan can be counted to exceed, and less than its budget."""
+    step = seen()
+    whole = plan_module(base(None, strategies="S1"), step, named=("recompute",), budget_named=False)
+    again = plan_again(replace(whole, budget_bytes=1800), step, count=lambda rules: profiled(saved=1900))
+    assert (again.predicted_peak_bytes, again.fits) == (2000, False)
+    assert "the step requires at least 1.95 KiB with recompute on 1 rank" in shortfall(again)
 
 
 def test_no_technique_for_blocks_makes_less_of_what_averaging_takes() -> None:

@@ -15,11 +15,13 @@ from lightning_amp.footprint.chain.chain import CHUNKED, RECOMPUTED, peak_bytes
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.installing.install import install_rules
+from lightning_amp.planning.plan.plan import MeshShape
 from lightning_amp.techniques.chunk.forms import ChunkForms
 from lightning_amp.techniques.chunk.look import block_tables
 from lightning_amp.techniques.chunk.row import ChunkBlock
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from tests.graph.test_capture import Custom
+from tests.planning import profiles as sizes
 from tests.techniques.chunk.small_blocks import Attention, FeedForward
 
 
@@ -70,8 +72,45 @@ def test_what_cannot_be_profiled_or_planned_is_refused(profile: Any) -> None:
         lightning_amp.plan(Deep())  # type: ignore[call-overload]
     with pytest.raises(PlanError, match="batch_size was given with the profile of a module's step"):
         lightning_amp.plan(profile, batch_size=4)
+    data, lengthy = sizes.profile(), sizes.shape(32)
+    assert lightning_amp.plan(data, shape=lengthy).batch_size == 32
+    for call, said in (
+        (lambda: lightning_amp.plan(data, shape=lengthy, batch_size=64), "batch_size=64 .* a shape of 32 cells"),
+        (lambda: lightning_amp.plan(data, torch.zeros(2)), "batch was given with a directory's profile"),
+        (lambda: lightning_amp.profile("data", batch_size=4), "batch_size was given with a directory"),
+        (lambda: lightning_amp.profile(Deep(), torch.zeros(2, 32), setting="x"), "setting was given with a module"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            call()  # type: ignore[no-untyped-call]
     with pytest.raises(PlanError, match="chunk is not possible: the blocks were not looked at"):
         lightning_amp.plan(profile, strategies="chunk", device_memory="1MiB")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"model_parallel_size": 3}, r"model_parallel_size=3 .* with 4 devices; .* one of \[1, 2, 4\]"),
+        ({"model_parallel_size": 8}, "model_parallel_size=8 is not supported with 4 devices"),
+        ({"model_parallel_size": 0}, "model_parallel_size=0 is not supported; allowed are"),
+        ({"model_parallel_size": True}, "model_parallel_size=True is not supported; allowed are"),
+        ({"model_parallel_size": 2, "policy": "paper"}, "model_parallel_size=2 .* S1 split nothing over"),
+    ],
+)
+def test_a_model_axis_that_cannot_be_is_refused(profile: Any, request_: Any, message: str) -> None:
+    """Three ranks of four had been planned, and the others left out."""
+    with pytest.raises(PlanError, match=message):
+        lightning_amp.plan(profile, devices=4, **request_)
+
+
+def test_one_rank_of_the_model_axis_has_no_stages() -> None:
+    module, batch = Blocks(*(nn.Linear(64, 64) for _ in range(4))), torch.randn(4, 64)
+    free, one = (
+        lightning_amp.plan(module, batch, devices=2, device_memory="130KiB", model_parallel_size=size).plan
+        for size in ("auto", 1)
+    )
+    assert "pipeline" in free.strategies
+    assert one.mesh == MeshShape(data=2, model=1)
+    assert "pipeline" not in one.strategies
 
 
 class Skips(Deep):
