@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.independent_units import UnitDecoder
 from lightning_amp.models.decoders.stratum import AllCells
@@ -198,3 +199,26 @@ def test_layers_and_weights_in_two_places(strategy: str) -> None:
         assert [id(p) for p in module.parameters()] == own
         results.append({name: p.detach() for name, p in module.named_parameters()})
     assert_same(results[1], results[0], rtol=1e-10)
+
+
+class Offset(Chromosome):
+    """With a number that is added to the loss as it is."""
+
+    def __init__(self, first: int, size: int) -> None:
+        super().__init__(first, size)
+        self.added = nn.Parameter(torch.zeros((1,) * (first % 2)))
+
+    def nll(self, v: Tensor, u: Tensor, **cells: Tensor) -> Tensor:
+        return super().nll(v, u, **cells) + self.added.sum()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_number_that_is_added_to_the_loss_has_the_gradient_of_the_loss(device: str) -> None:
+    results = []
+    for module in (counts(Offset), counts(Offset)):
+        if results:
+            install(module, make_plan(("stream",), 1, {"stream": StreamStrata(cells=9)}))
+        with settings_of(device):
+            module.training_step(batches()[0], 0).backward()
+        results.append({name: p.grad for name, p in module.named_parameters()})
+    assert_same(results[1], results[0], rtol=1e-12)
