@@ -216,6 +216,25 @@ def test_batches_are_pinned_where_a_gpu_reads_them(root: Path, asked: Any, devic
     assert not module(root).train_dataloader().pin_memory
 
 
+class Doubled(SingleCellDataModule):
+    """With a hook of a subclass."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"twice": [batch, batch]}
+
+
+def test_a_subclass_keeps_its_hook_where_ranks_read_own_columns(root: Path) -> None:
+    parts = SimpleNamespace(size=2, dims={"rna.x": (1,)}, part=lambda n: slice(0, n // 2))
+    parts.sharded = lambda x, dim, length: ("a part of", length)
+    data = as_rank(Doubled(root, batch_size=4), 0, 1)
+    data.trainer.strategy.own_parts = parts  # type: ignore[union-attr]
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    found = data.on_after_batch_transfer(batch, 0)["twice"][1]
+    assert found["rna"]["x"] == ("a part of", data.tables["rna"].n_features)
+    assert found["hic"]["x"] is batch["hic"]["x"]
+
+
 CELLS, FEATURES = 9, 12
 LAYOUTS: dict[str, Any] = {
     "csr": sparse.csr_matrix,

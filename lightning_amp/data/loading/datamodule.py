@@ -250,6 +250,10 @@ class SingleCellDataModule(pl.LightningDataModule):
             if self.tables[modality].columns is not None:
                 x = parts.sharded(part["x"], dim=1, length=self.tables[modality].n_features)
                 cells[modality] = {**part, "x": x}
+        # a subclass may have a hook, which the instance's hides
+        hook = type(self).on_after_batch_transfer
+        if hook is not pl.LightningDataModule.on_after_batch_transfer:
+            return hook(self, cells, dataloader_idx)
         return self.trainer.lightning_module.on_after_batch_transfer(cells, dataloader_idx)
 
     def _chosen(self, directory: DataDirectory) -> dict[str, Path]:
@@ -302,8 +306,9 @@ class SingleCellDataModule(pl.LightningDataModule):
             return bool(self.sparse)
         table = self.tables[HIC]
         model = getattr(self.trainer, "lightning_module", None)
-        # other models need a dense x
-        takes = getattr(model, "takes_sparse_counts", False) is True
+        # other models need a dense x, and so do own columns: their share differs between ranks, and they become a part
+        # of a sharded tensor
+        takes = getattr(model, "takes_sparse_counts", False) is True and table.columns is None
         return takes and table.n_features > MANY_FEATURES and table.share <= FEW_ENTRIES
 
     def _sampler(self, cells: CellRowsOf | None, *, cycle: bool, shuffle: bool) -> StepSampler:
