@@ -179,8 +179,9 @@ class GLUE(LinkedAutoencoders):
                 loc, std = self.encode(name, batch[name])
                 kl = normal_kl(loc, std) / batch[name]["x"].shape[1]
                 term = self.nll(name, batch[name], u=loc, v=v) + self.settings.lam_kl * kl
-                # weighted by cells, with their number: batches may differ in size
-                self._validated[row] += torch.stack((term, torch.ones_like(term))) * len(loc)
+                # weighted by cells, with their number: batches may differ in size; another rank has a repeated cell too
+                n_cells = 0 if batch[name].get("repeated") else len(loc)
+                self._validated[row] += torch.stack((term, torch.ones_like(term))) * n_cells
 
     def on_validation_epoch_end(self) -> None:
         """Log `val_loss`: the loss without the adversary, the mean over all cells of all ranks."""

@@ -29,8 +29,8 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
     for every pass over it and repeated until all steps are full. Without (evaluation) every cell comes once,
     in the order of `cells`, each global batch is cut as evenly as possible, and a modality that has run out
     is missing from the step. All ranks have the same number of steps and in each the same modalities: a rank
-    that would get no cell of a modality gets the last one of the batch again, which `index` shows. Draws then
-    depend on the cell alone.
+    that would get no cell of a modality gets the last one of the batch again, as `repeated` says. Draws then depend
+    on the cell alone.
     """
 
     def __init__(
@@ -81,9 +81,12 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
         for step in range(first, len(self)):
             batch = slice(step * self.global_batch, (step + 1) * self.global_batch)
             rows = {modality: self._share(modality, cells[batch]) for modality, cells in order.items()}
+            # with fewer cells than ranks the first ranks have one each
+            few = [name for name, cells in order.items() if len(cells[batch]) <= self.rank and not self.cycle]
             yield StepIndices(
                 rows={modality: mine for modality, mine in rows.items() if len(mine)},
                 draw_key=hash_integers(self.seed, self.epoch, step) if self.cycle else hash_integers(self.seed),
+                repeated=few,
             )
 
     def _order(self) -> CellRowsOf:
