@@ -120,6 +120,8 @@ class GLUE(LinkedAutoencoders):
         shown = self.shown(batch, latents)
         if shown:
             # the discriminator's step must not reach the encoders
+            # its parameters are written to before the second backward pass, whose graph may not have saved them:
+            # `terms` reads them afterwards
             detached = {label: u.detach() for label, u in shown.items()}
             self._step(critic, alignment_loss(self.discriminator, detached, frozen=False))
         # a function of the step, so that a resumed run draws the noise and the edges that it would have drawn

@@ -80,6 +80,9 @@ def read_graph(path: str | Path) -> Graph:
     columns = {"source": source, "target": target, "weight": weight, "sign": sign}
     edges = pd.DataFrame({name: np.asarray(values) for name, values in columns.items()})
     if directed:
+        # which of two twins goes is arbitrary, but both must not: only those against the order of the vertices are
+        # asked whether they repeat one along it. Weight and sign are compared too, for two relations may join the same
+        # vertices
         forward = edges["source"] <= edges["target"]
         turned = edges.rename(columns={"source": "target", "target": "source"})[list(columns)]
         twins = pd.MultiIndex.from_frame(turned).isin(pd.MultiIndex.from_frame(edges[forward]))

@@ -67,6 +67,7 @@ class _Patient(io.FileIO):
         """Read what has been written, zeros where nothing was."""
         view, start = memoryview(buffer).cast("B"), self.tell()
         n_read = super().readinto(view) or 0
+        # HDF5 takes a short read for a damaged file, and what was to be written there may be among `_later` below
         view[n_read:] = bytes(len(view) - n_read)
         # HDF5 reads its own metadata back, also what did not get to the disk
         for at, data in self._later:

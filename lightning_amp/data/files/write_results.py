@@ -158,6 +158,7 @@ def _pixels(strata: list[StratumLayout], values: NDArray[Any]) -> pd.DataFrame:
     bin1 = np.concatenate([stratum.anchors - first for stratum in strata])
     bin2 = np.concatenate([stratum.anchors - first + stratum.k for stratum in strata])
     count = np.concatenate([values[slice(*stratum.columns)] for stratum in strata]).astype(np.float64)
+    # strata come one after the other, and cooler finds the pixels of a bin by a search in bin1
     order = np.lexsort((bin2, bin1))
     # a file may pad its strata with pairs whose second bin is beyond the last one
     order = order[bin2[order] < strata[0].n_features]
@@ -203,6 +204,7 @@ def _nearest(points: NDArray[np.float32], others: NDArray[np.float32], n: int) -
     found = []
     for start in range(0, len(points), BLOCK):
         # squared distances but for what is the same for all others
+        # in float64: the difference of large squares that are nearly equal has few digits left in float32
         far = squares - 2 * points[start : start + BLOCK].astype(np.float64) @ there.T
         found.append(np.argpartition(far, n - 1, axis=1)[:, :n])
     return np.concatenate(found)

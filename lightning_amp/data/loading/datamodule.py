@@ -275,6 +275,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         for modality, table in self.tables.items():
             rng = np.random.default_rng(hash_integers(self.seed, hash_text(modality)))
             n_held = int(np.ceil(self.val_fraction * table.n_cells)) if table.n_cells > 1 else 0
+            # not from the sampler's numbers: the same cells are held out whatever the epoch, rank or batch size
             order = rng.permutation(table.n_cells)
             # one cell is always left to train on
             train[modality] = np.sort(order[min(n_held, table.n_cells - 1) :])

@@ -119,6 +119,7 @@ class CellMicrobatches(nn.Module):
         # tables are read by `nll` itself, so these are the very tensors
         key, *tables = leaf(shared[0], needed[0]), *shared[1:]
         values: list[Tensor] = []
+        # of what all cells share gradients are added up, of what each has they are put one after the other
         of_shared: Gradients = [None] * n
         of_cells: list[Gradients] = []
         for part in self._parts(len(u)):
