@@ -177,6 +177,23 @@ def test_a_loss_that_is_no_sum_over_cells_is_refused(kind: type[Chromosome], few
     module.training_step(three, 0).backward()
 
 
+class Named(Chromosome):
+    """With a choice by name."""
+
+    def nll(self, v: Tensor, u: Tensor, **cells: Any) -> Tensor:
+        return super().nll(v, u, **cells) * {"poisson": 1.0, "halved": 0.5}[cells["kind"]]
+
+
+@pytest.mark.parametrize("kind", ["poisson", "halved"])
+def test_a_name_is_the_same_for_all_cells(kind: str) -> None:
+    batch, losses = batches()[0], []
+    assert len(batch["x"]) == len("poisson"), "as many letters as cells"
+    for strategy in ("", "stream"):
+        module = counts(Named, strategy)
+        losses.append(module.decoder(module.encoder(batch["x"].log1p()), module.v, **batch | {"kind": kind}))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+
+
 def test_a_loss_that_cannot_be_computed_of_no_cells_is_streamed() -> None:
     module = counts(Shaped, "stream")
     expected = counts(Shaped).training_step(batches()[0], 0)

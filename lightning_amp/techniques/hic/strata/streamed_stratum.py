@@ -6,7 +6,7 @@ Exact: every cell's log-likelihood is computed from the key, its own u and its o
 sums over cells. What shrinks: scores and likelihood [B, F_k] exist for one micro-batch only. The gradient of the key
 [N, D] is made for every micro-batch and added up. Collectives of the decode and of the softmax (S2, S5, nodes) come
 once for every micro-batch; how many there are depends on the number of cells, which a model group shares. What a
-stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, None.
+stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, a name, None.
 
     qk, val = p A^T, p B^T         dp = g + dqk A + dval B, the sums inside the products; g is that of attended p
     key' = [key +] a gelu(b)       da, db = dkey' gelu(b), dkey' a gelu'(b), the two halves of one tensor
@@ -145,6 +145,9 @@ def _at_least_float32(value: Tensor) -> Tensor:
 
 def _n_rows(value: object) -> int:
     """Rows; 1 of what has none, which is the same for all cells as one row is."""
+    if isinstance(value, str):
+        # its letters are no rows, even if they are as many as the cells
+        return 1
     try:
         return len(cast(Sized, value))
     except TypeError:
