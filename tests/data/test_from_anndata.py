@@ -176,6 +176,8 @@ def test_nothing_is_left_of_a_refusal(prepared: Prepared, tmp_path: Path, monkey
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     with pytest.raises(DataError):
         SingleCellDataModule.from_anndata(rna=prepared.rna, hic=prepared.hic)
+    with pytest.raises(DataError, match="batch_size=0"):
+        SingleCellDataModule.from_anndata(rna=prepared.rna, batch_size=0)
     gc.collect()
     assert list(temporary.iterdir()) == []
 

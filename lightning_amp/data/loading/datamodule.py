@@ -133,7 +133,11 @@ class SingleCellDataModule(pl.LightningDataModule):
         from lightning_amp.data.prepare.from_anndata import write_objects
 
         home = Path(tempfile.mkdtemp(prefix="lightning-amp-"))
-        data = cls(home / "data", **options)
+        try:
+            data = cls(home / "data", **options)
+        except BaseException:
+            home.rmdir()
+            raise
         weakref.finalize(data, _remove, home, os.getpid())
         with write_aside(data.data_dir) as aside:
             write_objects(
