@@ -136,6 +136,7 @@ def small_copy(module: nn.Module, layout: Layout, sizes: Scales) -> Small:
     few = layout_of(nodes, layout.listed_in)
     columns = [torch.arange(*run) for run in few.columns]
     memo: dict[int, Any] = {}
+    # of the type that they have: code may index with a list where it would not with a tensor
     for name in LISTS:
         value = getattr(module, name)
         lists = columns if name == few.listed_in else few.nodes

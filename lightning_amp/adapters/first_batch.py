@@ -311,6 +311,7 @@ def difference(
         inputs = _directed(module, inputs) if directed else inputs
         marks = Marks(module)
         with torch.autocast(x.device.type, enabled=False):
+            # all at once, and then by the columns of each stratum: a sum over all would hide two errors that cancel out
             log_prob = theirs(module, *inputs).log_prob(x)
             expected = _numbers(log_prob[:, slice(*cast(AdaptedStratum, one).columns)].sum() for one in decoder.strata)
             names = marks.changed(module)

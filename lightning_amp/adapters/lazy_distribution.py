@@ -53,6 +53,7 @@ class Deferred:
     def result(self, what: str) -> Any:
         """The result, with gradients if they were enabled at the call and are now."""
         # a result with gradients serves without them too: what is computed from it has none then
+        # the other way round it does not: one without gradients is computed again where they are wanted later
         graded = True in self._results or (self._enabled and torch.is_grad_enabled())
         if graded not in self._results:
             self._check(what, graded=graded)

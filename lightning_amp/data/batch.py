@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TypeAlias, TypedDict
+from typing import NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -34,9 +34,13 @@ class CellRows(TypedDict):
 
 
 class CellBatch(CellRows):
-    """Cells of one modality in one step; `draw`, in [0, 2**31), is the seed of a cell's random numbers."""
+    """Cells of one modality in one step; `draw`, in [0, 2**31), is the seed of a cell's random numbers.
+
+    Only a rank that has no cell of its part of an evaluation has `repeated`: its cell is another rank's too.
+    """
 
     draw: Int64[Tensor, " cell"]
+    repeated: NotRequired[bool]
 
 
 Batch: TypeAlias = dict[str, CellBatch]

@@ -115,6 +115,7 @@ class SparseCounts:
         Args:
             runs: First column and one past the last of each, in their order.
         """
+        # a slice takes its numbers by the run that an entry lies in, which a search finds only among sorted runs
         if self._is_meta or runs == self._runs or list(runs) != sorted(runs):
             return
         starts, widths = _tables(runs, self.device)
@@ -179,6 +180,7 @@ class SparseCounts:
 
     def pin_memory(self) -> "SparseCounts":
         """Return the counts in pinned memory."""
+        # `_host` stays pageable: it is read by numpy and never copied to a device
         row, column, value = (part.pin_memory() for part in self.tensors())
         return SparseCounts(row, column, value, self.shape, host=self._host)
 
@@ -284,6 +286,7 @@ class SparseCounts:
         if self._is_meta:
             return self._share(shape)
         row, column = self._host
+        # cells are scattered over the entries, which are sorted by column: no slice has them, unlike those of columns
         own = np.flatnonzero((row >= start) & (row < stop))
         return self._taken(own, row[own] - start, column[own], shape)
 
@@ -358,6 +361,7 @@ class _Product(torch.autograd.Function):
         total = weight.new_zeros((len(x), len(weight)), dtype=torch.promote_types(weight.dtype, torch.float32))
         with _without_autocast(weight):
             for block, counts in _blocks(x, weight.dtype):
+                # rounded to the weight's type by the product: only the sum over blocks is in float32
                 total += counts @ weight[:, block].T
         return total.to(weight.dtype)
 

@@ -120,6 +120,8 @@ class GLUE(LinkedAutoencoders):
         shown = self.shown(batch, latents)
         if shown:
             # the discriminator's step must not reach the encoders
+            # its parameters are written to before the second backward pass, whose graph may not have saved them:
+            # `terms` reads them afterwards
             detached = {label: u.detach() for label, u in shown.items()}
             self._step(critic, alignment_loss(self.discriminator, detached, frozen=False))
         # a function of the step, so that a resumed run draws the noise and the edges that it would have drawn
@@ -179,8 +181,9 @@ class GLUE(LinkedAutoencoders):
                 loc, std = self.encode(name, batch[name])
                 kl = normal_kl(loc, std) / batch[name]["x"].shape[1]
                 term = self.nll(name, batch[name], u=loc, v=v) + self.settings.lam_kl * kl
-                # weighted by cells, with their number: batches may differ in size
-                self._validated[row] += torch.stack((term, torch.ones_like(term))) * len(loc)
+                # weighted by cells, with their number: batches may differ in size; another rank has a repeated cell too
+                n_cells = 0 if batch[name].get("repeated") else len(loc)
+                self._validated[row] += torch.stack((term, torch.ones_like(term))) * n_cells
 
     def on_validation_epoch_end(self) -> None:
         """Log `val_loss`: the loss without the adversary, the mean over all cells of all ranks."""

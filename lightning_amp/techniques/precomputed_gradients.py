@@ -83,8 +83,9 @@ def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs:
     device = outputs[0].device.type
     with torch.autocast(device if torch.amp.is_autocast_available(device) else "cpu", enabled=False):
         found = iter(torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True) if wanted else ())
-    # autograd may hand out one tensor for two inputs (u + v): who adds to one in place would change the other
-    seen: set[int] = set()
+    # autograd may hand out one tensor for two inputs (u + v), or a gradient that it was given (nll + p): who adds to
+    # one in place would change the other
+    seen = {id(grad.untyped_storage()) for grad in grad_outputs if grad is not None}
     return [_apart(next(found), seen) if tensor.requires_grad else None for tensor in inputs]
 
 

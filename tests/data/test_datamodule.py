@@ -25,6 +25,8 @@ from lightning_amp.data.prepare.read_scool import ScoolFile
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.dist.own_parts import OwnParts
 from lightning_amp.errors import DataError
+from lightning_amp.models.glue import GLUE
+from lightning_amp.models.inputs import inputs_from
 from tests.data.tiny_data import edit, make_bins, write_all
 
 pytestmark = [
@@ -106,6 +108,26 @@ def test_held_out_cells_are_in_validation_only(root: Path) -> None:
     assert cells(again.val_dataloader(), "hic") == cells(data.val_dataloader(), "hic")
     other = module(root, val_fraction=0.2, seed=1)
     assert cells(other.val_dataloader(), "hic") != cells(data.val_dataloader(), "hic")
+
+
+def test_validation_counts_a_cell_once_on_any_number_of_ranks(root: Path) -> None:
+    torch.manual_seed(0)
+    model = GLUE(latent_dim=8, hidden_dim=16, hidden_depth=1, window=10).build(inputs_from(module(root))).eval()
+
+    def validated(n: int, batch_size: int) -> torch.Tensor:
+        sums = []
+        for rank in range(n):
+            model.on_validation_epoch_start()
+            for batch in as_rank(module(root, batch_size=batch_size), rank, n).test_dataloader():
+                model.validation_step(batch, 0)
+            sums.append(model._validated)
+        return torch.stack(sums).sum(0)
+
+    with torch.no_grad():
+        once, often = validated(1, 8), validated(7, 4)
+    assert once[:, 1].tolist() == [30, 21]
+    # the last 2 of 30 cells are those of 7 ranks, 5 of which have nothing else in this step
+    torch.testing.assert_close(often, once, rtol=1e-4, atol=0)
 
 
 def test_balance_follows_the_strategy_unless_said_otherwise(root: Path) -> None:
@@ -214,6 +236,25 @@ def test_batches_are_pinned_where_a_gpu_reads_them(root: Path, asked: Any, devic
     loaders = (data.train_dataloader(), data.val_dataloader(), data.predict_dataloader())
     assert [loader.pin_memory for loader in loaders] == [pins] * 3
     assert not module(root).train_dataloader().pin_memory
+
+
+class Doubled(SingleCellDataModule):
+    """With a hook of a subclass."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"twice": [batch, batch]}
+
+
+def test_a_subclass_keeps_its_hook_where_ranks_read_own_columns(root: Path) -> None:
+    parts = SimpleNamespace(size=2, dims={"rna.x": (1,)}, part=lambda n: slice(0, n // 2))
+    parts.sharded = lambda x, dim, length: ("a part of", length)
+    data = as_rank(Doubled(root, batch_size=4), 0, 1)
+    data.trainer.strategy.own_parts = parts  # type: ignore[union-attr]
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    found = data.on_after_batch_transfer(batch, 0)["twice"][1]
+    assert found["rna"]["x"] == ("a part of", data.tables["rna"].n_features)
+    assert found["hic"]["x"] is batch["hic"]["x"]
 
 
 CELLS, FEATURES = 9, 12

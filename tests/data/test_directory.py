@@ -94,6 +94,16 @@ def test_a_one_way_edge_of_a_directed_graph_stays(tmp_path: Path) -> None:
     assert found.sign.tolist().count(-1.0) == 1
 
 
+def test_whole_and_other_numbers_may_be_weights_of_one_graph(tmp_path: Path) -> None:
+    graph = networkx.Graph()
+    graph.add_edge("a", "b", weight=1, sign=1)
+    graph.add_edge("b", "c", weight=0.5, sign=-1.0)
+    # networkx declares an attribute once for every type that it has
+    networkx.write_graphml(graph, tmp_path / "g.graphml")
+    found = read_graph(tmp_path / "g.graphml")
+    assert sorted(zip(found.weight.tolist(), found.sign.tolist(), strict=True)) == [(0.5, -1.0), (1.0, 1.0)]
+
+
 def test_a_setting_chooses_among_several(tmp_path: Path) -> None:
     names = [f"{m}/{m}_{s}.h5ad" for m in ("hic", "rna") for s in ("A_1", "B_1")]
     touch(tmp_path, *names, "graphs/A_1.graphml.gz", "graphs/x_prior_B_1.graphml.gz", "graphs/AB_1.graphml.gz")

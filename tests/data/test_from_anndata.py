@@ -176,8 +176,26 @@ def test_nothing_is_left_of_a_refusal(prepared: Prepared, tmp_path: Path, monkey
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     with pytest.raises(DataError):
         SingleCellDataModule.from_anndata(rna=prepared.rna, hic=prepared.hic)
+    with pytest.raises(DataError, match="batch_size=0"):
+        SingleCellDataModule.from_anndata(rna=prepared.rna, batch_size=0)
     gc.collect()
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [object, "string", "category"])
+def test_text_may_be_missing(prepared: Prepared, kind: Any) -> None:
+    rna = prepared.rna.copy()
+    words = pd.Series(["a", *[None] * (rna.n_obs - 1)], index=rna.obs_names, dtype=kind)
+    rna.obs = rna.obs.assign(annotation=words, batch=words, none=pd.Series(None, rna.obs_names, object))
+    rna.var["name"] = pd.Series(["b", *[None] * (rna.n_vars - 1)], index=rna.var_names, dtype=kind)
+    data = SingleCellDataModule.from_anndata(**prepared.given(rna=rna))
+    data.setup()
+    obs = data.tables["rna"].read_obs()
+    assert obs["annotation"].dropna().tolist() == ["a"]
+    assert obs["none"].isna().all()
+    assert len(obs) == rna.n_obs
+    assert data.tables["rna"].n_batches == 2
+    assert rna.obs["annotation"].dtype == words.dtype, "the object is not changed"
 
 
 def without_counts(table: anndata.AnnData) -> anndata.AnnData:
@@ -209,6 +227,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no position": (lambda p: p.given(genes=pd.DataFrame({"chrom": [None], "start": 5, "end": 9}, index=["G0"])),
         "genes: none of its 1 rows has a position"),
     "order": (lambda p: p.given(hic=p.hic[:, ::-1]), r"hic\.var: expected stratum 0, found stratum"),
+    "lists": (lambda p: p.given(rna=anndata.AnnData(p.rna.X, p.rna.obs.assign(all=[[1, 2]] * p.rna.n_obs), p.rna.var)),
+        r"rna: obs or var cannot be written as an h5ad \(.*'all'"),
     "no columns": (lambda p: p.given(genes=p.rna.var),
         r"genes: a table with chrom, .* missing are \['chrom', 'start', 'end'\]"),
 }  # fmt: skip

@@ -287,15 +287,19 @@ def test_every_column_of_the_cells_is_kept(files: Files) -> None:
     table = anndata.read_h5ad(files.rna)
     table.obs["donor"] = pd.Categorical(["d1", "d2", "d3", None] * 2)
     table.obs["age"] = np.arange(8.0)
+    table.obs["site"] = pd.array([f"s{i % 3}" for i in range(7)] + [None], dtype="string")
     table.obs["batch"] = [1, 2] * 4
-    table.write_h5ad(files.rna)
     counts = rna_counts().toarray()
     counts[3, :10] = 0
     table.X = counts
-    table.write_h5ad(files.rna)
+    with h5py.File(files.rna, "w") as file, anndata.settings.override(allow_write_nullable_strings=True):
+        anndata.io.write_elem(file, "/", table)
+    assert isinstance(anndata.read_h5ad(files.rna).obs["site"].dtype, pd.StringDtype)
     found = anndata.read_h5ad(prepare(**files.arguments()).rna).obs
     kept = np.delete(np.arange(8), 3)
-    assert list(found) == ["celltype", "batch", "cell_type", "donor", "age"]
+    assert list(found) == ["celltype", "batch", "cell_type", "donor", "age", "site"]
+    assert found["site"].tolist()[:-1] == [f"s{i % 3}" for i in kept[:-1]]
+    assert found["site"].isna().tolist() == (kept == 7).tolist()
     for name in ("cell_type", "donor", "age"):
         assert found[name].astype(str).tolist() == table.obs[name].astype(str).iloc[kept].tolist()
     assert found["batch"].tolist() == [str(1 + i % 2) for i in kept]

@@ -308,6 +308,9 @@ def test_auto_is_sparse_where_it_pays_and_the_model_takes_it(root: Path, monkeyp
     assert auto(glue, dense, table.n_features) == {Tensor}
     assert auto(glue, dense * 0.99, table.n_features - 1) == {Tensor}
     assert auto(own, dense, table.n_features - 1) == {Tensor}
+    # of these every rank would have another share, and only a tensor can be a part of a sharded one
+    table.columns = slice(0, table.n_features // 2)
+    assert auto(glue, dense, table.n_features - 1) == {Tensor}
 
 
 def test_other_uses_are_refused(root: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_amp.errors import InstallError, ModelError
+from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.installing.install import install
 from lightning_amp.models.decoders.independent_units import UnitDecoder
 from lightning_amp.models.decoders.stratum import AllCells
@@ -111,7 +112,17 @@ def unit(name: str, nll: Any) -> type[Chromosome]:
 
 Centred = unit("Centred", lambda m, v, u, **cells: Chromosome.nll(m, v, u - u.mean(0), **cells))
 Penalised = unit("Penalised", lambda m, v, u, **cells: Chromosome.nll(m, v, u, **cells) + m.gate.weight.square().sum())
+Slightly = unit(
+    "Slightly", lambda m, v, u, **cells: Chromosome.nll(m, v, u, **cells) + 1e-9 * m.gate.weight.square().sum()
+)
 Noisy = unit("Noisy", lambda m, v, u, **cells: Chromosome.nll(m, v, u + torch.rand_like(u), **cells))
+
+
+class Shaped(Chromosome):
+    """Whose loss cannot be computed of no cells."""
+
+    def nll(self, v: Tensor, u: Tensor, **cells: Tensor) -> Tensor:
+        return super().nll(v, u.view(len(u), -1), **cells)
 
 
 class Remembering(Chromosome):
@@ -156,14 +167,37 @@ def test_what_has_no_rows_is_the_same_for_all_cells(weight: Any, mask: Any) -> N
     assert_same(results[1], results[0], rtol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [Centred, Penalised])
-def test_a_loss_that_is_no_sum_over_cells_is_refused(kind: type[Chromosome]) -> None:
+@pytest.mark.parametrize(("kind", "few"), [(Centred, "two cells"), (Penalised, "no cells"), (Slightly, "no cells")])
+def test_a_loss_that_is_no_sum_over_cells_is_refused(kind: type[Chromosome], few: str) -> None:
     module = counts(kind, "stream")
     for _ in range(2):
-        with pytest.raises(InstallError, match=r"its loss is no sum over cells: that of two cells is"):
+        with pytest.raises(InstallError, match=rf"its loss is no sum over cells: that of {few} is"):
             module.training_step(batches()[0], 0)
-    few = {name: rows[:3] for name, rows in batches()[0].items()}
-    module.training_step(few, 0).backward()
+    three = {name: rows[:3] for name, rows in batches()[0].items()}
+    module.training_step(three, 0).backward()
+
+
+class Named(Chromosome):
+    """With a choice by name."""
+
+    def nll(self, v: Tensor, u: Tensor, **cells: Any) -> Tensor:
+        return super().nll(v, u, **cells) * {"poisson": 1.0, "halved": 0.5}[cells["kind"]]
+
+
+@pytest.mark.parametrize("kind", ["poisson", "halved"])
+def test_a_name_is_the_same_for_all_cells(kind: str) -> None:
+    batch, losses = batches()[0], []
+    assert len(batch["x"]) == len("poisson"), "as many letters as cells"
+    for strategy in ("", "stream"):
+        module = counts(Named, strategy)
+        losses.append(module.decoder(module.encoder(batch["x"].log1p()), module.v, **batch | {"kind": kind}))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+
+
+def test_a_loss_that_cannot_be_computed_of_no_cells_is_streamed() -> None:
+    module = counts(Shaped, "stream")
+    expected = counts(Shaped).training_step(batches()[0], 0)
+    torch.testing.assert_close(module.training_step(batches()[0], 0), expected, rtol=1e-12, atol=0)
 
 
 def test_looking_at_the_sum_draws_nothing_and_is_done_once() -> None:
@@ -175,7 +209,7 @@ def test_looking_at_the_sum_draws_nothing_and_is_done_once() -> None:
         torch.manual_seed(1)
         drawn.append(float(module.training_step(batches()[0], 0).detach()))
     assert drawn[0] == drawn[1]
-    assert len(calls) == 3 + 3 + 3, "three blocks each time"
+    assert len(calls) == 4 + 3 + 3, "three blocks each time"
 
 
 def test_a_term_that_a_unit_has_kept_is_refused() -> None:
@@ -198,3 +232,26 @@ def test_layers_and_weights_in_two_places(strategy: str) -> None:
         assert [id(p) for p in module.parameters()] == own
         results.append({name: p.detach() for name, p in module.named_parameters()})
     assert_same(results[1], results[0], rtol=1e-10)
+
+
+class Offset(Chromosome):
+    """With a number that is added to the loss as it is."""
+
+    def __init__(self, first: int, size: int) -> None:
+        super().__init__(first, size)
+        self.added = nn.Parameter(torch.zeros((1,) * (first % 2)))
+
+    def nll(self, v: Tensor, u: Tensor, **cells: Tensor) -> Tensor:
+        return super().nll(v, u, **cells) + self.added.sum()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_number_that_is_added_to_the_loss_has_the_gradient_of_the_loss(device: str) -> None:
+    results = []
+    for module in (counts(Offset), counts(Offset)):
+        if results:
+            install(module, make_plan(("stream",), 1, {"stream": StreamStrata(cells=9)}))
+        with settings_of(device):
+            module.training_step(batches()[0], 0).backward()
+        results.append({name: p.grad for name, p in module.named_parameters()})
+    assert_same(results[1], results[0], rtol=1e-12)

@@ -1,8 +1,11 @@
 """Claim: operators, kernels, views and host syncs are told apart, and no step waits for a device."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.count_operators import OperatorCounter
 from lightning_amp.data.loading.datamodule import SingleCellDataModule
@@ -14,7 +17,7 @@ from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.models.glue import GLUE
 from lightning_amp.techniques.hic.rows import StreamStrata
 from lightning_amp.techniques.hic.scores import nonzero_counts
-from lightning_amp.techniques.hic.scores.nonzero_counts import find_entries, known_entries
+from lightning_amp.techniques.hic.scores.nonzero_counts import entries, find_entries, known_entries
 from lightning_amp.techniques.hic.scores.sparse_likelihood import SparseZINB
 from tests.any_module import QUIET
 from tests.techniques.sharded_cases import Case, Model, assert_same, make_plan, train
@@ -135,3 +138,34 @@ def test_a_decoder_looks_for_the_entries_of_dense_counts_once_a_batch() -> None:
     del x, part
     model.batch.clear()
     assert len(nonzero_counts._KNOWN) == n - 1, "a batch that is gone is forgotten"
+
+
+class Thinned(LightningModule):
+    """Halves the counts of a batch that was moved, and perhaps adds a tensor."""
+
+    def __init__(self, more: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.more = Model(Case()), more
+        install(self.inner, make_plan(OURS, 1, {"stream": StreamStrata(cells=2)}))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**self.more, **batch, "x": batch["x"] // 2}
+
+
+@pytest.mark.parametrize("more", [{}, {"a": torch.zeros(3)}])
+def test_entries_are_those_of_what_a_hook_returns(more: dict[str, torch.Tensor]) -> None:
+    module = Thinned(more)
+    batch = {"x": 2 * module.inner.batch["x"] + 1}
+    moved = module.on_after_batch_transfer(batch, 0)
+    with settings_of("cuda"):
+        find_entries(batch, moved, SparseZINB, module)
+        assert torch.equal(known_entries(moved["x"][:, 2:5]).to_dense(), moved["x"][:, 2:5])
+
+
+def test_entries_are_those_of_counts_in_any_order_in_memory() -> None:
+    x = torch.from_numpy(np.asfortranarray(Model(Case()).batch["x"].numpy()))
+    with settings_of("cuda"):
+        for some in (x[:, 2:5], x[1:3, 2:5]):
+            found = entries(some, [slice(0, 3)], dtype=torch.float64)
+            dense = torch.zeros_like(some).index_put((found.row, found.column), found.value)
+            assert torch.equal(dense, some)

@@ -104,6 +104,8 @@ def read_parts(module: nn.Module) -> Layout:
 
 def forms(module: nn.Module, seen: Form) -> Iterator[Form]:
     """The ways that a module's parts can be computed with, the likeliest first; `seen` has `least` and `kind`."""
+    # an order of trials and not of trust: the first form that agrees in value and gradients is taken, and two that
+    # agree everywhere are the same function
     both = (True, False)
     # a chain of one link is no other computation
     chained = (False, True) if len(getattr(module, "value_layers", ())) > 1 else (False,)

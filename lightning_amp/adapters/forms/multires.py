@@ -105,6 +105,7 @@ class MultiResStratum(AdaptedStratum):
 
     def among(self, nodes: Tensor, places: Tensor, columns: tuple[int, int]) -> "MultiResStratum":
         """The same parts and what was installed in them, for some of the features; `columns` are theirs in the data."""
+        # shallow, and only the buffer's dictionary is new: parameters, and what techniques have installed, are shared
         own = copy.copy(self)
         own._buffers = self._buffers | {"feature_anchor": nodes}
         own.places, own.columns = places, columns

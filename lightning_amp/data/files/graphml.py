@@ -43,13 +43,14 @@ def read_graph(path: str | Path) -> Graph:
     """Read a graph; of a directed file, an edge that repeats another one backwards is left out."""
     path = Path(path)
     row: dict[str | None, int] = {}
-    key: dict[str | None, str | None] = {}
+    # by key: networkx gives an attribute one key for whole numbers and another one for others
+    attribute: dict[str | None, str | None] = {}
     source, target, weight, sign = array("q"), array("q"), array("f"), array("f")
     directed = False
     for tag, element in _elements(path):
         if tag == "edge":
-            ends, data = element.attrib, {part.get("key"): part.text for part in element}
-            numbers = data.get(key.get("weight")), data.get(key.get("sign"))
+            ends, data = element.attrib, {attribute.get(part.get("key")): part.text for part in element}
+            numbers = data.get("weight"), data.get("sign")
             try:
                 source.append(row[ends["source"]])
                 target.append(row[ends["target"]])
@@ -71,7 +72,7 @@ def read_graph(path: str | Path) -> Graph:
                 raise DataError(f"{path}: the vertex {name!r} is listed twice; write the graph again")
             row[name] = len(row)
         elif tag == "key" and element.get("for") != "node":
-            key[element.get("attr.name")] = element.get("id")
+            attribute[element.get("id")] = element.get("attr.name")
         elif tag == "graph":
             directed = element.get("edgedefault") == "directed"
     if not row:
@@ -79,6 +80,9 @@ def read_graph(path: str | Path) -> Graph:
     columns = {"source": source, "target": target, "weight": weight, "sign": sign}
     edges = pd.DataFrame({name: np.asarray(values) for name, values in columns.items()})
     if directed:
+        # which of two twins goes is arbitrary, but both must not: only those against the order of the vertices are
+        # asked whether they repeat one along it. Weight and sign are compared too, for two relations may join the same
+        # vertices
         forward = edges["source"] <= edges["target"]
         turned = edges.rename(columns={"source": "target", "target": "source"})[list(columns)]
         twins = pd.MultiIndex.from_frame(turned).isin(pd.MultiIndex.from_frame(edges[forward]))

@@ -19,6 +19,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pandas as pd
+from pandas.api.types import infer_dtype
 from scipy import sparse
 
 
@@ -66,6 +67,7 @@ class _Patient(io.FileIO):
         """Read what has been written, zeros where nothing was."""
         view, start = memoryview(buffer).cast("B"), self.tell()
         n_read = super().readinto(view) or 0
+        # HDF5 takes a short read for a damaged file, and what was to be written there may be among `_later` below
         view[n_read:] = bytes(len(view) - n_read)
         # HDF5 reads its own metadata back, also what did not get to the disk
         for at, data in self._later:
@@ -102,12 +104,21 @@ def write_annotations(file: Any, *, obs: pd.DataFrame, var: pd.DataFrame, uns: d
     from anndata.io import write_elem
 
     file.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0"})
-    write_elem(file, "obs", obs)
-    write_elem(file, "var", var)
+    write_elem(file, "obs", _with_categories(obs))
+    write_elem(file, "var", _with_categories(var))
     write_elem(file, "uns", uns)
     for name in ("layers", "obsm", "obsp", "varm", "varp"):
         if name not in file:
             write_elem(file, name, {})
+
+
+def _with_categories(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table whose text is categories where some is missing, as `AnnData.write_h5ad` has it."""
+    missing = {name: c for name, c in table.items() if c.dtype == object and c.isna().any()}
+    # other columns, such as numbers, have a value of their type for what is missing
+    text = {name: c for name, c in missing.items() if infer_dtype(c, skipna=True) in ("string", "empty")}
+    text |= {name: c.astype(object) for name, c in table.items() if isinstance(c.dtype, pd.StringDtype)}
+    return table.assign(**{str(name): pd.Categorical(column) for name, column in text.items()})
 
 
 COOLER_PACKED: dict[str, Any] = {"compression": "gzip", "compression_opts": 6, "shuffle": True}

@@ -260,6 +260,7 @@ def _blocks_of_rows(matrix: Any, columns: slice) -> Iterator[sparse.csr_matrix]:
 
     stored, ends, row = sparse_dataset(matrix), matrix["indptr"][:], 0
     while row < n_rows:
+        # as many whole rows as fit in a block, and one where a single row has more entries than that
         stop = max(row + 1, int(np.searchsorted(ends, ends[row] + BLOCK_ENTRIES, side="right")) - 1)
         yield stored[row:stop].astype(np.float32, copy=False)[:, columns]
         row = stop

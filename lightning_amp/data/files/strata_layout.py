@@ -162,6 +162,8 @@ def _assemble(
     strata: list[StratumLayout] = []
     anchor_names: list[str] = []
     row_of = np.full(int(anchor.max()) + 1, -1)
+    # a new stratum begins where either code changes: the last of one resolution and the first of the next are both 0
+    # where a resolution has one stratum only
     ends = np.flatnonzero(np.diff(resolution) | np.diff(stratum)) + 1
     for start, stop in pairwise([0, *ends.tolist(), len(stratum)]):
         k, label, own = int(stratum[start]), labels[int(resolution[start])], anchor[start:stop]

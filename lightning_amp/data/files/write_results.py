@@ -4,7 +4,8 @@ Every file is written under a temporary name and renamed at the end, so that a f
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.data.files.new_hdf5 import UNKNOWN_ASSEMBLY, new_hdf5, write_annotations, write_cool, write_scool
 from lightning_amp.data.files.read_h5ad import first_column, open_h5ad
-from lightning_amp.data.files.strata_layout import FeatureLayout, StratumLayout
+from lightning_amp.data.files.strata_layout import BIN, FeatureLayout, StratumLayout
+from lightning_amp.errors import DataError
 
 CELLTYPE_COLUMNS = ("celltype", "cell_type")
 NO_FEATURES = pd.DataFrame(index=pd.Index([], dtype=str))
@@ -64,6 +66,22 @@ def write_embedding(
             check()
         write_elem(file, "obsm", parts.get("obsm", {}))
         write_annotations(file, obs=obs, var=var, uns=parts.get("uns", {}))
+
+
+def check_maps(layout: FeatureLayout, cells: Sequence[str]) -> None:
+    """Refuse bins without a place, and cells that a .scool, whose groups have their names, would mix up."""
+    bins = [name for name in layout.anchor_names.tolist() if BIN.fullmatch(name) is None]
+    if bins:
+        raise DataError(
+            f"contact maps cannot be written of the bins {bins[:3]!r}, which are not named as 'chr1:0-500000'; name the"
+            " features of Hi-C so, or write none: contact_map_cells=0, without celltype_key"
+        )
+    mixed = [name for name, n in Counter(cells).items() if "/" in name or n > 1]
+    if mixed:
+        raise DataError(
+            f"contact maps cannot be written of the cells {mixed[:3]!r}, which are repeated or have a '/'; rename them,"
+            " or give contact_map_cells the names of others, or 0"
+        )
 
 
 def write_imputed(
@@ -140,6 +158,7 @@ def _pixels(strata: list[StratumLayout], values: NDArray[Any]) -> pd.DataFrame:
     bin1 = np.concatenate([stratum.anchors - first for stratum in strata])
     bin2 = np.concatenate([stratum.anchors - first + stratum.k for stratum in strata])
     count = np.concatenate([values[slice(*stratum.columns)] for stratum in strata]).astype(np.float64)
+    # strata come one after the other, and cooler finds the pixels of a bin by a search in bin1
     order = np.lexsort((bin2, bin1))
     # a file may pad its strata with pairs whose second bin is beyond the last one
     order = order[bin2[order] < strata[0].n_features]
@@ -185,6 +204,7 @@ def _nearest(points: NDArray[np.float32], others: NDArray[np.float32], n: int) -
     found = []
     for start in range(0, len(points), BLOCK):
         # squared distances but for what is the same for all others
+        # in float64: the difference of large squares that are nearly equal has few digits left in float32
         far = squares - 2 * points[start : start + BLOCK].astype(np.float64) @ there.T
         found.append(np.argpartition(far, n - 1, axis=1)[:, :n])
     return np.concatenate(found)

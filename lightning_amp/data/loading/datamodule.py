@@ -133,7 +133,11 @@ class SingleCellDataModule(pl.LightningDataModule):
         from lightning_amp.data.prepare.from_anndata import write_objects
 
         home = Path(tempfile.mkdtemp(prefix="lightning-amp-"))
-        data = cls(home / "data", **options)
+        try:
+            data = cls(home / "data", **options)
+        except BaseException:
+            home.rmdir()
+            raise
         weakref.finalize(data, _remove, home, os.getpid())
         with write_aside(data.data_dir) as aside:
             write_objects(
@@ -250,6 +254,10 @@ class SingleCellDataModule(pl.LightningDataModule):
             if self.tables[modality].columns is not None:
                 x = parts.sharded(part["x"], dim=1, length=self.tables[modality].n_features)
                 cells[modality] = {**part, "x": x}
+        # a subclass may have a hook, which the instance's hides
+        hook = type(self).on_after_batch_transfer
+        if hook is not pl.LightningDataModule.on_after_batch_transfer:
+            return hook(self, cells, dataloader_idx)
         return self.trainer.lightning_module.on_after_batch_transfer(cells, dataloader_idx)
 
     def _chosen(self, directory: DataDirectory) -> dict[str, Path]:
@@ -271,6 +279,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         for modality, table in self.tables.items():
             rng = np.random.default_rng(hash_integers(self.seed, hash_text(modality)))
             n_held = int(np.ceil(self.val_fraction * table.n_cells)) if table.n_cells > 1 else 0
+            # not from the sampler's numbers: the same cells are held out whatever the epoch, rank or batch size
             order = rng.permutation(table.n_cells)
             # one cell is always left to train on
             train[modality] = np.sort(order[min(n_held, table.n_cells - 1) :])
@@ -302,8 +311,9 @@ class SingleCellDataModule(pl.LightningDataModule):
             return bool(self.sparse)
         table = self.tables[HIC]
         model = getattr(self.trainer, "lightning_module", None)
-        # other models need a dense x
-        takes = getattr(model, "takes_sparse_counts", False) is True
+        # other models need a dense x, and so do own columns: their share differs between ranks, and they become a part
+        # of a sharded tensor
+        takes = getattr(model, "takes_sparse_counts", False) is True and table.columns is None
         return takes and table.n_features > MANY_FEATURES and table.share <= FEW_ENTRIES
 
     def _sampler(self, cells: CellRowsOf | None, *, cycle: bool, shuffle: bool) -> StepSampler:

@@ -40,10 +40,11 @@ COUNT_MODALITIES = ("hic", "rna", "atac")  # methylation may hold rates
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepIndices:
     """Rows of one step of one rank: modality -> rows of its file, and the step's key for `draw_keys`, the same on
-    every rank."""
+    every rank; and the modalities whose rows are another rank's, which a sum over ranks leaves out."""
 
     rows: Mapping[str, NDArray[np.int64]]
     draw_key: int
+    repeated: Collection[str] = ()
 
 
 class CellTable:
@@ -142,7 +143,9 @@ class MultiModalDataset(Dataset[Batch]):
         for modality, rows in step.rows.items():
             draw = torch.from_numpy(draw_keys(step.draw_key, modality, rows))
             cells = self.tables[modality].rows(rows, sparse=modality in self.sparse)
-            batch[modality] = CellBatch(**cells, draw=draw)
+            batch[modality] = CellBatch(**cells, draw=draw)  # type: ignore[typeddict-item]
+            if modality in step.repeated:
+                batch[modality]["repeated"] = True
         return batch
 
 

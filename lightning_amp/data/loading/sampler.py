@@ -29,8 +29,8 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
     for every pass over it and repeated until all steps are full. Without (evaluation) every cell comes once,
     in the order of `cells`, each global batch is cut as evenly as possible, and a modality that has run out
     is missing from the step. All ranks have the same number of steps and in each the same modalities: a rank
-    that would get no cell of a modality gets the last one of the batch again, which `index` shows. Draws then
-    depend on the cell alone.
+    that would get no cell of a modality gets the last one of the batch again, as `repeated` says. Draws then depend
+    on the cell alone.
     """
 
     def __init__(
@@ -77,13 +77,17 @@ class StepSampler(DistributedSampler[StepIndices], SequentialSampler):
 
     def __iter__(self) -> Iterator[StepIndices]:  # type: ignore[override]
         first, self._resume = self.first_step(), (0, 0)
+        # `_resume` is used up by now: another iteration of the same epoch begins at its start
         order = self._order() if self.cycle else self.cells
         for step in range(first, len(self)):
             batch = slice(step * self.global_batch, (step + 1) * self.global_batch)
             rows = {modality: self._share(modality, cells[batch]) for modality, cells in order.items()}
+            # with fewer cells than ranks the first ranks have one each
+            few = [name for name, cells in order.items() if len(cells[batch]) <= self.rank and not self.cycle]
             yield StepIndices(
                 rows={modality: mine for modality, mine in rows.items() if len(mine)},
                 draw_key=hash_integers(self.seed, self.epoch, step) if self.cycle else hash_integers(self.seed),
+                repeated=few,
             )
 
     def _order(self) -> CellRowsOf:
@@ -125,9 +129,11 @@ class StepLoader(DataLoader[Batch]):
         self._position = (0, 0)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        # both are read at the first `next`, before the sampler's own iterator forgets where it was to go on
         epoch, step = self.steps.epoch, self.steps.first_step()
         self._position = (epoch, step)
         for batch in super().__iter__():
+            # before the batch is handed out: a checkpoint that is written while it is trained on counts it as seen
             step += 1
             self._position = (epoch, step)
             yield batch
@@ -140,6 +146,8 @@ class StepLoader(DataLoader[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch handed out; an epoch's end is the start of the next."""
         epoch, step = self._position
+        # Lightning counts the epoch that it goes on with; one that is cut short by `limit_train_batches` stays a
+        # position in the old epoch, which `first_step` drops because the sampler's epoch is another one by then
         if step == len(self.steps):
             epoch, step = epoch + 1, 0
         return {"epoch": epoch, "step": step, "global_batch": self.steps.global_batch}
@@ -169,6 +177,7 @@ def balance(contacts: NDArray[np.float64], n_ranks: int) -> list[NDArray[np.int6
     assert room * n_ranks == len(contacts), f"{len(contacts)} cells do not divide among {n_ranks} ranks"
     members: list[list[int]] = [[] for _ in range(n_ranks)]
     sums = np.zeros(n_ranks)
+    # the deepest first: the shallow ones that come last even out what these have left
     for cell in np.argsort(-contacts, kind="stable"):
         rank = int(np.argmin([s if len(m) < room else np.inf for s, m in zip(sums, members, strict=True)]))
         members[rank].append(int(cell))

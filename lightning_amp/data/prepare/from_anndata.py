@@ -104,7 +104,17 @@ def _write_matrix(
     path = root / name / f"{name}_objects.h5ad"
     with new_hdf5(path) as (file, _):
         write_elem(file, "X", sp.csr_matrix(counts))
-        write_annotations(file, obs=obs.set_axis(obs.index.astype(str)), var=var, uns=uns or {})
+        try:
+            write_annotations(file, obs=obs.set_axis(obs.index.astype(str)), var=var, uns=uns or {})
+        except OSError:
+            raise
+        except Exception as error:
+            # anndata says in notes which column it is
+            found = "; ".join([str(error), *getattr(error, "__notes__", ())])
+            raise DataError(
+                f"{name}: obs or var cannot be written as an h5ad ({found}); allowed are columns of text, numbers,"
+                " truth values or categories: change the others, or leave them out"
+            ) from error
     return path
 
 

@@ -173,6 +173,8 @@ def overlap_bins(genes: pd.DataFrame, bins: pd.DataFrame) -> tuple[NDArray[np.in
     chrom_of_gene = genes["chrom"].to_numpy()
     for chrom, rows in bins.groupby("chrom", sort=False).indices.items():
         mine = np.flatnonzero(chrom_of_gene == chrom)
+        # half-open on both sides: a bin that ends where the promoter begins is not touched, nor one that begins where
+        # it ends
         first = np.searchsorted(bins["end"].to_numpy()[rows], low[mine], side="right")
         after = np.searchsorted(bins["start"].to_numpy()[rows], high[mine], side="left")
         n = np.maximum(after - first, 0)

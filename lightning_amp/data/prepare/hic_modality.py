@@ -43,6 +43,7 @@ class FeatureGrid:
         # the bins of a pixel ascend, so that no stratum is negative where both are kept
         kept = (row1 >= 0) & (row2 >= 0) & (stratum < self.n_strata)
         column = np.full(len(bin1), -1, dtype=np.int64)
+        # -1 stays where a pair leaves its chromosome: bins are numbered through, so that its distance may be small
         column[kept] = self.column_of[stratum[kept], row1[kept]]
         return row1, row2, column
 
@@ -91,6 +92,7 @@ def build_grid(
             f"longest chromosome kept ({sizes.idxmax()!r}); ask for fewer or use a finer resolution"
         )
     row_of_bin = np.where(keep, np.cumsum(keep) - 1, -1)
+    # codes ascend because factorize numbers chromosomes in their order in the file, which the search below needs
     codes = pd.factorize(kept["chrom"])[0]
     # for every bin one past the last bin of its chromosome
     end = np.searchsorted(codes, codes, side="right") if cis_only else np.full(len(kept), len(kept))

@@ -197,6 +197,7 @@ def choose_genes(
         )
     present = bins["chrom"].drop_duplicates().tolist()
     positions = genes.loc[shared]
+    # bins keep the spelling of the contacts' file, which the names of vertices are made of; genes take it over
     spelling = spell_as(present, positions["chrom"].unique())
     chrom = positions["chrom"].map(spelling)
     positions = positions.assign(chrom=chrom)[chrom.notna().to_numpy()]

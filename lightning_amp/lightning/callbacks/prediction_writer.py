@@ -25,6 +25,7 @@ from lightning_amp.data.files.directory import written_aside
 from lightning_amp.data.files.write_results import (
     NEIGHBOURS,
     celltype_column,
+    check_maps,
     describe_embedding,
     labels_of,
     read_assembly,
@@ -124,10 +125,10 @@ class PredictionWriter(pl.Callback):
             raise DataError(
                 f"impute_rna=True requires RNA cells; loaded are {sorted(data.tables)!r}: leave impute_rna out"
             )
-        asked = {
-            f"contact_map_cells={self.contact_map_cells!r}": len(self._rows_to_impute(data)) > 0,
-            "impute_rna=True": self.impute_rna,
-        }
+        rows = self._rows_to_impute(data)
+        if data.layout is not None and (len(rows) or self.celltype_key is not None):
+            check_maps(data.layout, data.tables[HIC].obs_names[rows].tolist())
+        asked = {f"contact_map_cells={self.contact_map_cells!r}": len(rows) > 0, "impute_rna=True": self.impute_rna}
         for option in (option for option, is_asked in asked.items() if is_asked):
             if not hasattr(pl_module, "impute"):
                 raise ModelError(

@@ -96,8 +96,8 @@ class UnitDecoder(nn.Module):
     def forward(self, u: PerCell, v: PerAnchor, **cells: Tensor) -> Scalar:
         """Sum of the units' losses; `cells` are handed to all units.
 
-        They have one row per cell, or are the same for all: one row, no dimension, a number, None. A tensor that needs
-        a gradient is u, v, a parameter of a unit, or `library`.
+        They have one row per cell, or are the same for all: one row, no dimension, a number, a name, None. A tensor
+        that needs a gradient is u, v, a parameter of a unit, or `library`.
         """
         # units have no weights: the logarithm of 1
         none = u.new_zeros(1, len(self.strata))

@@ -202,6 +202,8 @@ class GradientSync:
         A gradient that was reset to None after backward is not among `grads`, those of this rank, and must not come
         back as zeros: optimisers skip None.
         """
+        # one word for each, agreed on by their largest: which parameters are reached may depend on the data, and ranks
+        # that send other lists would wait for each other for ever
         words = bytearray(len(self._parameters))
         for i, grad in grads.items():
             words[i] = REACHED if grad.layout is torch.strided else SPARSE

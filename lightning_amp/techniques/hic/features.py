@@ -120,6 +120,7 @@ class _AllColumns(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # no sum: the loss of the whole columns is computed on every rank, so that each has the whole gradient
         return ctx.features.own(grad), None
 
 
@@ -177,6 +178,8 @@ class _LogSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (result,) = ctx.saved_tensors
+        # the softmax is exp(result): nothing but what is returned anyway is kept. A rank without columns takes part in
+        # the sum with zeros, for the others wait for it.
         # grad is that of the own columns; the normaliser was made of all ranks' columns, so their sum is needed
         total = collectives.all_reduce(ctx.mesh, grad.sum(dim=1, dtype=type_of_sums(grad.dtype)))
         return (grad - result.exp() * total[:, None]).to(grad.dtype), None

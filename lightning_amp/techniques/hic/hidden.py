@@ -87,6 +87,8 @@ class ShardedLinear(_Sharded, nn.Linear):
         columns = self.channels.select(self.weight).T
         # one block of weights for each rank's outputs: the reduce-scatter leaves every rank the sum of its block
         blocks = torch.cat([self.channels.blocks(group) for group in self._groups(columns)], dim=-1)
+        # a rank multiplies its input channels with the weights of all outputs, R blocks of [N, d]: parts of sums that
+        # only the reduce-scatter makes whole, which is why the bias comes after it and once
         products = torch.bmm(input.expand(len(blocks), *input.shape), blocks)
         own = collectives.scatter(self.channels.mesh, products)
         width, widest = self.channels.width, self.channels.widest
@@ -257,6 +259,7 @@ class HiddenDecode(nn.Module):
             f"{ranks!r} runs of {run!r} do not hold {len(feature_anchor)!r} features"
         )
         part = cast(Tensor, self.inner(u, key, feature_anchor))
+        # the last runs may be short or empty, and a reduce-scatter moves blocks of one size: zeros that are cut off
         filled = F.pad(part, (0, ranks * run - len(feature_anchor))).view(len(part), ranks, run)
         own = collectives.scatter(self.mesh, filled.movedim(1, 0))
         return own[:, : max(0, min(run, len(feature_anchor) - rank * run))]

@@ -326,3 +326,27 @@ def test_what_cannot_be_written_is_refused(root: Path, tmp_path: Path) -> None:
     predict(root, writer, Mute())
     assert any("no pseudobulk is written: it requires a model with impute" in x for x in writer.remarks)
     assert not (tmp_path / "pseudobulk").exists()
+
+
+def test_maps_that_could_not_be_named_are_refused_before_cells_are_predicted(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    var = pd.DataFrame({"stratum": [0, 0, 1], "anchor": [0, 1, 0]}, index=["chr1:0-10", "chr1:10-20", "chr1:0-10-1"])
+    hic = anndata.AnnData(rng.poisson(2.0, (3, 3)).astype(np.float32), var=var)
+
+    def said(cells: list[str], bins: list[str], **options: Any) -> str:
+        hic.obs_names, hic.var_names = cells, bins
+        (tmp_path / "hic").mkdir(exist_ok=True)
+        hic.write_h5ad(tmp_path / "hic" / "hic.h5ad")
+        try:
+            predict(tmp_path, PredictionWriter(tmp_path / "out", **options))
+        except DataError as error:
+            assert not list((tmp_path / "out").glob("*"))
+            return str(error)
+        return ""
+
+    good, places = ["a", "b", "c"], list(var.index)
+    assert "cells ['a'], which are repeated or have a '/'" in said(["a", "a", "c"], places)
+    assert "cells ['p1/a', 'p1/b'], which" in said(["p1/a", "p1/b", "c"], places)
+    assert "bins ['x', 'y'], which are not named as 'chr1:0-500000'" in said(good, ["x", "y", "z"])
+    assert not said(["p1/a", "a", "a"], ["x", "y", "z"], contact_map_cells=0)
+    assert not said(["p1/a", "b", "c"], places, contact_map_cells=["c"])

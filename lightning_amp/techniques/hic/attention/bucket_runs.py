@@ -130,6 +130,7 @@ def _runs(band: Band) -> tuple[BucketRun, ...]:
         return tuple(_run(band, *span) for span in _spans(0, n_buckets, band.sizes.buckets))
     # the first bucket of the sequence has no keys before it; the last meets fewer, and maybe the rows that fill it
     first = min(0 if band.before else 1, n_buckets)
+    # the bucket before a cut one counts as an end too: it meets the rows that fill the last bucket
     last = max(first, min(n_buckets, (band.keys - band.before) // band.window - 1))
     ends = [(p, 1) for p in range(first)], [(p, 1) for p in range(last, n_buckets)]
     return tuple(_run(band, *span) for span in (*ends[0], *_spans(first, last, band.sizes.buckets), *ends[1]))
@@ -214,6 +215,7 @@ def _calls(run: KernelCalls) -> tuple[KernelCall, ...]:
     (first, last), found = run.ends, []
     if first and last:
         # both ends meet two buckets: one call with a stride from the first bucket to the last
+        # keys of the last bucket begin at the one before it, rows - 2, which is one less than the stride of its rows
         step = run.rows - 1
         found.append(
             KernelCall((0, step, 2), (0, step - 1, 2), 0) if run.rows > 1 else KernelCall((0, 0, 1), (0, 0, 1), 0)

@@ -124,7 +124,8 @@ class BucketWork:
         """Where the gradients of a run's keys belong, [bucket, key, D] each: one for every bucket that is met."""
         if run.n_buckets == 1:
             return (self._near_rows(grad, run),)
-        # of each of the three views the buckets are apart, so that a batched product may add to it
+        # of each of the three views the buckets are apart, so that a batched product may add to it: view i has the keys
+        # of bucket p + i - 1 for row bucket p, and one view of 3w keys for each would have every key in three batches
         place, size = run.place - 1 + self._before, self.band.window * self._dim
         shape, stride = (3, run.n_buckets, self.band.window, self._dim), (size, size, self._dim, 1)
         return grad.as_strided(shape, stride, place * size).unbind()
@@ -182,6 +183,8 @@ class BucketWork:
         for (place, key), (_, g), (_, divisor) in zip(*slabs, strict=True):
             flat = self._take("rows", *key.shape)
             # what was divided by the least norm is not normalised, so this has no gradient
+            # the gradient along a normalised key is lost in its division by the norm; rotation keeps inner products, so
+            # that this may be taken off before the gradient is turned back
             along = torch.mul(key, g, out=flat).sum((-2, -1), keepdim=True)
             g.addcmul_(key, past_threshold(along, divisor, LEAST_NORM), value=-1)
             if add_to is None:
@@ -253,7 +256,8 @@ class BucketWork:
         of_keys(scores, run).baddbmm_(queries, keys.mT, beta=0, alpha=self.scale)
         self._with_themselves(scores, run, rows).fill_(SELF_SCORE)
         if run.missing:
-            # n rows with score 0 add n e^0 to the normaliser, as one row with score log n does
+            # n rows with score 0 add n e^0 to the normaliser, as one row with score log n does; their value is 0, so
+            # that the product with the values leaves this column out
             scores.select(-1, -1).fill_(math.log(run.missing))
         if any(run.outside):
             self._outside(scores, run).fill_(-math.inf)

@@ -186,6 +186,8 @@ def _together(run: KernelCalls, found: list[tuple[Tensor, ...]], like: Tensor) -
     grads = like.new_empty(run.rows + 2 * run.keys, w, dim)
     dq, *others = ([one[i] for one in found] for i in range(3))
     torch.cat(_in_order(run, dq), out=grads[: run.rows].unsqueeze(1))
+    # every key is to have three slots: zeros stand for those of buckets of rows that are not here, because the sequence
+    # ends or because another rank has them, which adds up its own gradients of these keys
     zeros, bucket = kept(_zeros, dq[0])(w, dim, dq[0].dtype, dq[0].device), (-1, w, dim)
     around = [zeros[:n] for n in run.around]
     halves = [[around[0], *(x.reshape(bucket) for x in _in_order(run, ones)), around[1]] for ones in others]

@@ -175,7 +175,8 @@ class HaloAttention(_OwnAnchors):
 
     def _in_order(self, pieces: dict[int, State], inside: list[Tensor]) -> Tensor:
         """Rows of the outer buckets that are requested, and of those between."""
-        # which bucket of its piece an outer bucket is
+        # which bucket of its piece an outer bucket is: the first of the sequence has none before it, so that it is the
+        # first of its piece, and its score with buckets before the sequence is masked as on one device
         places = {j: int(j > 0 or self.anchors.before) for j in pieces}
         rows = {j: self.inner.attend(piece, places[j], places[j] + 1) for j, piece in pieces.items()}
         first = self.inside.start
@@ -185,6 +186,7 @@ class HaloAttention(_OwnAnchors):
     def _near(self, *own: Tensor) -> list[State]:
         """Own rows of q, k and values around every outer bucket."""
         w = self.anchors.window
+        # a bucket and its two neighbours, so that `prepare` gives positions whose differences are those of the whole
         around = [slice(max(j - 1, 0) * w, (j + 2) * w) for j in self.outer]
         return [tuple(rows[part] for rows in own) for part in around]
 

@@ -107,6 +107,7 @@ def shard_vertices(n_vertices: int, anchors: AnchorShards, ids: Int[Tensor, " an
         )
     ranks = anchors.mesh.size()
     owner = torch.full((n_vertices,), -1)
+    # ids are in the order of the anchors, of which every rank has a run
     owner[ids] = torch.repeat_interleave(torch.arange(ranks), torch.tensor(anchors.sizes))
     others = (owner < 0).nonzero().flatten()
     source, target = ends
@@ -147,6 +148,7 @@ class SharedVertices(nn.Module):
         outer_edges = ((origin != rows.rank) & (reader == rows.rank)).nonzero().flatten()
         edges, cut = torch.cat((inner_edges, outer_edges)), origin != reader
         # sorted by who sends, who receives, and the vertex: every rank lists a pair's rows in one order
+        # once for each reader, however many of its edges begin at the vertex
         pairs = torch.unique((origin[cut] * ranks + reader[cut]) * n + source[cut])
         sender, receiver, vertex = pairs // n // ranks, pairs // n % ranks, pairs % n
         mine, theirs = sender == rows.rank, receiver == rows.rank
@@ -175,12 +177,14 @@ class SharedVertices(nn.Module):
 
     def propagate(self, x: PerVertex, messages: Messages) -> PerVertex:
         """Sum over edges of coefficient * x[source] at the own targets."""
+        # `messages` is not called: coefficients hang on the graph alone, and this rank's were taken from them once
         return cast(Tensor, _PropagateShards.apply(x, self))  # type: ignore[no-untyped-call]
 
     def noise(self, like: PerVertex, generator: torch.Generator | None) -> PerVertex:
         """The own rows of what one device would draw."""
         noise, begin = torch.empty_like(like), 0
         for first, block in self.inner.blocks(self.n_vertices, like, generator):
+            # own ids ascend, so that those in a block of all vertices are a run of own rows
             end = int(torch.searchsorted(self.own_ids, first + len(block)))
             noise[begin:end] = block[self.ids[begin:end] - first]
             begin = end

@@ -6,9 +6,9 @@ is looked through when the first stratum asks, once for the batch. A CPU, which 
 time, while its columns are in the cache. `SparseCounts`, which the data module hands out, have their entries.
 
 Known limits: what is computed from the counts on the device is another tensor, and so are columns chosen by an index;
-every stratum looks through those, and through tensors of inference mode. A change in place is noticed. Without values
-(meta and fake tensors) entries are spread evenly, and of a dense matrix one number in 20 is taken as one. Legend: entry
-(M), cell (B), feature (F_k, or F of all strata).
+every stratum looks through those, and through tensors of inference mode or that are not contiguous. A change in place
+is noticed. Without values (meta and fake tensors) entries are spread evenly, and of a dense matrix one number in 20 is
+taken as one. Legend: entry (M), cell (B), feature (F_k, or F of all strata).
 """
 
 import math
@@ -20,6 +20,8 @@ from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int, Num
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_amp._torch import has_no_values, tree_leaves, whole_of
@@ -29,6 +31,8 @@ from lightning_amp.techniques.contract.protocol import is_decomposed
 
 _KNOWN: dict[int, tuple["weakref.ref[Tensor]", int, SparseCounts]] = {}
 """By tensor: itself, how often it was changed in place, its entries; as long as it lives."""
+HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
+"""Lightning's hooks between a batch of the loader and that of the step."""
 
 
 def find_entries(before: Any, after: Any, likelihoods: type[nn.Module], module: nn.Module) -> None:
@@ -36,6 +40,11 @@ def find_entries(before: Any, after: Any, likelihoods: type[nn.Module], module: 
 
     `before` is the batch as the loader has left it, `after` the same on the device.
     """
+    data = getattr(getattr(module, "_trainer", None), "datamodule", None)
+    owners = [one for one in (module, data) if isinstance(one, LightningModule | LightningDataModule)]
+    # a hook may return other counts, or other tensors: what the host has seen says nothing of them
+    if any(is_overridden(hook, one) for one in owners for hook in HOOKS):
+        return
     pairs = [
         (host, moved)
         for host, moved in zip(tree_leaves(before), tree_leaves(after), strict=True)
@@ -51,13 +60,14 @@ def find_entries(before: Any, after: Any, likelihoods: type[nn.Module], module: 
 def known_entries(x: Num[Tensor, "cell feature"]) -> SparseCounts | None:
     """The entries of counts, or of some cells and columns of counts; None where they are not known yet."""
     whole = whole_of(x)
-    if not launches_operators(x) or whole is x or whole.dim() != 2 or whole.stride() != x.stride():
+    # only of rows that follow each other the offset below says where the block begins
+    known = whole is not x and whole.dim() == 2 and whole.is_contiguous() and whole.stride() == x.stride()
+    if not launches_operators(x) or not known:
         return None
     found = _KNOWN.get(id(whole))
     if found is None or found[0]() is not whole or found[1] != whole._version:
         found = _remember(whole, SparseCounts.from_dense(whole))
-    # the strides are those of the whole: the offset says where the block begins
-    row, column = divmod(int(x.storage_offset() - whole.storage_offset()), int(whole.stride(0)))
+    row, column = divmod(int(x.storage_offset() - whole.storage_offset()), max(int(whole.shape[1]), 1))
     return found[2][row : row + x.shape[0]][:, column : column + x.shape[1]]
 
 

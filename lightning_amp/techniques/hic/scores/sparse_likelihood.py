@@ -187,7 +187,8 @@ def _zeros(
     missing = _softplus(zi)
     negate_each([theta, missing])
     _softplus(r, out=softplus)
-    # n - softplus(zi): what a count that is not zero begins with; and from it log(e^n + e^q)
+    # n - softplus(zi): what a count that is not zero begins with; and from it log(e^n + e^q). The numbers at `places`
+    # are taken before p is overwritten and put back after, so that the sum has every count in its own kind of term
     torch.addcmul(missing, theta, softplus, out=p)
     flat = p.view(-1)
     value = flat.index_select(0, places).add_(others[0])
@@ -198,6 +199,7 @@ def _zeros(
         # q - n: its sigmoid is the share of the additional zeros, of which the others are none
         torch.addcmul(q, theta, softplus, value=-1, out=odds).view(-1).index_fill_(0, places, -math.inf)
         # minus theta sigmoid(n - q), and times sigmoid(r)
+        # theta is negative here: at `places` odds are minus infinity, so that the whole of -theta sigmoid(r) stays
         scale = _times_sigmoid(theta, odds, sign=-1, out=p)
         of_mu = _times_sigmoid(scale, r, out=r)
         share = odds.sigmoid_()

@@ -117,6 +117,7 @@ def _hide() -> None:
     AsItIs.__call__ = torch.compiler.disable(AsItIs.__call__)  # type: ignore[method-assign, no-untyped-call]
 
 
+# by the function of a class, not by a stratum's method: strata of one class share a compiled function, and its graphs
 @cache
 def _compiled(function: Any, how: Compiled) -> Any:
     return torch.compile(function, mode=how.mode, dynamic=how.dynamic, fullgraph=how.whole)

@@ -82,7 +82,9 @@ class _Read:
     def __init__(self, stratum: nn.Module, arguments: Mapping[str, object]) -> None:
         self.stratum = stratum
         same: dict[int, Tensor] = {}
-        # whether a parameter needs a gradient says what a pass keeps, and may be another by then
+        # aliases, for an optimiser's step writes in place: the alias has the new values too, and its version tells. One
+        # alias for a tensor with two names, so that the second pass ties what the first one tied. Whether a parameter
+        # needs a gradient says what a pass keeps, and may be another by then
         self.tensors = {name: same.setdefault(id(t), _alias(t)) for name, t in places(stratum).items()}
         self.arguments = {f"argument {n}": t.detach() for n, t in arguments.items() if isinstance(t, Tensor)}
         self.versions, self.modes = self._versions(), self._modes()

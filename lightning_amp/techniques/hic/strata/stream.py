@@ -174,6 +174,7 @@ class _Stream:
     def _spine_backwards(self, stop: int) -> Iterator[tuple[int, Tensor]]:
         """v of every stratum before `stop`, from the last on; every s-th is kept, the others computed again."""
         # s about the root of K: K / s kept ones and s in between are then fewest together
+        # the first v of every run of `step` strata is kept: it is the input of stratum `first`, not its result
         step = math.isqrt(stop - 1) + 1
         kept = [self.inputs.v]
         with torch.no_grad():
@@ -207,6 +208,7 @@ class _Stream:
         """Forward and backward pass of a stratum, given the gradient of the v that it hands on; adds up nothing."""
         module = cast(Any, self.strata[k])
         arguments = module.arguments(k, self.inputs.log_weights, **self.cells)
+        # new leaves for every pass: their graph ends here, so that a stratum's activations die with its backward pass
         copies = _copies(module)
         nll, v_next = call_with(copies, module, lambda: module(v, self.inputs.u, **arguments))
         if self._one is None:

@@ -6,7 +6,7 @@ Exact: every cell's log-likelihood is computed from the key, its own u and its o
 sums over cells. What shrinks: scores and likelihood [B, F_k] exist for one micro-batch only. The gradient of the key
 [N, D] is made for every micro-batch and added up. Collectives of the decode and of the softmax (S2, S5, nodes) come
 once for every micro-batch; how many there are depends on the number of cells, which a model group shares. What a
-stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, None.
+stratum is called with has one row per cell, or is the same for all: one row, no dimension, a number, a name, None.
 
     qk, val = p A^T, p B^T         dp = g + dqk A + dval B, the sums inside the products; g is that of attended p
     key' = [key +] a gelu(b)       da, db = dkey' gelu(b), dkey' a gelu'(b), the two halves of one tensor
@@ -17,11 +17,13 @@ are not made.
 
 Legend: cell (B), anchor (N), dim (D).
 Known limits: gradients are handed out once, second derivatives are refused. What changes the loss by less than the
-tolerance of `check_sum` is not noticed, nor anything in a loss that draws random numbers or is only simulated; hooks
-inside run three times more, and what the stratum counts is counted so often.
+tolerance of `check_sum` is not noticed, nor a term of no cells that is 0 at first, nor anything in a loss that draws
+random numbers or is only simulated; hooks inside run four times more, and what the stratum counts is counted so often.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
@@ -119,6 +121,7 @@ class CellMicrobatches(nn.Module):
         # tables are read by `nll` itself, so these are the very tensors
         key, *tables = leaf(shared[0], needed[0]), *shared[1:]
         values: list[Tensor] = []
+        # of what all cells share gradients are added up, of what each has they are put one after the other
         of_shared: Gradients = [None] * n
         of_cells: list[Gradients] = []
         for part in self._parts(len(u)):
@@ -142,6 +145,9 @@ def _at_least_float32(value: Tensor) -> Tensor:
 
 def _n_rows(value: object) -> int:
     """Rows; 1 of what has none, which is the same for all cells as one row is."""
+    if isinstance(value, str):
+        # its letters are no rows, even if they are as many as the cells
+        return 1
     try:
         return len(cast(Sized, value))
     except TypeError:
@@ -182,15 +188,19 @@ HALF_TOLERANCE = 0.05
 def check_sum(
     nll: Callable[..., Scalar], key: PerAnchor, u: PerCell, rows: Callable[[slice], Mapping[str, Any]]
 ) -> None:
-    """Compare the loss of the first two cells with that of each, once and without gradients.
+    """Compare the loss of the first two cells with that of each, and that of none with 0, once and without gradients.
 
-    A mean over cells, cells that are centred or normalised by each other, and terms that no cell has (a penalty on
-    weights) make nll(cells a and b) differ from nll(cell a) + nll(cell b).
+    A mean over cells, and cells that are centred or normalised by each other, make nll(cells a and b) differ from
+    nll(cell a) + nll(cell b). Terms that no cell has (a penalty on weights) are the loss of no cells.
     """
     if has_no_values(u):
         return
     with torch.random.fork_rng([u.device] if u.is_cuda else []), torch.no_grad():
         drawn = _random_states(u.device)
+        none = 0.0
+        # what cannot be computed of no cells, or is no number there, says nothing about sums
+        with suppress(Exception):
+            none = float(nll(key, u[:0], **rows(slice(0, 0))))
         parts = (slice(0, 2), slice(0, 1), slice(1, 2))
         both, first, second = (float(nll(key, u[part], **rows(part))) for part in parts)
         if not all(map(torch.equal, drawn, _random_states(u.device))):
@@ -198,12 +208,15 @@ def check_sum(
     tf32 = u.is_cuda and multiplies_in_tf32()
     half = u.dtype.itemsize < 4 or tf32 or torch.is_autocast_enabled(u.device.type)
     room = (HALF_TOLERANCE if half else TOLERANCE) * (abs(both) + abs(first) + abs(second))
+    # exactly 0, for a penalty may be much smaller than the losses, and is counted once for every micro-batch
+    term = math.isfinite(none) and none != 0
     # not `<=`: a loss that is NaN says nothing about sums
-    if not abs(both - (first + second)) > room:
+    if not (term or abs(both - (first + second)) > room):
         return
+    found = f"no cells is {none!r}" if term else f"two cells is {both!r}, of each {first!r} and {second!r}"
     raise InstallError(
         "a stratum cannot be streamed in micro-batches of cells, because its loss is no sum "
-        f"over cells: that of two cells is {both!r}, of each {first!r} and {second!r}. Use "
+        f"over cells: that of {found}. Use "
         "reduction='sum', normalise cells before the decoder, add what is not of a cell (a "
         "penalty on weights) to the loss outside of the decoder, or leave 'stream' out"
     )
