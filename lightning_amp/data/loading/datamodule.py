@@ -136,7 +136,7 @@ class SingleCellDataModule(pl.LightningDataModule):
         try:
             data = cls(home / "data", **options)
         except BaseException:
-            home.rmdir()
+            shutil.rmtree(home, ignore_errors=True)
             raise
         weakref.finalize(data, _remove, home, os.getpid())
         with write_aside(data.data_dir) as aside:
