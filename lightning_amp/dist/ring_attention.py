@@ -127,6 +127,8 @@ def block_backward(
         out, log_sums: Of all blocks.
     """
     bias = _additive(mask, q.dtype)
+    # rows that see nothing have minus infinity, and minus infinity less itself would be no number
+    log_sums = log_sums.masked_fill(log_sums == -math.inf, 0)
     if q.device.type in ON_CPU:
         return attend_on_cpu_back(grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=bias, scale=scale)
     of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -124,7 +124,12 @@ def _with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float
         mask = torch.ones(shape_of(scores)[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = torch.softmax(scores, -1)
+    if mask is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        # as of torch, rows that see nothing have weights of zero, and gradients
+        blind = (scores == -math.inf).all(-1, keepdim=True)
+        weights = torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(blind, 0)
     if p:
         rest = 1 / (1 - p) if p < 1 else 0.0
         keep = kept(shape_of(weights), splits_of(weights), p, local_of(q).device)

@@ -53,12 +53,18 @@ def _slice(func: Any, x: Tensor, dim: int = 0, start: Any = None, end: Any = Non
 
 
 @operator("narrow")
-def _narrow(func: Any, x: Tensor, dim: int, start: Any, length: int) -> CallPlan:
+def _narrow(func: Any, x: Tensor, dim: int, start: int, length: int) -> CallPlan:
     dim = dim_of(x, dim)
-    indices = range(shape_of(x)[dim])[int(start) :][:length]
+    indices = range(shape_of(x)[dim])[start:][:length]
     if len(indices) < length:
-        raise IndexError(f"narrow of {length} indices from {int(start)} on, of {shape_of(x)[dim]}")
+        raise IndexError(f"narrow of {length} indices from {start} on, of {shape_of(x)[dim]}")
     return take(func, x, dim, [indices], True)
+
+
+@function(Tensor.narrow, torch.narrow)
+def _narrow_from(x: Tensor, dim: int, start: Any, length: int) -> Any:
+    """From a number on: what a plan says does not depend on values."""
+    return COMPUTE["function"](Tensor.narrow, (x, dim, int(start), length), {})
 
 
 @operator("select")
@@ -96,6 +102,8 @@ def _split(func: Any, x: Tensor, sizes: Any, dim: int = 0) -> Any:
 
 @operator("flip")
 def _flip(func: Any, x: Tensor, dims: Sequence[int]) -> Any:
+    if not dims:
+        return x.clone()
     *others, dim = [dim_of(x, d) for d in dims]
     return x.flip(dim).flip(others) if others else take(func, x, dim, [range(shape_of(x)[dim])[::-1]])
 
@@ -185,6 +193,9 @@ def _setitem(x: Tensor, index: Any, value: Any) -> None:
             part = part.unsqueeze(dim)
             splits = Splits.of([split._replace(dim=split.dim + (split.dim >= dim)) for split in splits])
             continue
+        if isinstance(i, slice) and (i.step or 1) < 1:
+            # what is picked in reverse is a copy, and a write to it would be lost
+            raise ValueError("step must be greater than zero")
         n = splits.global_shape(part.shape)[dim]
         indices = range(n)[i] if isinstance(i, slice) else range(n)[range(n)[i] :][:1]
         split, (splits, local) = splits.at(dim), taken(splits, dim, [indices])

@@ -105,7 +105,8 @@ def _index(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     found = local_of(x)[tuple(_places(x, how.used, own, slice(None)))]
     if inside is not None:
         inside = inside.view([*inside.shape, *[1] * (found.dim() - how.at - how.rank)])
-        found = torch.where(inside, found, 0)
+        # not torch.where, which would make booleans numbers
+        found = found.masked_fill(~inside, 0)
         for split in along:
             found = all_reduce(found, split.axis)
     return wrap(found, how.of_values(splits_of(x)))
@@ -214,7 +215,7 @@ def _gather(func: Any, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool 
     if not along:
         return wrap(torch.gather(local_of(x), dim, own), splits)
     own, inside = own_positions(own, along[0])
-    found = torch.where(inside, torch.gather(local_of(x), dim, own), 0)
+    found = torch.gather(local_of(x), dim, own).masked_fill(~inside, 0)
     return wrap(all_reduce(found, along[0].axis), splits)
 
 

@@ -89,6 +89,9 @@ def _added(func: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha
     name = name_of(func)
     product = torch.outer(a, b) if name == "addr" else torch.matmul(a, b)
     product = product.sum(0) if name == "addbmm" else product
+    if not beta:
+        # what it has may be no number, such as memory without values
+        return product * alpha
     c = c.to(product.dtype)
     return product * alpha + c * beta if (alpha, beta) != (1, 1) else product + c
 

@@ -253,14 +253,17 @@ def _pool(func: Any, x: Tensor, kernel: Any, stride: Any = (), padding: Any = 0,
     names = ("dilation", "ceil_mode") if is_max else ("ceil_mode", "count_include_pad", "divisor")
     more = dict(zip(names, rest, strict=False))
     ceil = bool(more.get("ceil_mode"))
-    if not is_max and more.get("divisor") is None and (ceil or not more.get("count_include_pad", True)):
-        # windows at the border count fewer values
-        return BY_RULE
     kernel, dilation = each(kernel, n), each(more.get("dilation", 1), n)
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     strides = each(stride, n) if stride not in ((), []) else kernel
     windows = [Window(*w) for w in zip(spans, strides, each(padding, n), strict=True)]
-    n_out = [w.outputs(m, ceil) for w, m in zip(windows, shape_of(x)[first:], strict=True)]
+    sizes = shape_of(x)[first:]
+    n_out = [w.outputs(m, ceil) for w, m in zip(windows, sizes, strict=True)]
+    over = any((k - 1) * w.stride + w.span > m + 2 * w.padding for k, w, m in zip(n_out, windows, sizes, strict=True))
+    pads = any(w.padding for w in windows) and not more.get("count_include_pad", True)
+    if not is_max and more.get("divisor") is None and (over or pads):
+        # windows at the border count fewer values
+        return BY_RULE
     x, parts = in_parts(x, range(first, first + n), n_out)
     part, left, done = _with_windows(x, parts, first, windows, -torch.inf if is_max else 0.0)
     rest_of_x = splits_of(x).without(*range(first, first + n))
