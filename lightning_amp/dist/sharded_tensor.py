@@ -194,7 +194,8 @@ class ShardedTensor(Tensor):
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             raise ShardError(f"grad of a sharded tensor was set to {value!r}; allowed is None")
-        self.local.grad = None
+        # of a parameter the part that is read is another tensor each time
+        self.held.grad = None
 
     def __copy__(self) -> "ShardedTensor":
         return ShardedTensor(copy(self.local), self.splits, self.copied, self.strides)

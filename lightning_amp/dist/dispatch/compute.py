@@ -41,8 +41,10 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise shard_error(func, [args], "it is called inside a transform of torch.func, such as vmap")
     if plan is not None:
         if stays:
-            return run_on([local_of(t) for t in tensors], plan, func, args, kwargs, tensors)
-        return run(plan, func, args, kwargs, tensors)
+            found = run_on([local_of(t) for t in tensors], plan, func, args, kwargs, tensors)
+        else:
+            found = run(plan, func, args, kwargs, tensors)
+        return mapped(found, Tensor.requires_grad_) if kwargs.get("requires_grad") else found
     if getattr(func, "__name__", "") == "__set__":
         raise shard_error(func, args, "it would set an attribute of the wrapper alone", remedy="use copy_")
     found, call = below_autograd(func, args, kwargs)
