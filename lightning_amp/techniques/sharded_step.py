@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -29,6 +30,21 @@ def run_sharded(name: str, step: Callable[[], Any], module: nn.Module, axes: Seq
     Raises:
         ShardError: A loss for training that is split.
     """
+    if _RUNNING.get():
+        # another step has called it, which trains on what it returns
+        return step()
+    token = _RUNNING.set(True)
+    try:
+        return _run(name, step, module, axes)
+    finally:
+        _RUNNING.reset(token)
+
+
+_RUNNING: ContextVar[bool] = ContextVar("_RUNNING", default=False)
+"""Whether a step is run."""
+
+
+def _run(name: str, step: Callable[[], Any], module: nn.Module, axes: Sequence[MeshAxis]) -> Any:
     with guarded(axes), whole_in_metrics(module):
         found = step()
         loss = found.get("loss") if isinstance(found, dict) else found

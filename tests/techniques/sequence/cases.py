@@ -109,7 +109,8 @@ class Picture(Steps):
         return self.out(torch.cat([high, self.up(self.low(high))], 1))
 
     def loss(self, batch: Tensor) -> Tensor:
-        return (self(batch) - batch[:, :1].roll(1, 2)).square().mean()
+        # a step that calls another one
+        return (self.predict_step(batch, 0) - batch[:, :1].roll(1, 2)).square().mean()
 
 
 class Normed(Picture):
