@@ -43,10 +43,16 @@ def install(module: LightningModule, spec: SequenceParallel, mesh: DeviceMesh | 
         mesh: The ranks of the model axis.
 
     Raises:
-        InstallError: A step that was replaced by the user, or a torch that is too old.
+        InstallError: A step that was replaced by the user, a parameter with hooks, or a torch that is too old.
     """
     if skip_one_torch_function is None:
         raise InstallError(f"sequence requires torch 2.13 or newer, found {torch.__version__}; leave it out")
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise InstallError(
+                f"sequence: the parameter {name!r} has hooks, which would see a rank's share of its gradient; change"
+                " gradients in on_before_optimizer_step"
+            )
     how = HowToSplit(
         dims=read_dims(spec.dims),
         sizes=spec.sizes if spec.sizes in ("even", "causal") else tuple(map(int, spec.sizes.split(","))),
