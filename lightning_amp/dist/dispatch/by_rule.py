@@ -125,6 +125,12 @@ def result_shapes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
         return [tuple(t.shape) for t in _without_values(func, args, kwargs)[0]]
     except NotImplementedError:
         raise shard_error(func, args, "the shape of its result depends on values") from None
+    except RuntimeError:
+        kinds = {t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}
+        if len(kinds) < 2:
+            raise
+        # autocast gives factors one type, but not those without values; the shape is that of any type
+        return [tuple(t.shape) for t in _without_values(func, args, kwargs, torch.float32)[0]]
 
 
 _LAYOUTS: dict[Any, PartLayout | None] = {}
@@ -153,14 +159,17 @@ def layout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartL
     return found
 
 
-def _without_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that an operator returns, and those that it is given, without values."""
+def _without_values(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator returns, and those that it is given, without values; floating ones in a type."""
     given = list[Tensor]()
 
     def meta(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return torch.device("meta")
-        given.append(meta_of(x))
+        made = meta_of(x)
+        given.append(made.to(dtype) if dtype and made.is_floating_point() else made)
         return given[-1]
 
     kinds = Tensor | torch.device

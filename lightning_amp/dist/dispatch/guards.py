@@ -121,15 +121,13 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
 
     def unwrapped(given: Any) -> Any:
         """Of `apply` under a name that was taken before the step, as by `scale = Scale.apply`."""
-        frame, tensors = sys._getframe(1), tensors_in(given)
-        cls = frame.f_locals.get("cls", torch.autograd.Function)
+        tensors, cls = tensors_in(given), sys._getframe(1).f_locals.get("cls", torch.autograd.Function)
         if any(type(t) is ShardedTensor for t in tensors):
             remedy = f"call {cls.__name__}.apply itself, and register what it does with lightning_amp.register_shard"
             raise shard_error(cls, [given], "autograd Functions do not see parts", remedy=remedy)
         # what such a call returns is not seen, so that its gradient cannot be made whole
-        checks = frame.f_back is not None and frame.f_back.f_code is checked.__code__
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if trains and not (checks or cls.__module__.startswith(OURS) or _in_handler(checked.__code__)):
+        if trains and not (cls.__module__.startswith(OURS) or _in_handler(checked.__code__)):
             why = "its backward pass would get one rank's share of a gradient"
             raise shard_error(cls, [given], why, remedy=f"call {cls.__name__}.apply itself")
         return unwrap(given)
@@ -152,7 +150,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
 
 
 def _in_handler(apply: Any) -> bool:
-    """Whether a handler calls an autograd Function, with parts."""
+    """Whether a handler, or what stands for `apply`, calls an autograd Function."""
     codes = {apply, *(getattr(ShardedTensor, f"__torch_{kind}__").__code__ for kind in ("function", "dispatch"))}
     frame = sys._getframe(2)
     while frame is not None and frame.f_code not in codes:

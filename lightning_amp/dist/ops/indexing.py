@@ -12,9 +12,10 @@ from lightning_amp.dist._torch import no_modes
 from lightning_amp.dist.collectives import exchange, pick
 from lightning_amp.dist.dispatch.plans import TENSOR, CallPlan, plan_of_call
 from lightning_amp.dist.owners import Owners
-from lightning_amp.dist.registry import BY_RULE, LOST, function, name_of, operator, shard_error
+from lightning_amp.dist.registry import BY_RULE, FUNCTIONS, LOST, function, mapped, name_of, operator, shard_error
 from lightning_amp.dist.sharded_tensor import (
     COMPUTE,
+    ShardedTensor,
     dim_of,
     held_by,
     local_of,
@@ -61,10 +62,19 @@ def _narrow(func: Any, x: Tensor, dim: int, start: int, length: int) -> CallPlan
     return take(func, x, dim, [indices], True)
 
 
-@function(Tensor.narrow, torch.narrow)
-def _narrow_from(x: Tensor, dim: int, start: Any, length: int) -> Any:
-    """From a number on: what a plan says does not depend on values."""
-    return COMPUTE["function"](Tensor.narrow, (x, dim, int(start), length), {})
+def _at_numbers(func: Any) -> Any:
+    """A call whose places are numbers, where a tensor has them: a plan does not depend on values."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = mapped((args, kwargs), lambda t: t if type(t) is ShardedTensor else t.tolist())
+        return COMPUTE["function"](func, *given)
+
+    return call
+
+
+FUNCTIONS.update(
+    {func: _at_numbers(func) for func in (Tensor.narrow, torch.narrow, Tensor.tensor_split, torch.tensor_split)}
+)
 
 
 @operator("select")

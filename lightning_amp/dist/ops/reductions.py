@@ -130,7 +130,10 @@ def _count(func: Any, x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
         return BY_RULE
     # a dry run counts those of its rank alone
     found = torch.sum((x == 0) if name_of(func) == "all" else (x != 0), gone, keepdim)
-    return found if name_of(func) == "count_nonzero" else found == 0 if name_of(func) == "all" else found > 0
+    if name_of(func) == "count_nonzero":
+        return found
+    found = found == 0 if name_of(func) == "all" else found > 0
+    return found.to(x.dtype) if x.dtype == torch.uint8 else found
 
 
 @operator("prod", "logsumexp", "linalg_vector_norm")
