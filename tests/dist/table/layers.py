@@ -62,6 +62,7 @@ LAYERS = [
     case("layer_norm over it", lambda x, w, b: F.layer_norm(x, (9, 6), w, b), X, (9, 6), (9, 6)),
     case("layer_norm of split features", lambda x, w: F.layer_norm(x, (9,), w), (2, 5, 9), (9,), at={0: 2, 1: 0}),
     case("rms_norm over it", lambda x, w: F.rms_norm(x, (9, 6), w, eps=0.1), X, (9, 6)),
+    case("rms_norm in 16 bits", lambda x: F.rms_norm((x / 100).bfloat16(), (9, 6)).detach().double(), X, tolerance=2e-2),
     case("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), IMAGE, (4,), (4,), at=2),
     case("group_norm of channels split inside groups", lambda x, w, b: F.group_norm(x, 2, w, b), (2, 8, 3), (8,), (8,)),
     case("batch_norm of split samples", lambda x: F.batch_norm(x, None, None, training=True), (9, 4), at=0),
