@@ -19,6 +19,8 @@ PRODUCTS = [
     case("scores", lambda q, k: q @ k.transpose(1, 2), X, (2, 7, 6), at={0: 1, 1: 1}),
     case("baddbmm with factors", lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5, alpha=2), (2, 9, 4), X, (2, 6, 4), at={0: 1, 1: 1}),
     case("baddbmm without a factor", lambda a, b: torch.baddbmm(torch.full((2, 9, 4), torch.nan).double(), a, b, beta=0), X, (2, 6, 4)),
+    case("linear of a vector", lambda x, w, b: F.linear(x, w, b), X, (6,), (), at=2),
+    case("linear of a split vector", lambda x, w: F.linear(x, w), X, (6,), at={1: 0}),
     case("addmm", lambda c, a, b: torch.addmm(c, a, b, beta=2), (4,), (9, 6), (6, 4), at={1: 0}),
     case("mv and dot", lambda a, x: (a @ x).dot(a @ x) + torch.dot(x, x), (9, 6), (6,), at=0),
     case("tensordot", lambda x, y: torch.tensordot(x, y, 1), X, (6, 5)),
