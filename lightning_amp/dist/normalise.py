@@ -198,6 +198,8 @@ class _Normalise(torch.autograd.Function):
                 grad, own, factor, mean, var, None, None, False, eps, [True, True, True]
             )
             of_weight, of_bias = tilt.view(form), total.view(form)
+            # The kernel has added up dy and dy x' by channel already: times the channel's weight these are the sums of
+            # g and of g x' over the own values, which the ranks have yet to add up.
             sums = torch.stack([total, tilt])
             sums = sums if factor is None else sums.mul_(factor)
         else:

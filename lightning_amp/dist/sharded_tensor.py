@@ -162,6 +162,7 @@ class ShardedTensor(Tensor):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
+        # The wrapper never requires a gradient: autograd would then record each operator twice.
         self.held.requires_grad = value
         # its gradient is read as that of the whole, unlike one of a plain tensor
         self.held.is_part = True  # type: ignore[attr-defined]
@@ -322,6 +323,7 @@ def true_gradient(found: Tensor, splits: Splits, axes: Iterable[MeshAxis]) -> Te
     Every rank differentiates its copy of the loss: a part has R times its gradient, and what the ranks find of a tensor
     that all of them have adds up to R times the gradient.
     """
+    # Ranks of one axis have one place on all others, and so the same entries of what is split over these.
     for axis in axes:
         found = (found if splits.on(axis) else reduce_now(found, axis)) / axis.size
     return found

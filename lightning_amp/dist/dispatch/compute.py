@@ -48,6 +48,7 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if getattr(func, "__name__", "") == "__set__":
         raise shard_error(func, args, "it would set an attribute of the wrapper alone", remedy="use copy_")
     found, call = below_autograd(func, args, kwargs)
+    # Of several operators each has a plan, and `call.plan` is that of the last one.
     # a function that permutes or drops its tensors before the operator cannot run by the operator's plan
     same = len(tensors) == len(call.tensors) and all(map(is_, tensors, call.tensors))
     if key is not None and call.n_operators == 1 and call.plan is not None and same:

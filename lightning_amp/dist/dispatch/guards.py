@@ -38,6 +38,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
     retain_grad: Any = Tensor.retain_grad
     utils: Any = functorch_utils
     unwrap = utils.unwrap_dead_wrappers
+    # Not emptied when the step ends: gradients of its tensors are read after the backward pass, which follows it.
     AXES_OF_STEP[:] = axes
 
     def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,6 +109,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
             part = None if seed is None else part_in(seed, splits_of(out))
             for axis in axes:
                 part = part if part is None or splits_of(out).on(axis) else part / axis.size
+            # R copies of a whole output count as one, so each has the seed by R; parts of a split one are counted once.
             parts.append(part)
         # parts have the graph, wrappers have none
         outs, ins = (tuple(map(local_of, tensors)) for tensors in (outputs, inputs))

@@ -58,6 +58,8 @@ class _Indexing:
             raise shard_error(func, [x, *given], "how many values a mask selects differs between ranks")
         shape = torch.broadcast_shapes(*map(shape_of, given))
         self.indices = [index if shape_of(index) == shape else index.expand(shape) for index in given]
+        # torch puts the dims of positions in the place of the dims that are looked up along if these are neighbours,
+        # and first otherwise.
         adjacent = self.used == list(range(self.used[0], self.used[0] + len(self.used)))
         self.at, self.rank = self.used[0] if adjacent else 0, len(shape)
         self.splits = WHOLE
@@ -137,6 +139,7 @@ def _index_put(
         own = [part_in(index, how.splits) for index in how.indices]
         added = aten.index_put.default(local_of(zeros), _places(x, how.used, own, None), part, True)
         return _added(x, wrap(added, splits_of(zeros)), [s.axis for s in how.splits])
+    # Of positions that are named twice torch keeps the last value: each owner has to see all of them, in their order.
     how.splits = WHOLE
     rest = splits_of(x).without(*how.used)
     own, inside = how.own(WHOLE, [s for s in splits_of(x) if s.dim in how.used])
