@@ -30,22 +30,7 @@ def run_sharded(name: str, step: Callable[[], Any], module: nn.Module, axes: Seq
     Raises:
         ShardError: A loss for training that is split.
     """
-    if _RUNNING.get():
-        # another step has called it, which trains on what it returns
-        return step()
-    token = _RUNNING.set(True)
-    try:
-        return _run(name, step, module, axes)
-    finally:
-        _RUNNING.reset(token)
-
-
-_RUNNING: ContextVar[bool] = ContextVar("_RUNNING", default=False)
-"""Whether a step is run."""
-
-
-def _run(name: str, step: Callable[[], Any], module: nn.Module, axes: Sequence[MeshAxis]) -> Any:
-    with guarded(axes), whole_in_metrics(module):
+    with _running(), guarded(axes), whole_in_metrics(module):
         found = step()
         loss = found.get("loss") if isinstance(found, dict) else found
         if name == "training_step" and isinstance(loss, ShardedTensor) and loss.splits:
@@ -53,6 +38,19 @@ def _run(name: str, step: Callable[[], Any], module: nn.Module, axes: Sequence[M
                 f"{name!r} returned a loss with {loss.splits}; a loss is a number: take the mean or the sum of it"
             )
         return mapped(found, lambda _, x: whole(x))
+
+
+RUNNING: ContextVar[bool] = ContextVar("RUNNING", default=False)
+"""Whether a step runs. One that it calls gets what it is given, and returns it with gradients: it is a part of it."""
+
+
+@contextmanager
+def _running() -> Iterator[None]:
+    token = RUNNING.set(True)
+    try:
+        yield
+    finally:
+        RUNNING.reset(token)
 
 
 def whole(x: Tensor) -> Tensor:

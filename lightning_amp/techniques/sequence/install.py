@@ -17,7 +17,7 @@ from lightning_amp.dist.splits import MeshAxis, axis_of
 from lightning_amp.errors import InstallError
 from lightning_amp.techniques.sequence.row import SequenceParallel, written_dims
 from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims, read_grid
-from lightning_amp.techniques.sharded_step import STEPS, run_sharded, tensors
+from lightning_amp.techniques.sharded_step import RUNNING, STEPS, run_sharded, tensors
 
 
 def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..., Any]:
@@ -25,6 +25,9 @@ def step_of(step: Callable[..., Any], name: str, how: HowToSplit) -> Callable[..
 
     @wraps(step)
     def split(module: nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if RUNNING.get():
+            # another step has called it, with what may be no batch
+            return step(module, batch, *args, **kwargs)
         return run_sharded(name, lambda: step(module, how.batch(batch), *args, **kwargs), module, how.axes)
 
     return split
